@@ -22,12 +22,13 @@ from parallel3d._torch.dtensor import get_local_tensor
 from parallel3d._util import dry_run
 from parallel3d.checkpoint.format import folder as folders
 from parallel3d.checkpoint.format.index import Index, TensorEntry
-from parallel3d.checkpoint.format.reader import LoadPlanner, Reader, read_whole
+from parallel3d.checkpoint.format.storage import LoadPlanner, Reader, read_whole
 from parallel3d.checkpoint.model_state import (
     PREFIX,
     Contents,
     LoadedExtraState,
     ModelState,
+    Stored,
     extra_name,
     model_state,
 )
@@ -36,7 +37,6 @@ from parallel3d.checkpoint.pieces import check_own_memory
 from parallel3d.checkpoint.ranks import HALF_READ, Ranks, check_same, dcp_errors, ranks_of
 from parallel3d.checkpoint.rng import LoadedRng
 from parallel3d.checkpoint.saving import axes_of, mesh_of
-from parallel3d.checkpoint.stored import Stored
 from parallel3d.checkpoint.values import as_dict, decode, encode, keeper
 from parallel3d.errors import CheckpointError, CorruptCheckpointError, DryRunError
 
@@ -206,20 +206,16 @@ def _open(folder: Path, run: Path) -> tuple[Index, dict[str, Any]]:
     return folders.open_checkpoint(folder)
 
 
+@dataclass
 class _Load:
     """One try to load one folder."""
 
-    def __init__(
-        self,
-        folder: Path,
-        index: Index,
-        info: dict[str, Any],
-        ranks: Ranks,
-        wrong: CheckpointError | None,
-    ) -> None:
-        self.folder, self.index, self.info, self.ranks = folder, index, info, ranks
-        self.wrong = wrong  # an error in this rank's arguments
-        self.targets: dict[str, Tensor] = {}
+    folder: Path
+    index: Index
+    info: dict[str, Any]
+    ranks: Ranks
+    wrong: CheckpointError | None  # an error in this rank's arguments
+    targets: dict[str, Tensor] = field(default_factory=dict)
 
     def run(
         self,
@@ -281,7 +277,7 @@ class _Load:
         self.optimizers = LoadedOptimizers(model, optimizers, contents, stored)
         self.targets |= self.optimizers.tensors
         self._prepare_extra(extra, stored)
-        mesh = mesh_of(model)
+        mesh = mesh_of(model.parameters())
         same = contents.ranks == self.ranks.size and contents.mesh == axes_of(mesh)
         self.rng = LoadedRng(contents, stored, self.ranks, mesh, same)
         for name, target in self.targets.items():
@@ -313,10 +309,7 @@ class _Load:
 def _matched(
     folder: Path, index: Index, state: ModelState, contents: Contents
 ) -> dict[str, Tensor]:
-    """Returns the model's tensors by the names they are stored under.
-
-    Raises CheckpointError if the stored names differ, or tied parameters have different stored values.
-    """
+    """Returns the model's tensors by the names they are stored under, which must be the same."""
     stored = {name for name in index.tensors if name.startswith(PREFIX)}
     known = {*state.tensors, *state.ties}
     missing = [name for name in state.tensors if name not in stored]
@@ -363,7 +356,6 @@ def _same_values(folder: Path, index: Index, first: str, second: str) -> bool:
 
 
 def _check_fits(folder: Path, name: str, entry: TensorEntry, target: Tensor) -> None:
-    """Raises CheckpointError unless the stored tensor can be read into ``target``."""
     if entry.shape != tuple(target.shape) or entry.dtype != target.dtype:
         raise CheckpointError(
             f"{_short(name)} is {_kind(entry.dtype, entry.shape)} in {folder}, but here "

@@ -1,8 +1,9 @@
-"""What a checkpoint holds of a model: names, tensors, ties, extra state."""
+"""What a checkpoint holds of a model (names, tensors, ties, extra state), and its checkpoint.json, parsed."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,59 @@ from torch.distributed.tensor import DTensor
 
 from parallel3d._torch.dtensor import get_local_tensor, make_dtensor, spec_of
 from parallel3d.checkpoint.format.files import shown
-from parallel3d.checkpoint.format.index import Index
-from parallel3d.checkpoint.stored import Stored
+from parallel3d.checkpoint.format.index import Index, TensorEntry
+from parallel3d.checkpoint.format.storage import read_whole
 from parallel3d.checkpoint.values import decode, encode, keeper
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
 from parallel3d.fsdp.inspect import check_at_rest, units_of
+
+_LIMIT = 1 << 30  # bytes
+
+
+class Stored:
+    """Resolves the names of tensors in values: each may be used once, and only where it belongs.
+
+    Otherwise a value could name a parameter, which would then be read in the value's place.
+    """
+
+    def __init__(self, folder: Path, index: Index) -> None:
+        self.folder, self.index = folder, index
+        self._taken: set[str] = set()
+        self._left = _LIMIT
+
+    def take(self, name: str, where: str) -> TensorEntry:
+        """Returns the entry of the tensor ``name``, which a value of ``where`` refers to."""
+        entry = self.index.tensors.get(name)
+        if entry is None:
+            problem = "which isn't stored"
+        elif not name.startswith(where):
+            problem = f"which isn't {where}'s"
+        elif name in self._taken:
+            problem = "which has been named before"
+        else:
+            self._taken.add(name)
+            return entry
+        raise CorruptCheckpointError(
+            f"{self.folder}: checkpoint.json names the tensor {name!r:.80}, {problem}"
+        )
+
+    def reader(self, where: str) -> Callable[[str], Tensor]:
+        """Returns the ``tensor`` argument of ``decode`` for values of ``where``, which reads whole tensors to
+        the CPU: 1 GiB in all."""
+
+        def read(name: str) -> Tensor:
+            entry = self.take(name, where)
+            self._left -= entry.nbytes
+            if self._left < 0:
+                raise CheckpointError(
+                    f"{self.folder}: {name!r:.200}, {entry.dtype} of shape {entry.shape}, is not read whole "
+                    f"by every rank: tensors without a target to read into may have {_LIMIT >> 30} GiB in "
+                    "all; if it is of extra, give load a tensor for it: extra={...}, in the structure saved"
+                )
+            return read_whole(self.folder, self.index, name)
+
+        return read
+
 
 PREFIX = "model."
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -29,13 +78,10 @@ class ModelState:
 
     Attributes:
         parameters: every parameter of the model, by its first name without ``PREFIX``.
-        tensors: parameters and persistent buffers, each once.
-        buffers: names of those that are buffers.
+        tensors: parameters and persistent buffers, each once; ``buffers`` are the names of the latter.
         ties: further names of these -> the first name.
-        extra: ``get_extra_state()`` of modules, encoded, by module name.
-        extra_tensors: the tensors in it.
-        derived: names of tensor subclasses that also hold something computed from their values, such as a
-            scale.
+        extra: ``get_extra_state()`` of modules, encoded, by module name; ``extra_tensors`` are in it.
+        derived: names of subclasses that also hold something computed from their values, such as a scale.
     """
 
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
@@ -55,12 +101,7 @@ class ModelState:
 
 
 def model_state(model: nn.Module, only: str | None = None) -> ModelState:
-    """Returns the state of ``model``; with ``only="trainable"`` that of parameters with ``requires_grad``.
-
-    Raises:
-        StateError: if a unit is in a forward or backward pass.
-        CheckpointError: if a parameter or buffer is on the meta device, or extra state cannot be stored.
-    """
+    """Returns the state of ``model``; with ``only="trainable"`` that of parameters with ``requires_grad``."""
     for unit in units_of(model, recurse=True):
         check_at_rest(unit, "checkpoint.save or load")
         unit.show_shards()
@@ -156,18 +197,15 @@ class Contents:
     """What a checkpoint holds besides its tensors: the parsed content of checkpoint.json.
 
     Attributes:
-        step: how many training steps had been done.
+        step, only, extra: the arguments of ``save``; extra encoded.
         mesh: axis -> size; None for a plain model.
-        versions: of torch and others.
         ranks: how many ranks saved.
         step_seed: the last arguments of ``seed_step``, by name; None if it was not used.
-        only: the argument of ``save``.
         ties: further names of stored tensors -> the name they are stored under.
         extra_state: of modules, encoded, by module name.
         groups: of optimizers: (parameter names, encoded options, optimizer kind of ``kind_of``, which
             earlier versions did not store); None if no optimizer was saved.
         state: parameter name -> key -> encoded value.
-        extra: the argument of ``save``, encoded.
 
     Raises:
         CorruptCheckpointError: if ``save`` cannot have written it.
@@ -255,11 +293,7 @@ def _count(holder: Any, key: str, least: int = 0, most: int = 1 << 62) -> int:
 
 
 class LoadedExtraState:
-    """Extra state to be given to modules' ``set_extra_state``; can be undone.
-
-    Attributes:
-        any: whether there is some.
-    """
+    """Extra state to be given to modules' ``set_extra_state``; can be undone. ``any``: there is some."""
 
     def __init__(self, model: nn.Module, contents: Contents, stored: Stored) -> None:
         modules = {plain_name(n): m for n, m in model.named_modules() if has_extra(m)}

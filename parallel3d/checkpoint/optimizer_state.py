@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from parallel3d.checkpoint.model_state import Contents, parameter_names
+from parallel3d.checkpoint.model_state import Contents, Stored, parameter_names
 from parallel3d.checkpoint.pieces import shares_memory_within
-from parallel3d.checkpoint.stored import Stored
 from parallel3d.checkpoint.values import decode, encode, keeper
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
 from parallel3d.optim.step_in_backward import StepInBackward
@@ -62,11 +61,7 @@ def optimizer_state(
 ) -> dict[str, Any]:
     """Puts the tensors of the state into ``tensors``; returns groups and state, encoded.
 
-    Args:
-        names: of the model's parameters, by id.
-
-    Raises:
-        CheckpointError: if a parameter is not the model's, or a value cannot be stored.
+    ``names`` are those of the model's parameters, by id.
     """
     keep = keeper(tensors)
     groups: list[dict[str, Any]] = []
@@ -110,33 +105,26 @@ def _names_of(group: dict[str, Any], number: int, names: Mapping[int, str]) -> l
 
 
 class _LoadedGroups:
-    """The stored ``param_groups``, for an optimizer that may group its parameters in another way.
-
-    Attributes:
-        names: parameter name -> number of its stored group.
-    """
+    """The stored ``param_groups``, for an optimizer that may group its parameters in another way."""
 
     def __init__(self, contents: Contents, stored: Stored) -> None:
         self._same_torch = contents.versions.get("torch") == torch.__version__
-        self.names: dict[str, int] = {}
-        self._groups: list[tuple[Any, dict[str, Any], str | None]] = []  # encoded, decoded, kind
+        # By parameter name: (encoded options, decoded ones, kind of optimizer).
+        self.of: dict[str, tuple[Any, dict[str, Any], str | None]] = {}
         for number, (names, encoded, kind) in enumerate(contents.groups or ()):
-            self.names.update(dict.fromkeys(names, number))
             options = decode(encoded, stored.reader(f"optimizer.group {number}["))
             if any(not isinstance(key, str) or key in NO_OPTIONS for key in options):
                 raise CorruptCheckpointError(
                     f"{stored.folder}: checkpoint.json is damaged: an optimizer's group has invalid options"
                 )
-            self._groups.append((encoded, options, kind))
+            self.of |= dict.fromkeys(names, (encoded, options, kind))
 
     def options(self, optimizer: Optimizer, number: int, names: Sequence[str]) -> dict[str, Any]:
-        """Returns the stored options of the parameters ``names``, which form the optimizer's group
-        ``number``.
+        """Returns the stored options of the parameters ``names``, the optimizer's group ``number``.
 
-        Raises:
-            CheckpointError: if they have none, different ones, or those of another class of optimizer.
+        Raises CheckpointError if they have none, different ones, or those of another class of optimizer.
         """
-        missing = [name for name in names if name not in self.names]
+        missing = [name for name in names if name not in self.of]
         if missing:
             raise CheckpointError(
                 f"the checkpoint has no optimizer state of {len(missing)} parameters of the optimizer's "
@@ -146,7 +134,7 @@ class _LoadedGroups:
             return {}
         class_name = type(optimizer).__name__
         for name in names:
-            _, options, kind = self._groups[self.names[name]]
+            _, options, kind = self.of[name]
             if kind not in (kind_of(optimizer), None):
                 if kind == "Adam" and options.get("decoupled_weight_decay") is True:
                     kind = "AdamW"
@@ -154,9 +142,9 @@ class _LoadedGroups:
                     f"the optimizer's group {number} was saved from another optimizer than {class_name}: it "
                     f"was {kind:.80}'s"
                 )
-        encoded, options, _ = self._groups[self.names[names[0]]]
+        encoded, options, _ = self.of[names[0]]
         for name in names:
-            if self._groups[self.names[name]][0] != encoded:
+            if self.of[name][0] != encoded:
                 raise CheckpointError(
                     f"the optimizer's group {number} has {names[0]!r} and {name!r}, which were saved in "
                     "groups with different options; divide the parameters into the groups that they had"
@@ -201,13 +189,10 @@ def _is_number(value: Any) -> bool:
 
 
 class LoadedOptimizers:
-    """The tensors that stored state is read into, and how they become the optimizers' state.
+    """The tensors that stored state is read into, by name, and how they become the optimizers' state.
 
     State that exists and fits is read in place. Otherwise it is allocated: with the parameter's placements if
     it has the parameter's shape, whole on each rank if not.
-
-    Attributes:
-        tensors: what is read, by the name it is stored under.
     """
 
     def __init__(
@@ -241,7 +226,7 @@ class LoadedOptimizers:
                         old = optimizer.state.get(param) or {}
                         entries[param] = self._entry(name, param, contents.state[name], old)
             self._states.append((optimizer, entries))
-        lost = [name for name in loaded.names if name not in wanted]
+        lost = [name for name in loaded.of if name not in wanted]
         if lost:
             raise CheckpointError(
                 f"the checkpoint has optimizer state of {len(lost)} parameters that the optimizer doesn't "

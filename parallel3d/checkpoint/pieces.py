@@ -19,12 +19,7 @@ from parallel3d.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a global tensor that this rank holds.
-
-    Attributes:
-        offsets, sizes: the box.
-        local: its values: a view of the local tensor, of ``sizes``.
-    """
+    """A box of a global tensor that this rank holds, and its values, a view of the local tensor."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -43,9 +38,7 @@ class Piece:
 def pieces_of(tensor: Tensor) -> list[Piece]:
     """Returns what this rank holds of ``tensor``, in the order of its local rows, without empty pieces.
 
-    Raises:
-        CheckpointError: for a DTensor with a partial placement, or with a local tensor of another shape than
-            its placements say.
+    Raises CheckpointError for a partial placement, or a local tensor of another shape than placements say.
     """
     if not isinstance(tensor, DTensor):
         return [Piece(*whole_box(tensor.shape), tensor.detach())]
@@ -66,11 +59,14 @@ def pieces_of(tensor: Tensor) -> list[Piece]:
     return [Piece(offsets, sizes, local)] if prod(sizes) else []
 
 
-def held_boxes(tensor: DTensor) -> dict[Box, list[int]]:
-    """Returns each box of ``tensor`` that a rank of its mesh holds, with those ranks of the default group.
+def boxes_of(tensor: Tensor) -> list[Box]:
+    """Returns the boxes that this rank holds of ``tensor``."""
+    return [piece.box for piece in pieces_of(tensor)]
 
-    It is computed without communication: every rank gets the same.
-    """
+
+def held_boxes(tensor: DTensor) -> dict[Box, list[int]]:
+    """Returns each box that a rank of the mesh holds, with those ranks of the default group; the same on all
+    ranks, without communication."""
     _check_no_partial(tensor)
     mesh = tensor.device_mesh
     ranks: dict[Box, list[int]] = {}

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed import DeviceMesh
 
-from parallel3d.checkpoint.model_state import Contents
+from parallel3d.checkpoint.model_state import Contents, Stored
 from parallel3d.checkpoint.ranks import Ranks
-from parallel3d.checkpoint.stored import Stored
 from parallel3d.errors import CorruptCheckpointError
 from parallel3d.mesh.seeding import StepSeed, last_step_seed, number_of, set_step_seed
 

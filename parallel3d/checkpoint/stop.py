@@ -83,9 +83,7 @@ class StopSignal:
         try:
             for number in dict.fromkeys(self.signals):
                 self._before[number] = signal.signal(number, self._receive)
-                signal.siginterrupt(
-                    number, False
-                )  # so that system calls of torch's threads continue
+                signal.siginterrupt(number, False)  # system calls of torch's threads continue
         except BaseException:
             self.__exit__()
             raise

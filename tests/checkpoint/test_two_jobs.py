@@ -19,7 +19,7 @@ from torch import nn
 from parallel3d.checkpoint import latest, load, save
 from parallel3d.checkpoint.format import lock as locks
 from parallel3d.checkpoint.format.lock import LOCK, this_process
-from parallel3d.checkpoint.format.writer import Writer
+from parallel3d.checkpoint.format.storage import Writer
 from parallel3d.errors import CheckpointError
 from parallel3d.testing import GlooPool
 

@@ -31,14 +31,8 @@ def is_transformers(model: nn.Module) -> bool:
 
 
 class Converted(NamedTuple):
-    """The result of converting a checkpoint's tensors.
-
-    Attributes:
-        layouts: of the model's tensors, by their names.
-        unexpected: names in the checkpoint that no tensor of the model uses.
-        used: transformers' transforms that were used, which the model stores for its export; None for other
-            models.
-    """
+    """Layouts of the model's tensors by name, names in the checkpoint that none of them uses, and
+    transformers' transforms that were used, which the model stores for its export (None: another model)."""
 
     layouts: dict[str, Layout]
     unexpected: list[str]
@@ -46,10 +40,7 @@ class Converted(NamedTuple):
 
 
 def from_file(model: Any, entries: list[Entry], tensors: Tensors) -> Converted:
-    """Converts a checkpoint's ``tensors`` to the model's.
-
-    Raises CheckpointError if a conversion cannot be traced, or fails.
-    """
+    """Converts a checkpoint's ``tensors`` to the model's."""
     core, plain, mapping = _tools(model)
     own = {name: entry.tensor for entry in entries for name in entry.names}
     renamings = [item for item in mapping if not isinstance(item, core.WeightConverter)]
@@ -101,10 +92,7 @@ def from_file(model: Any, entries: list[Entry], tensors: Tensors) -> Converted:
 
 
 def to_file(model: Any, tensors: Tensors) -> dict[str, tuple[Layout, torch.dtype]]:
-    """Converts the model's ``tensors`` to a checkpoint's; returns layout and dtype by the checkpoint's names.
-
-    Raises CheckpointError if a conversion cannot be traced, or fails.
-    """
+    """Converts the model's ``tensors`` to a checkpoint's; returns layout and dtype by its names."""
     core, plain, mapping = _tools(model)
     state = {
         name: Traced.of(whole_of(name, shape), dtype) for name, (shape, dtype) in tensors.items()

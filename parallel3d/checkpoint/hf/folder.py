@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import chain
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from parallel3d.checkpoint.format.files import loads, open_regular
+from parallel3d.checkpoint.format.files import file_in, loads, read_json_object
 from parallel3d.checkpoint.format.safetensors_file import MAX_HEADER, Stored, read_header
 from parallel3d.checkpoint.model_state import plain_name
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
@@ -28,10 +27,7 @@ INDEX = "model.safetensors.index.json"
 def stored_tensors(folder: Path) -> dict[str, Stored]:
     """Returns the tensors of the model in ``folder``, by name. Reads headers only.
 
-    Raises:
-        CheckpointError: if there is no such folder, or no safetensors model in it.
-        CorruptCheckpointError: if the index or a header is invalid, or a file is missing, cut short or
-            outside the folder.
+    Raises CheckpointError if there is no safetensors model, or it is damaged.
     """
     if not folder.is_dir():
         raise CheckpointError(
@@ -61,11 +57,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
 def _index(folder: Path) -> Mapping[str, str]:
     path = path_in(folder, INDEX)
     try:
-        with open(path, "rb", opener=open_regular) as opened:
-            size = os.fstat(opened.fileno()).st_size
-            if size > MAX_HEADER:
-                raise ValueError(f"it has {size} bytes")
-            files = loads(opened.read(MAX_HEADER), "it")["weight_map"]
+        files = loads(read_json_object(path.resolve(), MAX_HEADER), "it")["weight_map"]
         if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):
             raise ValueError("its weight_map is not a table of file names")
     except (ValueError, KeyError, TypeError) as error:
@@ -74,25 +66,9 @@ def _index(folder: Path) -> Mapping[str, str]:
 
 
 def path_in(folder: Path, name: str) -> Path:
-    """Returns the path of ``name`` in ``folder``.
-
-    The files of a snapshot in the hub's cache may be links to ``../../blobs``.
-
-    Raises:
-        CorruptCheckpointError: if it is outside the folder, or not a file.
-    """
-    parts = PurePosixPath(name).parts
-    if not parts or ".." in parts or os.path.isabs(name) or "\\" in name or "\0" in name:
-        raise CorruptCheckpointError(f"{folder} names a file {name!r}, which is outside of it")
-    path = folder / name
-    real, inside = path.resolve(), [folder.resolve()]
-    if inside[0].parent.name == "snapshots":
-        inside.append(inside[0].parent.parent / "blobs")
-    if not any(real.is_relative_to(place) for place in inside):
-        raise CorruptCheckpointError(f"{path} is a link to {real}, outside of its folder")
-    if not real.is_file():
-        raise CorruptCheckpointError(f"{path} is missing, or no file")
-    return path
+    """As ``file_in``; the files of a snapshot in the hub's cache may be links to ``../../blobs``."""
+    cache = folder.resolve().parent
+    return file_in(folder, name, cache.parent / "blobs" if cache.name == "snapshots" else None)
 
 
 Names = Mapping[str, str] | Callable[[str], str] | None
@@ -101,12 +77,7 @@ Names = Mapping[str, str] | Callable[[str], str] | None
 
 @dataclass(frozen=True)
 class Entry:
-    """A parameter or persistent buffer.
-
-    Attributes:
-        names: all its names in the order of the modules; several if weights are tied.
-        tensor: at rest.
-    """
+    """A parameter or persistent buffer at rest, and its names in the order of the modules."""
 
     names: tuple[str, ...]
     tensor: Tensor
@@ -139,13 +110,8 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
 
 
 def file_names(entries: Iterable[Entry], names: Names) -> dict[str, str]:
-    """Returns the model's names -> the file's, by the user's ``names``; names that it does not have are
-    unchanged.
-
-    Raises:
-        CheckpointError: if ``names`` is or returns something else, has a name that the model does not have,
-            or maps two tensors to one name.
-    """
+    """Returns the model's names -> the file's, by the user's ``names``, which are checked; names that it does
+    not have are unchanged."""
     own = [name for entry in entries for name in entry.names]
     if isinstance(names, Mapping):
         foreign = [name for name in names if name not in own]
@@ -184,11 +150,7 @@ def listed(names: Iterable[str], among: Iterable[str], most: int = 8) -> str:
 
 
 def bring_to_rest(model: nn.Module, what: str) -> None:
-    """Reshards all units and registers their sharded parameters.
-
-    Raises:
-        StateError: in a forward or backward pass, or within ``full_params``.
-    """
+    """Reshards all units and registers their sharded parameters; raises StateError if one is in use."""
     units = list(units_of(model, recurse=True))
     for unit in units:
         check_at_rest(unit, what)
@@ -201,13 +163,9 @@ def bring_to_rest(model: nn.Module, what: str) -> None:
 
 
 def without_values(model: nn.Module, loaded: Collection[int]) -> list[tuple[str, nn.Module]]:
-    """Returns (name, module) of modules with tensors on meta that will not be loaded.
+    """Returns (name, module) of modules with tensors on meta that are not among ``loaded``, by id.
 
-    Args:
-        loaded: ids of the tensors that will be.
-
-    Raises:
-        Parallel3dError: if one of them cannot initialise itself.
+    Raises Parallel3dError if one of them cannot initialise itself.
     """
     modules = []
     for name, module in model.named_modules():

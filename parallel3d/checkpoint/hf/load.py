@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d._util.arguments import as_bool
-from parallel3d.checkpoint.format.files import bytes_of
+from parallel3d.checkpoint.format.files import bytes_of, read_strided
 from parallel3d.checkpoint.format.safetensors_file import DTYPES, Stored
-from parallel3d.checkpoint.format.strided import read_strided
 from parallel3d.checkpoint.hf.conversion import Converted, from_file, ignored, is_transformers
 from parallel3d.checkpoint.hf.folder import (
     Entry,
@@ -39,11 +38,7 @@ _COMPARED = 1 << 20  # elements compared at once
 
 
 class Reader:
-    """Reads parts of stored tensors into tensors of the model.
-
-    Attributes:
-        bytes_read: so far.
-    """
+    """Reads parts of stored tensors into tensors of the model."""
 
     def __init__(self, folder: Path, stored: Mapping[str, Stored]) -> None:
         self.folder, self.stored = folder, stored
@@ -77,15 +72,9 @@ class Reader:
     def read(self, patch: Patch, out: Tensor) -> None:
         """Reads ``patch`` into ``out``, of its counts and any dtype and device."""
         stored = self.stored[patch.source]
-        self.bytes_read += read_strided(
-            self._opened(stored.file),
-            stored.start,
-            self.dtype_of(patch),
-            patch.offset,
-            patch.strides,
-            out,
-            str(self.folder / stored.file),
-        )
+        file, where = self._opened(stored.file), str(self.folder / stored.file)
+        dtype, offset, strides = self.dtype_of(patch), patch.offset, patch.strides
+        self.bytes_read += read_strided(file, stored.start, dtype, offset, strides, out, where)
 
     def same(self, one: Patch, two: Patch) -> bool:
         """Returns whether two patches of equal counts have the same values, bit for bit."""
@@ -160,25 +149,17 @@ def load_hf(
     if plan.conversions is not None:
         # As from_pretrained does, for the export.
         model._weight_conversions = plan.conversions  # type: ignore[assignment]
-    return LoadedNames(plan.missing, plan.unexpected)
+    return plan.names
 
 
 @dataclass
 class _Plan:
-    """What is read into the model.
+    """What is read into the model."""
 
-    Attributes:
-        layouts: of the model's tensors, by their names.
-        missing, unexpected: as in LoadedNames.
-        initialised: modules with tensors on meta that are in no file.
-        conversions: as ``Converted.used``.
-    """
-
-    layouts: dict[str, Layout]
-    missing: list[str]
-    unexpected: list[str]
-    initialised: list[tuple[str, nn.Module]]
-    conversions: list[Any] | None
+    layouts: dict[str, Layout]  # by the first names of entries that are in the files
+    names: LoadedNames
+    initialised: list[tuple[str, nn.Module]]  # modules with tensors on meta that are in no file
+    conversions: list[Any] | None  # as ``Converted.used``
 
 
 def _plan(model: nn.Module, reader: Reader, names: Names, strict: bool) -> _Plan:
@@ -201,17 +182,13 @@ def _plan(model: nn.Module, reader: Reader, names: Names, strict: bool) -> _Plan
         problems.append(f"in the files, but not in the model: {listed(unexpected, missing)}")
     if problems:
         raise CheckpointError("\n".join([f"{reader.folder} doesn't fit the model:", *problems]))
-    initialised = without_values(model, {id(e.tensor) for e in entries if layouts[e.name]})
-    first = {name: of_name[0] for name, of_name in layouts.items() if of_name}
-    needed = {
-        patch.source
-        for entry in entries
-        if entry.name in first
-        for patch, _ in _needed(first[entry.name], entry.tensor)
-    }
+    first = [(e, layouts[e.name][0]) for e in entries if layouts[e.name]]
+    initialised = without_values(model, {id(entry.tensor) for entry, _ in first})
+    needed = {p.source for entry, layout in first for p, _ in _needed(layout, entry.tensor)}
     reader.check_files(sorted(needed))
     _check_ties(entries, layouts, reader)
-    return _Plan(first, missing, unexpected, initialised, converted.used)
+    chosen = {entry.name: layout for entry, layout in first}
+    return _Plan(chosen, LoadedNames(missing, unexpected), initialised, converted.used)
 
 
 def _converted(
@@ -288,7 +265,7 @@ def _check_ties(entries: list[Entry], layouts: Mapping[str, list[Layout]], reade
 
 @torch.no_grad()
 def _read(model: nn.Module, plan: _Plan, reader: Reader) -> None:
-    for entry in entries_of(model):
+    for entry in entries_of(model):  # again, as those on meta have been replaced
         layout = plan.layouts.get(entry.name)
         if layout is not None:
             for patch, target in _needed(layout, entry.tensor):

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel3d.checkpoint.format.files import crc_of, read_into
-from parallel3d.checkpoint.format.strided import read_strided
+from parallel3d.checkpoint.format.files import crc_of, read_into, read_strided
 from parallel3d.checkpoint.torch_formats.pickled import (
     PROTO,
     SAVED_VALUES,
@@ -39,12 +38,7 @@ _MAX_PICKLE = _MAX_DIRECTORY = 1 << 28
 
 @dataclass(frozen=True)
 class Entry:
-    """A record of an archive: bytes of a file, and their checksum.
-
-    Attributes:
-        what: names it in errors.
-        crc: CRC-32; None: not verified.
-    """
+    """A record of an archive: bytes of a file, named ``what`` in errors, and their CRC-32 if verified."""
 
     path: Path
     offset: int
@@ -53,7 +47,6 @@ class Entry:
     what: str
 
     def verify(self) -> None:
-        """Raises CorruptCheckpointError unless its bytes have the checksum."""
         if self.crc is None:
             return
         with open(self.path, "rb") as file:
@@ -143,17 +136,17 @@ class Archive:
             for entry in (pickled, order):
                 if entry is not None:
                     entry.verify()
-            if order is not None and bytes(order.read(0, min(order.size, 16))) != b"little":
+            if order is not None and order.read(0, min(order.size, 16)) != b"little":
                 raise CheckpointError(f"{self.what} was written on a machine of another byte order")
-            if pickled.size < 2 or bytes(pickled.read(0, 1)) != PROTO:
-                raise zipfile.BadZipFile("a description that doesn't begin as a pickle")
             data = bytes(pickled.read(0, pickled.size))
-        return read_pickle(data, SAVED_VALUES, what=self.what, persistent=self._storage)
+            if len(data) < 2 or not data.startswith(PROTO):
+                raise zipfile.BadZipFile("a description that doesn't begin as a pickle")
 
-    def _storage(self, value: Any) -> StorageId:
-        storage = StorageId.of(value)
-        self._record_of(storage)
-        return storage
+        def storage(value: Any) -> StorageId:
+            self._record_of(found := StorageId.of(value))
+            return found
+
+        return read_pickle(data, SAVED_VALUES, what=self.what, persistent=storage)
 
     def _record_of(self, storage: StorageId) -> Entry:
         """Returns the record of ``storage`` after checking its size."""
@@ -190,22 +183,14 @@ class Archive:
         entry = self.checked(tensor)
         offset = tensor.start + tensor.span(offsets, tuple(target.shape))[0]
         with open(entry.path, "rb") as file:
-            read_strided(
-                file.fileno(),
-                entry.offset,
-                tensor.dtype,
-                offset,
-                tensor.stride,
-                target,
-                entry.what,
-            )
+            begin, dtype, stride = entry.offset, tensor.dtype, tensor.stride
+            read_strided(file.fileno(), begin, dtype, offset, stride, target, entry.what)
 
     def with_tensors(self, value: Any) -> Any:
         """Returns a copy of ``value``, a part of ``self.value``, with its tensors read and verified.
 
-        Raises:
-            CorruptCheckpointError: if it is nested too deep or, as a tree and with all that was copied
-                before, has more than a million values.
+        Raises CorruptCheckpointError if it is nested too deep or, as a tree and with all that was copied
+        before, has more than a million values.
         """
         result, count = self._copied(value, 0)
         self._values_left -= count
@@ -232,10 +217,12 @@ class Archive:
             raise CorruptCheckpointError(f"{self.what} has a value that is nested without end")
         items = value.values() if isinstance(value, dict) else value
         parts = [self._copied(item, depth + 1) for item in items]
-        copies, count = [copy for copy, _ in parts], 1 + sum(n for _, n in parts)
-        copied: Any = tuple(copies) if isinstance(value, tuple) else copies
-        if isinstance(value, dict):
-            copied = dict(zip(value, copies, strict=True))
+        copied: Any = [copy for copy, _ in parts]
+        count = 1 + sum(n for _, n in parts)
+        if isinstance(value, tuple):
+            copied = tuple(copied)
+        elif isinstance(value, dict):
+            copied = dict(zip(value, copied, strict=True))
         self._copies[id(value)] = value, copied, count
         return copied, count
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import os
 import pickle
-import stat
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from parallel3d.checkpoint.format.boxes import Box, intersection, slices_of, tile, whole_box
+from parallel3d.checkpoint.format.files import file_in
+from parallel3d.checkpoint.pieces import pieces_of
 from parallel3d.checkpoint.torch_formats.archive import Archive, Entry
 from parallel3d.checkpoint.torch_formats.pickled import (
     DCP_METADATA,
@@ -79,14 +80,9 @@ class DcpFolder:
 
     @classmethod
     def read(cls, path: Path, *, trusted: bool) -> DcpFolder:
-        """Reads the ``.metadata`` of the folder ``path``.
+        """Reads the ``.metadata`` of the folder ``path``; ``trusted``: with ``pickle``, which runs its code.
 
-        Args:
-            trusted: use ``pickle``, which runs code that the file contains.
-
-        Raises:
-            CheckpointError: if it is not such a folder, or names something that such a file does not need.
-            CorruptCheckpointError: if its content is invalid.
+        Raises CheckpointError if it is not such a folder, or its content is invalid.
         """
         if not path.is_dir():
             raise CheckpointError(f"{path} is no folder; load_dcp reads those of dcp.save")
@@ -97,7 +93,7 @@ class DcpFolder:
                 "didn't complete"
             )
         what = str(file)
-        size = file_within(path, METADATA).stat().st_size
+        size = file_in(path, METADATA).stat().st_size
         if size > _MAX_METADATA:
             raise CorruptCheckpointError(f"{what} has {size} bytes")
         with open(file, "rb") as opened:
@@ -122,34 +118,6 @@ class DcpFolder:
             raise CorruptCheckpointError(
                 f"{what} is not valid metadata of torch.distributed.checkpoint: {error}"
             ) from None
-
-
-def file_within(folder: Path, name: str) -> Path:
-    """Returns the path of the file ``name``, as metadata gives it.
-
-    Raises CheckpointError if it is outside ``folder`` or not a file.
-    """
-    pure, windows = PurePosixPath(name), PureWindowsPath(name)
-    outside = (
-        not name
-        or "\0" in name
-        or pure.is_absolute()
-        or bool(windows.drive or windows.root)
-        or ".." in (*pure.parts, *windows.parts)
-    )
-    if outside:
-        raise CheckpointError(f"{folder}: it refers to the file {name[:200]!r}, which isn't in it")
-    path = folder / name
-    real = Path(os.path.realpath(path))
-    if not real.is_relative_to(os.path.realpath(folder)):
-        raise CheckpointError(f"{folder}: {name[:200]!r} is a link to outside of it")
-    try:
-        mode = real.stat().st_mode
-    except OSError:
-        raise CorruptCheckpointError(f"{folder}: the file {name[:200]!r} is missing") from None
-    if not stat.S_ISREG(mode):
-        raise CorruptCheckpointError(f"{folder}: {name[:200]!r} is no file")
-    return path
 
 
 # -- metadata ----------------------------------------------------------------------------------------------
@@ -285,6 +253,17 @@ class Source(ABC):
     def copy(self, box: Box, target: Tensor) -> None:
         """Copies ``box`` into ``target``, of the same sizes."""
 
+    def fill(self, tensor: Tensor) -> None:
+        """Copies what this rank holds of ``tensor``, of this shape."""
+        for piece in pieces_of(tensor):
+            self.copy(piece.box, piece.local)
+
+    def whole(self) -> Tensor:
+        """Reads the whole tensor."""
+        tensor = torch.empty(self.shape, dtype=self.dtype)
+        self.fill(tensor)
+        return tensor
+
 
 class Memory(Source):
     """A tensor of a file that was unpickled as a whole."""
@@ -322,11 +301,7 @@ class FileTensor(Source):
 
 
 class DcpTensor(Source):
-    """A tensor of a DCP folder, in chunks that are archives.
-
-    Args:
-        checksums: verify those of the chunks.
-    """
+    """A tensor of a DCP folder, in chunks that are archives."""
 
     def __init__(
         self, name: str, folder: DcpFolder, stored: StoredTensor, checksums: bool = True
@@ -389,19 +364,16 @@ class DcpTensor(Source):
 
 def read_small(source: Source, name: str) -> Tensor:
     """Reads and verifies a whole tensor, if it takes no more memory than is stored of it."""
-    box = whole_box(source.shape)
-    entries = source.entries([box])
+    entries = source.entries([whole_box(source.shape)])
     source.take(name)
     for entry in entries:
         entry.verify()
-    target = torch.empty(source.shape, dtype=source.dtype)
-    source.copy(box, target)
-    return target
+    return source.whole()
 
 
 def archive_at(folder: DcpFolder, at: StoredAt, what: str, *, checksums: bool = True) -> Archive:
     """Returns the archive that is stored at ``at``."""
-    path = file_within(folder.path, at.path)
+    path = file_in(folder.path, at.path)
     size = path.stat().st_size
     if at.offset + at.length > size:
         raise CorruptCheckpointError(
