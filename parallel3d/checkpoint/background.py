@@ -70,10 +70,7 @@ def run_in_background(work: Callable[[], Path]) -> Future[Path]:
 
 
 def _report_at_exit() -> None:
-    """Prints an unreported error of the last save and makes the process exit with an error.
-
-    Threads have ended by then.
-    """
+    """Prints an unreported error of the last save, whose thread has ended; makes the process fail."""
     if _print_unreported():
         # Python's only exit code at this stage is 120, when a standard stream cannot be flushed. Other
         # handlers still run, and open files are closed.

@@ -26,11 +26,11 @@ from parallel3d.checkpoint.format.storage import LoadPlanner, Reader, read_whole
 from parallel3d.checkpoint.model_state import (
     PREFIX,
     Contents,
-    LoadedExtraState,
     ModelState,
     Stored,
     extra_name,
     model_state,
+    stored_extra_state,
 )
 from parallel3d.checkpoint.optimizer_state import LoadedOptimizers, as_optimizers
 from parallel3d.checkpoint.pieces import check_own_memory
@@ -67,6 +67,10 @@ class Info:
     skipped: list[tuple[Path, str]] = field(default_factory=list)
 
 
+@torch.inference_mode(
+    False
+)  # tensors allocated here must not be inference tensors; existing ones may be
+@torch.no_grad()
 def load(
     path: str | os.PathLike[str],
     model: nn.Module,
@@ -96,17 +100,6 @@ def load(
             "checkpoint.load in a dry run: there are no values to read into; ask checkpoint.latest first, "
             "which finds none there, or skip it with parallel3d.tools.dryrun.active()"
         )
-    # Tensors allocated here must not be inference tensors; existing ones may be.
-    with torch.inference_mode(False), torch.no_grad():
-        return _load(path, model, optimizer, extra)
-
-
-def _load(
-    path: str | os.PathLike[str],
-    model: nn.Module,
-    optimizer: Optimizer | Iterable[Optimizer] | None,
-    extra: Mapping[str, Any] | None,
-) -> Info:
     ranks = ranks_of(model, "load")
     optimizers: list[Optimizer] = []
     wrong: CheckpointError | None = None
@@ -141,7 +134,8 @@ def _load(
                 continue
             if skipped and ranks.is_first:
                 why = "; ".join(text for _, text in skipped)
-                warnings.warn(f"loaded {folder.name}, not the newest, for: {why}", stacklevel=3)
+                # The caller is two decorators away.
+                warnings.warn(f"loaded {folder.name}, not the newest, for: {why}", stacklevel=4)
             return result
         else:
             why = "\n".join(f"  {text}" for _, text in skipped)
@@ -226,7 +220,7 @@ class _Load:
     ) -> Info:
         """Verifies, reads, and then sets the state of optimizers and generators. Collective."""
         check_same("load", self.ranks.all(lambda: self._prepare(model, optimizers, extra)))
-        if self.extra_state.any:
+        if self.extra_state.values:
             self.ranks.with_undo(self.extra_state.apply, self._read, self.extra_state.undo)
         else:
             self._read()
@@ -273,7 +267,7 @@ class _Load:
             self.index.tensors[alias] = self.index.tensors[name]
         state = model_state(model, contents.only)
         self.targets |= _matched(self.folder, self.index, state, contents)
-        self.extra_state = LoadedExtraState(model, contents, stored)
+        self.extra_state = stored_extra_state(model, contents, stored)
         self.optimizers = LoadedOptimizers(model, optimizers, contents, stored)
         self.targets |= self.optimizers.tensors
         self._prepare_extra(extra, stored)

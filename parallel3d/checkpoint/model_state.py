@@ -74,23 +74,19 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 @dataclass
 class ModelState:
-    """The tensors of a model by the names they are stored under: the Parameters themselves, not copies.
-
-    Attributes:
-        parameters: every parameter of the model, by its first name without ``PREFIX``.
-        tensors: parameters and persistent buffers, each once; ``buffers`` are the names of the latter.
-        ties: further names of these -> the first name.
-        extra: ``get_extra_state()`` of modules, encoded, by module name; ``extra_tensors`` are in it.
-        derived: names of subclasses that also hold something computed from their values, such as a scale.
-    """
+    """The tensors of a model by the names they are stored under: the Parameters themselves, not copies."""
 
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+    """Every parameter of the model, by its first name without ``PREFIX``."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
+    """Parameters and persistent buffers, each once."""
     buffers: list[str] = field(default_factory=list)
-    ties: dict[str, str] = field(default_factory=dict)
+    ties: dict[str, str] = field(default_factory=dict)  # further names -> the first name
     extra: dict[str, Any] = field(default_factory=dict)
-    extra_tensors: dict[str, Tensor] = field(default_factory=dict)
+    """``get_extra_state()`` of modules, encoded, by module name."""
+    extra_tensors: dict[str, Tensor] = field(default_factory=dict)  # those in it
     derived: list[str] = field(default_factory=list)
+    """Names of subclasses that also hold something computed from their values, such as a scale."""
 
     def add(self, name: str, first_name: str, tensor: Tensor) -> None:
         """Adds a tensor, or another name of one."""
@@ -292,33 +288,16 @@ def _count(holder: Any, key: str, least: int = 0, most: int = 1 << 62) -> int:
     return int(value)
 
 
-class LoadedExtraState:
-    """Extra state to be given to modules' ``set_extra_state``; can be undone. ``any``: there is some."""
+class ExtraState:
+    """Extra state to be given to modules; can be undone."""
 
-    def __init__(self, model: nn.Module, contents: Contents, stored: Stored) -> None:
-        modules = {plain_name(n): m for n, m in model.named_modules() if has_extra(m)}
-        wanted = modules if contents.only is None else {}
-        wrong = sorted(wanted.keys() ^ contents.extra_state.keys())
-        if wrong:
-            here, there = "the model", str(stored.folder)
-            has, lacks = (here, there) if wrong[0] in wanted else (there, here)
-            raise CheckpointError(
-                f"{has} has extra state of the module {wrong[0]!r}, which {lacks} hasn't"
-            )
-        self.any = bool(wanted)
+    def __init__(self) -> None:
+        self.values: list[tuple[nn.Module, Any]] = []
         self._before: list[tuple[nn.Module, Any]] = []
-        self._values = []
-        for name, value in contents.extra_state.items():
-            module = modules[name]
-            if type(module).set_extra_state is nn.Module.set_extra_state:
-                raise CheckpointError(
-                    f"the module {name!r} has get_extra_state, but no set_extra_state"
-                )
-            self._values.append((module, decode(value, stored.reader(extra_name(name)))))
 
     def apply(self) -> None:
         """Calls ``set_extra_state``."""
-        for module, value in self._values:
+        for module, value in self.values:
             self._before.append((module, copy.deepcopy(module.get_extra_state())))
             module.set_extra_state(value)
 
@@ -326,3 +305,25 @@ class LoadedExtraState:
         """Restores the modules' previous extra state."""
         for module, value in reversed(self._before):
             module.set_extra_state(value)
+
+
+def stored_extra_state(model: nn.Module, contents: Contents, stored: Stored) -> ExtraState:
+    """Returns what the checkpoint has for the modules of ``model``."""
+    modules = {plain_name(n): m for n, m in model.named_modules() if has_extra(m)}
+    wanted = modules if contents.only is None else {}
+    wrong = sorted(wanted.keys() ^ contents.extra_state.keys())
+    if wrong:
+        here, there = "the model", str(stored.folder)
+        has, lacks = (here, there) if wrong[0] in wanted else (there, here)
+        raise CheckpointError(
+            f"{has} has extra state of the module {wrong[0]!r}, which {lacks} hasn't"
+        )
+    result = ExtraState()
+    for name, value in contents.extra_state.items():
+        module = modules[name]
+        if type(module).set_extra_state is nn.Module.set_extra_state:
+            raise CheckpointError(
+                f"the module {name!r} has get_extra_state, but no set_extra_state"
+            )
+        result.values.append((module, decode(value, stored.reader(extra_name(name)))))
+    return result

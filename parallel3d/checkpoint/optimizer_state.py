@@ -31,10 +31,9 @@ def stateful(optimizer: Any) -> Any:
 
 
 def kind_of(optimizer: Optimizer) -> str:
-    """Returns the name of the class that defines an optimizer's state.
+    """Returns the name of the class that defines an optimizer's state: the first derived from ``Optimizer``.
 
-    It is the first one derived from ``Optimizer``: a user's subclass of AdamW, or what ``optim.local`` makes
-    of one, can load AdamW's state.
+    So a user's subclass of AdamW, or what ``optim.local`` makes of one, can load AdamW's state.
     """
     mro = type(stateful(optimizer)).__mro__
     classes = [c for c in mro if issubclass(c, Optimizer) and c is not Optimizer]
@@ -59,10 +58,7 @@ def as_optimizers(optimizer: Optimizer | Iterable[Optimizer] | None) -> list[Opt
 def optimizer_state(
     names: Mapping[int, str], optimizers: Sequence[Optimizer], tensors: dict[str, Tensor]
 ) -> dict[str, Any]:
-    """Puts the tensors of the state into ``tensors``; returns groups and state, encoded.
-
-    ``names`` are those of the model's parameters, by id.
-    """
+    """Puts the tensors of the state into ``tensors``; returns groups and state, encoded; ``names``: by id."""
     keep = keeper(tensors)
     groups: list[dict[str, Any]] = []
     state: dict[str, Any] = {}
@@ -84,8 +80,7 @@ def optimizer_state(
             options = encode(options, f"{PREFIX}group {len(groups)}", keep)
             groups.append({"params": own, "options": options, "kind": kind_of(optimizer)})
             for name, param in zip(own, group["params"], strict=True):
-                entry = optimizer.state.get(param)
-                if entry:
+                if entry := optimizer.state.get(param):
                     where = f"{PREFIX}{name}"
                     state[name] = {k: encode(v, f"{where}.{k}", keep) for k, v in entry.items()}
     return {"groups": groups, "state": state}
@@ -120,10 +115,7 @@ class _LoadedGroups:
             self.of |= dict.fromkeys(names, (encoded, options, kind))
 
     def options(self, optimizer: Optimizer, number: int, names: Sequence[str]) -> dict[str, Any]:
-        """Returns the stored options of the parameters ``names``, the optimizer's group ``number``.
-
-        Raises CheckpointError if they have none, different ones, or those of another class of optimizer.
-        """
+        """Returns the stored options of the parameters ``names``, the optimizer's group ``number``."""
         missing = [name for name in names if name not in self.of]
         if missing:
             raise CheckpointError(

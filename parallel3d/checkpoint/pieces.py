@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from parallel3d._layout.packed import packed_among, packed_boxes
 from parallel3d._torch.dtensor import dtensor_shard_box, get_local_tensor
-from parallel3d.checkpoint.format.boxes import Box, slices_of, whole_box
+from parallel3d.checkpoint.format.boxes import Box, whole_box
 from parallel3d.errors import CheckpointError
 
 
@@ -28,11 +28,6 @@ class Piece:
     @property
     def box(self) -> Box:
         return self.offsets, self.sizes
-
-    @property
-    def slices(self) -> tuple[slice, ...]:
-        """Its index in the global tensor."""
-        return slices_of(self.offsets, self.sizes)
 
 
 def pieces_of(tensor: Tensor) -> list[Piece]:

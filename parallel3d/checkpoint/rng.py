@@ -62,9 +62,6 @@ class LoadedRng:
 
     On the ranks and the mesh that saved, each generator continues where it was. On others they are seeded
     from the arguments of ``seed_step``, if it was used.
-
-    Raises:
-        CorruptCheckpointError: if the stored states are invalid.
     """
 
     def __init__(

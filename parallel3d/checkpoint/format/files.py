@@ -45,10 +45,7 @@ def open_regular(path: str, flags: int) -> int:
 
 @contextmanager
 def opened(path: Path) -> Iterator[int]:
-    """Opens a regular file for reading, without following a link, and yields its descriptor.
-
-    Raises CorruptCheckpointError if there is none, OSError if it can't be read, as without permission.
-    """
+    """Opens a regular file for reading, without following a link, and yields its descriptor."""
     try:
         file = open_regular(os.fspath(path), os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
     except OSError as error:

@@ -151,10 +151,7 @@ _held: set[str] = set()
 
 
 class Lock:
-    """Holds the folder ``run`` for one save, of ``step``.
-
-    Raises CheckpointError if another job saves there, or a file of the lock's name is not a lock.
-    """
+    """Holds the folder ``run`` for one save, of ``step``; an error if another job saves there."""
 
     def __init__(self, run: Path, step: int) -> None:
         self.path = run / LOCK
@@ -179,10 +176,7 @@ class Lock:
         threading.Thread(target=_beat, args=beat, name=name, daemon=True).start()
 
     def check(self) -> None:
-        """Checks that the lock is still held; takes it again if somebody has removed it.
-
-        Raises CheckpointError if another job has taken it.
-        """
+        """Checks that no other job has taken the lock; takes it again if somebody has removed it."""
         content, holder = self._holder()
         if holder is not None and holder.token == self._token:
             return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -13,26 +13,33 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d._util.arguments import as_bool
-from parallel3d.checkpoint.format.files import bytes_of, read_strided
-from parallel3d.checkpoint.format.safetensors_file import DTYPES, Stored
-from parallel3d.checkpoint.hf.conversion import Converted, from_file, ignored, is_transformers
-from parallel3d.checkpoint.hf.folder import (
+from parallel3d.checkpoint.format.files import (
+    bytes_of,
+    file_in,
+    loads,
+    read_json_object,
+    read_strided,
+)
+from parallel3d.checkpoint.format.safetensors_file import DTYPES, MAX_HEADER, Stored, read_header
+from parallel3d.checkpoint.hf.conversion import (
+    INDEX,
+    SINGLE,
+    Converted,
     Entry,
     Names,
-    allocate,
     bring_to_rest,
     entries_of,
     file_names,
+    from_file,
+    ignored,
+    is_transformers,
     listed,
-    mark_changed,
-    path_in,
-    stored_tensors,
-    without_values,
 )
 from parallel3d.checkpoint.hf.layout import Layout, Patch, whole_of
 from parallel3d.checkpoint.pieces import pieces_of, shares_memory_within
 from parallel3d.checkpoint.ranks import ranks_of
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
+from parallel3d.materialize import check_can_initialise, give_memory
 
 _COMPARED = 1 << 20  # elements compared at once
 
@@ -272,3 +279,71 @@ def _read(model: nn.Module, plan: _Plan, reader: Reader) -> None:
                 reader.read(patch, target)
             for piece in pieces_of(entry.tensor):
                 mark_changed(piece.local)
+
+
+def stored_tensors(folder: Path) -> dict[str, Stored]:
+    """Returns the tensors of the model in ``folder``, by name. Reads headers only."""
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"load_hf: {str(folder)!r} is no folder; it reads local ones (huggingface_hub.snapshot_download "
+            "brings one from the hub)"
+        )
+    if (folder / SINGLE).exists():
+        return read_header(path_in(folder, SINGLE), SINGLE)
+    if not (folder / INDEX).exists():
+        there = sorted(path.name for path in folder.iterdir())[:10]
+        raise CheckpointError(
+            f"{folder} holds no {SINGLE} and no {INDEX}, which load_hf reads; it holds {there or 'nothing'}"
+        )
+    files = _index(folder)
+    headers = {
+        file: read_header(path_in(folder, file), file) for file in sorted(set(files.values()))
+    }
+    lacking = [name for name, file in files.items() if name not in headers[file]]
+    if lacking:
+        raise CorruptCheckpointError(
+            f"{folder / INDEX} says that {files[lacking[0]]} holds {lacking[0]!r}, but it doesn't"
+            + (f"; nor do the files hold {len(lacking) - 1} more" if len(lacking) > 1 else "")
+        )
+    return {name: headers[file][name] for name, file in files.items()}
+
+
+def _index(folder: Path) -> Mapping[str, str]:
+    path = path_in(folder, INDEX)
+    try:
+        files = loads(read_json_object(path.resolve(), MAX_HEADER), "it")["weight_map"]
+        if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):
+            raise ValueError("its weight_map is not a table of file names")
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptCheckpointError(f"{path} is no index of safetensors files: {error}") from error
+    return files
+
+
+def path_in(folder: Path, name: str) -> Path:
+    """As ``file_in``; the files of a snapshot in the hub's cache may be links to ``../../blobs``."""
+    cache = folder.resolve().parent
+    return file_in(folder, name, cache.parent / "blobs" if cache.name == "snapshots" else None)
+
+
+def without_values(model: nn.Module, loaded: Collection[int]) -> list[tuple[str, nn.Module]]:
+    """Returns (name, module) of modules with tensors on meta that are not among ``loaded``, by id; they must
+    be able to initialise themselves."""
+    modules = []
+    for name, module in model.named_modules():
+        own = [*module._parameters.values(), *module._buffers.values()]
+        if any(t is not None and t.is_meta and id(t) not in loaded for t in own):
+            modules.append((name, module))
+    check_can_initialise(model, modules)
+    return modules
+
+
+def allocate(model: nn.Module, initialised: list[tuple[str, nn.Module]]) -> None:
+    """Allocates memory for all tensors on meta, and initialises the modules ``initialised``."""
+    if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
+        give_memory(model, initialised)
+
+
+def mark_changed(tensor: Tensor) -> None:
+    """Tells autograd, and the unit that has gathered it, that its memory was written to."""
+    with torch.no_grad():
+        tensor.as_strided((0,), (1,)).zero_()

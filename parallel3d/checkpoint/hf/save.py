@@ -26,19 +26,21 @@ from torch.distributed.tensor import DTensor
 from parallel3d.checkpoint.format.boxes import Box, intersection, whole_box
 from parallel3d.checkpoint.format.files import bytes_of, hidden_beside, sync_folder, write_all
 from parallel3d.checkpoint.format.safetensors_file import NAMES, header_of, is_ours
-from parallel3d.checkpoint.hf.conversion import is_transformers, tied_away, to_file
-from parallel3d.checkpoint.hf.folder import (
+from parallel3d.checkpoint.hf.conversion import (
     INDEX,
     SINGLE,
     Names,
     bring_to_rest,
     entries_of,
     file_names,
+    is_transformers,
     plain_class,
+    tied_away,
+    to_file,
 )
 from parallel3d.checkpoint.hf.layout import Layout, Patch, in_source, whole_of, within_source
 from parallel3d.checkpoint.pieces import boxes_of, held_boxes, pieces_of
-from parallel3d.checkpoint.ranks import Ranks, ranks_of
+from parallel3d.checkpoint.ranks import Ranks, as_checkpoint_error, ranks_of
 from parallel3d.errors import CheckpointError
 
 _TEXTS = {"config.json", "generation_config.json", INDEX}
@@ -226,14 +228,11 @@ class OutFile:
 
 @dataclass(frozen=True)
 class Export:
-    """What is written: files in the order of their names, made from the model's tensors by name.
-
-    ``boxes`` are those of each tensor, with the ranks that hold them (their numbers among the Ranks).
-    """
+    """What is written: files in the order of their names, made from the model's tensors by name."""
 
     files: tuple[OutFile, ...]
     tensors: Mapping[str, Tensor]
-    boxes: Mapping[str, Mapping[Box, list[int]]]
+    boxes: Mapping[str, Mapping[Box, list[int]]]  # with the ranks that hold them (numbers of Ranks)
 
     def digest(self) -> str:
         """Returns a value that is equal on ranks with equal plans."""
@@ -255,14 +254,12 @@ def plan_export(
     ]
     export = Export(tuple(_files(outputs, ranks.size, limit)), tensors, boxes)
     digests = ranks.all(export.digest)
-
-    def check_same() -> None:
-        if digests[ranks.rank] != digests[0]:
-            raise CheckpointError(
-                "this rank's model has other names, shapes, dtypes or placements than the first rank's"
-            )
-
-    ranks.all(check_same)
+    problem: Exception = CheckpointError(
+        "this rank's model has other names, shapes, dtypes or placements than the first rank's"
+    )
+    others = {rank: problem for rank, digest in enumerate(digests) if digest != digests[0]}
+    if others:
+        raise as_checkpoint_error(others, ranks.size)
     return export
 
 
@@ -301,10 +298,7 @@ def _tensors(
 
 
 def _boxes(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, dict[Box, list[int]]]:
-    """Returns the boxes of each tensor with the ranks that hold them. Collective.
-
-    Ranks communicate what they hold of tensors on smaller meshes.
-    """
+    """Returns the boxes of each tensor with the ranks that hold them, communicated for smaller meshes."""
     numbers = {rank: i for i, rank in enumerate(ranks.ranks)}
     boxes: dict[str, dict[Box, list[int]]] = {}
     smaller: list[str] = []

@@ -68,11 +68,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class DcpFolder:
-    """The contents of a folder.
-
-    Attributes:
-        tensors, blobs: by their flat names, such as "model.layers.0.weight"; blobs are all other values.
-    """
+    """The contents of a folder by flat names, such as "model.layers.0.weight"; blobs are no tensors."""
 
     path: Path
     tensors: Mapping[str, StoredTensor]
@@ -80,10 +76,7 @@ class DcpFolder:
 
     @classmethod
     def read(cls, path: Path, *, trusted: bool) -> DcpFolder:
-        """Reads the ``.metadata`` of the folder ``path``; ``trusted``: with ``pickle``, which runs its code.
-
-        Raises CheckpointError if it is not such a folder, or its content is invalid.
-        """
+        """Reads the ``.metadata`` of the folder ``path``; ``trusted``: by ``pickle``, which runs its code."""
         if not path.is_dir():
             raise CheckpointError(f"{path} is no folder; load_dcp reads those of dcp.save")
         file = path / METADATA
@@ -232,11 +225,7 @@ def _tensor(name: str, fields: dict[str, Any], stored: Mapping[str, StoredAt]) -
 
 
 class Source(ABC):
-    """A stored tensor, which is read by boxes.
-
-    Attributes:
-        dtype, shape: of the whole tensor.
-    """
+    """A stored tensor, which is read by boxes."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -265,6 +254,15 @@ class Source(ABC):
         return tensor
 
 
+def _check_memory(name: str, source: Source, stored: int) -> None:
+    nbytes = prod(source.shape) * source.dtype.itemsize
+    if nbytes > stored:
+        raise CorruptCheckpointError(
+            f"{name} would be {nbytes} bytes, {source.dtype} of shape {source.shape}, and {stored} are stored "
+            "of it; if it was expanded, save a .clone() of it"
+        )
+
+
 class Memory(Source):
     """A tensor of a file that was unpickled as a whole."""
 
@@ -272,12 +270,7 @@ class Memory(Source):
         self.tensor, self.dtype, self.shape = tensor, tensor.dtype, tuple(tensor.shape)
 
     def take(self, name: str) -> None:
-        stored = self.tensor.untyped_storage().nbytes()
-        if self.tensor.nbytes > stored:
-            raise CorruptCheckpointError(
-                f"{name} would be {self.tensor.nbytes} bytes, {self.dtype} of shape {self.shape}, and "
-                f"{stored} are stored of it; if it was expanded, save a .clone() of it"
-            )
+        _check_memory(name, self, self.tensor.untyped_storage().nbytes())
 
     def copy(self, box: Box, target: Tensor) -> None:
         target.copy_(self.tensor[slices_of(*box)])
@@ -333,12 +326,7 @@ class DcpTensor(Source):
 
     def take(self, name: str) -> None:
         stored = sum(chunk.at.length for chunk in self.stored.chunks if chunk.at is not None)
-        nbytes = prod(self.shape) * self.dtype.itemsize
-        if nbytes > stored:
-            raise CorruptCheckpointError(
-                f"{self.folder.path}: {name} would be {nbytes} bytes, {self.dtype} of shape {self.shape}, "
-                f"and {stored} are stored of it"
-            )
+        _check_memory(f"{self.folder.path}: {name}", self, stored)
 
     def _common(self, box: Box) -> Iterable[tuple[StoredChunk, Box]]:
         """Yields the chunks that contain a part of ``box``, and that part."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import StateDictType
 
 from parallel3d.checkpoint.format.boxes import whole_box
-from parallel3d.checkpoint.model_state import has_extra, plain_name
+from parallel3d.checkpoint.model_state import ExtraState, has_extra, plain_name
 from parallel3d.checkpoint.pieces import boxes_of, check_own_memory
 from parallel3d.checkpoint.ranks import ranks_of
 from parallel3d.checkpoint.torch_formats.archive import Entry
@@ -145,10 +145,7 @@ _SHARDED = StateDictType.SHARDED_STATE_DICT
 
 
 def state_at_rest(model: nn.Module, what: str) -> dict[str, Any]:
-    """Brings all units to rest and returns the model's state dict, of the Parameters themselves.
-
-    Raises StateError in a forward or backward pass, or without values.
-    """
+    """Brings all units to rest and returns the model's state dict, of the Parameters themselves."""
     for unit in units_of(model, True):
         check_at_rest(unit, what)
         to_rest(unit)
@@ -162,7 +159,7 @@ class ModelTarget:
         self, model: nn.Module, state: dict[str, Any], stored: Mapping[str, Any], cast: bool
     ) -> None:
         self.model, self.state = model, state
-        self._undo: list[tuple[nn.Module, Any]] = []
+        self._extra = ExtraState()
         self.copies: dict[str, Source] = {}
         self.values: dict[str, Any] = {}
         for name, value in stored.items():
@@ -200,13 +197,12 @@ class ModelTarget:
             module_name, _, last = plain_name(name).rpartition(".")
             module = modules.get(module_name)
             if last == EXTRA_STATE and module is not None and has_extra(module):
-                self._undo.append((module, copy.deepcopy(module.get_extra_state())))
-                module.set_extra_state(copy.deepcopy(self.state[name]))
+                self._extra.values.append((module, copy.deepcopy(self.state[name])))
+        self._extra.apply()
 
     def undo(self) -> None:
         """Undoes ``adopt``."""
-        for module, value in reversed(self._undo):
-            module.set_extra_state(value)
+        self._extra.undo()
 
     def copy(self) -> None:
         """Copies into the model's tensors, and calls the load hooks."""

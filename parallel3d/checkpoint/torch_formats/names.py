@@ -28,10 +28,7 @@ def without_wrappers(stored: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find_model(names: Collection[str], stored: Collection[str], *, given: str | None) -> str:
-    """Returns the prefix before the model's ``names`` among ``stored``: ``given``, or what is found.
-
-    Raises CheckpointError if the names occur after several prefixes, or not at all.
-    """
+    """Returns the prefix before the model's ``names`` among ``stored``: ``given``, or what is found."""
     if given is not None:
         return _dotted(given)
     if not names:
@@ -61,8 +58,7 @@ def find_model(names: Collection[str], stored: Collection[str], *, given: str | 
 def find_optimizer(stored: Collection[str], *, given: str | None, model: str) -> str:
     """Returns the prefix before "state." and "param_groups." of an optimizer among ``stored``.
 
-    One next to the model, after the prefix ``model``, is preferred. Raises CheckpointError if there are
-    several, or none.
+    One next to the model, after the prefix ``model``, is preferred.
     """
     if given is not None:
         return _dotted(given)

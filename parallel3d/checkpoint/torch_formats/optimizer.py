@@ -47,10 +47,7 @@ class SavedOptimizer:
     groups: tuple[SavedGroup, ...]
 
     def for_names(self, names: list[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Returns (state, options) of each of ``names``, in the order of our optimizer's groups.
-
-        Raises CheckpointError if the saved optimizer has other parameters.
-        """
+        """Returns (state, options) of each of ``names``, all in the order of our optimizer's groups."""
         saved = [key for group in self.groups for key in group.params]
         keys: list[Key] = list(names)
         if any(isinstance(key, int) for key in saved):
@@ -181,14 +178,12 @@ _MAX_STEP = 1 << 62
 class Kind:
     """An entry of a parameter's state.
 
-    Attributes:
-        dims: for each dim of a tensor, the parameter's dim of the same size, or None for size 1. None: a
-            number, or a tensor without dims.
-        category: of its dtype.
+    ``dims`` are, for each dim of a tensor, the parameter's dim of the same size, or None for size 1. None: a
+    number, or a tensor without dims.
     """
 
     dims: tuple[int | None, ...] | None
-    category: str
+    category: str  # of its dtype
 
     def shape(self, param: Tensor) -> tuple[int, ...]:
         return tuple(1 if d is None else param.shape[d] for d in self.dims or ())
@@ -275,23 +270,18 @@ def _step_of(cls: Any) -> Callable[..., Any]:
 
 @dataclass
 class Slot:
-    """A tensor of a parameter's state that ``source`` is copied into.
+    """A tensor of a parameter's state, its entry ``key``, that ``source`` is copied into."""
 
-    Attributes:
-        index: number of the parameter in the order of the groups.
-        name, key: of the parameter, and of the entry in its state.
-        existing: an existing tensor that fits; None: a new one is allocated, of ``dtype``.
-        replicated: whether a new one of another shape than the parameter's is a DTensor, whole on each rank.
-    """
-
-    index: int
+    index: int  # number of the parameter in the order of the groups
     name: str
     key: str
     param: nn.Parameter
     source: Source
-    existing: Tensor | None
+    existing: Tensor | None  # that fits; None: a new one is allocated
     dtype: torch.dtype
-    replicated: bool
+    replicated: (
+        bool  # a new one of another shape than the parameter's is a DTensor, whole on each rank
+    )
 
     def __post_init__(self) -> None:
         self.tensor = self.existing  # or the new one, once its values are read

@@ -64,15 +64,10 @@ def read_pickle(
     persistent: Callable[[Any], Any] | None = None,
     max_keys: int = _MAX_KEYS,
 ) -> Any:
-    """Returns the value of the pickle ``data``, which may contain ``names`` and ``max_keys`` keys of dicts.
+    """Returns the value of the pickle ``data``, of a file called ``what`` in errors.
 
-    Args:
-        what: names the file in errors.
-        persistent: returns the value of a persistent id; None: there may be none.
-
-    Raises:
-        CheckpointError: if it contains another name, or an opcode that such files do not need.
-        CorruptCheckpointError: if it is not a complete pickle.
+    It may contain ``names``, opcodes that such files need, ``max_keys`` keys of dicts in all, and persistent
+    ids if ``persistent`` returns the value of one.
     """
     reader = _Reader(data, names, what, persistent, max_keys)
     try:
