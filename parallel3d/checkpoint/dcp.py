@@ -19,16 +19,16 @@ from torch.distributed.fsdp import StateDictType
 
 from parallel3d.checkpoint.format.files import hidden_beside
 from parallel3d.checkpoint.ranks import ranks_of
-from parallel3d.checkpoint.torch_formats.folder import (
+from parallel3d.checkpoint.torch_formats.loading import Checkpoint, LoadOptions, load, state_at_rest
+from parallel3d.checkpoint.torch_formats.names import without_wrappers
+from parallel3d.checkpoint.torch_formats.optimizer import SavedOptimizer, saved_in_names
+from parallel3d.checkpoint.torch_formats.stored import (
     DcpFolder,
     DcpTensor,
     StoredAt,
     archive_at,
     read_small,
 )
-from parallel3d.checkpoint.torch_formats.loading import Checkpoint, LoadOptions, load, state_at_rest
-from parallel3d.checkpoint.torch_formats.names import without_wrappers
-from parallel3d.checkpoint.torch_formats.optimizer import SavedOptimizer, saved_in_names
 from parallel3d.errors import CheckpointError
 from parallel3d.fsdp import optim_state_dict
 

@@ -254,11 +254,8 @@ class _Load:
     def _prepare(
         self, model: nn.Module, optimizers: list[Optimizer], extra: Mapping[str, Any] | None
     ) -> dict[str, object]:
-        """Finds the targets and checks that everything fits, without changing anything.
-
-        What each rank reads whole (random states, extra state, extra) is read here. Returns the arguments
-        that must be the same on all ranks.
-        """
+        """Finds the targets, checks that everything fits, and reads what each rank reads whole (random states,
+        extra state, extra). Returns the arguments that must be the same on all ranks."""
         if self.wrong is not None:
             raise self.wrong
         contents = self.contents = Contents(self.folder, self.info, self.index)

@@ -288,12 +288,12 @@ def _count(holder: Any, key: str, least: int = 0, most: int = 1 << 62) -> int:
     return int(value)
 
 
+@dataclass
 class ExtraState:
     """Extra state to be given to modules; can be undone."""
 
-    def __init__(self) -> None:
-        self.values: list[tuple[nn.Module, Any]] = []
-        self._before: list[tuple[nn.Module, Any]] = []
+    values: list[tuple[nn.Module, Any]] = field(default_factory=list)
+    _before: list[tuple[nn.Module, Any]] = field(default_factory=list)
 
     def apply(self) -> None:
         """Calls ``set_extra_state``."""

@@ -31,10 +31,8 @@ def stateful(optimizer: Any) -> Any:
 
 
 def kind_of(optimizer: Optimizer) -> str:
-    """Returns the name of the class that defines an optimizer's state: the first derived from ``Optimizer``.
-
-    So a user's subclass of AdamW, or what ``optim.local`` makes of one, can load AdamW's state.
-    """
+    """Returns the name of the class that defines an optimizer's state, the first derived from ``Optimizer``:
+    a user's subclass of AdamW, or what ``optim.local`` makes of one, can load AdamW's state."""
     mro = type(stateful(optimizer)).__mro__
     classes = [c for c in mro if issubclass(c, Optimizer) and c is not Optimizer]
     name = classes[-1].__name__ if classes else Optimizer.__name__

@@ -135,18 +135,16 @@ def ranks_of(
 ) -> Ranks:
     """Returns the ranks of the mesh of ``model``'s parameters; all ranks for a plain model or None.
 
-    The first call is collective among them. Waits for a save in the background, which uses the same group.
+    The first call is collective among them. It raises a CheckpointError if a rank does not join within
+    ``guards.Timeouts(save=)`` or the default group's timeout, or calls another function; within
+    ``guards.watch`` a PeerFailureError if another rank has failed.
+
+    Waits for a save in the background, which uses the same group, and raises its error if that is unreported:
+    a CheckpointError on all ranks; what ended it on one rank, such as the loss of a peer, on that rank alone.
 
     Args:
         call: the function that the user has called, the same on all of them.
         at_rest: the model's parameters at rest, if the caller has them.
-
-    Raises:
-        CheckpointError: on all of them: the error of that save, if it is unreported on one of them. In the
-            first call: if a rank does not join within ``guards.Timeouts(save=)`` or the default group's
-            timeout, or calls another function.
-        PeerFailureError: in the first call, within ``guards.watch``: if another rank has failed.
-        Exception: what ended that save on this rank alone, such as the loss of a rank in a collective.
     """
     failed = wait_for_background()
     shared = failed is not None and isinstance(failed.cause, CheckpointError)  # it is on all ranks

@@ -25,8 +25,7 @@ _KINDS = ("cpu", "python", "python_gauss", "numpy", "numpy_rest", "cuda", "xpu",
 
 def rng_state(ranks: Ranks, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Puts this rank's generator states into ``tensors``; returns the last arguments of ``seed_step``."""
-    for kind, state in _states().items():
-        tensors[f"rng.{ranks.rank}.{kind}"] = state
+    tensors |= {f"rng.{ranks.rank}.{kind}": state for kind, state in _states().items()}
     last = last_step_seed()
     return {"step_seed": asdict(last) if last else None}
 

@@ -15,8 +15,6 @@ from torch.distributed.tensor import DTensor
 
 from parallel3d.checkpoint.format.files import hidden_beside
 from parallel3d.checkpoint.ranks import ranks_of
-from parallel3d.checkpoint.torch_formats.archive import Archive
-from parallel3d.checkpoint.torch_formats.folder import FileTensor, Memory
 from parallel3d.checkpoint.torch_formats.loading import (
     EXTRA_STATE,
     Checkpoint,
@@ -32,6 +30,7 @@ from parallel3d.checkpoint.torch_formats.optimizer import (
     saved_in_names,
 )
 from parallel3d.checkpoint.torch_formats.pickled import MAX_NAME, SavedTensor
+from parallel3d.checkpoint.torch_formats.stored import Archive, FileTensor, Memory
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
 from parallel3d.fsdp import model_state_dict, optim_state_dict
 

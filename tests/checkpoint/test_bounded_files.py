@@ -297,8 +297,8 @@ def test_many_chunks_are_compared_in_one_pass(tmp_path: Path) -> None:
     )
     folder.metadata.planner_data[name] = ("model", "weight")
     folder.write(tmp_path / "it")
-    from parallel3d.checkpoint.format.boxes import whole_box
-    from parallel3d.checkpoint.torch_formats.folder import DcpFolder, DcpTensor
+    from parallel3d.checkpoint.pieces import whole_box
+    from parallel3d.checkpoint.torch_formats.stored import DcpFolder, DcpTensor
 
     found = DcpFolder.read(tmp_path / "it", trusted=False)
     tensor = DcpTensor(name, found, found.tensors[name])

@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +153,7 @@ def lock_of(run: Path, **owner: Any) -> Path:
     run.mkdir(exist_ok=True)
     text = {
         "parallel3d lock": "other",
-        "owner": {**this_process().as_json(), "token": "other", **owner},
+        "owner": {**asdict(this_process()), "token": "other", **owner},
         "since": time.time(),
         "step": 5,
     }

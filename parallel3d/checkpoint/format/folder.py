@@ -207,10 +207,9 @@ def _newest(run: Path) -> tuple[int, Path | None, Owner | None]:
 def _marker(folder: Path) -> dict[str, Any]:
     """Returns the content of COMPLETE, empty if it is unreadable."""
     try:
-        marker = loads(_read(folder, MARKER), MARKER)
+        return _loads(folder, MARKER, _read(folder, MARKER))
     except (CorruptCheckpointError, OSError):
         return {}
-    return marker if isinstance(marker, dict) else {}
 
 
 def _serial(folder: Path) -> int | None:

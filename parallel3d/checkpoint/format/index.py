@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from parallel3d.checkpoint.format.boxes import Box, tile
 from parallel3d.checkpoint.format.files import BLOCK, loads, shown
 from parallel3d.checkpoint.format.safetensors_file import DTYPES, MAX_DIMS, NAMES
+from parallel3d.checkpoint.pieces import Box, tile
 from parallel3d.errors import CorruptCheckpointError
 
 _FILE = re.compile(r"rank-[0-9]{5,9}\.safetensors")

@@ -31,15 +31,13 @@ _MAX_TEXT = 300  # characters of a text field
 
 @dataclass(frozen=True)
 class Owner:
-    """A process, identified so that another process, job or machine can check it.
-
-    ``machine`` identifies the boot of the machine and the pid namespace: processes with the same value see
-    the same pids. It is "" if the system does not say.
-    """
+    """A process, identified so that another process, job or machine can check it."""
 
     host: str
     pid: int
     machine: str
+    """Identifies the boot of the machine and the pid namespace: processes with the same value see the same
+    pids. It is "" if the system does not say."""
     start: int  # when the process started, in kernel ticks; pids are reused
     began: float  # the same in seconds since 1970
     token: str  # unique

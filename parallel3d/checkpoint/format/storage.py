@@ -42,7 +42,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from parallel3d.checkpoint.format import folder as folders
-from parallel3d.checkpoint.format.boxes import slices_of, whole_box
 from parallel3d.checkpoint.format.files import (
     BLOCK,
     bytes_of,
@@ -55,6 +54,7 @@ from parallel3d.checkpoint.format.files import (
 from parallel3d.checkpoint.format.index import Chunk, Index, TensorEntry, file_name
 from parallel3d.checkpoint.format.lock import Lock
 from parallel3d.checkpoint.format.safetensors_file import header_of
+from parallel3d.checkpoint.pieces import slices_of, whole_box
 from parallel3d.checkpoint.values import decode, encode
 from parallel3d.errors import CheckpointError
 

@@ -147,11 +147,8 @@ def from_file(model: Any, entries: list[Entry], tensors: Tensors) -> Converted:
     by_pattern = {key: item for item in all_converters for key in item.source_patterns}
 
     def rename(name: str) -> tuple[str, str | None]:
-        """Returns the model's name, and the pattern of the converter that matched, if one did.
-
-        The order of the calls matters to some mappings.
-        """
-        more = model.base_model_prefix, own
+        """Returns the model's name, and the pattern of the converter that matched, if one did."""
+        more = model.base_model_prefix, own  # the order of the calls matters to some mappings
         target, pattern = core.rename_source_key(name, renamings, all_converters, *more)
         if target not in own and name in own:
             target, pattern = core.rename_source_key(name, [], [], *more)
@@ -236,10 +233,8 @@ def _tools(model: Any) -> tuple[Any, Any, list[Any]]:
 
 
 def _as_plain(model: Any) -> Any:
-    """Returns ``model`` with the classes that it and models inside it had before ``fully_shard``.
-
-    transformers finds conversions by the classes' names and modules.
-    """
+    """Returns ``model`` with the classes that it and models inside it had before ``fully_shard``, by whose
+    names and modules transformers finds conversions."""
 
     def plain_of(module: nn.Module) -> nn.Module:
         plain = object.__new__(plain_class(module))

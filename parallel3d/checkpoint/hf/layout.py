@@ -142,10 +142,7 @@ def concatenated(layouts: Sequence[Layout], dim: int) -> Layout:
 
 
 def reshaped(layout: Layout, shape: Sequence[int]) -> Layout:
-    """Changes the shape, with the same number of elements in the same order.
-
-    Raises Untraceable if the indices of a patch are not a Run in the new dims.
-    """
+    """Changes the shape; raises Untraceable if the indices of a patch are not a Run in the new dims."""
     shape = tuple(shape)
     if not prod(shape):
         return Layout(shape, ())

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
-from parallel3d.checkpoint.format.boxes import Box, intersection, whole_box
 from parallel3d.checkpoint.format.files import bytes_of, hidden_beside, sync_folder, write_all
 from parallel3d.checkpoint.format.safetensors_file import NAMES, header_of, is_ours
 from parallel3d.checkpoint.hf.conversion import (
@@ -39,7 +38,14 @@ from parallel3d.checkpoint.hf.conversion import (
     to_file,
 )
 from parallel3d.checkpoint.hf.layout import Layout, Patch, in_source, whole_of, within_source
-from parallel3d.checkpoint.pieces import boxes_of, held_boxes, pieces_of
+from parallel3d.checkpoint.pieces import (
+    Box,
+    boxes_of,
+    held_boxes,
+    intersection,
+    pieces_of,
+    whole_box,
+)
 from parallel3d.checkpoint.ranks import Ranks, as_checkpoint_error, ranks_of
 from parallel3d.errors import CheckpointError
 

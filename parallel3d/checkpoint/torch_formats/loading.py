@@ -13,12 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import StateDictType
 
-from parallel3d.checkpoint.format.boxes import whole_box
 from parallel3d.checkpoint.model_state import ExtraState, has_extra, plain_name
-from parallel3d.checkpoint.pieces import boxes_of, check_own_memory
+from parallel3d.checkpoint.pieces import boxes_of, check_own_memory, whole_box
 from parallel3d.checkpoint.ranks import ranks_of
-from parallel3d.checkpoint.torch_formats.archive import Entry
-from parallel3d.checkpoint.torch_formats.folder import Source
 from parallel3d.checkpoint.torch_formats.names import (
     find_model,
     find_optimizer,
@@ -26,6 +23,7 @@ from parallel3d.checkpoint.torch_formats.names import (
     unexpected_names,
 )
 from parallel3d.checkpoint.torch_formats.optimizer import OptimizerTarget, SavedOptimizer
+from parallel3d.checkpoint.torch_formats.stored import Entry, Source
 from parallel3d.errors import CheckpointError
 from parallel3d.fsdp import load_model_state_dict, model_state_dict
 from parallel3d.fsdp.inspect import check_at_rest, to_rest, units_of

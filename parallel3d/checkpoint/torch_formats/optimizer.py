@@ -15,12 +15,10 @@ from torch.optim import Optimizer
 
 from parallel3d._torch.dtensor import get_local_tensor, make_dtensor, make_spec
 from parallel3d._torch.simulated import simulation_off
-from parallel3d.checkpoint.format.boxes import Box, whole_box
 from parallel3d.checkpoint.optimizer_state import NO_OPTIONS, alike, stateful
-from parallel3d.checkpoint.pieces import boxes_of, shares_memory_within
-from parallel3d.checkpoint.torch_formats.archive import Entry
-from parallel3d.checkpoint.torch_formats.folder import Source
+from parallel3d.checkpoint.pieces import Box, boxes_of, shares_memory_within, whole_box
 from parallel3d.checkpoint.torch_formats.names import shown
+from parallel3d.checkpoint.torch_formats.stored import Entry, Source
 from parallel3d.errors import CheckpointError
 from parallel3d.fsdp.inspect import check_optimizer, named_params, state_keys
 from parallel3d.optim.local import LocalMatrixSteps
@@ -176,13 +174,11 @@ _MAX_STEP = 1 << 62
 
 @dataclass(frozen=True)
 class Kind:
-    """An entry of a parameter's state.
-
-    ``dims`` are, for each dim of a tensor, the parameter's dim of the same size, or None for size 1. None: a
-    number, or a tensor without dims.
-    """
+    """An entry of a parameter's state."""
 
     dims: tuple[int | None, ...] | None
+    """For each dim of a tensor, the parameter's dim of the same size, or None for size 1. None: a number, or a
+    tensor without dims."""
     category: str  # of its dtype
 
     def shape(self, param: Tensor) -> tuple[int, ...]:

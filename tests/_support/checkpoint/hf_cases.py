@@ -11,9 +11,8 @@ from torch.distributed.tensor import DTensor
 from parallel3d import MeshLayout, build_mesh, parallelize
 from parallel3d._layout.packed import PackedDTensor
 from parallel3d.checkpoint import load_hf, save_hf
-from parallel3d.checkpoint.format.boxes import slices_of
 from parallel3d.checkpoint.hf import load
-from parallel3d.checkpoint.pieces import pieces_of
+from parallel3d.checkpoint.pieces import pieces_of, slices_of
 
 Sizes = tuple[int, int, int]
 
