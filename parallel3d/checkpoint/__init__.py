@@ -6,8 +6,7 @@ from parallel3d._util.lazy import export_lazily
 
 if TYPE_CHECKING:
     from parallel3d.checkpoint.dcp import load_dcp, save_dcp
-    from parallel3d.checkpoint.format.reader import LoadPlanner, Reader, SavePlanner
-    from parallel3d.checkpoint.format.writer import Writer
+    from parallel3d.checkpoint.format.storage import LoadPlanner, Reader, SavePlanner, Writer
     from parallel3d.checkpoint.hf.load import load_hf
     from parallel3d.checkpoint.hf.save import save_hf
     from parallel3d.checkpoint.loading import Info, latest, load
@@ -37,8 +36,7 @@ export_lazily(
     __name__,
     {
         "checkpoint.dcp": "load_dcp save_dcp",
-        "checkpoint.format.reader": "LoadPlanner Reader SavePlanner",
-        "checkpoint.format.writer": "Writer",
+        "checkpoint.format.storage": "LoadPlanner Reader SavePlanner Writer",
         "checkpoint.hf.load": "load_hf",
         "checkpoint.hf.save": "save_hf",
         "checkpoint.loading": "Info latest load",

@@ -14,13 +14,9 @@ from typing import Any
 
 
 class Saving(Future[Path]):
-    """The future of a save in the background, which records whether its error has been reported.
+    """The future of a save in the background, which records whether its error has been reported."""
 
-    Attributes:
-        reported: whether ``result`` or ``exception`` has been called since it ended.
-    """
-
-    reported = False
+    reported = False  # whether ``result`` or ``exception`` has been called since it ended
 
     @property
     def cause(self) -> BaseException | None:
@@ -29,15 +25,12 @@ class Saving(Future[Path]):
 
     def report(self) -> None:
         """Raises its error if that has not been reported."""
-        error = None if self.reported else self.exception()
-        if error is not None:
-            raise error
+        if not self.reported:
+            self.result()
 
     def result(self, timeout: float | None = None) -> Path:
-        error = self.exception(timeout)
-        if error is not None:
-            raise error
-        return super().result(timeout)
+        self.exception(timeout)
+        return super().result()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         error = super().exception(timeout)
@@ -77,10 +70,7 @@ def run_in_background(work: Callable[[], Path]) -> Future[Path]:
 
 
 def _report_at_exit() -> None:
-    """Prints an unreported error of the last save and makes the process exit with an error.
-
-    Threads have ended by then.
-    """
+    """Prints an unreported error of the last save, whose thread has ended; makes the process fail."""
     if _print_unreported():
         # Python's only exit code at this stage is 120, when a standard stream cannot be flushed. Other
         # handlers still run, and open files are closed.

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import torch
 from torch import nn
@@ -18,18 +17,18 @@ from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.fsdp import StateDictType
 
-from parallel3d.checkpoint.ranks import Ranks, ranks_of
-from parallel3d.checkpoint.torch_formats.folder import (
+from parallel3d.checkpoint.format.files import hidden_beside
+from parallel3d.checkpoint.ranks import ranks_of
+from parallel3d.checkpoint.torch_formats.loading import Checkpoint, LoadOptions, load, state_at_rest
+from parallel3d.checkpoint.torch_formats.names import without_wrappers
+from parallel3d.checkpoint.torch_formats.optimizer import SavedOptimizer, saved_in_names
+from parallel3d.checkpoint.torch_formats.stored import (
     DcpFolder,
     DcpTensor,
     StoredAt,
     archive_at,
     read_small,
 )
-from parallel3d.checkpoint.torch_formats.loading import Checkpoint, LoadOptions, load
-from parallel3d.checkpoint.torch_formats.model_target import state_at_rest
-from parallel3d.checkpoint.torch_formats.names import without_wrappers
-from parallel3d.checkpoint.torch_formats.saved_optimizer import SavedOptimizer, saved_in_names
 from parallel3d.errors import CheckpointError
 from parallel3d.fsdp import optim_state_dict
 
@@ -144,7 +143,15 @@ def save_dcp(
         _put(state, model_prefix, state_at_rest(model, "saving a checkpoint"))
         if optimizer is not None:
             _put(state, optimizer_prefix, _optimizer_state(model, optimizer, flatten_optimizer))
-        _write(temporary, state, ranks)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # DCP warns that a process is alone
+            torch_checkpoint.save(
+                state,
+                storage_writer=torch_checkpoint.FileSystemWriter(temporary),
+                planner=_Planner(),
+                process_group=ranks.group,
+                no_dist=ranks.group is None,
+            )
 
     temporary = ranks.first(lambda: _make_temporary(path))
     try:
@@ -164,21 +171,9 @@ def _make_temporary(path: Path) -> Path:
             f"{path} is there already, with files in it; give another, or remove it"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{uuid4().hex[:8]}.tmp")
+    temporary = hidden_beside(path, "tmp")
     temporary.mkdir()
     return temporary
-
-
-def _write(path: Path, state: dict[str, Any], ranks: Ranks) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # DCP warns that a process is alone
-        torch_checkpoint.save(
-            state,
-            storage_writer=torch_checkpoint.FileSystemWriter(path),
-            planner=_Planner(),
-            process_group=ranks.group,
-            no_dist=ranks.group is None,
-        )
 
 
 class _Planner(torch_checkpoint.DefaultSavePlanner):

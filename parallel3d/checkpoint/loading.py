@@ -22,21 +22,21 @@ from parallel3d._torch.dtensor import get_local_tensor
 from parallel3d._util import dry_run
 from parallel3d.checkpoint.format import folder as folders
 from parallel3d.checkpoint.format.index import Index, TensorEntry
-from parallel3d.checkpoint.format.reader import LoadPlanner, Reader, read_whole
+from parallel3d.checkpoint.format.storage import LoadPlanner, Reader, read_whole
 from parallel3d.checkpoint.model_state import (
     PREFIX,
     Contents,
-    LoadedExtraState,
     ModelState,
+    Stored,
     extra_name,
     model_state,
+    stored_extra_state,
 )
 from parallel3d.checkpoint.optimizer_state import LoadedOptimizers, as_optimizers
 from parallel3d.checkpoint.pieces import check_own_memory
 from parallel3d.checkpoint.ranks import HALF_READ, Ranks, check_same, dcp_errors, ranks_of
 from parallel3d.checkpoint.rng import LoadedRng
 from parallel3d.checkpoint.saving import axes_of, mesh_of
-from parallel3d.checkpoint.stored import Stored
 from parallel3d.checkpoint.values import as_dict, decode, encode, keeper
 from parallel3d.errors import CheckpointError, CorruptCheckpointError, DryRunError
 
@@ -67,6 +67,10 @@ class Info:
     skipped: list[tuple[Path, str]] = field(default_factory=list)
 
 
+@torch.inference_mode(
+    False
+)  # tensors allocated here must not be inference tensors; existing ones may be
+@torch.no_grad()
 def load(
     path: str | os.PathLike[str],
     model: nn.Module,
@@ -96,17 +100,6 @@ def load(
             "checkpoint.load in a dry run: there are no values to read into; ask checkpoint.latest first, "
             "which finds none there, or skip it with parallel3d.tools.dryrun.active()"
         )
-    # Tensors allocated here must not be inference tensors; existing ones may be.
-    with torch.inference_mode(False), torch.no_grad():
-        return _load(path, model, optimizer, extra)
-
-
-def _load(
-    path: str | os.PathLike[str],
-    model: nn.Module,
-    optimizer: Optimizer | Iterable[Optimizer] | None,
-    extra: Mapping[str, Any] | None,
-) -> Info:
     ranks = ranks_of(model, "load")
     optimizers: list[Optimizer] = []
     wrong: CheckpointError | None = None
@@ -141,7 +134,8 @@ def _load(
                 continue
             if skipped and ranks.is_first:
                 why = "; ".join(text for _, text in skipped)
-                warnings.warn(f"loaded {folder.name}, not the newest, for: {why}", stacklevel=3)
+                # The caller is two decorators away.
+                warnings.warn(f"loaded {folder.name}, not the newest, for: {why}", stacklevel=4)
             return result
         else:
             why = "\n".join(f"  {text}" for _, text in skipped)
@@ -206,20 +200,16 @@ def _open(folder: Path, run: Path) -> tuple[Index, dict[str, Any]]:
     return folders.open_checkpoint(folder)
 
 
+@dataclass
 class _Load:
     """One try to load one folder."""
 
-    def __init__(
-        self,
-        folder: Path,
-        index: Index,
-        info: dict[str, Any],
-        ranks: Ranks,
-        wrong: CheckpointError | None,
-    ) -> None:
-        self.folder, self.index, self.info, self.ranks = folder, index, info, ranks
-        self.wrong = wrong  # an error in this rank's arguments
-        self.targets: dict[str, Tensor] = {}
+    folder: Path
+    index: Index
+    info: dict[str, Any]
+    ranks: Ranks
+    wrong: CheckpointError | None  # an error in this rank's arguments
+    targets: dict[str, Tensor] = field(default_factory=dict)
 
     def run(
         self,
@@ -230,7 +220,7 @@ class _Load:
     ) -> Info:
         """Verifies, reads, and then sets the state of optimizers and generators. Collective."""
         check_same("load", self.ranks.all(lambda: self._prepare(model, optimizers, extra)))
-        if self.extra_state.any:
+        if self.extra_state.values:
             self.ranks.with_undo(self.extra_state.apply, self._read, self.extra_state.undo)
         else:
             self._read()
@@ -264,11 +254,8 @@ class _Load:
     def _prepare(
         self, model: nn.Module, optimizers: list[Optimizer], extra: Mapping[str, Any] | None
     ) -> dict[str, object]:
-        """Finds the targets and checks that everything fits, without changing anything.
-
-        What each rank reads whole (random states, extra state, extra) is read here. Returns the arguments
-        that must be the same on all ranks.
-        """
+        """Finds the targets, checks that everything fits, and reads what each rank reads whole (random states,
+        extra state, extra). Returns the arguments that must be the same on all ranks."""
         if self.wrong is not None:
             raise self.wrong
         contents = self.contents = Contents(self.folder, self.info, self.index)
@@ -277,11 +264,11 @@ class _Load:
             self.index.tensors[alias] = self.index.tensors[name]
         state = model_state(model, contents.only)
         self.targets |= _matched(self.folder, self.index, state, contents)
-        self.extra_state = LoadedExtraState(model, contents, stored)
+        self.extra_state = stored_extra_state(model, contents, stored)
         self.optimizers = LoadedOptimizers(model, optimizers, contents, stored)
         self.targets |= self.optimizers.tensors
         self._prepare_extra(extra, stored)
-        mesh = mesh_of(model)
+        mesh = mesh_of(model.parameters())
         same = contents.ranks == self.ranks.size and contents.mesh == axes_of(mesh)
         self.rng = LoadedRng(contents, stored, self.ranks, mesh, same)
         for name, target in self.targets.items():
@@ -313,10 +300,7 @@ class _Load:
 def _matched(
     folder: Path, index: Index, state: ModelState, contents: Contents
 ) -> dict[str, Tensor]:
-    """Returns the model's tensors by the names they are stored under.
-
-    Raises CheckpointError if the stored names differ, or tied parameters have different stored values.
-    """
+    """Returns the model's tensors by the names they are stored under, which must be the same."""
     stored = {name for name in index.tensors if name.startswith(PREFIX)}
     known = {*state.tensors, *state.ties}
     missing = [name for name in state.tensors if name not in stored]
@@ -363,7 +347,6 @@ def _same_values(folder: Path, index: Index, first: str, second: str) -> bool:
 
 
 def _check_fits(folder: Path, name: str, entry: TensorEntry, target: Tensor) -> None:
-    """Raises CheckpointError unless the stored tensor can be read into ``target``."""
     if entry.shape != tuple(target.shape) or entry.dtype != target.dtype:
         raise CheckpointError(
             f"{_short(name)} is {_kind(entry.dtype, entry.shape)} in {folder}, but here "

@@ -1,8 +1,9 @@
-"""What a checkpoint holds of a model: names, tensors, ties, extra state."""
+"""What a checkpoint holds of a model (names, tensors, ties, extra state), and its checkpoint.json, parsed."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,59 @@ from torch.distributed.tensor import DTensor
 
 from parallel3d._torch.dtensor import get_local_tensor, make_dtensor, spec_of
 from parallel3d.checkpoint.format.files import shown
-from parallel3d.checkpoint.format.index import Index
-from parallel3d.checkpoint.stored import Stored
+from parallel3d.checkpoint.format.index import Index, TensorEntry
+from parallel3d.checkpoint.format.storage import read_whole
 from parallel3d.checkpoint.values import decode, encode, keeper
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
 from parallel3d.fsdp.inspect import check_at_rest, units_of
+
+_LIMIT = 1 << 30  # bytes
+
+
+class Stored:
+    """Resolves the names of tensors in values: each may be used once, and only where it belongs.
+
+    Otherwise a value could name a parameter, which would then be read in the value's place.
+    """
+
+    def __init__(self, folder: Path, index: Index) -> None:
+        self.folder, self.index = folder, index
+        self._taken: set[str] = set()
+        self._left = _LIMIT
+
+    def take(self, name: str, where: str) -> TensorEntry:
+        """Returns the entry of the tensor ``name``, which a value of ``where`` refers to."""
+        entry = self.index.tensors.get(name)
+        if entry is None:
+            problem = "which isn't stored"
+        elif not name.startswith(where):
+            problem = f"which isn't {where}'s"
+        elif name in self._taken:
+            problem = "which has been named before"
+        else:
+            self._taken.add(name)
+            return entry
+        raise CorruptCheckpointError(
+            f"{self.folder}: checkpoint.json names the tensor {name!r:.80}, {problem}"
+        )
+
+    def reader(self, where: str) -> Callable[[str], Tensor]:
+        """Returns the ``tensor`` argument of ``decode`` for values of ``where``, which reads whole tensors to
+        the CPU: 1 GiB in all."""
+
+        def read(name: str) -> Tensor:
+            entry = self.take(name, where)
+            self._left -= entry.nbytes
+            if self._left < 0:
+                raise CheckpointError(
+                    f"{self.folder}: {name!r:.200}, {entry.dtype} of shape {entry.shape}, is not read whole "
+                    f"by every rank: tensors without a target to read into may have {_LIMIT >> 30} GiB in "
+                    "all; if it is of extra, give load a tensor for it: extra={...}, in the structure saved"
+                )
+            return read_whole(self.folder, self.index, name)
+
+        return read
+
 
 PREFIX = "model."
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -25,26 +74,19 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 @dataclass
 class ModelState:
-    """The tensors of a model by the names they are stored under: the Parameters themselves, not copies.
-
-    Attributes:
-        parameters: every parameter of the model, by its first name without ``PREFIX``.
-        tensors: parameters and persistent buffers, each once.
-        buffers: names of those that are buffers.
-        ties: further names of these -> the first name.
-        extra: ``get_extra_state()`` of modules, encoded, by module name.
-        extra_tensors: the tensors in it.
-        derived: names of tensor subclasses that also hold something computed from their values, such as a
-            scale.
-    """
+    """The tensors of a model by the names they are stored under: the Parameters themselves, not copies."""
 
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+    """Every parameter of the model, by its first name without ``PREFIX``."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
+    """Parameters and persistent buffers, each once."""
     buffers: list[str] = field(default_factory=list)
-    ties: dict[str, str] = field(default_factory=dict)
+    ties: dict[str, str] = field(default_factory=dict)  # further names -> the first name
     extra: dict[str, Any] = field(default_factory=dict)
-    extra_tensors: dict[str, Tensor] = field(default_factory=dict)
+    """``get_extra_state()`` of modules, encoded, by module name."""
+    extra_tensors: dict[str, Tensor] = field(default_factory=dict)  # those in it
     derived: list[str] = field(default_factory=list)
+    """Names of subclasses that also hold something computed from their values, such as a scale."""
 
     def add(self, name: str, first_name: str, tensor: Tensor) -> None:
         """Adds a tensor, or another name of one."""
@@ -55,12 +97,7 @@ class ModelState:
 
 
 def model_state(model: nn.Module, only: str | None = None) -> ModelState:
-    """Returns the state of ``model``; with ``only="trainable"`` that of parameters with ``requires_grad``.
-
-    Raises:
-        StateError: if a unit is in a forward or backward pass.
-        CheckpointError: if a parameter or buffer is on the meta device, or extra state cannot be stored.
-    """
+    """Returns the state of ``model``; with ``only="trainable"`` that of parameters with ``requires_grad``."""
     for unit in units_of(model, recurse=True):
         check_at_rest(unit, "checkpoint.save or load")
         unit.show_shards()
@@ -156,18 +193,15 @@ class Contents:
     """What a checkpoint holds besides its tensors: the parsed content of checkpoint.json.
 
     Attributes:
-        step: how many training steps had been done.
+        step, only, extra: the arguments of ``save``; extra encoded.
         mesh: axis -> size; None for a plain model.
-        versions: of torch and others.
         ranks: how many ranks saved.
         step_seed: the last arguments of ``seed_step``, by name; None if it was not used.
-        only: the argument of ``save``.
         ties: further names of stored tensors -> the name they are stored under.
         extra_state: of modules, encoded, by module name.
         groups: of optimizers: (parameter names, encoded options, optimizer kind of ``kind_of``, which
             earlier versions did not store); None if no optimizer was saved.
         state: parameter name -> key -> encoded value.
-        extra: the argument of ``save``, encoded.
 
     Raises:
         CorruptCheckpointError: if ``save`` cannot have written it.
@@ -254,37 +288,16 @@ def _count(holder: Any, key: str, least: int = 0, most: int = 1 << 62) -> int:
     return int(value)
 
 
-class LoadedExtraState:
-    """Extra state to be given to modules' ``set_extra_state``; can be undone.
+@dataclass
+class ExtraState:
+    """Extra state to be given to modules; can be undone."""
 
-    Attributes:
-        any: whether there is some.
-    """
-
-    def __init__(self, model: nn.Module, contents: Contents, stored: Stored) -> None:
-        modules = {plain_name(n): m for n, m in model.named_modules() if has_extra(m)}
-        wanted = modules if contents.only is None else {}
-        wrong = sorted(wanted.keys() ^ contents.extra_state.keys())
-        if wrong:
-            here, there = "the model", str(stored.folder)
-            has, lacks = (here, there) if wrong[0] in wanted else (there, here)
-            raise CheckpointError(
-                f"{has} has extra state of the module {wrong[0]!r}, which {lacks} hasn't"
-            )
-        self.any = bool(wanted)
-        self._before: list[tuple[nn.Module, Any]] = []
-        self._values = []
-        for name, value in contents.extra_state.items():
-            module = modules[name]
-            if type(module).set_extra_state is nn.Module.set_extra_state:
-                raise CheckpointError(
-                    f"the module {name!r} has get_extra_state, but no set_extra_state"
-                )
-            self._values.append((module, decode(value, stored.reader(extra_name(name)))))
+    values: list[tuple[nn.Module, Any]] = field(default_factory=list)
+    _before: list[tuple[nn.Module, Any]] = field(default_factory=list)
 
     def apply(self) -> None:
         """Calls ``set_extra_state``."""
-        for module, value in self._values:
+        for module, value in self.values:
             self._before.append((module, copy.deepcopy(module.get_extra_state())))
             module.set_extra_state(value)
 
@@ -292,3 +305,25 @@ class LoadedExtraState:
         """Restores the modules' previous extra state."""
         for module, value in reversed(self._before):
             module.set_extra_state(value)
+
+
+def stored_extra_state(model: nn.Module, contents: Contents, stored: Stored) -> ExtraState:
+    """Returns what the checkpoint has for the modules of ``model``."""
+    modules = {plain_name(n): m for n, m in model.named_modules() if has_extra(m)}
+    wanted = modules if contents.only is None else {}
+    wrong = sorted(wanted.keys() ^ contents.extra_state.keys())
+    if wrong:
+        here, there = "the model", str(stored.folder)
+        has, lacks = (here, there) if wrong[0] in wanted else (there, here)
+        raise CheckpointError(
+            f"{has} has extra state of the module {wrong[0]!r}, which {lacks} hasn't"
+        )
+    result = ExtraState()
+    for name, value in contents.extra_state.items():
+        module = modules[name]
+        if type(module).set_extra_state is nn.Module.set_extra_state:
+            raise CheckpointError(
+                f"the module {name!r} has get_extra_state, but no set_extra_state"
+            )
+        result.values.append((module, decode(value, stored.reader(extra_name(name)))))
+    return result

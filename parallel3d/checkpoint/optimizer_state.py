@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from parallel3d.checkpoint.model_state import Contents, parameter_names
+from parallel3d.checkpoint.model_state import Contents, Stored, parameter_names
 from parallel3d.checkpoint.pieces import shares_memory_within
-from parallel3d.checkpoint.stored import Stored
 from parallel3d.checkpoint.values import decode, encode, keeper
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
 from parallel3d.optim.step_in_backward import StepInBackward
@@ -32,11 +31,8 @@ def stateful(optimizer: Any) -> Any:
 
 
 def kind_of(optimizer: Optimizer) -> str:
-    """Returns the name of the class that defines an optimizer's state.
-
-    It is the first one derived from ``Optimizer``: a user's subclass of AdamW, or what ``optim.local`` makes
-    of one, can load AdamW's state.
-    """
+    """Returns the name of the class that defines an optimizer's state, the first derived from ``Optimizer``:
+    a user's subclass of AdamW, or what ``optim.local`` makes of one, can load AdamW's state."""
     mro = type(stateful(optimizer)).__mro__
     classes = [c for c in mro if issubclass(c, Optimizer) and c is not Optimizer]
     name = classes[-1].__name__ if classes else Optimizer.__name__
@@ -60,14 +56,7 @@ def as_optimizers(optimizer: Optimizer | Iterable[Optimizer] | None) -> list[Opt
 def optimizer_state(
     names: Mapping[int, str], optimizers: Sequence[Optimizer], tensors: dict[str, Tensor]
 ) -> dict[str, Any]:
-    """Puts the tensors of the state into ``tensors``; returns groups and state, encoded.
-
-    Args:
-        names: of the model's parameters, by id.
-
-    Raises:
-        CheckpointError: if a parameter is not the model's, or a value cannot be stored.
-    """
+    """Puts the tensors of the state into ``tensors``; returns groups and state, encoded; ``names``: by id."""
     keep = keeper(tensors)
     groups: list[dict[str, Any]] = []
     state: dict[str, Any] = {}
@@ -89,8 +78,7 @@ def optimizer_state(
             options = encode(options, f"{PREFIX}group {len(groups)}", keep)
             groups.append({"params": own, "options": options, "kind": kind_of(optimizer)})
             for name, param in zip(own, group["params"], strict=True):
-                entry = optimizer.state.get(param)
-                if entry:
+                if entry := optimizer.state.get(param):
                     where = f"{PREFIX}{name}"
                     state[name] = {k: encode(v, f"{where}.{k}", keep) for k, v in entry.items()}
     return {"groups": groups, "state": state}
@@ -110,33 +98,23 @@ def _names_of(group: dict[str, Any], number: int, names: Mapping[int, str]) -> l
 
 
 class _LoadedGroups:
-    """The stored ``param_groups``, for an optimizer that may group its parameters in another way.
-
-    Attributes:
-        names: parameter name -> number of its stored group.
-    """
+    """The stored ``param_groups``, for an optimizer that may group its parameters in another way."""
 
     def __init__(self, contents: Contents, stored: Stored) -> None:
         self._same_torch = contents.versions.get("torch") == torch.__version__
-        self.names: dict[str, int] = {}
-        self._groups: list[tuple[Any, dict[str, Any], str | None]] = []  # encoded, decoded, kind
+        # By parameter name: (encoded options, decoded ones, kind of optimizer).
+        self.of: dict[str, tuple[Any, dict[str, Any], str | None]] = {}
         for number, (names, encoded, kind) in enumerate(contents.groups or ()):
-            self.names.update(dict.fromkeys(names, number))
             options = decode(encoded, stored.reader(f"optimizer.group {number}["))
             if any(not isinstance(key, str) or key in NO_OPTIONS for key in options):
                 raise CorruptCheckpointError(
                     f"{stored.folder}: checkpoint.json is damaged: an optimizer's group has invalid options"
                 )
-            self._groups.append((encoded, options, kind))
+            self.of |= dict.fromkeys(names, (encoded, options, kind))
 
     def options(self, optimizer: Optimizer, number: int, names: Sequence[str]) -> dict[str, Any]:
-        """Returns the stored options of the parameters ``names``, which form the optimizer's group
-        ``number``.
-
-        Raises:
-            CheckpointError: if they have none, different ones, or those of another class of optimizer.
-        """
-        missing = [name for name in names if name not in self.names]
+        """Returns the stored options of the parameters ``names``, the optimizer's group ``number``."""
+        missing = [name for name in names if name not in self.of]
         if missing:
             raise CheckpointError(
                 f"the checkpoint has no optimizer state of {len(missing)} parameters of the optimizer's "
@@ -146,7 +124,7 @@ class _LoadedGroups:
             return {}
         class_name = type(optimizer).__name__
         for name in names:
-            _, options, kind = self._groups[self.names[name]]
+            _, options, kind = self.of[name]
             if kind not in (kind_of(optimizer), None):
                 if kind == "Adam" and options.get("decoupled_weight_decay") is True:
                     kind = "AdamW"
@@ -154,9 +132,9 @@ class _LoadedGroups:
                     f"the optimizer's group {number} was saved from another optimizer than {class_name}: it "
                     f"was {kind:.80}'s"
                 )
-        encoded, options, _ = self._groups[self.names[names[0]]]
+        encoded, options, _ = self.of[names[0]]
         for name in names:
-            if self._groups[self.names[name]][0] != encoded:
+            if self.of[name][0] != encoded:
                 raise CheckpointError(
                     f"the optimizer's group {number} has {names[0]!r} and {name!r}, which were saved in "
                     "groups with different options; divide the parameters into the groups that they had"
@@ -201,13 +179,10 @@ def _is_number(value: Any) -> bool:
 
 
 class LoadedOptimizers:
-    """The tensors that stored state is read into, and how they become the optimizers' state.
+    """The tensors that stored state is read into, by name, and how they become the optimizers' state.
 
     State that exists and fits is read in place. Otherwise it is allocated: with the parameter's placements if
     it has the parameter's shape, whole on each rank if not.
-
-    Attributes:
-        tensors: what is read, by the name it is stored under.
     """
 
     def __init__(
@@ -241,7 +216,7 @@ class LoadedOptimizers:
                         old = optimizer.state.get(param) or {}
                         entries[param] = self._entry(name, param, contents.state[name], old)
             self._states.append((optimizer, entries))
-        lost = [name for name in loaded.names if name not in wanted]
+        lost = [name for name in loaded.of if name not in wanted]
         if lost:
             raise CheckpointError(
                 f"the checkpoint has optimizer state of {len(lost)} parameters that the optimizer doesn't "

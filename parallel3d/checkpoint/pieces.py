@@ -1,4 +1,4 @@
-"""Pieces: which boxes of a global tensor a rank holds, for plain tensors, DTensors and packed DTensors."""
+"""Boxes of a global tensor, and those that a rank holds: of plain tensors, DTensors and packed DTensors."""
 
 from __future__ import annotations
 
@@ -13,18 +13,60 @@ from torch.distributed.tensor import DTensor
 
 from parallel3d._layout.packed import packed_among, packed_boxes
 from parallel3d._torch.dtensor import dtensor_shard_box, get_local_tensor
-from parallel3d.checkpoint.format.boxes import Box, slices_of, whole_box
 from parallel3d.errors import CheckpointError
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""(offsets, sizes) of a part of a tensor, by dim."""
+
+_MAX_CUT_DIMS = 8  # dims that a tensor is divided along; a mesh has three axes
+
+
+def slices_of(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    """Returns the index of a box."""
+    return tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
+
+
+def whole_box(shape: Sequence[int]) -> Box:
+    """Returns the box that covers a tensor of ``shape``."""
+    return (0,) * len(shape), tuple(shape)
+
+
+def intersection(a: Box, b: Box) -> Box | None:
+    """Returns the common part of two boxes; None if it is empty."""
+    offsets = tuple(map(max, a[0], b[0]))
+    ends = [min(o + n, p + m) for o, n, p, m in zip(*a, *b, strict=True)]
+    sizes = tuple(end - o for end, o in zip(ends, offsets, strict=True))
+    return (offsets, sizes) if all(n > 0 for n in sizes) else None
+
+
+def tile(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
+    """Returns whether each element of a tensor of ``shape`` is in exactly one of ``boxes``, in one pass.
+
+    The differences of a box's indicator function along all dims are +1 and -1 at its corners, by the parity
+    of its upper ends, and 0 elsewhere; and they determine the indicator. So boxes tile the tensor exactly if
+    their corners add up to those of the whole box. Dims that no box divides add nothing.
+    """
+    cut = [d for d, n in enumerate(shape) if any(sizes[d] != n for _, sizes in boxes)]
+    if len(cut) > _MAX_CUT_DIMS:
+        return False
+    strides, count = [], 1  # they number the corners
+    for d in cut:
+        strides.append((d, count))
+        count *= shape[d] + 1
+    corners: dict[int, int] = {}
+    whole = [(-1, whole_box(shape))] if prod(shape) else []
+    for sign, (offsets, sizes) in [*((1, box) for box in boxes), *whole]:
+        ends = [(sum(offsets[d] * stride for d, stride in strides), sign)]
+        for d, stride in strides:
+            ends += [(at + sizes[d] * stride, -parity) for at, parity in ends]
+        for at, parity in ends:
+            corners[at] = corners.get(at, 0) + parity
+    return not any(corners.values())
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a global tensor that this rank holds.
-
-    Attributes:
-        offsets, sizes: the box.
-        local: its values: a view of the local tensor, of ``sizes``.
-    """
+    """A box of a global tensor that this rank holds, and its values, a view of the local tensor."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -34,18 +76,11 @@ class Piece:
     def box(self) -> Box:
         return self.offsets, self.sizes
 
-    @property
-    def slices(self) -> tuple[slice, ...]:
-        """Its index in the global tensor."""
-        return slices_of(self.offsets, self.sizes)
-
 
 def pieces_of(tensor: Tensor) -> list[Piece]:
     """Returns what this rank holds of ``tensor``, in the order of its local rows, without empty pieces.
 
-    Raises:
-        CheckpointError: for a DTensor with a partial placement, or with a local tensor of another shape than
-            its placements say.
+    Raises CheckpointError for a partial placement, or a local tensor of another shape than placements say.
     """
     if not isinstance(tensor, DTensor):
         return [Piece(*whole_box(tensor.shape), tensor.detach())]
@@ -66,11 +101,14 @@ def pieces_of(tensor: Tensor) -> list[Piece]:
     return [Piece(offsets, sizes, local)] if prod(sizes) else []
 
 
-def held_boxes(tensor: DTensor) -> dict[Box, list[int]]:
-    """Returns each box of ``tensor`` that a rank of its mesh holds, with those ranks of the default group.
+def boxes_of(tensor: Tensor) -> list[Box]:
+    """Returns the boxes that this rank holds of ``tensor``."""
+    return [piece.box for piece in pieces_of(tensor)]
 
-    It is computed without communication: every rank gets the same.
-    """
+
+def held_boxes(tensor: DTensor) -> dict[Box, list[int]]:
+    """Returns each box that a rank of the mesh holds, with those ranks of the default group; the same on all
+    ranks, without communication."""
     _check_no_partial(tensor)
     mesh = tensor.device_mesh
     ranks: dict[Box, list[int]] = {}

@@ -41,7 +41,7 @@ class Ranks:
             model's groups; None for a single process.
         rank, size: this rank's number among them, and how many there are.
         ranks: their ranks in the default group.
-        call: the function that was called, such as ``load_hf``; compared when they first communicate.
+        call: the function that the user called; compared when they first communicate.
     """
 
     group: ProcessGroup | None
@@ -58,8 +58,7 @@ class Ranks:
     def all(self, function: Callable[[], T]) -> list[T]:
         """Calls ``function`` on every rank and returns the results of all ranks, on every rank.
 
-        Raises:
-            CheckpointError: on every rank, if it raised on any; a CorruptCheckpointError if all errors were.
+        If it raises on any, all raise a CheckpointError, a CorruptCheckpointError if all errors were.
         """
         value: T | None = None
         problem: Exception | None = None
@@ -74,9 +73,7 @@ class Ranks:
         results: list = [None] * self.size
         dist.all_gather_object(results, (self.call, value, _portable(problem)), group=self.group)
         self._compared[:] = [True]
-        calls: dict[str, list[int]] = {}
-        for rank, (call, _, _) in zip(self.ranks, results, strict=True):
-            calls.setdefault(call, []).append(rank)
+        calls = _by_value(zip(self.ranks, (call for call, _, _ in results), strict=True))
         if len(calls) > 1:
             texts = ", ".join(f"{call} on {name_ranks(ranks)}" for call, ranks in calls.items())
             raise CheckpointError(
@@ -88,21 +85,13 @@ class Ranks:
         return [v for _, v, _ in results]
 
     def on_each(self, function: Callable[[], T]) -> T:
-        """Calls ``function`` on every rank and returns this rank's result, which need not be picklable.
-
-        Raises:
-            CheckpointError: as ``all``.
-        """
+        """As ``all``, but returns this rank's result only, which need not be picklable."""
         results: list[T] = []
         self.all(lambda: results.append(function()))
         return results[0]
 
     def first(self, function: Callable[[], T]) -> T:
-        """Calls ``function`` on the first rank only and returns its result on every rank.
-
-        Raises:
-            CheckpointError: on every rank, if it raised.
-        """
+        """Calls ``function`` on the first rank only and returns its result, or raises its error, on all."""
         if self.group is None:
             return self.all(function)[0]
         if not self._compared:  # a broadcast alone would accept the result of another call
@@ -123,11 +112,7 @@ class Ranks:
     def with_undo(
         self, change: Callable[[], object], rest: Callable[[], None], undo: Callable[[], None]
     ) -> None:
-        """Calls ``change`` on every rank, then ``rest``, a collective; ``undo`` if either fails on any rank.
-
-        Raises:
-            CheckpointError: as ``all``, or by ``rest``.
-        """
+        """Calls ``change`` on every rank, then ``rest``, a collective; ``undo`` if either fails on any."""
         try:
             self.all(change)
             rest()
@@ -150,18 +135,16 @@ def ranks_of(
 ) -> Ranks:
     """Returns the ranks of the mesh of ``model``'s parameters; all ranks for a plain model or None.
 
-    The first call is collective among them. Waits for a save in the background, which uses the same group.
+    The first call is collective among them. It raises a CheckpointError if a rank does not join within
+    ``guards.Timeouts(save=)`` or the default group's timeout, or calls another function; within
+    ``guards.watch`` a PeerFailureError if another rank has failed.
+
+    Waits for a save in the background, which uses the same group, and raises its error if that is unreported:
+    a CheckpointError on all ranks; what ended it on one rank, such as the loss of a peer, on that rank alone.
 
     Args:
         call: the function that the user has called, the same on all of them.
         at_rest: the model's parameters at rest, if the caller has them.
-
-    Raises:
-        CheckpointError: on all of them: the error of that save, if it is unreported on one of them. In the
-            first call: if a rank does not join within ``guards.Timeouts(save=)`` or the default group's
-            timeout, or calls another function.
-        PeerFailureError: in the first call, within ``guards.watch``: if another rank has failed.
-        Exception: what ended that save on this rank alone, such as the loss of a rank in a collective.
     """
     failed = wait_for_background()
     shared = failed is not None and isinstance(failed.cause, CheckpointError)  # it is on all ranks
@@ -209,25 +192,25 @@ def _new_group(ranks: tuple[int, ...], call: str) -> ProcessGroup:
 
 
 def check_same(call: str, arguments: Sequence[Mapping[str, object]]) -> None:
-    """Raises a CheckpointError if the ranks called ``call`` with different arguments.
-
-    Args:
-        arguments: argument -> value, of each rank.
-    """
+    """Raises a CheckpointError if the ranks called ``call`` with different arguments, given by rank."""
     for name in arguments[0]:
-        ranks: dict[object, list[int]] = {}
-        for rank, values in enumerate(arguments):
-            ranks.setdefault(values[name], []).append(rank)
+        ranks = _by_value(enumerate(values[name] for values in arguments))
         if len(ranks) > 1:
             texts = ", ".join(f"{value!r} on {name_ranks(who)}" for value, who in ranks.items())
             raise CheckpointError(f"{call}: {name} differs: {texts}; give the same on all ranks")
 
 
+def _by_value(pairs: Iterable[tuple[int, T]]) -> dict[T, list[int]]:
+    """Returns value -> ranks for pairs of rank and value."""
+    ranks: dict[T, list[int]] = {}
+    for rank, value in pairs:
+        ranks.setdefault(value, []).append(rank)
+    return ranks
+
+
 def as_checkpoint_error(problems: dict[int, Exception], size: int) -> CheckpointError:
     """Returns one error for ``problems``, by rank; ranks with the same text are named together."""
-    by_text: dict[str, list[int]] = {}
-    for rank, problem in problems.items():
-        by_text.setdefault(_text(problem), []).append(rank)
+    by_text = _by_value((rank, _text(problem)) for rank, problem in problems.items())
     kind: type[CheckpointError] = CheckpointError
     if all(isinstance(problem, CorruptCheckpointError) for problem in problems.values()):
         kind = CorruptCheckpointError

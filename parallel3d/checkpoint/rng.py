@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed import DeviceMesh
 
-from parallel3d.checkpoint.model_state import Contents
+from parallel3d.checkpoint.model_state import Contents, Stored
 from parallel3d.checkpoint.ranks import Ranks
-from parallel3d.checkpoint.stored import Stored
 from parallel3d.errors import CorruptCheckpointError
 from parallel3d.mesh.seeding import StepSeed, last_step_seed, number_of, set_step_seed
 
@@ -26,8 +25,7 @@ _KINDS = ("cpu", "python", "python_gauss", "numpy", "numpy_rest", "cuda", "xpu",
 
 def rng_state(ranks: Ranks, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Puts this rank's generator states into ``tensors``; returns the last arguments of ``seed_step``."""
-    for kind, state in _states().items():
-        tensors[f"rng.{ranks.rank}.{kind}"] = state
+    tensors |= {f"rng.{ranks.rank}.{kind}": state for kind, state in _states().items()}
     last = last_step_seed()
     return {"step_seed": asdict(last) if last else None}
 
@@ -63,9 +61,6 @@ class LoadedRng:
 
     On the ranks and the mesh that saved, each generator continues where it was. On others they are seeded
     from the arguments of ``seed_step``, if it was used.
-
-    Raises:
-        CorruptCheckpointError: if the stored states are invalid.
     """
 
     def __init__(

@@ -27,8 +27,7 @@ from parallel3d._util.version import __version__
 from parallel3d.checkpoint.background import run_in_background
 from parallel3d.checkpoint.format import folder as folders
 from parallel3d.checkpoint.format.lock import Lock
-from parallel3d.checkpoint.format.reader import SavePlanner
-from parallel3d.checkpoint.format.writer import Writer
+from parallel3d.checkpoint.format.storage import SavePlanner, Writer
 from parallel3d.checkpoint.model_state import ModelState, model_state
 from parallel3d.checkpoint.optimizer_state import as_optimizers, optimizer_state
 from parallel3d.checkpoint.ranks import Ranks, check_same, dcp_errors, ranks_of
@@ -41,10 +40,7 @@ _host_buffers: dict[str, Tensor] = {}
 
 
 def copy_to_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies tensors to the CPU, with the same placements.
-
-    The next call reuses the memory, so what is written from it must be written by then.
-    """
+    """Copies tensors to the CPU, with the same placements, into memory that the next call reuses."""
     locals_ = {
         name: get_local_tensor(t) if isinstance(t, DTensor) else t for name, t in tensors.items()
     }
@@ -74,12 +70,8 @@ def copy_to_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return copies
 
 
-def mesh_of(model: nn.Module) -> DeviceMesh | None:
-    """Returns the mesh with the most axes of a parameter of ``model``; None for a plain model."""
-    return _largest_mesh(model.parameters())
-
-
-def _largest_mesh(parameters: Iterable[Tensor]) -> DeviceMesh | None:
+def mesh_of(parameters: Iterable[Tensor]) -> DeviceMesh | None:
+    """Returns the mesh with the most axes of a parameter; None for a plain model's."""
     meshes = [p.device_mesh for p in parameters if isinstance(p, DTensor)]
     return max(meshes, key=lambda mesh: mesh.ndim, default=None)
 
@@ -90,29 +82,6 @@ def axes_of(mesh: DeviceMesh | None) -> dict[str, int] | None:
         return None
     names = mesh.mesh_dim_names or [f"axis {number}" for number in range(mesh.ndim)]
     return dict(zip(names, mesh.shape, strict=True))
-
-
-def describe(parameters: Mapping[str, nn.Parameter]) -> Callable[[], dict[str, Any]]:
-    """Records the placements of parameters at rest, by name; returns a function that describes them.
-
-    Its result is JSON: ``mesh`` (axis -> size), ``plan`` (parameter -> placements), ``versions``.
-    """
-    # Placements are recorded now, as a forward may register other parameters; formatting them takes time.
-    placements = {name: p.placements for name, p in parameters.items() if isinstance(p, DTensor)}
-    axes = axes_of(_largest_mesh(parameters.values()))
-
-    def description() -> dict[str, Any]:
-        return {
-            "mesh": axes,
-            "plan": {name: str(list(map(str, placed))) for name, placed in placements.items()},
-            "versions": {
-                "parallel3d": __version__,
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-            },
-        }
-
-    return description
 
 
 _MAX_STEP = 10**18  # the folder's name has 18 digits at most
@@ -181,56 +150,40 @@ def save(
     ranks = ranks_of(model, "save", state.parameters.values() if state else None)
     work = _Save(run_folder, step, keep, ranks, only=only, problem=problem)
     if state is not None:
-        work.collect(state, optimizer, extra, async_=async_)
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                work.collect(state, as_optimizers(optimizer), extra)
+                if async_:
+                    work.tensors = copy_to_host(work.tensors)
+        except Exception as error:
+            work.problem = error
     return run_in_background(work.run) if async_ else work.run()
 
 
 @dataclass
 class _Save:
-    """One save.
-
-    Attributes:
-        tensors: what DCP stores, by name.
-        optimizers: how many were given.
-        info: the content of checkpoint.json.
-        description: returns more content of it.
-        problem: the error for which this rank has nothing to write.
-    """
+    """One save."""
 
     run_folder: Path
     step: int
     keep: int | None
     ranks: Ranks
-    only: str | None = None
-    optimizers: int = 0
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    info: dict[str, Any] = field(default_factory=dict)
-    description: Callable[[], dict[str, Any]] = dict
-    problem: Exception | None = None
+    only: str | None
+    problem: Exception | None  # the error for which this rank has nothing to write
+    optimizers: int = 0  # how many were given
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # what DCP stores, by name
+    info: dict[str, Any] = field(default_factory=dict)  # the content of checkpoint.json
+    placements: dict[str, Any] = field(default_factory=dict)  # of parameters, by name
 
     def collect(
-        self,
-        state: ModelState,
-        optimizer: Optimizer | Iterable[Optimizer] | None,
-        extra: Mapping[str, Any] | None,
-        *,
-        async_: bool,
-    ) -> None:
-        """Collects all that is stored; copies it with ``async_``."""
-        try:
-            with torch.inference_mode(False), torch.no_grad():
-                self._collect(state, as_optimizers(optimizer), extra)
-                if async_:
-                    self.tensors = copy_to_host(self.tensors)
-        except Exception as error:  # raised on all ranks by ``run``
-            self.problem = error
-
-    def _collect(
         self, state: ModelState, optimizers: list[Optimizer], extra: Mapping[str, Any] | None
     ) -> None:
+        """Collects all that is stored."""
         self.optimizers = len(optimizers)
-        self.description = describe(state.parameters)
-        names = {id(param): name for name, param in state.parameters.items()}
+        params = state.parameters
+        # Recorded now, as a forward may register other parameters; formatting them takes time.
+        self.placements = {n: p.placements for n, p in params.items() if isinstance(p, DTensor)}
+        names = {id(param): name for name, param in params.items()}
         tensors = self.tensors = {**state.tensors, **state.extra_tensors}
         values: dict[str, Tensor] = {}
         self.info = {
@@ -240,6 +193,7 @@ class _Save:
             "model": {"only": self.only, "ties": state.ties, "extra_state": state.extra},
             "optimizer": optimizer_state(names, optimizers, tensors) if optimizers else None,
             "extra": encode(as_dict("extra", extra), "extra", keeper(values)),
+            "mesh": axes_of(mesh_of(params.values())),
         }
         if not self.ranks.is_first:
             # Only the first rank's are stored, so that they are consistent even if ranks differ.
@@ -253,7 +207,9 @@ class _Save:
         """Writes the checkpoint and returns the first rank's path. Collective."""
         writer: _LockingWriter | None = None
         try:
-            final = self._agree()
+            found = self.ranks.all(self._arguments)
+            check_same("save", [arguments for _, arguments in found])
+            final = folders.step_folder(found[0][0], self.step)
             writer = _LockingWriter(final, self.step, self._info, self.ranks.size)
             with dcp_errors(self.ranks):
                 dcp.save(
@@ -274,12 +230,15 @@ class _Save:
             self.ranks.give_up()
             raise
         finally:
-            self.tensors, self.description = {}, dict  # keep nothing of the model alive
+            self.tensors, self.placements = {}, {}  # keep nothing of the model alive
             if writer is not None and writer.lock is not None:
                 writer.lock.release()
 
     def _info(self) -> dict[str, Any]:
-        return {**self.info, **self.description()}
+        plan = {name: str(list(map(str, placed))) for name, placed in self.placements.items()}
+        python = platform.python_version()
+        versions = {"parallel3d": __version__, "torch": torch.__version__, "python": python}
+        return {**self.info, "plan": plan, "versions": versions}
 
     def _prune(self, run: Path) -> None:
         """Removes older checkpoints; warns if that fails, as the new one is complete."""
@@ -290,21 +249,12 @@ class _Save:
         except OSError as error:
             warnings.warn(f"old checkpoints could not be removed: {error}", stacklevel=4)
 
-    def _agree(self) -> Path:
-        """Returns the folder, once every rank has something to write and all save the same."""
-        found = self.ranks.all(self._arguments)
-        check_same("save", [arguments for _, arguments in found])
-        return folders.step_folder(found[0][0], self.step)
-
     def _arguments(self) -> tuple[Path, dict[str, object]]:
+        """Returns the folder and what must be the same on all ranks."""
         if self.problem is not None:
             raise self.problem
-        arguments: dict[str, object] = {
-            "step": self.step,
-            "only": self.only,
-            "optimizers": self.optimizers,
-        }
-        return self.run_folder, arguments
+        number = self.optimizers
+        return self.run_folder, {"step": self.step, "only": self.only, "optimizers": number}
 
 
 class _LockingWriter(Writer):

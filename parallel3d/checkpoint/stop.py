@@ -83,8 +83,7 @@ class StopSignal:
         try:
             for number in dict.fromkeys(self.signals):
                 self._before[number] = signal.signal(number, self._receive)
-                # So that system calls of torch's threads continue.
-                signal.siginterrupt(number, False)
+                signal.siginterrupt(number, False)  # system calls of torch's threads continue
         except BaseException:
             self.__exit__()
             raise

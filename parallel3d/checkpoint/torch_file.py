@@ -7,26 +7,30 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor
 
+from parallel3d.checkpoint.format.files import hidden_beside
 from parallel3d.checkpoint.ranks import ranks_of
-from parallel3d.checkpoint.torch_formats.archive import Archive
-from parallel3d.checkpoint.torch_formats.folder import FileTensor, Memory
-from parallel3d.checkpoint.torch_formats.loading import Checkpoint, LoadOptions, load
-from parallel3d.checkpoint.torch_formats.model_target import EXTRA_STATE, state_at_rest
+from parallel3d.checkpoint.torch_formats.loading import (
+    EXTRA_STATE,
+    Checkpoint,
+    LoadOptions,
+    load,
+    state_at_rest,
+)
 from parallel3d.checkpoint.torch_formats.names import shown, without_wrappers
-from parallel3d.checkpoint.torch_formats.pickled import MAX_NAME, SavedTensor
-from parallel3d.checkpoint.torch_formats.saved_optimizer import (
+from parallel3d.checkpoint.torch_formats.optimizer import (
     SavedGroup,
     SavedOptimizer,
     saved_in_dict,
     saved_in_names,
 )
+from parallel3d.checkpoint.torch_formats.pickled import MAX_NAME, SavedTensor
+from parallel3d.checkpoint.torch_formats.stored import Archive, FileTensor, Memory
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
 from parallel3d.fsdp import model_state_dict, optim_state_dict
 
@@ -136,11 +140,9 @@ class _File(Checkpoint):
             name: {key: self._converted(v, f"{key} of {name}") for key, v in entry.items()}
             for name, entry in saved.state.items()
         }
+        read = self._archive.with_tensors
         groups = [
-            SavedGroup(
-                {key: self._archive.with_tensors(v) for key, v in group.options.items()},
-                group.params,
-            )
+            SavedGroup({key: read(v) for key, v in group.options.items()}, group.params)
             for group in saved.groups
         ]
         return SavedOptimizer(state, tuple(groups))
@@ -189,11 +191,8 @@ def save_torch(file: str | os.PathLike[str], model: nn.Module, optimizer: Any = 
     ranks = ranks_of(model, "save_torch")
     path = Path(file)
     ranks.on_each(lambda: state_at_rest(model, "saving a checkpoint"))
-    whole: dict[str, Any] = {
-        "type": StateDictType.FULL_STATE_DICT,
-        "offload_to_cpu": True,
-        "rank0_only": True,
-    }
+    kind = StateDictType.FULL_STATE_DICT
+    whole: dict[str, Any] = {"type": kind, "offload_to_cpu": True, "rank0_only": True}
 
     def gather() -> dict[str, Any]:
         state: dict[str, Any] = model_state_dict(model, **whole)
@@ -219,10 +218,8 @@ def _by_number(gathered: dict[str, Any]) -> dict[str, Any]:
         for group in gathered["param_groups"]
     ]
     state = {numbers.get(name, name): entry for name, entry in gathered["state"].items()}
-    return {
-        "state": dict(sorted(state.items(), key=lambda item: str(item[0]))),
-        "param_groups": groups,
-    }
+    ordered = dict(sorted(state.items(), key=lambda item: str(item[0])))
+    return {"state": ordered, "param_groups": groups}
 
 
 def _compact(value: Any, known: dict[int, Tensor] | None = None) -> Any:
@@ -241,7 +238,7 @@ def _compact(value: Any, known: dict[int, Tensor] | None = None) -> Any:
 
 def _write(path: Path, state: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{uuid4().hex[:8]}.tmp")
+    temporary = hidden_beside(path, "tmp")
     try:
         with open(temporary, "wb") as file:
             torch.save(state, file)

@@ -31,7 +31,7 @@ def as_dict(name: str, value: Any) -> dict[Any, Any]:
     return dict(value)
 
 
-def is_scalar(tensor: torch.Tensor) -> bool:
+def _is_scalar(tensor: torch.Tensor) -> bool:
     """Returns whether ``tensor`` is a real number on the CPU, such as an optimizer's step count."""
     known = tensor.dtype.is_floating_point or tensor.dtype in _INTEGERS
     return type(tensor) is torch.Tensor and tensor.dim() == 0 and tensor.is_cpu and known
@@ -58,16 +58,13 @@ def encode(
     tensor: Callable[[torch.Tensor, str], str] | None = None,
     depth: int = 0,
 ) -> Any:
-    """Converts ``value`` to what ``json.dumps`` takes.
+    """Converts ``value`` to what ``json.dumps`` takes; raises CheckpointError if something can't be stored.
 
     Args:
         where: names the value in errors.
         tensor: takes a tensor and its name, stores it separately and returns the name it is stored under.
             Without it only scalars on the CPU can be encoded.
         depth: how many lists and dicts contain the value.
-
-    Raises:
-        CheckpointError: if something in it has a type that cannot be stored, or is too large or too deep.
     """
     if value is None or isinstance(value, (bool, str)) or type(value) is float:
         return value
@@ -78,7 +75,7 @@ def encode(
     if depth > _MAX_DEPTH:
         raise CheckpointError(f"{where[:80]}...: lists and dicts are more than {_MAX_DEPTH} deep")
     if isinstance(value, torch.Tensor):
-        if is_scalar(value) and not value.requires_grad:
+        if _is_scalar(value) and not value.requires_grad:
             return {"$scalar": [str(value.dtype).removeprefix("torch."), value.item()]}
         if tensor is not None:
             return {"$tensor": tensor(value, where)}
@@ -124,15 +121,7 @@ def _encode_dict(
 
 
 def decode(value: Any, tensor: Callable[[str], torch.Tensor] | None = None, depth: int = 0) -> Any:
-    """Converts the result of ``encode`` back.
-
-    Args:
-        tensor: returns the tensor that is stored separately under a name.
-        depth: as for ``encode``.
-
-    Raises:
-        CorruptCheckpointError: if ``encode`` cannot have returned ``value``.
-    """
+    """Converts the result of ``encode`` back; ``tensor`` returns what is stored separately under a name."""
     if isinstance(value, (list, dict)) and depth > _MAX_DEPTH + 2:
         raise CorruptCheckpointError("a value is too deep")
     if isinstance(value, list):

@@ -194,13 +194,14 @@ def test_one_name_of_two_things(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rows", [(3, 7), (7, 3), (1, 64)])
 def test_slices_of_a_large_storage_are_read_in_parts(tmp_path: Path, monkeypatch, rows) -> None:
     """Whatever their strides, no more than a block is in memory."""
-    from parallel3d.checkpoint.format import strided
+    from parallel3d.checkpoint.format import files
 
-    monkeypatch.setattr(strided, "_PIECE", 256)
-    read = strided.read_into
+    monkeypatch.setattr(files, "_PIECE", 256)
+    monkeypatch.setattr(files, "_STRIDE", 256)
+    read = files.read_into
     most: list[int] = []
     monkeypatch.setattr(
-        strided,
+        files,
         "read_into",
         lambda f, target, *at: most.append(len(target)) or read(f, target, *at),
     )
@@ -296,8 +297,8 @@ def test_many_chunks_are_compared_in_one_pass(tmp_path: Path) -> None:
     )
     folder.metadata.planner_data[name] = ("model", "weight")
     folder.write(tmp_path / "it")
-    from parallel3d.checkpoint.format.boxes import whole_box
-    from parallel3d.checkpoint.torch_formats.folder import DcpFolder, DcpTensor
+    from parallel3d.checkpoint.pieces import whole_box
+    from parallel3d.checkpoint.torch_formats.stored import DcpFolder, DcpTensor
 
     found = DcpFolder.read(tmp_path / "it", trusted=False)
     tensor = DcpTensor(name, found, found.tensors[name])

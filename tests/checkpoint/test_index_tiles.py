@@ -4,7 +4,7 @@ import itertools
 import random
 import time
 
-from parallel3d.checkpoint.format.boxes import tile
+from parallel3d.checkpoint.pieces import tile
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 

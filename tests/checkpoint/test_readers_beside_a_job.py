@@ -13,7 +13,7 @@ from torch import nn
 
 from parallel3d.checkpoint import latest, load, loading, save
 from parallel3d.checkpoint.format import folder as folders
-from parallel3d.checkpoint.format.reader import Reader
+from parallel3d.checkpoint.format.storage import Reader
 from parallel3d.errors import CheckpointError
 from parallel3d.testing import GlooPool
 

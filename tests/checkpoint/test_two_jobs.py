@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import nn
 from parallel3d.checkpoint import latest, load, save
 from parallel3d.checkpoint.format import lock as locks
 from parallel3d.checkpoint.format.lock import LOCK, this_process
-from parallel3d.checkpoint.format.writer import Writer
+from parallel3d.checkpoint.format.storage import Writer
 from parallel3d.errors import CheckpointError
 from parallel3d.testing import GlooPool
 
@@ -152,7 +153,7 @@ def lock_of(run: Path, **owner: Any) -> Path:
     run.mkdir(exist_ok=True)
     text = {
         "parallel3d lock": "other",
-        "owner": {**this_process().as_json(), "token": "other", **owner},
+        "owner": {**asdict(this_process()), "token": "other", **owner},
         "since": time.time(),
         "step": 5,
     }

@@ -7,14 +7,16 @@ import errno
 import json
 import os
 import reprlib
+import secrets
 import stat
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from parallel3d.errors import CorruptCheckpointError
 
@@ -32,10 +34,7 @@ _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.ENXIO, er
 
 
 def open_regular(path: str, flags: int) -> int:
-    """Opens a regular file and returns its descriptor; usable as the ``opener`` of ``open``.
-
-    Raises CorruptCheckpointError if ``path`` is a pipe, a device or a folder.
-    """
+    """Opens a regular file, not a pipe, a device or a folder; usable as the ``opener`` of ``open``."""
     # Opening a pipe would wait for a writer; for a regular file O_NONBLOCK changes nothing.
     file = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
     if not stat.S_ISREG(os.fstat(file).st_mode):
@@ -46,12 +45,7 @@ def open_regular(path: str, flags: int) -> int:
 
 @contextmanager
 def opened(path: Path) -> Iterator[int]:
-    """Opens a regular file for reading, without following a link, and yields its descriptor.
-
-    Raises:
-        CorruptCheckpointError: if there is no such file.
-        OSError: if it cannot be read, for example for lack of permission.
-    """
+    """Opens a regular file for reading, without following a link, and yields its descriptor."""
     try:
         file = open_regular(os.fspath(path), os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
     except OSError as error:
@@ -77,12 +71,32 @@ def check_file(path: Path, size: int | None = None) -> None:
         raise CorruptCheckpointError(f"{path} has {status.st_size} bytes; it was saved with {size}")
 
 
+def file_in(folder: Path, name: str, links_to: Path | None = None) -> Path:
+    """Returns the path of the file ``name``, which a file of ``folder`` names.
+
+    Raises CorruptCheckpointError if it is not a file, or outside the folder: links may lead to ``links_to``.
+    """
+    pure, windows = PurePosixPath(name), PureWindowsPath(name)
+    absolute = pure.is_absolute() or windows.drive or windows.root
+    if not name or "\0" in name or absolute or ".." in (*pure.parts, *windows.parts):
+        raise CorruptCheckpointError(
+            f"{folder} names a file {name[:200]!r}, which is outside of it"
+        )
+    path = folder / name
+    real = Path(os.path.realpath(path))
+    roots = [os.path.realpath(root) for root in (folder, links_to) if root is not None]
+    if not any(real.is_relative_to(root) for root in roots):
+        raise CorruptCheckpointError(f"{path} is a link to {real}, outside of its folder")
+    if not os.path.isfile(real):
+        problem = "is no file" if os.path.lexists(real) else "is missing"
+        raise CorruptCheckpointError(f"{folder / name[:200]} {problem}")
+    return path
+
+
 def read_json_object(path: Path, limit: int) -> bytes:
     """Returns the bytes of a JSON file of at most ``limit`` bytes.
 
-    Raises:
-        CorruptCheckpointError: if there is no such file, it is larger, or its first and last bytes, which are
-            read before the rest, are not those of a JSON object.
+    The first and last bytes of a large one, which must be those of an object, are read before the rest.
     """
     with opened(path) as file:
         size = os.fstat(file).st_size
@@ -123,10 +137,7 @@ def shown(value: Any) -> str:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Returns the memory of a contiguous CPU tensor without conjugate or negative bit.
-
-    The view does not keep the tensor alive.
-    """
+    """Returns the memory of a contiguous CPU tensor, which the view does not keep alive."""
     assert tensor.is_contiguous() and tensor.device.type == "cpu"
     assert not tensor.is_conj() and not tensor.is_neg()
     size = tensor.numel() * tensor.element_size()
@@ -142,10 +153,7 @@ def write_all(file: int, data: memoryview) -> None:
 
 
 def read_into(file: int, target: memoryview, at: int, where: str) -> None:
-    """Fills ``target`` with the bytes of ``file`` that start at ``at``.
-
-    Raises CorruptCheckpointError if the file ends before; ``where`` names it in the message.
-    """
+    """Fills ``target`` with the bytes of ``file``, called ``where`` in errors, that start at ``at``."""
     while target:
         count = os.preadv(file, [target], at)
         if not count:
@@ -181,6 +189,11 @@ def verify_blocks(file: int, blocks: Iterable[tuple[int, int, int]], where: str)
             )
 
 
+def hidden_beside(path: Path, suffix: str) -> Path:
+    """Returns a new hidden path next to ``path``, for what will be renamed to it or has been replaced."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.{suffix}")
+
+
 def sync_folder(folder: Path) -> None:
     """Flushes the names in a folder to the disk."""
     file = os.open(folder, os.O_RDONLY)
@@ -188,3 +201,68 @@ def sync_folder(folder: Path) -> None:
         os.fsync(file)
     finally:
         os.close(file)
+
+
+_PIECE = 4 << 20  # bytes read at once and then copied
+_GAP = 4096  # bytes read although not needed: a page, which the disk reads in any case
+
+
+def read_strided(
+    file: int,
+    begin: int,
+    dtype: torch.dtype,
+    offset: int,
+    strides: Sequence[int],
+    out: Tensor,
+    where: str,
+) -> int:
+    """Reads elements of a file, a bounded number of bytes at a time; returns how many bytes were read.
+
+    Args:
+        begin: where the stored elements, of ``dtype``, begin in the file.
+        offset, strides: of the elements to read, as of a view with the shape of ``out``.
+        out: gets them; of any dtype and device.
+        where: names the file in errors.
+    """
+    itemsize = dtype.itemsize
+    if not out.numel():
+        return 0
+    dims = sorted((d for d in range(out.dim()) if out.shape[d] > 1), key=lambda d: strides[d])
+    span, dense = 1, True  # elements within the outermost dim; whether they have only small gaps
+    for dim in dims[:-1]:
+        dense &= (strides[dim] - span) * itemsize <= _GAP
+        span += (out.shape[dim] - 1) * strides[dim]
+    outer = dims[-1] if dims else None
+    stride, count = (1, 1) if outer is None else (strides[outer], out.shape[outer])
+    size = (span + (count - 1) * stride) * itemsize
+    at = begin + offset * itemsize
+    if _is_image(out, dtype, strides, size):
+        read_into(file, bytes_of(out), at, where)
+        return size
+    at_once = 1
+    if dense and (stride - span) * itemsize <= _GAP:
+        at_once = max(1, _PIECE // max(1, stride * itemsize))
+    if outer is None or (at_once >= count and dense):
+        buffer = torch.empty(size, dtype=torch.uint8)
+        read_into(file, bytes_of(buffer), at, where)
+        out.copy_(buffer.view(dtype).as_strided(out.shape, strides))
+        return size
+    total = 0
+    for first in range(0, count, at_once):
+        part = out.narrow(outer, first, min(at_once, count - first))
+        place = offset + first * stride
+        total += read_strided(file, begin, dtype, place, strides, part, where)
+    return total
+
+
+def _is_image(out: Tensor, dtype: torch.dtype, strides: Sequence[int], size: int) -> bool:
+    """Returns whether the memory of ``out`` becomes exactly the file's bytes."""
+    return (
+        out.dtype == dtype
+        and out.device.type == "cpu"
+        and not out.is_conj()
+        and not out.is_neg()
+        and out.nbytes == size
+        and out.is_contiguous()
+        and all(out.stride(d) == strides[d] for d in range(out.dim()) if out.shape[d] > 1)
+    )

@@ -17,6 +17,7 @@ import secrets
 import shutil
 import sys
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +51,7 @@ def step_folder(run: Path, step: int) -> Path:
 
 
 def new_folder(final: Path) -> Path:
-    """Makes the temporary folder in which the checkpoint ``final`` is written.
-
-    Raises:
-        CheckpointError: as ``check_place``.
-    """
+    """Makes the temporary folder in which the checkpoint ``final`` is written."""
     check_place(final)
     folder = _temporary(final)
     folder.mkdir(parents=True)
@@ -62,12 +59,8 @@ def new_folder(final: Path) -> Path:
 
 
 def check_place(final: Path) -> None:
-    """Checks that a checkpoint can be written to ``final``.
-
-    Raises:
-        CheckpointError: if ``final`` is something other than a checkpoint, which is never replaced; if it is
-            inside another checkpoint, or in a folder that is a dangling link.
-    """
+    """Raises a CheckpointError if ``final`` is something other than a checkpoint, which is never replaced, is
+    inside another checkpoint, or in a folder that is a dangling link."""
     run = final.parent
     if is_checkpoint(run) and (os.path.lexists(run / MARKER) or _STEP.fullmatch(run.name)):
         raise CheckpointError(
@@ -88,25 +81,23 @@ def _temporary(final: Path) -> Path:
 def finish(
     folder: Path, final: Path, index: Index, info: dict[str, Any], lock: Lock | None = None
 ) -> None:
-    """Writes index, info and marker into a folder that has the tensors, and renames it to ``final``.
-
-    Raises CheckpointError if ``lock`` was lost, or a file cannot be written.
-    """
+    """Writes index, info and marker into a folder that has the tensors, and renames it to ``final``, unless
+    ``lock`` was lost."""
     digests = {}
     for name, text in ((INDEX, index.to_json()), (INFO, json.dumps(info, indent=1))):
         _write(folder / name, text)
         digests[name] = hashlib.sha256(text.encode()).hexdigest()
     sync_folder(folder)
     serial = 1 + max((_serial(entry) or 0 for entry in found_in(final.parent)), default=0)
-    by = this_process().as_json()
+    by = asdict(this_process())
     marker = {"format": _FORMAT, "serial": serial, "sha256": digests, "by": by}
     _write(folder / MARKER, json.dumps(marker))
     sync_folder(folder)
     if lock is not None:
         lock.check()
     old = final.with_name(f"{final.name}.old")
-    # The same step again; the old checkpoint stays valid until the rename.
     if os.path.lexists(final):
+        # The same step again: the old checkpoint stays valid until the rename.
         discard(old)
         final.rename(old)
     folder.rename(final)
@@ -115,10 +106,7 @@ def finish(
 
 
 def discard(folder: Path) -> None:
-    """Removes a folder, renaming it first, so that a process killed meanwhile leaves no half checkpoint.
-
-    Warns if something cannot be removed.
-    """
+    """Removes a folder, renaming it first, so that a process killed meanwhile leaves no half checkpoint."""
     failed: list[BaseException] = []
 
     def note(function: object, path: object, problem: Any) -> None:
@@ -189,10 +177,7 @@ def found_in(run: Path) -> list[Path]:
     The order is that of the saves, not of the steps: a job may have gone back to an earlier step. A folder
     whose marker is unreadable comes first, so that it is looked at.
     """
-    for _ in range(_LISTINGS):
-        if folders := _listed(run):
-            break
-    return folders
+    return next(filter(None, (_listed(run) for _ in range(_LISTINGS))), [])
 
 
 def _listed(run: Path) -> list[Path]:
@@ -222,10 +207,9 @@ def _newest(run: Path) -> tuple[int, Path | None, Owner | None]:
 def _marker(folder: Path) -> dict[str, Any]:
     """Returns the content of COMPLETE, empty if it is unreadable."""
     try:
-        marker = loads(_read(folder, MARKER), MARKER)
+        return _loads(folder, MARKER, _read(folder, MARKER))
     except (CorruptCheckpointError, OSError):
         return {}
-    return marker if isinstance(marker, dict) else {}
 
 
 def _serial(folder: Path) -> int | None:
@@ -249,12 +233,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def open_checkpoint(folder: Path) -> tuple[Index, dict[str, Any]]:
-    """Returns (index, content of checkpoint.json) after checking marker, digests and file sizes.
-
-    Raises:
-        CorruptCheckpointError: if one of them is wrong.
-        CheckpointError: if a newer version of parallel3d saved it.
-    """
+    """Returns (index, content of checkpoint.json) after checking marker, digests and file sizes."""
     marker = _loads(folder, MARKER, _read(folder, MARKER))
     newer = re.fullmatch(r"parallel3d checkpoint ([0-9]{1,9})", str(marker.get("format"))[:80])
     if newer and int(newer[1]) > _VERSION:
@@ -322,10 +301,7 @@ def note_newest(run: Path) -> None:
 def check_alone(run: Path) -> None:
     """Checks that no other job, unless it has ended, has saved into ``run`` since this process last looked.
 
-    Warns in the job that started first.
-
-    Raises:
-        CheckpointError: in the job that started later.
+    If one has, the job that started first warns, and the one that started later raises a CheckpointError.
     """
     known = _known.get(_key(run))
     if known is None:

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from parallel3d.checkpoint.format.boxes import Box, tile
 from parallel3d.checkpoint.format.files import BLOCK, loads, shown
 from parallel3d.checkpoint.format.safetensors_file import DTYPES, MAX_DIMS, NAMES
+from parallel3d.checkpoint.pieces import Box, tile
 from parallel3d.errors import CorruptCheckpointError
 
 _FILE = re.compile(r"rank-[0-9]{5,9}\.safetensors")
@@ -30,24 +30,20 @@ def file_name(rank: int) -> str:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor, stored contiguously.
-
-    Attributes:
-        offsets, sizes: the box.
-        file: name of the file.
-        begin: its first byte in the file.
-        crc: CRC-32 of each of its blocks.
-    """
+    """A box of a tensor, stored contiguously."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     file: str
-    begin: int
-    crc: tuple[int, ...]
+    begin: int  # its first byte in the file
+    crc: tuple[int, ...]  # CRC-32 of each of its blocks
 
     @property
     def box(self) -> Box:
         return self.offsets, self.sizes
+
+    def nbytes(self, dtype: torch.dtype) -> int:
+        return prod(self.sizes) * dtype.itemsize
 
 
 @dataclass
@@ -62,24 +58,14 @@ class TensorEntry:
     def nbytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
 
-    def chunk_bytes(self, chunk: Chunk) -> int:
-        """Returns the size of a chunk in bytes."""
-        return prod(chunk.sizes) * self.dtype.itemsize
-
 
 @dataclass
 class Index:
-    """Everything that is stored.
-
-    Attributes:
-        tensors: by name.
-        files: size in bytes of each file.
-        objects: values that are not tensors: name -> JSON value.
-    """
+    """Everything that is stored."""
 
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
-    files: dict[str, int] = field(default_factory=dict)
-    objects: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, int] = field(default_factory=dict)  # size in bytes
+    objects: dict[str, Any] = field(default_factory=dict)  # JSON values that are not tensors
 
     def to_json(self) -> str:
         tensors = {
@@ -143,10 +129,8 @@ def _tensor(name: str, entry: Any, files: dict[str, int]) -> TensorEntry:
 def _chunk(name: str, chunk: Any, entry: TensorEntry, files: dict[str, int]) -> Chunk:
     if not isinstance(chunk, list) or len(chunk) != 5:
         raise ValueError(f"a chunk of {name!r} doesn't have 5 fields")
-    offsets, sizes = (
-        _numbers(chunk[0], "offsets of a chunk"),
-        _numbers(chunk[1], "sizes of a chunk"),
-    )
+    offsets = _numbers(chunk[0], "offsets of a chunk")
+    sizes = _numbers(chunk[1], "sizes of a chunk")
     if not len(offsets) == len(sizes) == len(entry.shape):
         raise ValueError(f"a chunk of {name!r} has another number of dims")
     if any(o + s > n for o, s, n in zip(offsets, sizes, entry.shape, strict=True)):
@@ -155,7 +139,7 @@ def _chunk(name: str, chunk: Any, entry: TensorEntry, files: dict[str, int]) -> 
     if not isinstance(file, str) or file not in files:
         raise ValueError(f"{name!r} is stored in {shown(file)}, which is not listed")
     result = Chunk(offsets, sizes, file, begin, _numbers(chunk[4], "checksums of a chunk"))
-    size = entry.chunk_bytes(result)
+    size = result.nbytes(entry.dtype)
     if begin + size > files[file]:
         raise ValueError(f"a chunk of {name!r} exceeds the end of {file}")
     if len(result.crc) != -(-size // BLOCK):
@@ -165,15 +149,14 @@ def _chunk(name: str, chunk: Any, entry: TensorEntry, files: dict[str, int]) -> 
 
 def _check_disjoint(tensors: dict[str, TensorEntry]) -> None:
     """Raises ValueError if two chunks share a byte of a file."""
-    by_file: dict[str, list[tuple[int, int, str]]] = {}
-    for name, entry in tensors.items():
-        for chunk in entry.chunks:
-            end = chunk.begin + entry.chunk_bytes(chunk)
-            by_file.setdefault(chunk.file, []).append((chunk.begin, end, name))
-    for file, ranges in by_file.items():
-        for (_, end, name), (begin, _, following) in pairwise(sorted(ranges)):
-            if begin < end:
-                raise ValueError(f"{name!r} and {following!r} share bytes of {file}")
+    ranges = sorted(
+        (chunk.file, chunk.begin, chunk.begin + chunk.nbytes(entry.dtype), name)
+        for name, entry in tensors.items()
+        for chunk in entry.chunks
+    )
+    for (file, _, end, name), (following_file, begin, _, following) in pairwise(ranges):
+        if file == following_file and begin < end:
+            raise ValueError(f"{name!r} and {following!r} share bytes of {file}")
 
 
 def _table(content: dict[str, Any], key: str) -> dict[str, Any]:

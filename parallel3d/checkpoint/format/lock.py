@@ -20,8 +20,8 @@ import warnings
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from functools import cache
+from itertools import count
 from pathlib import Path
-from typing import Any
 
 from parallel3d.checkpoint.format.files import loads
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
@@ -31,23 +31,16 @@ _MAX_TEXT = 300  # characters of a text field
 
 @dataclass(frozen=True)
 class Owner:
-    """A process, identified so that another process, job or machine can check it.
-
-    Attributes:
-        host, pid: name of its machine, and its process id there.
-        machine: identifies the boot of the machine and the pid namespace: processes with the same value see
-            the same pids. "" if the system does not say.
-        start: when the process started, in kernel ticks; pids are reused.
-        began: the same in seconds since 1970.
-        token: unique.
-    """
+    """A process, identified so that another process, job or machine can check it."""
 
     host: str
     pid: int
     machine: str
-    start: int
-    began: float
-    token: str
+    """Identifies the boot of the machine and the pid namespace: processes with the same value see the same
+    pids. It is "" if the system does not say."""
+    start: int  # when the process started, in kernel ticks; pids are reused
+    began: float  # the same in seconds since 1970
+    token: str  # unique
 
     def __str__(self) -> str:
         return f"process {self.pid} on host {self.host}, started {format_time(self.began)}"
@@ -67,9 +60,6 @@ class Owner:
             return None  # ended just now, or hidden from other users
         state, start = status
         return start == self.start and state not in "ZX"
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     @classmethod
     def from_json(cls, content: object) -> Owner | None:
@@ -159,28 +149,20 @@ _held: set[str] = set()
 
 
 class Lock:
-    """Holds a run's folder for one save.
-
-    Args:
-        run: the folder, which exists.
-        step: that is being saved; stored for error messages.
-
-    Raises:
-        CheckpointError: if another job saves there, or a file of the lock's name is not a lock.
-    """
+    """Holds the folder ``run`` for one save, of ``step``; an error if another job saves there."""
 
     def __init__(self, run: Path, step: int) -> None:
         self.path = run / LOCK
         self._step = step
         self._pid = os.getpid()
-        self._ended = threading.Event()
         self._take()
 
     def _take(self) -> None:
         token = secrets.token_hex(8)
+        owner = asdict(this_process())
         content = {
             "parallel3d lock": token,
-            "owner": this_process().as_json(),
+            "owner": owner,
             "since": time.time(),
             "step": self._step,
         }
@@ -188,18 +170,11 @@ class Lock:
         file = _make(self.path, f"{text}\n{0:012d}\n".encode())
         _held.add(token)
         self._token, self._ended = token, threading.Event()
-        threading.Thread(
-            target=_beat,
-            args=(file, len(text) + 1, self._ended),
-            name="parallel3d-saving-lock",
-            daemon=True,
-        ).start()
+        beat, name = (file, len(text) + 1, self._ended), "parallel3d-saving-lock"
+        threading.Thread(target=_beat, args=beat, name=name, daemon=True).start()
 
     def check(self) -> None:
-        """Checks that the lock is still held; takes it again if somebody has removed it.
-
-        Raises CheckpointError if another job has taken it.
-        """
+        """Checks that no other job has taken the lock; takes it again if somebody has removed it."""
         content, holder = self._holder()
         if holder is not None and holder.token == self._token:
             return
@@ -237,11 +212,10 @@ class Lock:
 
 def _beat(file: int, place: int, ended: threading.Event) -> None:
     """Writes a growing count into the lock until the save has ended, and closes the file."""
-    count = 0
+    numbers = count(1)
     try:
         while not ended.wait(BEAT):
-            count += 1
-            os.pwrite(file, f"{count:012d}".encode(), place)
+            os.pwrite(file, f"{next(numbers):012d}".encode(), place)
             os.fsync(file)
     except OSError:  # ``Lock.check`` finds what has become of the lock
         pass
@@ -284,10 +258,7 @@ class _Holder:
 
 
 def _make(path: Path, text: bytes) -> int:
-    """Makes the lock when nobody holds it, and returns its file, open.
-
-    Raises CheckpointError if somebody holds it, or the file cannot be made.
-    """
+    """Makes the lock when nobody holds it, and returns its file, open."""
     seen: tuple[bytes, float] | None = None  # content, and when it was first seen
     while True:
         content = _read(path)

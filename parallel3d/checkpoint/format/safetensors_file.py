@@ -50,28 +50,17 @@ MAX_HEADER = 100 << 20
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file.
-
-    Attributes:
-        file: name of the file in its folder.
-        dtype: the format's name of the dtype.
-        start, end: its bytes, counted from the beginning of the file.
-    """
+    """A tensor in a file: its bytes are [start, end), counted from the beginning of the file."""
 
     file: str
-    dtype: str
+    dtype: str  # the format's name
     shape: tuple[int, ...]
     start: int
     end: int
 
 
 def read_header(path: Path, file: str) -> dict[str, Stored]:
-    """Returns the tensors of a file by name.
-
-    Raises:
-        CorruptCheckpointError: if it is not a complete safetensors file.
-        OSError: if it cannot be read.
-    """
+    """Returns the tensors of a file by name; raises CorruptCheckpointError if it is not a complete one."""
     with open(path, "rb", opener=open_regular) as opened:
         size = os.fstat(opened.fileno()).st_size
         first = opened.read(8)
@@ -137,10 +126,7 @@ def is_ours(path: Path) -> bool:
 
 
 def header_of(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> bytes:
-    """Returns the beginning of a file that holds ``tensors``, (dtype, shape) by name, in this order.
-
-    Raises CheckpointError if the format has no name for a dtype.
-    """
+    """Returns the beginning of a file that holds ``tensors``, (dtype, shape) by name, in this order."""
     header: dict[str, Any] = {"__metadata__": _METADATA}
     at = 0
     for name, (dtype, shape) in tensors.items():

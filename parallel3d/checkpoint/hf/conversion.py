@@ -1,4 +1,4 @@
-"""How transformers converts the tensors of a checkpoint to a model's parameters, and back, as Layouts.
+"""The entries of a model, and how transformers converts the tensors of a checkpoint to them and back.
 
 transformers' own conversion mapping is run on Traced tensors, so names, joins and splits are those of the
 installed version.
@@ -8,17 +8,116 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import dataclass
+from difflib import get_close_matches
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
-from parallel3d.checkpoint.hf.folder import Entry, plain_class
 from parallel3d.checkpoint.hf.layout import Layout, Traced, Untraceable, whole_of
+from parallel3d.checkpoint.model_state import plain_name
 from parallel3d.errors import CheckpointError
+from parallel3d.fsdp.inspect import check_at_rest, units_of
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+Names = Mapping[str, str] | Callable[[str], str] | None
+"""The model's names -> the file's, as the user gives them."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A parameter or persistent buffer at rest, and its names in the order of the modules."""
+
+    names: tuple[str, ...]
+    tensor: Tensor
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+
+def entries_of(model: nn.Module) -> list[Entry]:
+    """Returns each entry once, in the order of the modules, with the plain model's names."""
+    tensors: dict[int, Tensor] = {}
+    names: dict[int, dict[str, None]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for key, tensor in chain(module._parameters.items(), module._buffers.items()):
+            if tensor is not None and key not in module._non_persistent_buffers_set:
+                name = plain_name(f"{prefix}.{key}" if prefix else key)
+                tensors[id(tensor)] = tensor
+                names.setdefault(id(tensor), {})[name] = None
+    return [Entry(tuple(names[key]), tensor) for key, tensor in tensors.items()]
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """Returns the class that ``module`` had before ``fully_shard``."""
+    for cls in type(module).__mro__:
+        extended = issubclass(cls, FSDPModule) or cls.__module__.startswith("parallel3d.")
+        if issubclass(cls, nn.Module) and not extended:
+            return cls
+    return type(module)
+
+
+def file_names(entries: Iterable[Entry], names: Names) -> dict[str, str]:
+    """Returns the model's names -> the file's, by the user's ``names``, which are checked; names that it does
+    not have are unchanged."""
+    own = [name for entry in entries for name in entry.names]
+    if isinstance(names, Mapping):
+        foreign = [name for name in names if name not in own]
+        if foreign:
+            raise CheckpointError(f"names has what the model hasn't: {listed(foreign, own)}")
+        result: dict[str, Any] = {name: names.get(name, name) for name in own}
+    elif callable(names):
+        result = {name: names(name) for name in own}
+    else:
+        raise CheckpointError(
+            f"names is {names!r}; give a mapping or a function, model's name -> file's"
+        )
+    for name, given in result.items():
+        if not isinstance(given, str) or not given:
+            raise CheckpointError(f"names gives {given!r} for {name!r}; it must give a name")
+    taken: dict[str, Entry] = {}
+    for entry in entries:
+        for name in entry.names:
+            first = taken.setdefault(result[name], entry)
+            if first is not entry:
+                raise CheckpointError(
+                    f"names gives {first.name!r} and {name!r} the same name {result[name]!r}"
+                )
+    return result
+
+
+def listed(names: Iterable[str], among: Iterable[str], most: int = 8) -> str:
+    """Returns the first few ``names`` with the nearest of ``among`` to each, for an error."""
+    names, among = list(names), list(among)
+    parts = []
+    for name in names[:most]:
+        nearest = get_close_matches(name, among[:5000], n=1, cutoff=0.6)
+        parts.append(f"{name!r}" + (f" (nearest: {nearest[0]!r})" if nearest else ""))
+    more = len(names) - most
+    return ", ".join(parts) + (f" and {more} more" if more > 0 else "")
+
+
+def bring_to_rest(model: nn.Module, what: str) -> None:
+    """Reshards all units and registers their sharded parameters; raises StateError if one is in use."""
+    units = list(units_of(model, recurse=True))
+    for unit in units:
+        check_at_rest(unit, what)
+    for unit in units:
+        group = unit.group
+        if unit.context is not None:
+            group.register_sharded()
+            group.reshard(unit.context.comm)
+        group.adopt()
+
 
 Tensors = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Name -> shape and dtype."""
@@ -31,14 +130,8 @@ def is_transformers(model: nn.Module) -> bool:
 
 
 class Converted(NamedTuple):
-    """The result of converting a checkpoint's tensors.
-
-    Attributes:
-        layouts: of the model's tensors, by their names.
-        unexpected: names in the checkpoint that no tensor of the model uses.
-        used: transformers' transforms that were used, which the model stores for its export; None for other
-            models.
-    """
+    """Layouts of the model's tensors by name, names in the checkpoint that none of them uses, and
+    transformers' transforms that were used, which the model stores for its export (None: another model)."""
 
     layouts: dict[str, Layout]
     unexpected: list[str]
@@ -46,10 +139,7 @@ class Converted(NamedTuple):
 
 
 def from_file(model: Any, entries: list[Entry], tensors: Tensors) -> Converted:
-    """Converts a checkpoint's ``tensors`` to the model's.
-
-    Raises CheckpointError if a conversion cannot be traced, or fails.
-    """
+    """Converts a checkpoint's ``tensors`` to the model's."""
     core, plain, mapping = _tools(model)
     own = {name: entry.tensor for entry in entries for name in entry.names}
     renamings = [item for item in mapping if not isinstance(item, core.WeightConverter)]
@@ -57,11 +147,8 @@ def from_file(model: Any, entries: list[Entry], tensors: Tensors) -> Converted:
     by_pattern = {key: item for item in all_converters for key in item.source_patterns}
 
     def rename(name: str) -> tuple[str, str | None]:
-        """Returns the model's name, and the pattern of the converter that matched, if one did.
-
-        The order of the calls matters to some mappings.
-        """
-        more = model.base_model_prefix, own
+        """Returns the model's name, and the pattern of the converter that matched, if one did."""
+        more = model.base_model_prefix, own  # the order of the calls matters to some mappings
         target, pattern = core.rename_source_key(name, renamings, all_converters, *more)
         if target not in own and name in own:
             target, pattern = core.rename_source_key(name, [], [], *more)
@@ -101,10 +188,7 @@ def from_file(model: Any, entries: list[Entry], tensors: Tensors) -> Converted:
 
 
 def to_file(model: Any, tensors: Tensors) -> dict[str, tuple[Layout, torch.dtype]]:
-    """Converts the model's ``tensors`` to a checkpoint's; returns layout and dtype by the checkpoint's names.
-
-    Raises CheckpointError if a conversion cannot be traced, or fails.
-    """
+    """Converts the model's ``tensors`` to a checkpoint's; returns layout and dtype by its names."""
     core, plain, mapping = _tools(model)
     state = {
         name: Traced.of(whole_of(name, shape), dtype) for name, (shape, dtype) in tensors.items()
@@ -149,10 +233,8 @@ def _tools(model: Any) -> tuple[Any, Any, list[Any]]:
 
 
 def _as_plain(model: Any) -> Any:
-    """Returns ``model`` with the classes that it and models inside it had before ``fully_shard``.
-
-    transformers finds conversions by the classes' names and modules.
-    """
+    """Returns ``model`` with the classes that it and models inside it had before ``fully_shard``, by whose
+    names and modules transformers finds conversions."""
 
     def plain_of(module: nn.Module) -> nn.Module:
         plain = object.__new__(plain_class(module))

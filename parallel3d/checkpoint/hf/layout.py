@@ -40,19 +40,12 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """A part of a tensor that comes from one source tensor.
+    """A part of a tensor that comes from one source tensor."""
 
-    Attributes:
-        runs: its indices in the tensor, by dim.
-        source: name of the source.
-        offset: place of its first element in the contiguous source, in elements.
-        strides: by dim of the tensor, the distance in the source of neighbours in the patch.
-    """
-
-    runs: tuple[Run, ...]
-    source: str
-    offset: int
-    strides: tuple[int, ...]
+    runs: tuple[Run, ...]  # its indices in the tensor, by dim
+    source: str  # name of the source
+    offset: int  # place of its first element in the contiguous source, in elements
+    strides: tuple[int, ...]  # by dim of the tensor, the distance in the source of its neighbours
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -149,10 +142,7 @@ def concatenated(layouts: Sequence[Layout], dim: int) -> Layout:
 
 
 def reshaped(layout: Layout, shape: Sequence[int]) -> Layout:
-    """Changes the shape, with the same number of elements in the same order.
-
-    Raises Untraceable if the indices of a patch are not a Run in the new dims.
-    """
+    """Changes the shape; raises Untraceable if the indices of a patch are not a Run in the new dims."""
     shape = tuple(shape)
     if not prod(shape):
         return Layout(shape, ())
@@ -192,11 +182,8 @@ def _coalesced(axes: list[_Axis]) -> list[_Axis]:
 def _with_runs(
     source: str, start: int, offset: int, axes: list[_Axis], shape: tuple[int, ...]
 ) -> Iterator[Patch]:
-    """Yields patches of a tensor of ``shape`` with these elements.
-
-    Args:
-        start, offset: of the first element, in the flattened tensor and source.
-    """
+    """Yields patches of a tensor of ``shape`` with these elements, whose first is at ``start`` in the
+    flattened tensor and at ``offset`` in the flattened source."""
     units = contiguous_strides(shape)
     runs = [Run(start // unit % size, 1, 1) for unit, size in zip(units, shape, strict=True)]
     strides = [0] * len(shape)
@@ -289,16 +276,15 @@ def within_source(
 ) -> Iterator[Patch]:
     """Yields the parts of ``patch`` that come from a box of its source."""
     for whole, alongs in in_source(patch, shape):
-        part: Patch | None = whole
+        part = whole
         for (start, step, dim), offset, size in zip(alongs, offsets, sizes, strict=True):
             run = Run(start, step, 1 if dim is None else whole.runs[dim].size)
             first, count = run.inside(offset, offset + size)
             if not count:
-                part = None
                 break
-            if dim is not None and part is not None:
+            if dim is not None:
                 part = part.part(dim, first, count)
-        if part is not None:
+        else:
             yield part
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -13,37 +13,39 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d._util.arguments import as_bool
-from parallel3d.checkpoint.format.files import bytes_of
-from parallel3d.checkpoint.format.safetensors_file import DTYPES, Stored
-from parallel3d.checkpoint.format.strided import read_strided
-from parallel3d.checkpoint.hf.conversion import Converted, from_file, ignored, is_transformers
-from parallel3d.checkpoint.hf.folder import (
+from parallel3d.checkpoint.format.files import (
+    bytes_of,
+    file_in,
+    loads,
+    read_json_object,
+    read_strided,
+)
+from parallel3d.checkpoint.format.safetensors_file import DTYPES, MAX_HEADER, Stored, read_header
+from parallel3d.checkpoint.hf.conversion import (
+    INDEX,
+    SINGLE,
+    Converted,
     Entry,
     Names,
-    allocate,
     bring_to_rest,
     entries_of,
     file_names,
+    from_file,
+    ignored,
+    is_transformers,
     listed,
-    mark_changed,
-    path_in,
-    stored_tensors,
-    without_values,
 )
 from parallel3d.checkpoint.hf.layout import Layout, Patch, whole_of
 from parallel3d.checkpoint.pieces import pieces_of, shares_memory_within
 from parallel3d.checkpoint.ranks import ranks_of
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
+from parallel3d.materialize import check_can_initialise, give_memory
 
 _COMPARED = 1 << 20  # elements compared at once
 
 
 class Reader:
-    """Reads parts of stored tensors into tensors of the model.
-
-    Attributes:
-        bytes_read: so far.
-    """
+    """Reads parts of stored tensors into tensors of the model."""
 
     def __init__(self, folder: Path, stored: Mapping[str, Stored]) -> None:
         self.folder, self.stored = folder, stored
@@ -77,15 +79,9 @@ class Reader:
     def read(self, patch: Patch, out: Tensor) -> None:
         """Reads ``patch`` into ``out``, of its counts and any dtype and device."""
         stored = self.stored[patch.source]
-        self.bytes_read += read_strided(
-            self._opened(stored.file),
-            stored.start,
-            self.dtype_of(patch),
-            patch.offset,
-            patch.strides,
-            out,
-            str(self.folder / stored.file),
-        )
+        file, where = self._opened(stored.file), str(self.folder / stored.file)
+        dtype, offset, strides = self.dtype_of(patch), patch.offset, patch.strides
+        self.bytes_read += read_strided(file, stored.start, dtype, offset, strides, out, where)
 
     def same(self, one: Patch, two: Patch) -> bool:
         """Returns whether two patches of equal counts have the same values, bit for bit."""
@@ -160,25 +156,17 @@ def load_hf(
     if plan.conversions is not None:
         # As from_pretrained does, for the export.
         model._weight_conversions = plan.conversions  # type: ignore[assignment]
-    return LoadedNames(plan.missing, plan.unexpected)
+    return plan.names
 
 
 @dataclass
 class _Plan:
-    """What is read into the model.
+    """What is read into the model."""
 
-    Attributes:
-        layouts: of the model's tensors, by their names.
-        missing, unexpected: as in LoadedNames.
-        initialised: modules with tensors on meta that are in no file.
-        conversions: as ``Converted.used``.
-    """
-
-    layouts: dict[str, Layout]
-    missing: list[str]
-    unexpected: list[str]
-    initialised: list[tuple[str, nn.Module]]
-    conversions: list[Any] | None
+    layouts: dict[str, Layout]  # by the first names of entries that are in the files
+    names: LoadedNames
+    initialised: list[tuple[str, nn.Module]]  # modules with tensors on meta that are in no file
+    conversions: list[Any] | None  # as ``Converted.used``
 
 
 def _plan(model: nn.Module, reader: Reader, names: Names, strict: bool) -> _Plan:
@@ -201,17 +189,13 @@ def _plan(model: nn.Module, reader: Reader, names: Names, strict: bool) -> _Plan
         problems.append(f"in the files, but not in the model: {listed(unexpected, missing)}")
     if problems:
         raise CheckpointError("\n".join([f"{reader.folder} doesn't fit the model:", *problems]))
-    initialised = without_values(model, {id(e.tensor) for e in entries if layouts[e.name]})
-    first = {name: of_name[0] for name, of_name in layouts.items() if of_name}
-    needed = {
-        patch.source
-        for entry in entries
-        if entry.name in first
-        for patch, _ in _needed(first[entry.name], entry.tensor)
-    }
+    first = [(e, layouts[e.name][0]) for e in entries if layouts[e.name]]
+    initialised = without_values(model, {id(entry.tensor) for entry, _ in first})
+    needed = {p.source for entry, layout in first for p, _ in _needed(layout, entry.tensor)}
     reader.check_files(sorted(needed))
     _check_ties(entries, layouts, reader)
-    return _Plan(first, missing, unexpected, initialised, converted.used)
+    chosen = {entry.name: layout for entry, layout in first}
+    return _Plan(chosen, LoadedNames(missing, unexpected), initialised, converted.used)
 
 
 def _converted(
@@ -288,10 +272,78 @@ def _check_ties(entries: list[Entry], layouts: Mapping[str, list[Layout]], reade
 
 @torch.no_grad()
 def _read(model: nn.Module, plan: _Plan, reader: Reader) -> None:
-    for entry in entries_of(model):
+    for entry in entries_of(model):  # again, as those on meta have been replaced
         layout = plan.layouts.get(entry.name)
         if layout is not None:
             for patch, target in _needed(layout, entry.tensor):
                 reader.read(patch, target)
             for piece in pieces_of(entry.tensor):
                 mark_changed(piece.local)
+
+
+def stored_tensors(folder: Path) -> dict[str, Stored]:
+    """Returns the tensors of the model in ``folder``, by name. Reads headers only."""
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"load_hf: {str(folder)!r} is no folder; it reads local ones (huggingface_hub.snapshot_download "
+            "brings one from the hub)"
+        )
+    if (folder / SINGLE).exists():
+        return read_header(path_in(folder, SINGLE), SINGLE)
+    if not (folder / INDEX).exists():
+        there = sorted(path.name for path in folder.iterdir())[:10]
+        raise CheckpointError(
+            f"{folder} holds no {SINGLE} and no {INDEX}, which load_hf reads; it holds {there or 'nothing'}"
+        )
+    files = _index(folder)
+    headers = {
+        file: read_header(path_in(folder, file), file) for file in sorted(set(files.values()))
+    }
+    lacking = [name for name, file in files.items() if name not in headers[file]]
+    if lacking:
+        raise CorruptCheckpointError(
+            f"{folder / INDEX} says that {files[lacking[0]]} holds {lacking[0]!r}, but it doesn't"
+            + (f"; nor do the files hold {len(lacking) - 1} more" if len(lacking) > 1 else "")
+        )
+    return {name: headers[file][name] for name, file in files.items()}
+
+
+def _index(folder: Path) -> Mapping[str, str]:
+    path = path_in(folder, INDEX)
+    try:
+        files = loads(read_json_object(path.resolve(), MAX_HEADER), "it")["weight_map"]
+        if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):
+            raise ValueError("its weight_map is not a table of file names")
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptCheckpointError(f"{path} is no index of safetensors files: {error}") from error
+    return files
+
+
+def path_in(folder: Path, name: str) -> Path:
+    """As ``file_in``; the files of a snapshot in the hub's cache may be links to ``../../blobs``."""
+    cache = folder.resolve().parent
+    return file_in(folder, name, cache.parent / "blobs" if cache.name == "snapshots" else None)
+
+
+def without_values(model: nn.Module, loaded: Collection[int]) -> list[tuple[str, nn.Module]]:
+    """Returns (name, module) of modules with tensors on meta that are not among ``loaded``, by id; they must
+    be able to initialise themselves."""
+    modules = []
+    for name, module in model.named_modules():
+        own = [*module._parameters.values(), *module._buffers.values()]
+        if any(t is not None and t.is_meta and id(t) not in loaded for t in own):
+            modules.append((name, module))
+    check_can_initialise(model, modules)
+    return modules
+
+
+def allocate(model: nn.Module, initialised: list[tuple[str, nn.Module]]) -> None:
+    """Allocates memory for all tensors on meta, and initialises the modules ``initialised``."""
+    if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
+        give_memory(model, initialised)
+
+
+def mark_changed(tensor: Tensor) -> None:
+    """Tells autograd, and the unit that has gathered it, that its memory was written to."""
+    with torch.no_grad():
+        tensor.as_strided((0,), (1,)).zero_()

@@ -3,25 +3,50 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import os
 import re
-import secrets
 import shutil
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, count, zip_longest
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.tensor import DTensor
 
-from parallel3d.checkpoint.format.files import bytes_of, sync_folder, write_all
-from parallel3d.checkpoint.format.safetensors_file import NAMES, is_ours
-from parallel3d.checkpoint.hf.conversion import is_transformers
-from parallel3d.checkpoint.hf.exchange import exchange
-from parallel3d.checkpoint.hf.export import Export, OutFile, OutTensor, as_bytes, plan_export
-from parallel3d.checkpoint.hf.folder import INDEX, Names, bring_to_rest, plain_class
-from parallel3d.checkpoint.ranks import ranks_of
+from parallel3d.checkpoint.format.files import bytes_of, hidden_beside, sync_folder, write_all
+from parallel3d.checkpoint.format.safetensors_file import NAMES, header_of, is_ours
+from parallel3d.checkpoint.hf.conversion import (
+    INDEX,
+    SINGLE,
+    Names,
+    bring_to_rest,
+    entries_of,
+    file_names,
+    is_transformers,
+    plain_class,
+    tied_away,
+    to_file,
+)
+from parallel3d.checkpoint.hf.layout import Layout, Patch, in_source, whole_of, within_source
+from parallel3d.checkpoint.pieces import (
+    Box,
+    boxes_of,
+    held_boxes,
+    intersection,
+    pieces_of,
+    whole_box,
+)
+from parallel3d.checkpoint.ranks import Ranks, as_checkpoint_error, ranks_of
 from parallel3d.errors import CheckpointError
 
 _TEXTS = {"config.json", "generation_config.json", INDEX}
@@ -81,24 +106,12 @@ def save_hf(
 
 
 def _make_temporary(folder: Path) -> Path:
-    """Makes the temporary folder.
-
-    Raises CheckpointError if ``folder`` exists and is not an earlier export.
-    """
-    if folder.exists() or folder.is_symlink():
-        _check_replaceable(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
-    temporary.mkdir()
-    return temporary
-
-
-def _check_replaceable(folder: Path) -> None:
-    if folder.is_symlink() or not folder.is_dir():
+    """Makes the temporary folder, if ``folder`` does not exist or is an earlier export."""
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise CheckpointError(f"save_hf: {folder} is there and is no folder")
     foreign = [
         path.name
-        for path in sorted(folder.iterdir())
+        for path in (sorted(folder.iterdir()) if folder.exists() else ())
         if path.name not in _TEXTS and not (_WEIGHTS.fullmatch(path.name) and is_ours(path))
     ]
     if foreign:
@@ -106,6 +119,10 @@ def _check_replaceable(folder: Path) -> None:
             f"save_hf: {folder} holds {', '.join(foreign[:5])}, which is no export of save_hf's, and only "
             "those are replaced; give another folder"
         )
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = hidden_beside(folder, "tmp")
+    temporary.mkdir()
+    return temporary
 
 
 def _check_seen(temporary: Path) -> None:
@@ -122,7 +139,7 @@ def _finish(temporary: Path, folder: Path) -> None:
         sync_folder(temporary)
     old = None
     if folder.exists():
-        old = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.old")
+        old = hidden_beside(folder, "old")
         folder.rename(old)
     try:
         temporary.rename(folder)
@@ -183,3 +200,353 @@ class _Files:
         if self._opened is not None:
             opened, self._opened = self._opened, None
             os.close(opened)
+
+
+_MIN_FILE = 256 << 20  # bytes; smaller files are not made to give more ranks one to write
+
+
+@dataclass(frozen=True)
+class OutTensor:
+    """A tensor of the export, made of the model's as ``layout`` says."""
+
+    name: str
+    layout: Layout
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.layout.shape) * self.dtype.itemsize
+
+
+@dataclass
+class OutFile:
+    """A file of the export, written by the rank ``owner`` (its number among the Ranks)."""
+
+    name: str
+    header: bytes
+    tensors: tuple[OutTensor, ...]
+    owner: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+@dataclass(frozen=True)
+class Export:
+    """What is written: files in the order of their names, made from the model's tensors by name."""
+
+    files: tuple[OutFile, ...]
+    tensors: Mapping[str, Tensor]
+    boxes: Mapping[str, Mapping[Box, list[int]]]  # with the ranks that hold them (numbers of Ranks)
+
+    def digest(self) -> str:
+        """Returns a value that is equal on ranks with equal plans."""
+        files = [(f.name, f.owner, f.header) for f in self.files]
+        shapes = [(name, tuple(t.shape), str(t.dtype)) for name, t in self.tensors.items()]
+        text = repr((files, shapes, sorted(self.boxes.items())))
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def plan_export(
+    model: nn.Module, ranks: Ranks, names: Names, dtype: torch.dtype | None, limit: int
+) -> Export:
+    """Plans the export, with files of at most ``limit`` bytes; every rank makes the same plan. Collective."""
+    tensors, layouts = ranks.on_each(lambda: _tensors(model, names))
+    boxes = _boxes(tensors, ranks)
+    outputs = [
+        OutTensor(name, layout, dtype if dtype is not None and own.is_floating_point else own)
+        for name, (layout, own) in layouts.items()
+    ]
+    export = Export(tuple(_files(outputs, ranks.size, limit)), tensors, boxes)
+    digests = ranks.all(export.digest)
+    problem: Exception = CheckpointError(
+        "this rank's model has other names, shapes, dtypes or placements than the first rank's"
+    )
+    others = {rank: problem for rank, digest in enumerate(digests) if digest != digests[0]}
+    if others:
+        raise as_checkpoint_error(others, ranks.size)
+    return export
+
+
+def _tensors(
+    model: nn.Module, names: Names
+) -> tuple[dict[str, Tensor], dict[str, tuple[Layout, torch.dtype]]]:
+    """Returns the model's tensors by name, and layout and dtype of the export's."""
+    tensors: dict[str, Tensor] = {}
+    entries = entries_of(model)
+    with_transformers = names is None and is_transformers(model)
+    omitted = tied_away(model) if with_transformers else set()
+    never = getattr(model, "_keys_to_ignore_on_save", None) if with_transformers else None
+    for entry in entries:
+        kept = [name for name in entry.names if name not in omitted] or list(entry.names[:1])
+        if not with_transformers:  # load_hf, its only reader, knows which weights are tied
+            kept = kept[:1]
+        tensors |= {name: entry.tensor for name in kept if name not in (never or ())}
+    if not tensors:
+        raise CheckpointError("save_hf: the model has no parameters and no buffers")
+    meta = [name for name, tensor in tensors.items() if tensor.is_meta]
+    if meta:
+        raise CheckpointError(f"save_hf: {len(meta)} tensors are on meta, such as {meta[0]!r}")
+    for name, tensor in tensors.items():
+        if tensor.dtype not in NAMES:
+            raise CheckpointError(
+                f"save_hf: {name!r} is {tensor.dtype}, which safetensors don't have"
+            )
+    described = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
+    if with_transformers:
+        return tensors, to_file(model, described)
+    in_file = {} if names is None else file_names(entries, names)
+    return tensors, {
+        in_file.get(name, name): (whole_of(name, shape), dtype)
+        for name, (shape, dtype) in described.items()
+    }
+
+
+def _boxes(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, dict[Box, list[int]]]:
+    """Returns the boxes of each tensor with the ranks that hold them, communicated for smaller meshes."""
+    numbers = {rank: i for i, rank in enumerate(ranks.ranks)}
+    boxes: dict[str, dict[Box, list[int]]] = {}
+    smaller: list[str] = []
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, DTensor):
+            boxes[name] = {whole_box(tensor.shape): list(range(ranks.size))}
+        elif tensor.device_mesh.size() < ranks.size:
+            smaller.append(name)
+            boxes[name] = {}
+        else:
+            held = held_boxes(tensor)
+            boxes[name] = {box: sorted(numbers[r] for r in by) for box, by in held.items()}
+
+    here = ranks.all(lambda: {name: boxes_of(tensors[name]) for name in smaller})
+    for rank, held_there in enumerate(here):
+        for name, of_name in held_there.items():
+            for box in of_name:
+                boxes[name].setdefault(box, []).append(rank)
+    return boxes
+
+
+def _files(outputs: list[OutTensor], ranks: int, limit: int) -> list[OutFile]:
+    """Distributes tensors, in their order, to files of at most ``limit`` bytes or one tensor, and files to
+    ranks. Large models get at least one file per rank."""
+    total = sum(output.nbytes for output in outputs)
+    limit = min(limit, max(-(-total // ranks), _MIN_FILE))
+    groups: list[list[OutTensor]] = [[]]
+    size = 0  # of the last group
+    for output in outputs:
+        if groups[-1] and size + output.nbytes > limit:
+            groups.append([])
+            size = 0
+        groups[-1].append(output)
+        size += output.nbytes
+    files = []
+    for number, group in enumerate(groups, 1):
+        name = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        header = header_of({t.name: (t.dtype, t.layout.shape) for t in group})
+        files.append(OutFile(SINGLE if len(groups) == 1 else name, header, tuple(group)))
+    loads = [0] * ranks
+    for file in sorted(files, key=lambda file: -file.nbytes):
+        file.owner = loads.index(min(loads))
+        loads[file.owner] += file.nbytes
+    return files
+
+
+def as_bytes(size: int | str) -> int:
+    """Converts ``"5GB"``, ``"200MiB"`` or a number to a number of bytes."""
+    units = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+    units |= {"KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
+    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        return size
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B\s*", str(size).upper())
+    if not isinstance(size, str) or match is None or match[2] not in units:
+        raise CheckpointError(f"max_shard_size is {size!r}; give bytes, or a text such as '5GB'")
+    return max(1, int(float(match[1]) * units[match[2]]))
+
+
+_MESSAGE = 4 << 20  # bytes of a message
+_IN_FLIGHT = 8 << 20  # bytes of the messages that a rank has started and not completed
+_TAGS = 1 << 30
+
+Write = Callable[[OutFile, OutTensor, Tensor], None]
+
+
+@dataclass(frozen=True)
+class _Message:
+    """A part of a tensor of the export, from a rank that holds it to the tensor's owner."""
+
+    tag: int
+    tensor: OutTensor
+    patch: Patch
+    sender: int
+    owner: int
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.patch.counts) * self.tensor.dtype.itemsize
+
+
+def exchange(export: Export, ranks: Ranks, write: Write) -> None:
+    """Calls ``write(file, tensor, values)`` for each tensor this rank owns, in the files' order. Collective.
+
+    A rank assembles one tensor at a time, from messages of a few megabytes, each sent by one of the ranks
+    that hold it. All ranks enumerate all messages in one order and process their own, with a bounded number
+    in flight. The first message that is not complete is being processed by both its ranks, so there is no
+    deadlock. ``values`` are contiguous, and overwritten afterwards. An error on this rank is raised at the
+    end; until then it continues to send, because others depend on it.
+    """
+    own = _owned(export, ranks.rank)
+    # Agreed on, because a rank without memory for its tensor would leave the others waiting.
+    work = ranks.on_each(lambda: _Work(export, ranks, own))
+    for turn, messages in enumerate(_turns(export, ranks.size)):
+        current = own[turn] if turn < len(own) else None
+        if current is not None:
+            work.begin(current[1])
+        for message in messages:
+            if ranks.rank in (message.sender, message.owner):
+                work.process(message)
+        if current is not None:
+            work.finish_receiving()
+            work.guarded(partial(write, *current, work.values))
+    work.finish()
+
+
+def _owned(export: Export, rank: int) -> list[tuple[OutFile, OutTensor]]:
+    return [(file, t) for file in export.files if file.owner == rank for t in file.tensors]
+
+
+def _turns(export: Export, size: int) -> Iterator[Iterator[_Message]]:
+    """Yields the messages of each owner's first tensor, then those of each one's second, and so on."""
+    tags, spread = count(), count()
+    by_owner = [_owned(export, rank) for rank in range(size)]
+    for turn in range(max(map(len, by_owner))):
+        parts = [
+            list(_parts(export, own[turn][1], owner, spread))
+            for owner, own in enumerate(by_owner)
+            if turn < len(own)
+        ]
+        together = chain.from_iterable(zip_longest(*parts))
+        yield (_Message(next(tags) % _TAGS, *part) for part in together if part is not None)
+
+
+def _parts(
+    export: Export, tensor: OutTensor, owner: int, spread: Iterator[int]
+) -> Iterator[tuple[OutTensor, Patch, int, int]]:
+    """Yields (tensor, patch, sender, owner) of the messages of one tensor."""
+    for patch in tensor.layout.patches:
+        shape = export.tensors[patch.source].shape
+        for (offsets, sizes), holders in export.boxes[patch.source].items():
+            sender = owner if owner in holders else holders[next(spread) % len(holders)]
+            for part in within_source(patch, shape, offsets, sizes):
+                for piece in _bounded(part, _MESSAGE // tensor.dtype.itemsize):
+                    yield tensor, piece, sender, owner
+
+
+def _bounded(patch: Patch, limit: int) -> Iterator[Patch]:
+    """Divides ``patch`` into parts of at most ``limit`` elements."""
+    if prod(patch.counts) <= limit:
+        yield patch
+        return
+    dim = next(d for d, size in enumerate(patch.counts) if size > 1)
+    size = patch.counts[dim]
+    at_once = max(1, limit // (prod(patch.counts) // size))
+    for first in range(0, size, at_once):
+        yield from _bounded(patch.part(dim, first, min(at_once, size - first)), limit)
+
+
+class _Work:
+    """What one rank sends and receives, in order."""
+
+    values: Tensor  # that is being assembled
+
+    def __init__(self, export: Export, ranks: Ranks, own: list[tuple[OutFile, OutTensor]]) -> None:
+        self._ranks = ranks
+        largest = max((tensor.nbytes for _, tensor in own), default=0)
+        self._memory = torch.empty(largest, dtype=torch.uint8)
+        self._tensors = export.tensors
+        self._pieces = {name: pieces_of(tensor) for name, tensor in export.tensors.items()}
+        # (work, bytes, what to do when it is complete, None when it sends)
+        self._in_flight: deque[tuple[dist.Work, int, Callable[[], object] | None]] = deque()
+        self._bytes = 0
+        self._problem: Exception | None = None
+
+    def begin(self, tensor: OutTensor) -> None:
+        """Starts to assemble ``tensor``."""
+        memory = self._memory[: tensor.nbytes]
+        self.values = memory.view(tensor.dtype).view(tensor.layout.shape)
+
+    def process(self, message: _Message) -> None:
+        """Starts this rank's part of a message, after completing earlier ones if too much is in flight."""
+        if message.sender == message.owner:
+            self.guarded(lambda: self._copy_out(message, self._target(message)))
+            return
+        while self._in_flight and self._bytes + message.nbytes > _IN_FLIGHT:
+            self._complete_first()
+        sends = message.sender == self._ranks.rank
+        target = None if sends else self._target(message)
+        if target is not None and target.is_contiguous():
+            staged = target
+        else:
+            staged = torch.zeros(message.patch.counts, dtype=message.tensor.dtype)
+        if sends:
+            self.guarded(lambda: self._copy_out(message, staged))
+        then = None if target is None else partial(target.copy_, staged)
+        start, peer = (dist.isend, message.owner) if sends else (dist.irecv, message.sender)
+        flat = staged.view(-1).view(torch.uint8)
+        work = start(flat, self._ranks.ranks[peer], group=self._ranks.group, tag=message.tag)
+        assert work is not None
+        self._in_flight.append((work, message.nbytes, then))
+        self._bytes += message.nbytes
+
+    def _target(self, message: _Message) -> Tensor:
+        return self.values[message.patch.slices()]
+
+    @torch.no_grad()
+    def _copy_out(self, message: _Message, out: Tensor) -> None:
+        """Copies the message's values, which this rank holds, to ``out``, and casts them."""
+        source = message.patch.source
+        for patch, alongs in in_source(message.patch, self._tensors[source].shape):
+            first = tuple(along.start for along in alongs), (1,) * len(alongs)
+            piece = next(p for p in self._pieces[source] if intersection(p.box, first))
+            index: list[int | slice] = []
+            for (start, step, dim), offset in zip(alongs, piece.offsets, strict=True):
+                begin = start - offset
+                if dim is None:
+                    index.append(begin)
+                else:
+                    index.append(slice(begin, begin + (patch.runs[dim].size - 1) * step + 1, step))
+            dims = [along.dim for along in alongs if along.dim is not None]
+            order = sorted(range(len(dims)), key=lambda i: dims[i])
+            values = piece.local[tuple(index)].permute(order).reshape(patch.counts)
+            starts = [
+                (run.start - whole.start) // whole.step
+                for run, whole in zip(patch.runs, message.patch.runs, strict=True)
+            ]
+            box = tuple(slice(s, s + n) for s, n in zip(starts, patch.counts, strict=True))
+            out[box].copy_(values)
+
+    def guarded(self, action: Callable[[], object]) -> None:
+        """Calls ``action`` and keeps its error for the end; after an error only messages are processed."""
+        if self._problem is None:
+            try:
+                action()
+            except Exception as error:
+                self._problem = error
+
+    def _complete_first(self) -> None:
+        work, size, then = self._in_flight.popleft()
+        work.wait()
+        self._bytes -= size
+        if then is not None:
+            self.guarded(then)
+
+    def finish_receiving(self) -> None:
+        """Waits for all messages that this rank receives, so that its tensor is complete."""
+        while any(then is not None for _, _, then in self._in_flight):
+            self._complete_first()
+
+    def finish(self) -> None:
+        """Waits for the rest, and raises the error that was kept."""
+        while self._in_flight:
+            self._complete_first()
+        if self._problem is not None:
+            raise self._problem

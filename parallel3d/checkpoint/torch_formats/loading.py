@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import copy
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.fsdp import StateDictType
 
+from parallel3d.checkpoint.model_state import ExtraState, has_extra, plain_name
+from parallel3d.checkpoint.pieces import boxes_of, check_own_memory, whole_box
 from parallel3d.checkpoint.ranks import ranks_of
-from parallel3d.checkpoint.torch_formats.archive import Entry
-from parallel3d.checkpoint.torch_formats.model_target import ModelTarget, check_names, state_at_rest
 from parallel3d.checkpoint.torch_formats.names import (
     find_model,
     find_optimizer,
+    shown,
     unexpected_names,
 )
-from parallel3d.checkpoint.torch_formats.optimizer_target import OptimizerTarget
-from parallel3d.checkpoint.torch_formats.saved_optimizer import SavedOptimizer
+from parallel3d.checkpoint.torch_formats.optimizer import OptimizerTarget, SavedOptimizer
+from parallel3d.checkpoint.torch_formats.stored import Entry, Source
+from parallel3d.errors import CheckpointError
+from parallel3d.fsdp import load_model_state_dict, model_state_dict
+from parallel3d.fsdp.inspect import check_at_rest, to_rest, units_of
 
 
 @dataclass(frozen=True)
@@ -36,15 +42,12 @@ class LoadOptions:
 
 
 class Checkpoint(ABC):
-    """An opened checkpoint.
+    """An opened checkpoint."""
 
-    Attributes:
-        names: its flat names, without those of wrappers.
-        shared: whether all ranks need the same records, which the ranks of a host then verify together.
-    """
-
-    names: Mapping[str, Any]
-    shared = False
+    names: Mapping[str, Any]  # flat, without those of wrappers
+    shared = (
+        False  # whether all ranks need the same records, which the ranks of a host verify together
+    )
 
     @abstractmethod
     def value(self, name: str) -> Any:
@@ -55,6 +58,7 @@ class Checkpoint(ABC):
         """Returns the optimizer after ``prefix``; ``params`` has the names that its parameters may have."""
 
 
+@torch.no_grad()
 def load(
     call: str,
     model: nn.Module,
@@ -62,13 +66,9 @@ def load(
     open_checkpoint: Callable[[LoadOptions], Checkpoint],
     options: LoadOptions,
 ) -> None:
-    """Loads the checkpoint that ``open_checkpoint`` returns; every rank of the model's mesh must call it.
+    """Loads the checkpoint that ``open_checkpoint`` returns, for the user's ``call``. Collective.
 
-    Args:
-        call: the function that the user has called.
-
-    Raises:
-        CheckpointError: on all ranks, with model and optimizer unchanged.
+    A CheckpointError is raised on all ranks, with model and optimizer unchanged.
     """
     ranks = ranks_of(model, call)
     job = ranks.on_each(lambda: _Job(model, optimizer, open_checkpoint(options), options))
@@ -112,19 +112,15 @@ class _Job:
         self.entries: list[Entry] = list(dict.fromkeys(entries))
 
     def verify(self, own: slice) -> None:
-        """Verifies checksums of this rank's share of the records, and allocates all memory."""
+        """Verifies checksums of this rank's share of the records."""
         for entry in self.entries[own]:
             entry.verify()
-        for target in self.targets:
-            target.allocate()
 
-    @torch.no_grad()
     def read_new(self) -> None:
-        """Reads what the optimizer does not have yet."""
+        """Reads what model and optimizer have no tensors for."""
         for target in self.targets:
             target.read_new()
 
-    @torch.no_grad()
     def adopt(self) -> None:
         """Calls the user's code, which may raise, before the values of tensors change."""
         for target in self.targets:
@@ -135,8 +131,120 @@ class _Job:
         for target in reversed(self.targets):
             target.undo()
 
-    @torch.no_grad()
     def copy(self) -> None:
         """Copies into existing tensors, after all ranks have agreed."""
         for target in self.targets:
             target.copy()
+
+
+EXTRA_STATE = "_extra_state"
+"""The key of a module's extra state, after the module's name."""
+_SHARDED = StateDictType.SHARDED_STATE_DICT
+
+
+def state_at_rest(model: nn.Module, what: str) -> dict[str, Any]:
+    """Brings all units to rest and returns the model's state dict, of the Parameters themselves."""
+    for unit in units_of(model, True):
+        check_at_rest(unit, what)
+        to_rest(unit)
+    return model_state_dict(model, type=_SHARDED, offload_to_cpu=False)
+
+
+class ModelTarget:
+    """A model, and the values that it gets: ``copies`` into existing tensors, and other ``values``."""
+
+    def __init__(
+        self, model: nn.Module, state: dict[str, Any], stored: Mapping[str, Any], cast: bool
+    ) -> None:
+        self.model, self.state = model, state
+        self._extra = ExtraState()
+        self.copies: dict[str, Source] = {}
+        self.values: dict[str, Any] = {}
+        for name, value in stored.items():
+            if name not in state:
+                continue
+            if isinstance(value, Source) and not name.endswith(EXTRA_STATE):
+                _check_fits(name, state[name], value, cast)
+                self.copies[name] = value
+                continue
+            if isinstance(value, Source):
+                value.take(name)
+            elif isinstance(state[name], Tensor):
+                raise CheckpointError(
+                    f"{name} is a tensor in the model, and none in the checkpoint"
+                )
+            self.values[name] = value
+
+    def entries(self) -> list[Entry]:
+        """Returns the records that this rank reads."""
+        sources = [(source, boxes_of(self.state[name])) for name, source in self.copies.items()]
+        sources += [
+            (v, [whole_box(v.shape)]) for v in self.values.values() if isinstance(v, Source)
+        ]
+        return [entry for source, boxes in sources for entry in source.entries(boxes)]
+
+    def read_new(self) -> None:
+        """Reads extra state and other values."""
+        for name, value in self.values.items():
+            self.state[name] = value.whole() if isinstance(value, Source) else value
+
+    def adopt(self) -> None:
+        """Gives modules their extra state, for which their code may raise."""
+        modules = {plain_name(name): module for name, module in self.model.named_modules()}
+        for name in self.values:
+            module_name, _, last = plain_name(name).rpartition(".")
+            module = modules.get(module_name)
+            if last == EXTRA_STATE and module is not None and has_extra(module):
+                self._extra.values.append((module, copy.deepcopy(self.state[name])))
+        self._extra.apply()
+
+    def undo(self) -> None:
+        """Undoes ``adopt``."""
+        self._extra.undo()
+
+    def copy(self) -> None:
+        """Copies into the model's tensors, and calls the load hooks."""
+        for name, source in self.copies.items():
+            source.fill(self.state[name])
+        load_model_state_dict(self.model, self.state, type=_SHARDED)
+
+
+def check_names(
+    state: Mapping[str, Any], stored: Mapping[str, Any], unexpected: Collection[str]
+) -> None:
+    """Raises CheckpointError if names are unexpected, or names of ``state`` are missing from ``stored``."""
+    if unexpected:
+        raise CheckpointError(
+            f"the checkpoint has {shown(unexpected)}, which the model hasn't; is it of another model? "
+            "strict=False leaves them out"
+        )
+    present = {id(value) for name, value in state.items() if name in stored}
+    missing = [
+        name
+        for name, value in state.items()
+        if name not in stored
+        and not (isinstance(value, Tensor) and id(value) in present)  # stored by a tied name
+        and not name.endswith(EXTRA_STATE)
+    ]
+    if missing:
+        raise CheckpointError(
+            f"the checkpoint has no {shown(missing)}, which the model has; strict=False leaves them alone"
+        )
+
+
+def _check_fits(name: str, target: Any, source: Source, cast: bool) -> None:
+    if not isinstance(target, Tensor):
+        raise CheckpointError(f"{name} is a tensor in the checkpoint, and none in the model")
+    if target.is_meta:
+        raise CheckpointError(
+            f"{name} is on the meta device; call parallel3d.materialize or to_empty before loading"
+        )
+    if tuple(target.shape) != source.shape:
+        raise CheckpointError(
+            f"{name} has the shape {source.shape} in the checkpoint and {tuple(target.shape)} in the model"
+        )
+    if target.dtype != source.dtype and not cast:
+        raise CheckpointError(
+            f"{name} is {source.dtype} in the checkpoint and {target.dtype} in the model; cast=True converts"
+        )
+    check_own_memory(name, target)

@@ -28,14 +28,7 @@ def without_wrappers(stored: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find_model(names: Collection[str], stored: Collection[str], *, given: str | None) -> str:
-    """Returns the prefix before the model's ``names`` among ``stored``.
-
-    Args:
-        given: the caller's argument; None: search for it.
-
-    Raises:
-        CheckpointError: if the names occur after several prefixes, or not at all.
-    """
+    """Returns the prefix before the model's ``names`` among ``stored``: ``given``, or what is found."""
     if given is not None:
         return _dotted(given)
     if not names:
@@ -65,11 +58,7 @@ def find_model(names: Collection[str], stored: Collection[str], *, given: str | 
 def find_optimizer(stored: Collection[str], *, given: str | None, model: str) -> str:
     """Returns the prefix before "state." and "param_groups." of an optimizer among ``stored``.
 
-    Args:
-        model: the model's prefix; an optimizer next to it is preferred.
-
-    Raises:
-        CheckpointError: if there are several, or none.
+    One next to the model, after the prefix ``model``, is preferred.
     """
     if given is not None:
         return _dotted(given)
@@ -99,11 +88,8 @@ def find_optimizer(stored: Collection[str], *, given: str | None, model: str) ->
 def unexpected_names(
     stored: Iterable[str], names: Collection[str], *, top_level: bool
 ) -> list[str]:
-    """Returns those of ``stored`` that are not the model's ``names`` but would be of another model.
-
-    Args:
-        top_level: whether ``stored`` may include values that belong to no model: at the top of a checkpoint.
-    """
+    """Returns those of ``stored`` that are not the model's ``names`` but would be of another model; at the
+    ``top_level`` of a checkpoint there may also be values that belong to no model."""
     heads = {name.split(".", 1)[0] for name in names}
     return [
         name

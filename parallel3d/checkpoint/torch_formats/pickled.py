@@ -30,13 +30,12 @@ class Maker:
     make: Callable[..., Any]
 
 
+@dataclass(slots=True, eq=False)  # hashed by identity
 class Record:
     """An object in a file: the name of its class, and its state. No code belongs to it."""
 
-    __slots__ = ("kind", "state")
-
-    def __init__(self, kind: str, state: Any = None) -> None:
-        self.kind, self.state = kind, state
+    kind: str
+    state: Any = None
 
 
 Names = Mapping[tuple[str, str], Any]
@@ -65,17 +64,10 @@ def read_pickle(
     persistent: Callable[[Any], Any] | None = None,
     max_keys: int = _MAX_KEYS,
 ) -> Any:
-    """Returns the value of the pickle ``data``.
+    """Returns the value of the pickle ``data``, of a file called ``what`` in errors.
 
-    Args:
-        names: all names that it may contain.
-        what: names the file in errors.
-        persistent: returns the value of a persistent id; None: there may be none.
-        max_keys: of all its dicts together.
-
-    Raises:
-        CheckpointError: if it contains another name, or an opcode that such files do not need.
-        CorruptCheckpointError: if it is not a complete pickle.
+    It may contain ``names``, opcodes that such files need, ``max_keys`` keys of dicts in all, and persistent
+    ids if ``persistent`` returns the value of one.
     """
     reader = _Reader(data, names, what, persistent, max_keys)
     try:
@@ -132,7 +124,6 @@ class _Reader(pickle._Unpickler):
         self.keys_left = max_keys
 
     def find_class(self, module: str, name: str) -> Any:
-        """Returns what the name stands for."""
         value = self.names.get((module, name))
         if value is None:
             raise CheckpointError(
@@ -142,7 +133,6 @@ class _Reader(pickle._Unpickler):
         return value
 
     def persistent_load(self, pid: Any) -> Any:
-        """Returns the value of a persistent id."""
         if self.persistent is None:
             raise CheckpointError(f"{self.what} refers to objects outside of it; it is not read")
         return self.persistent(pid)
@@ -273,15 +263,10 @@ class _StorageType:
 
 @dataclass(frozen=True)
 class StorageId:
-    """A storage that a pickle refers to.
+    """A storage that a pickle refers to."""
 
-    Attributes:
-        key: name of its record.
-        dtype, elements: type and number of its elements; None as dtype: bytes.
-    """
-
-    key: str
-    dtype: torch.dtype | None
+    key: str  # name of its record
+    dtype: torch.dtype | None  # of its elements; None: bytes
     elements: int
 
     @classmethod
@@ -296,12 +281,7 @@ class StorageId:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor that a pickle describes.
-
-    Attributes:
-        storage: contains its values.
-        start, stride: in elements.
-    """
+    """A tensor that a pickle describes; ``start`` and ``stride``, in elements, are those in its storage."""
 
     storage: StorageId
     start: int

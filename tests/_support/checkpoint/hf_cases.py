@@ -12,7 +12,7 @@ from parallel3d import MeshLayout, build_mesh, parallelize
 from parallel3d._layout.packed import PackedDTensor
 from parallel3d.checkpoint import load_hf, save_hf
 from parallel3d.checkpoint.hf import load
-from parallel3d.checkpoint.pieces import pieces_of
+from parallel3d.checkpoint.pieces import pieces_of, slices_of
 
 Sizes = tuple[int, int, int]
 
@@ -68,7 +68,7 @@ def check_equal(model: nn.Module, want: dict[str, torch.Tensor]) -> None:
     found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, value in want.items():
         for piece in pieces_of(found[name]):
-            assert torch.equal(piece.local, value[piece.slices]), name
+            assert torch.equal(piece.local, value[slices_of(*piece.box)]), name
 
 
 def contents(model: nn.Module) -> dict[str, torch.Tensor]:

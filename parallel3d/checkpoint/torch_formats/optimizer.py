@@ -1,10 +1,10 @@
-"""OptimizerTarget: an optimizer that saved state is loaded into, and the checks of that state."""
+"""An optimizer's state in torch's files, in any of torch's forms; the optimizer that it is loaded into."""
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,45 +15,178 @@ from torch.optim import Optimizer
 
 from parallel3d._torch.dtensor import get_local_tensor, make_dtensor, make_spec
 from parallel3d._torch.simulated import simulation_off
-from parallel3d.checkpoint.format.boxes import Box, whole_box
 from parallel3d.checkpoint.optimizer_state import NO_OPTIONS, alike, stateful
-from parallel3d.checkpoint.pieces import shares_memory_within
-from parallel3d.checkpoint.torch_formats.archive import Entry
-from parallel3d.checkpoint.torch_formats.folder import Source
-from parallel3d.checkpoint.torch_formats.model_target import boxes_of, fill
+from parallel3d.checkpoint.pieces import Box, boxes_of, shares_memory_within, whole_box
 from parallel3d.checkpoint.torch_formats.names import shown
-from parallel3d.checkpoint.torch_formats.saved_optimizer import SavedOptimizer
+from parallel3d.checkpoint.torch_formats.stored import Entry, Source
 from parallel3d.errors import CheckpointError
 from parallel3d.fsdp.inspect import check_optimizer, named_params, state_keys
 from parallel3d.optim.local import LocalMatrixSteps
 
+_MAX_ENTRIES = 4_000_000
+
+Key = str | int
+"""A parameter: its name, or its number in the order of the optimizer's groups."""
+
+
+@dataclass(frozen=True)
+class SavedGroup:
+    """A param group: its options without ``params``, and the parameters."""
+
+    options: dict[str, Any]
+    params: tuple[Key, ...]
+
+
+@dataclass(frozen=True)
+class SavedOptimizer:
+    """An optimizer as it was saved; ``state``: parameter -> key such as ``exp_avg`` -> value."""
+
+    state: dict[Key, dict[str, Any]]
+    groups: tuple[SavedGroup, ...]
+
+    def for_names(self, names: list[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Returns (state, options) of each of ``names``, all in the order of our optimizer's groups."""
+        saved = [key for group in self.groups for key in group.params]
+        keys: list[Key] = list(names)
+        if any(isinstance(key, int) for key in saved):
+            _check_numbers(saved)  # before they are keys of a dict
+            if len(saved) != len(names):
+                raise CheckpointError(
+                    f"the saved optimizer has {len(saved)} parameters, by number, and the optimizer has "
+                    f"{len(names)}; make it of the same ones"
+                )
+            keys = saved
+        options: dict[Key, dict[str, Any]] = {}
+        for group in self.groups:
+            for key in group.params:
+                if key in options:
+                    raise CheckpointError(
+                        f"parameter {key!r} is in two groups of the saved optimizer"
+                    )
+                options[key] = group.options
+        known = set(keys)
+        missing = {str(key) for key in keys if key not in options}
+        unknown = {str(key) for key in [*options, *self.state] if key not in known}
+        for keys_of, text in (
+            (missing, "has no {}, which the optimizer has"),
+            (unknown, "has {}, which the optimizer hasn't"),
+        ):
+            if keys_of:
+                raise CheckpointError(f"the saved optimizer {text.format(shown(keys_of))}")
+        return [self.state.get(key, {}) for key in keys], [options[key] for key in keys]
+
+
+def _check_numbers(saved: list[Key]) -> None:
+    """Raises unless they are as in ``optimizer.state_dict()``: all integers from 0 on, once."""
+    numbers = sorted(key for key in saved if isinstance(key, int))
+    for number, key in enumerate(numbers):
+        if number and key == numbers[number - 1]:
+            raise CheckpointError(f"parameter {key} is in two groups of the saved optimizer")
+        if key != number:
+            break
+    else:
+        if len(numbers) == len(saved):
+            return
+    raise CheckpointError(
+        f"the saved optimizer's groups have {len(saved)} parameters, of other numbers than 0 to "
+        f"{len(saved) - 1}"
+    )
+
+
+def saved_in_dict(value: Any) -> SavedOptimizer:
+    """Parses ``{"state": ..., "param_groups": ...}``, keyed by name or number; raises for anything else."""
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise CheckpointError(f"the saved optimizer is a {type(value).__name__}; it must be a dict")
+    if "param_groups" not in value:
+        raise CheckpointError(f"the saved optimizer has no param_groups; it has {shown(value)}")
+    states, groups = value.get("state", {}), value["param_groups"]
+    valid = isinstance(states, Mapping) and isinstance(groups, (list, tuple))
+    if not valid or not all(isinstance(item, Mapping) for item in (*states.values(), *groups)):
+        raise CheckpointError("the saved optimizer's state and param_groups are no dicts")
+    # A file may refer to one dict or list very often.
+    lists = [p for g in groups if isinstance(p := g.get("params"), (list, tuple))]
+    if sum(map(len, (*states.values(), *groups, *lists))) > _MAX_ENTRIES:
+        raise CheckpointError(f"the saved optimizer has more than {_MAX_ENTRIES} entries")
+    result = []
+    for group in groups:
+        params = group.get("params")
+        if not isinstance(params, (list, tuple)) or not all(type(p) in (str, int) for p in params):
+            raise CheckpointError("a group of the saved optimizer has no params")
+        result.append(SavedGroup({k: v for k, v in group.items() if k != "params"}, tuple(params)))
+    for key, state in states.items():
+        if type(key) not in (str, int):
+            raise CheckpointError(
+                f"the saved optimizer has state of {type(key).__name__} {key!r:.80}"
+            )
+        for entry in state:
+            if not isinstance(entry, str):
+                raise CheckpointError(
+                    f"the saved optimizer's state of {key!r:.80} has the key {entry!r:.80}, which is no "
+                    "string"
+                )
+    return SavedOptimizer({key: dict(state) for key, state in states.items()}, tuple(result))
+
+
+def saved_in_names(stored: Mapping[str, Any], names: Iterable[str]) -> SavedOptimizer:
+    """Parses flat names, after the optimizer's prefix: ``state.NAME.exp_avg`` and ``param_groups.0.lr`` or,
+    with ``flatten_optimizer_state_dict``, ``param_groups.NAME.lr``. ``names``: of possible parameters."""
+    known = set(names)
+    state: dict[Key, dict[str, Any]] = {}
+    by_number: dict[Key, dict[str, Any]] = {}
+    by_name: dict[Key, dict[str, Any]] = {}
+    for flat, value in stored.items():
+        head, _, rest = flat.partition(".")
+        if head == "state" and rest:
+            key, what = _split(rest, known)
+            state.setdefault(key, {})[what] = value
+        elif head == "param_groups" and rest:
+            key, what = _split(rest, known)
+            groups = by_number if isinstance(key, int) else by_name
+            groups.setdefault(key, {})[what] = value
+    if "param_groups" in stored:  # one value, before torch 2.4
+        return saved_in_dict({"state": state, "param_groups": stored["param_groups"]})
+    if by_number and by_name:
+        raise CheckpointError("the saved optimizer's param_groups are by number and by name")
+    if by_name:
+        return SavedOptimizer(state, tuple(SavedGroup(v, (key,)) for key, v in by_name.items()))
+    ordered = [by_number[number] for number in sorted(by_number)]
+    return saved_in_dict({"state": state, "param_groups": ordered})
+
+
+def _split(rest: str, known: set[str]) -> tuple[Key, str]:
+    """``NAME.what`` -> (NAME, what) for the longest known name, else (a number, what)."""
+    end = len(rest)
+    while (end := rest.rfind(".", 0, end)) > 0:
+        if rest[:end] in known:
+            return rest[:end], rest[end + 1 :]
+    head, _, what = rest.partition(".")
+    if head.isdecimal() and len(head) < 10 and "." not in what and what:
+        return int(head), what
+    name, _, what = rest.rpartition(".")
+    return name, what
+
+
 _SIZES = (2, 3, 4, 5, 6)  # of the trial's parameter; distinct, to be recognised in its state
 _NOT_TRIED = ("LBFGS", "SparseAdam")  # one state for all parameters; gradients of another layout
-# Options that don't change results.
-_EXECUTION = "foreach", "fused", "capturable", "differentiable"
+_EXECUTION = ("foreach", "fused", "capturable", "differentiable")  # they don't change results
 _MAX_STEP = 1 << 62
 
 
 @dataclass(frozen=True)
 class Kind:
-    """An entry of a parameter's state.
-
-    Attributes:
-        dims: for each dim of a tensor, the parameter's dim of the same size, or None for size 1. None: a
-            number, or a tensor without dims.
-        category: of its dtype.
-    """
+    """An entry of a parameter's state."""
 
     dims: tuple[int | None, ...] | None
-    category: str
+    """For each dim of a tensor, the parameter's dim of the same size, or None for size 1. None: a number, or a
+    tensor without dims."""
+    category: str  # of its dtype
 
     def shape(self, param: Tensor) -> tuple[int, ...]:
-        """Returns its shape for ``param``."""
         return tuple(1 if d is None else param.shape[d] for d in self.dims or ())
 
 
 class ExpectedState:
-    """The state that an optimizer is expected to keep for a parameter.
+    """The state that classes of ``torch.optim`` keep for a parameter, found by a step on a small tensor.
 
     For classes of ``torch.optim`` a step on a tensor of few elements tells. Of other classes nothing is
     expected, as a load must not run code that it does not know.
@@ -65,10 +198,7 @@ class ExpectedState:
         self._known: dict[tuple[int, int, bool], dict[str, Kind] | None] = {}
 
     def of(self, number: int, options: Mapping[str, Any], param: Tensor) -> dict[str, Kind] | None:
-        """Returns the entries by key, for a parameter of the group ``number``; None if unknown.
-
-        Raises CheckpointError if the class does not accept the group's ``options``.
-        """
+        """Returns the entries by key, for a parameter of the group ``number``; None if unknown."""
         if self._class is None or param.dim() > len(_SIZES):
             return None
         key = number, param.dim(), param.is_complex()
@@ -137,24 +267,21 @@ def _step_of(cls: Any) -> Callable[..., Any]:
 
 @dataclass
 class Slot:
-    """A tensor of a parameter's state that ``source`` is copied into.
+    """A tensor of a parameter's state, its entry ``key``, that ``source`` is copied into."""
 
-    Attributes:
-        index: number of the parameter in the order of the groups.
-        name, key: of the parameter, and of the entry in its state.
-        existing: an existing tensor that fits; None: a new one is allocated.
-        dtype: of the new one.
-        replicated: whether a new one of another shape than the parameter's is a DTensor, whole on each rank.
-    """
-
-    index: int
+    index: int  # number of the parameter in the order of the groups
     name: str
     key: str
     param: nn.Parameter
     source: Source
-    existing: Tensor | None
+    existing: Tensor | None  # that fits; None: a new one is allocated
     dtype: torch.dtype
-    replicated: bool
+    replicated: (
+        bool  # a new one of another shape than the parameter's is a DTensor, whole on each rank
+    )
+
+    def __post_init__(self) -> None:
+        self.tensor = self.existing  # or the new one, once its values are read
 
     @property
     def placed_as_param(self) -> bool:
@@ -168,11 +295,8 @@ class Slot:
             return boxes_of(self.param)
         return [whole_box(self.source.shape)]
 
-    def allocate(self) -> None:
-        """Sets ``tensor``: the existing one, or a new one without values."""
-        self.tensor = self.existing if self.existing is not None else self._new()
-
-    def _new(self) -> Tensor:
+    def new(self) -> Tensor:
+        """Returns a new tensor without values."""
         param, shape, dtype = self.param, torch.Size(self.source.shape), self.dtype
         if isinstance(param, DTensor) and self.placed_as_param:
             local = torch.empty_like(get_local_tensor(param.detach()), dtype=dtype)
@@ -187,12 +311,8 @@ class Slot:
 
 
 class OptimizerTarget:
-    """An optimizer of ``model``'s parameters, and the state that it gets.
-
-    Attributes:
-        slots: tensors of the state.
-        values: all other entries: (parameter's number, key, value).
-    """
+    """An optimizer of ``model``'s parameters, and the state that it gets: ``slots`` are its tensors,
+    ``values`` all other entries, (parameter's number, key, value)."""
 
     def __init__(self, model: nn.Module, optimizer: Any, saved: SavedOptimizer, cast: bool) -> None:
         check_optimizer(optimizer)
@@ -236,12 +356,9 @@ class OptimizerTarget:
         existing = None
         if isinstance(current, Tensor):
             replicated = isinstance(current, DTensor)
+            fits = tuple(current.shape) == source.shape and current.dtype == dtype
             # Numbers are allocated anew, because several parameters may share one.
-            fits = current.ndim > 0 and (tuple(current.shape), current.dtype) == (
-                source.shape,
-                dtype,
-            )
-            if fits and not shares_memory_within(current):
+            if fits and current.ndim and not shares_memory_within(current):
                 existing = current
         return Slot(index, name, key, param, source, existing, dtype, replicated)
 
@@ -267,18 +384,14 @@ class OptimizerTarget:
         """Returns the records that this rank reads."""
         return [entry for slot in self.slots for entry in slot.source.entries(slot.boxes())]
 
-    def allocate(self) -> None:
-        """Allocates the tensors that do not exist yet."""
-        for slot in self.slots:
-            slot.allocate()
-
     def read_new(self) -> None:
         """Reads into the new tensors, which are not part of the optimizer yet; checks step counts."""
         for slot in self.slots:
             if slot.existing is None:
-                fill(slot.tensor, slot.source)
-                if slot.key == "step" and slot.tensor.numel() == 1:
-                    _check_step(f"step of {slot.name}", slot.tensor.item())
+                new = slot.tensor = slot.new()
+                slot.source.fill(new)
+                if slot.key == "step" and new.numel() == 1:
+                    _check_step(f"step of {slot.name}", new.item())
 
     def adopt(self) -> None:
         """Gives the optimizer its new state and options; existing tensors are not read yet."""
@@ -293,7 +406,7 @@ class OptimizerTarget:
         self.optimizer.load_state_dict({"state": state, "param_groups": self.groups})
         if not self.cast:  # load_state_dict casts state to the parameter's dtype
             for slot, entry, current in self._loaded():
-                if slot.key != "step" and current.dtype != slot.tensor.dtype:
+                if slot.key != "step" and current.dtype != slot.dtype:
                     entry[slot.key] = slot.tensor
         for index, key, value in self.values:
             if isinstance(value, (str, bytes)):  # load_state_dict makes an iterator's text of them
@@ -315,10 +428,10 @@ class OptimizerTarget:
         """Copies into the existing tensors."""
         for slot in self.slots:
             if slot.existing is not None:
-                fill(slot.tensor, slot.source)
+                slot.source.fill(slot.existing)
         for slot, _, current in self._loaded():
-            if slot.existing is not None and current is not slot.tensor:  # a cast or copied one
-                current.copy_(slot.tensor)
+            if slot.existing is not None and current is not slot.existing:  # a cast or copied one
+                current.copy_(slot.existing)
 
     def _loaded(self) -> Iterator[tuple[Slot, dict[str, Any], Tensor]]:
         """Yields (slot, the parameter's state, the tensor in it) after ``load_state_dict``."""
@@ -335,12 +448,8 @@ class OptimizerTarget:
 def _check_fits(
     what: str, key: str, value: Any, param: Tensor, current: Any, kind: Kind | None
 ) -> None:
-    """Raises unless ``value`` can be the entry ``key`` of the state of ``param``.
-
-    Args:
-        current: the existing entry; None: there is none.
-        kind: what the optimizer's class keeps; None: unknown.
-    """
+    """Raises unless ``value`` can be the entry ``key`` of the state of ``param``, which has the entry
+    ``current``, or None; ``kind``: what the optimizer's class keeps, if known."""
     if key == "step" and not isinstance(value, Source):
         _check_step(what, value)
     problem = _problem(key, value, param, current, kind)
@@ -404,17 +513,14 @@ def _check_options(number: int, own: dict[str, Any], saved: dict[str, Any]) -> N
         )
     for key, value in saved.items():
         current = own.get(key)
-        invalid = value != value if isinstance(value, float) else _is_huge(value)
+        huge = type(value) is int and abs(value) >= 1 << 63
+        invalid = value != value if isinstance(value, float) else huge
         switch = key in _EXECUTION and not (value is None or isinstance(value, bool))
         if invalid or switch or (key in own and not alike(current, value)):
             raise CheckpointError(
                 f"the saved optimizer's group {number} has {key}={value!r:.80}, and the optimizer "
                 f"{current!r:.80}, which is of another type"
             )
-
-
-def _is_huge(value: Any) -> bool:
-    return type(value) is int and abs(value) >= 1 << 63
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -1,0 +1,411 @@
+"""Reader and Writer, DCP's storage for this package's checkpoints; the planners that store values as JSON."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from math import prod
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch.autograd.graph import increment_version
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    StorageReader,
+    StorageWriter,
+)
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner import LoadPlanner as TorchLoadPlanner
+from torch.distributed.checkpoint.planner import SavePlanner as TorchSavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from parallel3d.checkpoint.format import folder as folders
+from parallel3d.checkpoint.format.files import (
+    BLOCK,
+    bytes_of,
+    crcs_of,
+    opened,
+    read_strided,
+    verify_blocks,
+    write_all,
+)
+from parallel3d.checkpoint.format.index import Chunk, Index, TensorEntry, file_name
+from parallel3d.checkpoint.format.lock import Lock
+from parallel3d.checkpoint.format.safetensors_file import header_of
+from parallel3d.checkpoint.pieces import slices_of, whole_box
+from parallel3d.checkpoint.values import decode, encode
+from parallel3d.errors import CheckpointError
+
+T = TypeVar("T")
+
+
+class Reader(StorageReader):
+    """Reads for ``torch.distributed.checkpoint.load`` what ``Writer`` has written::
+
+        dcp.load(state, storage_reader=Reader(folder), planner=LoadPlanner())
+
+    DCP plans on every rank before any rank reads, and a rank verifies what it is going to read while it
+    plans. So all ranks know of damage before a value of the model has changed.
+
+    Args:
+        path: the checkpoint's folder.
+        index: its index, if already read.
+
+    Raises:
+        CorruptCheckpointError: if it is not a complete checkpoint. In ``dcp.load``: if what a rank needs is
+            damaged; nothing has been read into the state then, on any rank.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], index: Index | None = None) -> None:
+        self.path = Path(path)
+        self.index = folders.open_checkpoint(self.path)[0] if index is None else index
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Returns whether it is a checkpoint's folder."""
+        return folders.is_checkpoint(Path(checkpoint_id))
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Prepares the next load, of another folder if one is given."""
+        if checkpoint_id is not None and Path(checkpoint_id) != self.path:
+            self.path = Path(checkpoint_id)
+            self.index = folders.open_checkpoint(self.path)[0]
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Returns the index as DCP's metadata."""
+        described: dict[str, Any] = {name: BytesStorageMetadata() for name in self.index.objects}
+        for name, entry in self.index.tensors.items():
+            chunks = [
+                ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes))
+                for c in entry.chunks
+            ]
+            described[name] = TensorStorageMetadata(
+                TensorProperties(entry.dtype), torch.Size(entry.shape), chunks
+            )
+        return Metadata(described)
+
+    def set_up_storage_reader(self, *args: Any, **kwargs: Any) -> None:
+        """Maps (tensor, offsets) to chunks."""
+        self._chunks = {
+            MetadataIndex(name, chunk.offsets): chunk
+            for name, entry in self.index.tensors.items()
+            for chunk in entry.chunks
+        }
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Verifies all blocks and values that this rank will read."""
+        for item in plan.items:
+            if item.type == LoadItemType.BYTE_IO:
+                decode(self.index.objects[item.storage_index.fqn])
+        _verify(self.path, [part for _, part in self._parts(plan)])
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Returns them unchanged."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: TorchLoadPlanner) -> Future[None]:
+        """Reads into the state's tensors."""
+        for item in plan.items:
+            if item.type == LoadItemType.BYTE_IO:
+                text = json.dumps(self.index.objects[item.storage_index.fqn])
+                planner.load_bytes(item, io.BytesIO(text.encode()))
+        parts = sorted(self._parts(plan), key=lambda each: each[1].place)
+        for name, of_file in groupby(parts, key=lambda each: each[1].chunk.file):
+            with opened(self.path / name) as file:
+                for item, part in of_file:
+                    target = planner.resolve_tensor(item).detach()
+                    part.read(file, target, os.fspath(self.path / name))
+                    planner.commit_tensor(item, target)
+        return _done(None)
+
+    def _parts(self, plan: LoadPlan) -> Iterator[tuple[ReadItem, _Part]]:
+        for item in plan.items:
+            if item.type != LoadItemType.BYTE_IO and item.lengths.numel():
+                chunk = self._chunks[item.storage_index]
+                dtype = self.index.tensors[item.storage_index.fqn].dtype
+                offsets, sizes = tuple(item.storage_offsets), tuple(item.lengths)
+                yield item, _Part(chunk, dtype, offsets, sizes)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A box of a chunk that is read; the rows that contain it are verified."""
+
+    chunk: Chunk
+    dtype: torch.dtype
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def row_bytes(self) -> int:
+        return prod(self.chunk.sizes[1:]) * self.dtype.itemsize
+
+    @property
+    def first_byte(self) -> int:
+        """Where the rows begin in the chunk."""
+        return self.offsets[0] * self.row_bytes if self.chunk.sizes else 0
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """(file, first byte) of the rows."""
+        return self.chunk.file, self.chunk.begin + self.first_byte
+
+    def blocks(self) -> Iterator[tuple[int, int, int]]:
+        """Yields (first byte, size, CRC-32) of the blocks that contain the rows."""
+        chunk_bytes = self.chunk.nbytes(self.dtype)
+        nbytes = self.sizes[0] * self.row_bytes if self.chunk.sizes else chunk_bytes
+        for number in range(self.first_byte // BLOCK, -(-(self.first_byte + nbytes) // BLOCK)):
+            begin = number * BLOCK
+            size = min(BLOCK, chunk_bytes - begin)
+            yield self.chunk.begin + begin, size, self.chunk.crc[number]
+
+    def read(self, file: int, target: torch.Tensor, where: str) -> None:
+        """Fills ``target``, of the box's sizes."""
+        strides = torch.empty(self.chunk.sizes, device="meta").stride()
+        offset = sum(o * stride for o, stride in zip(self.offsets, strides, strict=True))
+        with torch.inference_mode(target.is_inference()):
+            read_strided(file, self.chunk.begin, self.dtype, offset, strides, target, where)
+        increment_version(target)
+
+
+def _verify(folder: Path, parts: Iterable[_Part], label: str = "") -> None:
+    """Verifies the blocks of ``parts``, each once; ``label`` follows the path in an error."""
+    blocks: dict[str, set[tuple[int, int, int]]] = {}
+    for part in parts:
+        blocks.setdefault(part.chunk.file, set()).update(part.blocks())
+    for name, of_file in blocks.items():
+        with opened(folder / name) as file:
+            verify_blocks(file, sorted(of_file), f"{folder / name}{label}")
+
+
+def read_whole(folder: Path, index: Index, name: str) -> torch.Tensor:
+    """Reads the whole tensor ``name`` to the CPU, after verifying its bytes."""
+    entry = index.tensors[name]
+    parts = [_Part(c, entry.dtype, *whole_box(c.sizes)) for c in entry.chunks]
+    _verify(folder, parts, f", of {name!r:.200}")  # before memory is allocated
+    whole = torch.empty(entry.shape, dtype=entry.dtype)
+    for part in parts:
+        path = folder / part.chunk.file
+        with opened(path) as file:
+            part.read(file, whole[slices_of(part.chunk.offsets, part.sizes)], os.fspath(path))
+    return whole
+
+
+class SavePlanner(DefaultSavePlanner):
+    """DCP's planner for ``Writer``: values that are not tensors are stored as JSON, not pickled.
+
+    Raises:
+        CheckpointError: in ``dcp.save``, for a value that cannot be stored.
+    """
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        """Returns the JSON text of a value."""
+        if write_item.type == WriteItemType.BYTE_IO:
+            return io.BytesIO(json.dumps(encode(object, write_item.index.fqn)).encode())
+        return object
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """DCP's planner for ``Reader``: the inverse of ``SavePlanner``."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Puts a value into the state dict."""
+        name = read_item.dest_index.fqn
+        result = decode(json.loads(value.getvalue()))
+        if not self.flatten_state_dict:
+            self.state_dict[name] = result
+            self.original_state_dict[name] = result  # the base class may have copied the dict
+            return
+        *path, last = self.mappings[name]
+        at: Any = self.original_state_dict
+        for key in path:
+            at = at[key]
+        at[last] = result
+
+
+class Writer(StorageWriter):
+    """Writes for ``torch.distributed.checkpoint.save``, one safetensors file per rank::
+
+        dcp.save(state, storage_writer=Writer(folder), planner=SavePlanner())
+
+    The folder has a temporary name until it is complete and on the disk.
+
+    Args:
+        path: the checkpoint's folder. If it exists, its old content stays valid until the new one is
+            complete.
+        info: returns the content of ``checkpoint.json``; called on the coordinating rank after all else is
+            written.
+        ranks: how many ranks write; None: as many as DCP finds.
+
+    Raises:
+        CheckpointError: in ``dcp.save``, if another number of ranks writes, as after the process group was
+            destroyed.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        info: Callable[[], dict[str, Any]] | None = None,
+        ranks: int | None = None,
+    ) -> None:
+        self.path = Path(path)
+        self.info = info
+        self.ranks = ranks
+        self.folder: Path | None = None  # the temporary folder, during a save
+        self.lock: Lock | None = None
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Returns whether it is a local path."""
+        return "://" not in os.fspath(checkpoint_id)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Prepares the next save, to another folder if one is given."""
+        self.path = Path(checkpoint_id) if checkpoint_id else self.path
+        self.folder = None
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Does nothing: the first rank makes the folder when all have planned."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Returns it unchanged."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Makes the folder, and tells each rank its path and the rank's number."""
+        if self.ranks is not None and len(plans) != self.ranks:
+            raise CheckpointError(
+                f"{self.path} was to be written by {self.ranks} ranks, but only {len(plans)} take part: the "
+                "process group was destroyed meanwhile; wait for an async save's result() before that"
+            )
+        self.folder = folders.new_folder(self.path)
+        data = [(os.fspath(self.folder), rank) for rank in range(len(plans))]
+        return [replace(plan, storage_data=d) for plan, d in zip(plans, data, strict=True)]
+
+    def write_data(self, plan: SavePlan, planner: TorchSavePlanner) -> Future[list[WriteResult]]:
+        """Writes this rank's file. Results have the tensor's dtype and shape, its chunk, the file's size."""
+        name, rank = plan.storage_data
+        self.folder = Path(name)
+        objects = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
+        tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
+        results = [_object(item, planner) for item in objects]
+        if tensors:
+            results += _write_file(self.folder / file_name(rank), tensors, planner)
+        return _done(results)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Writes the index and the marker, and renames the folder."""
+        index = Index()
+        for result in (r for rank in results for r in rank):
+            if not isinstance(result.storage_data, tuple):
+                index.objects[result.index.fqn] = json.loads(result.storage_data)
+                continue
+            dtype, shape, chunk, size = result.storage_data
+            entry = index.tensors.setdefault(result.index.fqn, TensorEntry(dtype, shape))
+            entry.chunks.append(chunk)
+            index.files[chunk.file] = size
+        for name, described in metadata.state_dict_metadata.items():
+            if isinstance(described, TensorStorageMetadata) and name not in index.tensors:
+                # It has no elements, so no rank has written a part of it.
+                index.tensors[name] = TensorEntry(described.properties.dtype, tuple(described.size))
+        assert self.folder is not None
+        info = self.info() if self.info else {}
+        folders.finish(self.folder, self.path, index, info, self.lock)
+
+
+def _done(value: T) -> Future[T]:
+    future: Future[T] = Future()
+    future.set_result(value)
+    return future
+
+
+def _write_file(
+    path: Path, items: Sequence[WriteItem], planner: TorchSavePlanner
+) -> list[WriteResult]:
+    """Writes a safetensors file and flushes it to the disk, tensor by tensor, with a checksum of every block.
+
+    The safetensors library would need all bytes of the file at once: a second copy of a rank's state.
+    """
+    header: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    # Larger elements first, so that each tensor begins at a multiple of its element's size.
+    items = sorted(items, key=lambda item: -_description(item)[0].itemsize)
+    for item in items:
+        dtype, shape, offsets, sizes = _description(item)
+        name = item.index.fqn
+        key = name if sizes == shape else f"{name}@{','.join(map(str, offsets))}"
+        header[key] = dtype, sizes
+    written: list[tuple[WriteItem, torch.dtype, tuple[int, ...], Chunk]] = []
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    try:
+        first = header_of(header)
+        write_all(file, memoryview(first))
+        at = len(first)
+        for item in items:
+            dtype, shape, offsets, sizes = _description(item)
+            values = planner.resolve_data(item)
+            assert isinstance(values, torch.Tensor)
+            values = values.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
+            if values.dtype != dtype or tuple(values.shape) != sizes:
+                raise CheckpointError(
+                    f"{item.index.fqn} is {values.dtype} of shape {tuple(values.shape)} now, but was planned "
+                    f"as {dtype} of shape {sizes}"
+                )
+            data = bytes_of(values)
+            chunk = Chunk(offsets, sizes, path.name, at, tuple(crcs_of(data)))
+            written.append((item, dtype, shape, chunk))
+            write_all(file, data)
+            at += len(data)
+        os.fsync(file)
+    finally:
+        os.close(file)
+    return [
+        WriteResult(item.index, chunk.nbytes(dtype), (dtype, shape, chunk, at))
+        for item, dtype, shape, chunk in written
+    ]
+
+
+def _description(
+    item: WriteItem,
+) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Returns (dtype, global shape, offsets, sizes) of the box that an item writes."""
+    data = item.tensor_data
+    assert data is not None
+    box = data.chunk
+    return data.properties.dtype, tuple(data.size), tuple(box.offsets), tuple(box.sizes)
+
+
+def _object(item: WriteItem, planner: TorchSavePlanner) -> WriteResult:
+    value = planner.resolve_data(item)
+    assert isinstance(value, io.BytesIO)
+    try:
+        text = value.getvalue().decode()
+        json.loads(text)
+    except ValueError:
+        raise CheckpointError(
+            f"{item.index.fqn} is no tensor, and torch's planner has pickled it; these checkpoints hold no "
+            "pickle: save with planner=parallel3d.checkpoint.SavePlanner()"
+        ) from None
+    return WriteResult(MetadataIndex(item.index.fqn), len(text), text)
