@@ -17,7 +17,7 @@ from typing import Any
 from torch import distributed as dist
 
 _GAP = 1.0  # seconds that a number may be taken without its note in the store
-_MOST = 10_000  # most notes that one rank has not read; most bytes of one
+_MOST = 10_000  # most notes that one rank has not read; most bytes of a value
 _KINDS = ("failed", "lost", "left", "roll", "end")
 
 
@@ -42,13 +42,10 @@ class Note:
     step: int = 0
 
 
-def _parse_note(text: bytes, world_size: int | None) -> Note:
-    """Raises ValueError or TypeError if ``text`` is not a note."""
-    if len(text) > _MOST:
-        raise ValueError(f"{len(text)} bytes")
-    fields = json.loads(text)
-    if not isinstance(fields, dict):
-        raise TypeError("no object")
+# Each raises ValueError, TypeError or KeyError if its argument is not what a rank posts.
+
+
+def _as_note(fields: Any, world_size: int | None) -> Note:
     note = Note(**fields)
     texts = isinstance(note.error, str) and isinstance(note.where, str)
     if note.kind not in _KINDS or not texts or type(note.step) is not int:
@@ -58,20 +55,30 @@ def _parse_note(text: bytes, world_size: int | None) -> Note:
     return note
 
 
-def _parse_forwards(text: bytes) -> tuple[int, int]:
-    counts = json.loads(text)
+def _as_host(name: Any) -> str:
+    if not isinstance(name, str) or not name.isprintable():
+        raise ValueError("no name of a machine")
+    return name[:200]
+
+
+def _as_forwards(counts: Any) -> tuple[int, int]:
     if [type(count) for count in counts] != [int, int]:
         raise ValueError("not two numbers")
     return counts[0], counts[1]
 
 
-def _parse_answer(text: bytes) -> dict[str, Any]:
-    state = json.loads(text)
+def _as_answer(state: Any) -> dict[str, str]:
     return {"where": str(state["where"]), "stack": str(state["stack"])}
 
 
+_AS = {"host": _as_host, "forwards": _as_forwards, "answer": _as_answer}
+
+
 class Board:
-    """One rank's access to the notes and to the answers of the ranks.
+    """One rank's access to the notes, and to the facts that each rank posts about itself.
+
+    The topics of these facts are ``host``, the name of its machine; ``forwards``, how many it has begun, with
+    a gradient and without; and ``answer``, to a roll call: ``where`` it is and its ``stack``.
 
     The store has no lock, and any process that reaches it can write to it: values that no rank can have
     written are ignored, with one warning.
@@ -102,9 +109,7 @@ class Board:
         """Returns the notes posted since the last call."""
         notes = []
         while True:
-            note = self._read(
-                f"note/{self._next}", lambda text: _parse_note(text, self._world_size)
-            )
+            note = self._read(f"note/{self._next}", lambda value: _as_note(value, self._world_size))
             if note is not None:
                 notes.append(note)
             elif not self._is_gap():
@@ -112,22 +117,27 @@ class Board:
             self._next += 1
             self._gap = None
 
-    def _read(self, key: str, parse: Callable[[bytes], Any]) -> Any:
+    def post_fact(self, topic: str, rank: int, value: object) -> None:
+        """Posts what ``topic`` is of this rank."""
+        self._table.set(f"{topic}/{rank}", json.dumps(value))
+
+    def facts(self, topic: str, ranks: Sequence[int]) -> dict[int, Any]:
+        """Returns what ``topic`` is of those of ``ranks`` that have posted it."""
+        values = {rank: self._read(f"{topic}/{rank}", _AS[topic]) for rank in ranks}
+        return {rank: value for rank, value in values.items() if value is not None}
+
+    def _read(self, key: str, check: Callable[[Any], Any]) -> Any:
         """Returns the value of ``key``, or None if there is none or it is not valid."""
         if not self._table.check([key]):
             return None
         text = self._table.get(key)
         try:
-            return parse(text)
+            if len(text) > _MOST:
+                raise ValueError(f"{len(text)} bytes")
+            return check(json.loads(text))
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             self._warn(key, text, error)
             return None
-
-    def _read_ranks(
-        self, name: str, ranks: Sequence[int], parse: Callable[[bytes], Any]
-    ) -> dict[int, Any]:
-        values = {rank: self._read(f"{name}/{rank}", parse) for rank in ranks}
-        return {rank: value for rank, value in values.items() if value is not None}
 
     def _warn(self, key: str, text: bytes, why: object) -> None:
         if not self._warned:
@@ -160,31 +170,6 @@ class Board:
             self._gap = time.monotonic()
         return time.monotonic() - self._gap > _GAP
 
-    def settle(self, rank: int, host: str) -> None:
-        """Says that this rank is on machine ``host``."""
-        self._table.set(f"host/{rank}", host)
-
-    def hosts(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Returns the machines of those of ``ranks`` that have called ``settle``."""
-        hosts = self._read_ranks("host", ranks, lambda text: text.decode(errors="replace"))
-        return {rank: host[:200] for rank, host in hosts.items() if host.isprintable()}
-
-    def ran(self, rank: int, forwards: tuple[int, int]) -> None:
-        """Says how many forwards this rank has begun, with a gradient and without."""
-        self._table.set(f"forwards/{rank}", json.dumps(forwards))
-
-    def forwards(self, ranks: Sequence[int]) -> dict[int, tuple[int, int]]:
-        """Returns the forwards of those of ``ranks`` that have called ``ran``."""
-        return self._read_ranks("forwards", ranks, _parse_forwards)
-
-    def answer(self, rank: int, state: dict[str, Any]) -> None:
-        """Answers a roll call: this rank's process is alive, and in ``state``."""
-        self._table.set(f"answer/{rank}", json.dumps(state))
-
-    def answers(self, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
-        """Returns the states of those of ``ranks`` that have answered."""
-        return self._read_ranks("answer", ranks, _parse_answer)
-
 
 _ENDED = b"ended"
 
@@ -196,10 +181,6 @@ class Pulse:
     until their timeouts, half an hour. A rank is silent when its number has not changed for ``silence``
     seconds on the clock of the rank that looks. It costs three round trips to the store, six times within
     ``silence``.
-
-    Args:
-        table: the part of the store that the ranks share.
-        silence: seconds.
     """
 
     def __init__(self, table: dist.Store, rank: int, world_size: int, silence: float) -> None:

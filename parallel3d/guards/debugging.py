@@ -16,6 +16,7 @@ from torch import distributed as dist
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from parallel3d._util.recorder import Collective, Recorder, record_collectives
 from parallel3d.errors import AgreementError, Parallel3dError
@@ -29,7 +30,7 @@ from parallel3d.guards.rendezvous import (
     read_journals,
 )
 from parallel3d.guards.session import at_begin, current_session, short, watch
-from parallel3d.guards.timeouts import counting_steps, here
+from parallel3d.guards.timeouts import here
 from parallel3d.mesh.agreement import name_ranks
 from parallel3d.mesh.store import next_table, others
 
@@ -138,36 +139,29 @@ def debug(
     if not isinstance(keep, int) or keep < 1:
         raise Parallel3dError(f"debug: keep is {keep!r}; it must be a positive integer")
     params = () if model is None else model.parameters()
-    own = list(
-        {id(p.device_mesh): p.device_mesh for p in params if isinstance(p, DTensor)}.values()
-    )
-    named = [*own, *meshes]
+    named = [*dict.fromkeys(p.device_mesh for p in params if isinstance(p, DTensor)), *meshes]
     with watch():
         debugger = Debugger([] if model is None else named, timeout, folder, keep, model)
-        steps = counting_steps(before=debugger.before_step)
-        recording = record_collectives(*named, before=debugger.before_collective)
-        with steps, recording as recorder:
+        with record_collectives(*named, before=debugger.before_collective) as recorder:
             debugger.recorder = recorder
             _last[:] = [debugger]
+            hook = register_optimizer_step_pre_hook(debugger.before_step)
             try:
                 yield debugger
             except BaseException as error:
                 debugger.end(short(error, 500))
                 raise
-            debugger.end("")
+            else:
+                debugger.end("")
+            finally:
+                hook.remove()
 
 
 _last: list[Debugger] = []  # the debugger of this process's current or last debug mode
 
 
 class Debugger:
-    """Records one rank's events and compares them with the other ranks'.
-
-    Attributes:
-        journal: the last events.
-        rendezvous: compares them; None as long as there are no other ranks.
-        recorder: the recorder of collectives.
-    """
+    """Records one rank's events and compares them with the other ranks', as soon as there are any."""
 
     def __init__(
         self,
@@ -182,7 +176,7 @@ class Debugger:
         self.journal = Journal(self.rank, keep, folder)
         self.rendezvous: Rendezvous | None = None
         self.recorder: Recorder | None = None
-        self._model: nn.Module | None = model  # until its gradients have been compared
+        self._model = model  # until its gradients have been compared
         self._number = 0
         self._messages = 0
         self._places: Counter[tuple[str, tuple[int, ...]]] = Counter()
@@ -216,7 +210,7 @@ class Debugger:
         ranks = () if call.op in MESSAGES else tuple(dist.get_process_group_ranks(group))
         self._meet(call.op, axis, call.unit, None if uneven else call.bytes, ranks)
 
-    def before_step(self, optimizer: Optimizer) -> None:
+    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Called before each step of an optimizer."""
         rendezvous = self._open()
         ranks = () if rendezvous is None else tuple(rendezvous.scope)

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from parallel3d._torch.groups import all_groups, clone_store, group_timeout, wake_waiting
 from parallel3d._util.arguments import text_of
@@ -22,7 +24,7 @@ from parallel3d._util.trace import issuing
 from parallel3d.errors import Parallel3dError, PeerFailureError, StateError
 from parallel3d.guards import timeouts as _timeouts
 from parallel3d.guards.board import Board, Note, Pulse
-from parallel3d.guards.timeouts import Schedule, Timeouts, counting_steps, here, stack_of
+from parallel3d.guards.timeouts import Schedule, Timeouts, here, stack_of
 from parallel3d.mesh.agreement import name_ranks, seconds
 from parallel3d.mesh.store import next_table, others, while_waiting
 
@@ -35,11 +37,13 @@ class Monitor(threading.Thread):
     more, it makes the wait fail (on gloo only, see ``wake_waiting``). It also notices that a rank, or the
     store, is silent.
 
-    Attributes:
+    Args:
+        table: the part of the store that the ranks share.
         rank, world_size: of the default process group.
         grace: seconds that ranks get to post their notes.
-        host: name of this rank's machine.
         silence: seconds without a sign of life after which a rank or the store is given up; None: never.
+
+    Attributes:
         store_lost: whether the store can't be reached any more.
         store_silent: whether that is because it has not answered for ``silence`` seconds.
     """
@@ -53,11 +57,9 @@ class Monitor(threading.Thread):
         silence: float | None = None,
     ) -> None:
         super().__init__(name="parallel3d-guards", daemon=True)
-        self.rank = rank
-        self.world_size = world_size
-        self.grace = grace
+        self.rank, self.world_size = rank, world_size
+        self.grace, self.silence = grace, silence
         self.host = socket.gethostname()
-        self.silence = silence
         self.store_lost = self.store_silent = False
         own = clone_store(table)  # a connection of its own
         self._board = Board(own, world_size)
@@ -65,20 +67,15 @@ class Monitor(threading.Thread):
         self._asked: float | None = None  # since when the store is being asked something
         self._main = threading.get_ident()
         self._notes: list[Note] = []
-        self._lock = threading.Lock()
-        self._waking = threading.Lock()
-        self._ended = threading.Event()
-        self._closed = threading.Event()
+        self._lock, self._waking = threading.Lock(), threading.Lock()
+        self._ended, self._closed = threading.Event(), threading.Event()
         self._seen: float | None = None  # when the first failure was seen
         self._woken = False
         self._runs = (0, 0)  # as last posted
         self._news, self._posted = threading.Event(), threading.Event()
         if silence is not None:
-            name = "parallel3d-guards-silence"
-            threading.Thread(
-                target=self._watch_store, args=(silence,), name=name, daemon=True
-            ).start()
-        self._ask(lambda: self._board.settle(rank, self.host))
+            _start_thread("parallel3d-guards-silence", self._watch_store, silence)
+        self._ask(lambda: self._board.post_fact("host", rank, self.host))
 
     # -- for the main thread -------------------------------------------------------------------------
 
@@ -95,18 +92,10 @@ class Monitor(threading.Thread):
         """Posts ``note`` to the other ranks."""
         self._ask(lambda: self._board.post(note))
 
-    def answers(self, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
-        """Returns the answers of those of ``ranks`` that have answered the roll call."""
-        return self._ask(lambda: self._board.answers(ranks)) or {}
-
-    def hosts(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Returns the machines of those of ``ranks`` that have entered their watch."""
-        return self._ask(lambda: self._board.hosts(ranks)) or {}
-
-    def forwards(self) -> dict[int, tuple[int, int]]:
-        """Returns how many forwards each rank has posted that it has begun, with a gradient and without."""
+    def facts(self, topic: str, ranks: Sequence[int]) -> dict[int, Any]:
+        """Returns what ``Board.facts`` does, with this rank's own number of forwards up to date."""
         self._ask(self._count)
-        return self._ask(lambda: self._board.forwards(range(self.world_size))) or {}
+        return self._ask(lambda: self._board.facts(topic, ranks)) or {}
 
     def forward_begins(self) -> None:
         """Called in each forward of a model, and posts an unusual one before it goes on.
@@ -157,7 +146,7 @@ class Monitor(threading.Thread):
             except BaseException as error:  # raised in the thread that waits for the answer
                 answer.set_exception(error)
 
-        threading.Thread(target=ask, name="parallel3d-guards-asks", daemon=True).start()
+        _start_thread("parallel3d-guards-asks", ask)
         while not self.store_silent and not answer.done():
             wait([answer], 0.1)
         return answer.result() if answer.done() else None
@@ -211,13 +200,13 @@ class Monitor(threading.Thread):
         """Posts how many forwards this rank has begun, if that has changed."""
         if here.runs != self._runs:
             self._runs = here.runs
-            self._board.ran(self.rank, self._runs)
+            self._board.post_fact("forwards", self.rank, self._runs)
 
     def _read(self) -> None:
         notes = self._board.read()
         if any(note.kind == "roll" for note in notes):
             state = {"where": str(here), "stack": stack_of(self._main)}
-            self._board.answer(self.rank, state)
+            self._board.post_fact("answer", self.rank, state)
         self._notes += notes
         failed = any(n.kind in ("failed", "lost") and n.rank != self.rank for n in notes)
         if self._seen is None and failed:
@@ -244,6 +233,10 @@ class Monitor(threading.Thread):
             for group in all_groups():
                 with suppress(Exception):  # the group is destroyed, or its backend unknown
                     wake_waiting(group)
+
+
+def _start_thread(name: str, target: Callable[..., None], *args: Any) -> None:
+    threading.Thread(target=target, args=args, name=name, daemon=True).start()
 
 
 # The cause of an error in a collective of this rank.
@@ -295,9 +288,7 @@ def find_cause(
 ) -> PeerFailureError:
     """Asks the other ranks, for up to ``monitor.grace`` seconds, what caused ``error`` on this rank.
 
-    Args:
-        where: step, phase and unit of this rank.
-        last_known: returns the last known position of another rank, or "".
+    ``where`` is the step, phase and unit of this rank; ``last_known`` returns those of another, or "".
     """
     rank = monitor.rank
     others = [r for r in range(monitor.world_size) if r != rank]
@@ -342,7 +333,7 @@ def _blame_the_silent(
     """Returns an error that names the ranks that have posted no note: lost ones, or ones that hang."""
     notes = [note for note in monitor.notes() if note.kind in ("lost", "left")]
     silent = sorted(set(others) - {note.rank for note in notes})
-    hung = monitor.answers(silent)
+    hung = monitor.facts("answer", silent)
     lost = [rank for rank in silent if rank not in hung]
     left = [note for note in notes if note.kind == "left" and note.rank != monitor.rank]
     # A rank that was woken before its own timeout says what ranks say whose timeout has passed.
@@ -351,7 +342,7 @@ def _blame_the_silent(
     waited = "is not in this collective"
     if timed_out:
         waited = f"did not come within {seconds(group_timeout())}"
-    hosts = monitor.hosts(lost)
+    hosts = monitor.facts("host", lost)
     by_host: dict[str, list[int]] = {}
     for rank in lost:
         by_host.setdefault(hosts.get(rank, ""), []).append(rank)
@@ -365,7 +356,7 @@ def _blame_the_silent(
     head = f"{name_ranks([*lost, *hung])}: " if len(lines) > 1 and len(lost) + len(hung) > 1 else ""
     text = "; ".join(lines) or _others_lost(monitor)
     blamed = lost or list(hung) or [note.rank for note in left]
-    more = _more_forwards(monitor.forwards())
+    more = _more_forwards(monitor.facts("forwards", range(monitor.world_size)))
     return PeerFailureError(f"{head}{text}.{more}\n{own}", tuple(blamed))
 
 
@@ -576,7 +567,8 @@ class Watch(ContextDecorator):
                 stack.callback(_sessions.pop)
                 while_waiting.append(self._session.check)
                 stack.callback(while_waiting.remove, self._session.check)
-                stack.enter_context(counting_steps(after=_after_step))
+                hook = register_optimizer_step_post_hook(_after_step)
+                stack.callback(hook.remove)
                 self._session.open()
             if self._timeouts is not None:
                 schedule = Schedule(self._timeouts)
@@ -604,7 +596,7 @@ class Watch(ContextDecorator):
             raise instead from error
 
 
-def _after_step(optimizer: Any) -> None:
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     here.stepped(optimizer)
     session = current_session()
     if session is not None:

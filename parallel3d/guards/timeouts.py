@@ -5,21 +5,15 @@ from __future__ import annotations
 import sys
 import sysconfig
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch.distributed import ProcessGroup
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim import Optimizer
 
 from parallel3d._torch.groups import all_groups, group_timeout, set_group_timeout
 from parallel3d._util.trace import issuing
@@ -77,22 +71,6 @@ class Progress:
 here = Progress()
 """The progress of this rank."""
 
-Hook = Callable[[Optimizer], Any]
-
-
-@contextmanager
-def counting_steps(*, before: Hook | None = None, after: Hook | None = None) -> Iterator[None]:
-    """Calls ``before`` and ``after`` around every step of every optimizer in the body."""
-    with ExitStack() as stack:
-        if before is not None:
-            pre_hook = register_optimizer_step_pre_hook(lambda o, args, kwargs: before(o))
-            stack.callback(pre_hook.remove)
-        if after is not None:
-            post_hook = register_optimizer_step_post_hook(lambda o, args, kwargs: after(o))
-            stack.callback(post_hook.remove)
-        yield
-
-
 _LIBRARIES = tuple(
     {str(Path(p).resolve()) for p in (sysconfig.get_path("stdlib"), *torch.__path__)}
     | {str(Path(__file__).resolve().parent)}
@@ -138,10 +116,6 @@ class Timeouts:
                     "as timedelta(seconds=100)"
                 )
 
-    def of(self, name: str) -> timedelta | None:
-        """Returns the timeout of phase ``name``."""
-        return {"start": self.start, "step": self.step, "save": self.save}.get(name)
-
 
 class Schedule:
     """Sets the timeouts of a watch."""
@@ -169,7 +143,7 @@ class Schedule:
         Ranks wait for each other before a timeout gets shorter: one could otherwise time out on another that
         is still in the phase with the longer timeout.
         """
-        new = self.timeouts.of(name)
+        new = vars(self.timeouts).get(name)
         if new is None or others() is None:
             return
         now = max(group_timeout(group) for group in all_groups())
@@ -188,7 +162,7 @@ class Schedule:
 
 
 active: list[Schedule] = []  # innermost last
-_for_saving: WeakSet[ProcessGroup] = WeakSet()
+_for_saving: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 
 
 def keep_for_saving(group: ProcessGroup) -> None:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 
 from parallel3d._torch.simulated import for_each_rank, ranks_are_simulated
 from parallel3d._util.trees import tensors_in
 from parallel3d.errors import Parallel3dError
 from parallel3d.mesh import MeshLayout
 from parallel3d.mesh.seeding import StepSeed, number_at
-from parallel3d.optim import accumulate
 from parallel3d.parallelize import parallelize
 from parallel3d.testing.differences.dropout import DropoutMode, first_in_dropout
 from parallel3d.testing.differences.fit import WHOLE, Comparison, Gap, Group
@@ -245,7 +245,7 @@ class Pair:
         difference = self.state.structure() or self.state.weights_at_start(self.bound)
         if difference is not None:
             return difference
-        optimizers = [self.case.run.optimizer(m.parameters()) for m in (self.plain, self.parallel)]
+        optimizers = self.case.optimizers()
         for step in range(steps):
             difference = self._step(step, optimizers)
             if difference is not None:
@@ -271,11 +271,7 @@ class Pair:
         if difference is not None:
             # A difference in training mode explains what is computed, but not an error.
             return difference if difference.kind == "error" else self.state.modes() or difference
-        optimizers[0].step()
-        optimizers[0].zero_grad()
-        with inside(self.case.world):
-            optimizers[1].step()
-            optimizers[1].zero_grad()
+        self.case.update(optimizers)
         bound = self.case.run.weights
         for name, gap in self.state.gaps("weight", bound).items():
             module, own = owner_of(name)
@@ -309,68 +305,53 @@ class Pair:
     def dropout(self) -> tuple[Difference | None, int]:
         """Returns the first dropout with a wrong mask in a step that was compared, and how many there are."""
         masks = Trace()
-        recorder = self.recorders[1]
-        with inside(self.case.world), DropoutMode(recorder, masks=True):
-            self._seed(0)
-            inputs = self.case.parallel_inputs(0, 0)
-            with recorder.recording(masks):
-                self.case.loss(self.parallel, *inputs)
+        mode = DropoutMode(self.recorders[1], masks=True)
+        with inside(self.case.world), mode, self._recording_parallel(masks, 0):
+            self.case.loss(self.parallel, *self.case.parallel_inputs(0, 0))
         return first_in_dropout(self.forward, merged(gathered(masks)))
 
     def _run_plain(self, step: int) -> list[Values]:
         """Returns the losses by micro-batch and data rank, and leaves the gradients of their mean."""
-        case, recorder, traces = self.case, self.recorders[0], []
-        losses: list[Values] = [{} for _ in range(case.micro_batches)]
-        count = case.layout.data_size * case.micro_batches
-        for group in self.groups:
-            traces.append(Trace())
-            recorder.own = (group.data_rank,)
-            for micro in range(case.micro_batches):
-                torch.default_generator.manual_seed(self.seed_of(case.layout, group.ranks[0], step))
-                with DropoutMode(recorder):
-                    inputs = case.inputs(step, micro, group.data_rank)
-                    with recorder.recording(traces[-1]):
-                        loss = case.loss(self.plain, *inputs)
-                    (loss / count).backward()
-                losses[micro][group.data_rank] = loss.detach()
+        recorder, traces = self.recorders[0], [Trace() for _ in self.groups]
+
+        @contextmanager
+        def recording(data_rank: int) -> Iterator[None]:
+            recorder.own = (data_rank,)
+            self._seed(self.groups[data_rank].ranks[0], step)
+            with recorder.recording(traces[data_rank]):
+                yield
+
+        with DropoutMode(recorder):
+            losses = self.case.plain_step(step, recording)
         self.traces = merged(traces), self.traces[1]
         return losses
 
     def _run_parallel(self, step: int) -> tuple[list[Values], Exception | None]:
         """Returns the losses by micro-batch and rank until an error, and the error."""
-        trace, losses, error = Trace(), [], None
-        recorder = self.recorders[1]
+        trace, error = Trace(), None
+        losses: list[Values] = []
+        recorder, recording = self.recorders[1], partial(self._recording_parallel, trace)
         try:
             with inside(self.case.world), DropoutMode(recorder):
-                for micro in self._micro_batches():
-                    self._seed(step)
-                    inputs = self.case.parallel_inputs(step, micro)
-                    with recorder.recording(trace):
-                        loss = self.case.loss(self.parallel, *inputs)
+                for loss in self.case.parallel_step(step, recording):
                     losses.append(recorder.values(loss))
-                    (loss / self.case.micro_batches).backward()
         except Exception as caught:
             error = caught
         self.traces = self.traces[0], merged(gathered(trace))
         return [joined(values) for values in losses], error
 
-    def _micro_batches(self) -> Iterator[int]:
-        """Yields their numbers; a model of this engine defers the all-reduce to the last."""
-        numbers = range(self.case.micro_batches)
-        ours = any(isinstance(m, FSDPModule) for m in self.parallel.modules())
-        deferred = self.case.defer == "all_reduce" and ours
-        yield from accumulate(self.parallel, numbers) if deferred else numbers
-
-    def _seed(self, step: int) -> None:
-        """Seeds the generator of each rank."""
-
-        def seed_rank(rank: int) -> None:
-            torch.default_generator.manual_seed(self.seed_of(self.case.layout, rank, step))
-
+    @contextmanager
+    def _recording_parallel(self, trace: Trace, step: int) -> Iterator[None]:
+        """Seeds the generator of each rank, and records the forward in the body in ``trace``."""
         if self.case.world is None:
-            seed_rank(self.own[0])
+            self._seed(self.own[0], step)
         else:
-            for_each_rank(seed_rank)
+            for_each_rank(partial(self._seed, step=step))
+        with self.recorders[1].recording(trace):
+            yield
+
+    def _seed(self, rank: int, step: int) -> None:
+        torch.default_generator.manual_seed(self.seed_of(self.case.layout, rank, step))
 
 
 # ---- inputs and losses ----

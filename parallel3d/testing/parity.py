@@ -16,12 +16,14 @@ from torch.distributed.tensor import DTensor
 from parallel3d._layout.packed import PackedDTensor, packed_boxes
 from parallel3d._torch.dtensor import dtensor_shard_box, get_local_tensor, root_mesh
 from parallel3d._torch.simulated import ranks_are_simulated, tensors_by_rank
+from parallel3d.fsdp import FSDPModule
 from parallel3d.mesh import MeshLayout, build_mesh
 from parallel3d.optim import accumulate
 from parallel3d.parallelize import parallelize
 from parallel3d.testing.worlds import LocalWorld, local_world
 
 LossFn = Callable[..., torch.Tensor]
+Around = Callable[[int], AbstractContextManager[object]]
 
 
 @dataclass
@@ -51,8 +53,7 @@ def adamw(params: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
     """Returns AdamW, fused if possible: DTensor then dispatches once a step, not per op and parameter."""
     params = list(params)
     fused = _may_be_fused(params)
-    # No kernel takes DTensors and other tensors together.
-    groups: dict[int, list[torch.Tensor]] = {}
+    groups: dict[int, list[torch.Tensor]] = {}  # no kernel takes tensors of several meshes
     for param in params:
         mesh = id(param.device_mesh) if isinstance(param, DTensor) else 0
         groups.setdefault(mesh, []).append(param)
@@ -205,8 +206,7 @@ class Case:
         self.batch, self.loss, self.layout = setup.batch, setup.loss, setup.layout
         self.micro_batches, self.defer = setup.micro_batches, setup.defer
         self.name = str(run.dtype).removeprefix("torch.")
-        # Largest relative difference of "loss", "gradient", "weight".
-        self.worst: dict[str, float] = {}
+        self.worst: dict[str, float] = {}  # "loss", "gradient", "weight" -> largest difference
 
     def inputs(self, step: int, micro: int, data_rank: int) -> tuple[torch.Tensor, ...]:
         """Returns the inputs of one data rank."""
@@ -229,53 +229,64 @@ class Case:
 
     def compare(self, steps: int) -> None:
         """Trains both models for ``steps`` steps and compares them."""
-        plain_optimizer = self.run.optimizer(self.plain.parameters())
-        parallel_optimizer = self.run.optimizer(self.parallel.parameters())
+        optimizers = self.optimizers()
         objects = [id(p) for p in self.parallel.parameters()]
         for step in range(steps):
-            plain_losses = self._plain_step(step)
+            plain_losses = self.plain_step(step)
             with inside(self.world):
-                parallel_losses = self._parallel_step(step)
+                parallel_losses = list(self.parallel_step(step))
             if step == 0:
                 self._compare_losses(plain_losses, parallel_losses)
                 self._compare_grads()
-            plain_optimizer.step()
-            plain_optimizer.zero_grad()
-            with inside(self.world):
-                parallel_optimizer.step()
-                parallel_optimizer.zero_grad()
+            self.update(optimizers)
         assert objects == [id(p) for p in self.parallel.parameters()], "parameters were replaced"
         self._compare_weights()
 
-    def _plain_step(self, step: int) -> list[list[torch.Tensor]]:
-        """Returns the losses by micro-batch and data rank; the gradient is that of their mean."""
-        data_size = self.layout.data_size
-        losses: list[list[torch.Tensor]] = []
-        for micro in range(self.micro_batches):
-            losses.append([])
-            for data_rank in range(data_size):
-                loss = self.loss(self.plain, *self.inputs(step, micro, data_rank))
-                (loss / (data_size * self.micro_batches)).backward()
-                losses[-1].append(loss.detach())
+    def plain_step(self, step: int, around: Around = nullcontext) -> list[dict[int, torch.Tensor]]:
+        """Runs the backward of the mean loss, each forward within ``around(data_rank)``.
+
+        Returns the losses by micro-batch and data rank.
+        """
+        count = self.layout.data_size * self.micro_batches
+        losses: list[dict[int, torch.Tensor]] = [{} for _ in range(self.micro_batches)]
+        for data_rank in range(self.layout.data_size):
+            for micro, by_rank in enumerate(losses):
+                with around(data_rank):
+                    loss = self.loss(self.plain, *self.inputs(step, micro, data_rank))
+                (loss / count).backward()
+                by_rank[data_rank] = loss.detach()
         return losses
 
-    def _parallel_step(self, step: int) -> list[torch.Tensor]:
-        """Returns the losses by micro-batch. Called inside the simulation."""
-        model, losses = self.parallel, []
-        indices = range(self.micro_batches)
-        for micro in accumulate(model, indices) if self.defer == "all_reduce" else indices:
+    def parallel_step(self, step: int, around: Around = nullcontext) -> Iterator[torch.Tensor]:
+        """Yields each micro-batch's loss after its backward. Called inside the simulation."""
+        model = self.parallel
+        indices: Iterable[int] = range(self.micro_batches)
+        if self.defer == "all_reduce" and any(isinstance(m, FSDPModule) for m in model.modules()):
+            indices = accumulate(model, indices)
+        for micro in indices:
             if self.defer == "sync":
                 last = micro == self.micro_batches - 1
                 model.set_requires_gradient_sync(last)  # type: ignore[operator]
-            loss = self.loss(model, *self.parallel_inputs(step, micro))
+            with around(step):
+                loss = self.loss(model, *self.parallel_inputs(step, micro))
             (loss / self.micro_batches).backward()
-            losses.append(loss.detach())
-        return losses
+            yield loss.detach()
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Returns the plain model's and the parallel model's."""
+        return [self.run.optimizer(model.parameters()) for model in (self.plain, self.parallel)]
+
+    def update(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        """Steps both optimizers and clears the gradients."""
+        for optimizer, world in zip(optimizers, (None, self.world), strict=True):
+            with inside(world):
+                optimizer.step()
+                optimizer.zero_grad()
 
     # -- comparisons ---------------------------------------------------------------------------------
 
     def _compare_losses(
-        self, plain: list[list[torch.Tensor]], parallel: list[torch.Tensor]
+        self, plain: list[dict[int, torch.Tensor]], parallel: list[torch.Tensor]
     ) -> None:
         """Compares each rank's loss with that of the sample it read."""
         for expected, losses in zip(plain, parallel, strict=True):

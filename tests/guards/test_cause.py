@@ -28,7 +28,7 @@ def test_a_rank_that_hangs(others: str, own: RuntimeError, text: str) -> None:
     board = Board(store)
     board.post(Note("lost", 0, others, "step 3", 3))
     board.post(Note("roll", 0))
-    board.answer(2, {"where": "step 3", "stack": "data.py:7"})
+    board.post_fact("answer", 2, {"where": "step 3", "stack": "data.py:7"})
     with fake_world(0, 3), monitor(store, NEVER, world_size=3) as watching:
         watching.grace = 0.2
         error = find_cause(watching, own, "step 3", lambda rank: "")
@@ -75,8 +75,8 @@ def test_a_rank_that_evaluates_alone_is_named() -> None:
     store = Freezing()
     board = Board(store)
     board.post(Note("lost", 0, "RuntimeError: Connection reset by peer", "step 3", 3))
-    board.ran(0, (5, 0))
-    board.ran(2, (6, 0))
+    board.post_fact("forwards", 0, (5, 0))
+    board.post_fact("forwards", 2, (6, 0))
     store.table["forwards/3"] = b"spoilt"
     with fake_world(0, 4), monitor(store, NEVER, world_size=4) as watching:
         watching.grace = 0.2

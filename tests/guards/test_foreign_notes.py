@@ -72,10 +72,10 @@ def test_an_answer_that_is_none(text: bytes) -> None:
     board = Board(store, 3)  # type: ignore[arg-type]
     store.table["answer/0"] = text
     store.table["host/0"], store.table["host/1"] = b"\xff\xfe", b"a\nb"
-    board.answer(2, {"where": "step 1", "stack": "a.py:3"})
+    board.post_fact("answer", 2, {"where": "step 1", "stack": "a.py:3"})
     with pytest.warns(UserWarning, match="answer/0 in the job's store"):
-        assert list(board.answers([0, 1, 2])) == [2]
-    assert 1 not in board.hosts([0, 1])
+        assert list(board.facts("answer", [0, 1, 2])) == [2]
+    assert 1 not in board.facts("host", [0, 1])
 
 
 @pytest.mark.parametrize("filters", ["default", "error"])

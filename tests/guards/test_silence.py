@@ -20,15 +20,14 @@ def test_a_rank_that_fails_just_before_the_store_is_given_up_does_not_wait_for_i
         assert watching.store_silent and watching.store_lost
 
 
-@pytest.mark.parametrize("call", ["post", "answers", "hosts", "look", "wait_until"])
+@pytest.mark.parametrize("call", ["post", "facts", "look", "wait_until"])
 def test_a_rank_that_is_the_first_to_ask_a_frozen_store(call: str) -> None:
     """The main thread itself would wait, not the one that watches."""
     store = Freezing()
     with monitor(store, NEVER) as watching:
         asks = {
             "post": lambda: watching.post(NOTE),
-            "answers": lambda: watching.answers([0]) == {},
-            "hosts": lambda: watching.hosts([0]) == {},
+            "facts": lambda: watching.facts("answer", [0]) == {},
             "look": watching.look,
             "wait_until": lambda: watching.wait_until(lambda: False, 100) is False,
         }
@@ -67,7 +66,7 @@ def test_an_error_of_this_rank_s_own_reaches_it() -> None:
     """What is no fault of the store is not swallowed by the thread that asks it."""
     store = Freezing()
     with monitor(store, NEVER) as watching, pytest.raises(TypeError):
-        watching.answers(None)  # type: ignore[arg-type]
+        watching.facts("answer", None)  # type: ignore[arg-type]
 
 
 def test_no_thread_is_left() -> None:
