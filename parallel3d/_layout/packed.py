@@ -162,12 +162,6 @@ class Box:
         """The slices of the whole tensor."""
         return tuple(slice(o, o + s) for o, s in zip(self.offsets, self.sizes, strict=True))
 
-    @property
-    def local_slices(self) -> tuple[slice, ...]:
-        """The slices of the local tensor."""
-        rows = slice(self.start, self.start + self.sizes[self.dim])
-        return tuple(rows if d == self.dim else slice(None) for d in range(len(self.sizes)))
-
     def of(self, local: Tensor) -> Tensor:
         """Returns the box's view of the local tensor."""
         return local.narrow(self.dim, self.start, self.sizes[self.dim])
@@ -389,9 +383,8 @@ class _Call:
         """Returns an operand for DTensor's operation."""
         if isinstance(value, (list, tuple)):
             return [self._as_plain(item, i) for i, item in enumerate(value)]
-        known = self.plain.get(id(value))
-        if known is not None:
-            return known
+        if id(value) in self.plain:
+            return self.plain[id(value)]
         like = self.like.get(position)
         if like is None or not isinstance(value, Tensor) or not value.dim() or value.numel() == 1:
             return value
@@ -405,9 +398,8 @@ class _Call:
 
     def _as_packed(self, position: int, result: Any) -> Any:
         """Returns a result with the spec of the packed operands at its position."""
-        original = self.originals.get(id(result))
-        if original is not None:
-            return original
+        if id(result) in self.originals:
+            return self.originals[id(result)]
         like = self.like.get(position)
         if like is None or not isinstance(result, DTensor) or not result.dim():
             return result
@@ -496,10 +488,7 @@ def _packed_spec(value: Any) -> PackedSpec | None:
 
 def _same_rows(one: PackedSpec, other: PackedSpec) -> bool:
     """Whether each rank holds the same rows of both."""
-    (axis, shard), (other_axis, other_shard) = one.packed, other.packed
-    same = shard is other_shard or shard == other_shard
-    same_mesh = one.mesh is other.mesh or one.mesh == other.mesh
-    return same and axis == other_axis and same_mesh and one.shape == other.shape
+    return (one.packed, one.mesh, one.shape) == (other.packed, other.mesh, other.shape)
 
 
 class PackedDTensor(DTensor):

@@ -65,8 +65,7 @@ def make_spec(
     A placement of ours (``PackedShard``) says by ``spec_class`` that it needs a description of its own.
     """
     stride = torch.empty(shape, device="meta").stride()
-    kinds = [p.spec_class for p in placements if hasattr(p, "spec_class")]
-    kind = kinds[0] if kinds else DTensorSpec
+    kind = next((p.spec_class for p in placements if hasattr(p, "spec_class")), DTensorSpec)
     return kind(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, dtype))
 
 

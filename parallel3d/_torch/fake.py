@@ -63,10 +63,7 @@ def boxed(work: dist.Work) -> Any:
 
 def loader_iterators() -> tuple[type, ...]:
     """Returns the classes of a DataLoader's iterators."""
-    return (
-        _dataloader._SingleProcessDataLoaderIter,
-        _dataloader._MultiProcessingDataLoaderIter,
-    )
+    return _dataloader._SingleProcessDataLoaderIter, _dataloader._MultiProcessingDataLoaderIter
 
 
 def init_fake_group(rank: int, world_size: int) -> None:

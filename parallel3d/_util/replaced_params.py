@@ -20,9 +20,8 @@ _MARK = "_parallel3d_replaced"  # attribute of the user's Parameter
 _alive: dict[int, str] = {}
 """The marks of replaced Parameters that still exist; if there are none, a step costs one test."""
 _marked = 0
-_CHECKED = (
-    "_parallel3d_checked"  # attribute of an optimizer: (marks made, number of its parameters) then
-)
+# Attribute of an optimizer that has passed: (marks made until then, number of its parameters).
+_CHECKED = "_parallel3d_checked"
 
 
 class _Replaced:
@@ -39,7 +38,7 @@ class _Replaced:
         _alive.pop(id(self), None)
 
     def __reduce__(self) -> Any:
-        return _no_mark, ()
+        return type(None), ()
 
     def is_unused(self, param: nn.Parameter) -> bool:
         """Whether the model has another Parameter in its place, and it has got no gradient since."""
@@ -47,10 +46,6 @@ class _Replaced:
         if module is None or module._parameters.get(self.attribute) is param:
             return False
         return param.grad is None or (self.grad is not None and self.grad() is param.grad)
-
-
-def _no_mark() -> None:
-    return None
 
 
 def mark_replaced(param: nn.Parameter, module: nn.Module, attribute: str, name: str) -> None:
@@ -88,9 +83,7 @@ def _check(optimizer: Optimizer) -> None:
                 "or fully_shard, of model.parameters()"
             )
     if not any(isinstance(mark, _Replaced) for _, mark in marks):
-        setattr(
-            optimizer, _CHECKED, state
-        )  # else another model may use them: look again in each step
+        setattr(optimizer, _CHECKED, state)  # else another model may use them: look in each step
 
 
 @contextmanager

@@ -29,10 +29,7 @@ _NOT_COMPARED = ("TORCH_HOME", "TORCH_EXTENSIONS_DIR", "TORCH_LOGS_OUT", "TORCH_
 
 
 def build_mesh(
-    layout: MeshLayout,
-    *,
-    device_type: str | None = None,
-    timeout: timedelta = DEFAULT_TIMEOUT,
+    layout: MeshLayout, *, device_type: str | None = None, timeout: timedelta = DEFAULT_TIMEOUT
 ) -> DeviceMesh:
     """Builds the DeviceMesh of ``layout``, with the axes ``("replicate", "shard", "tp")``, tp innermost.
 
@@ -293,12 +290,8 @@ def _start_group(layout: MeshLayout, device_type: str, timeout: timedelta) -> Me
     backend = backend_string(device_type)
     set_device(device_type, rank)
     # torch itself uses this prefix, which keeps its keys apart from ours. Collectives keep torch's timeout.
-    dist.init_process_group(
-        backend,
-        store=dist.PrefixStore("default_pg", store),
-        rank=rank,
-        world_size=world_size,
-    )
+    default_store = dist.PrefixStore("default_pg", store)
+    dist.init_process_group(backend, store=default_store, rank=rank, world_size=world_size)
     return resolved
 
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import chain, groupby
-from operator import attrgetter, call, is_, itemgetter
+from operator import attrgetter, call, is_
 from typing import cast
 
 import torch
@@ -91,7 +91,7 @@ class ClipPlan:
             if isinstance(entry, int):
                 members: Sequence[torch.Tensor | None] = [grads[entry]]
             else:
-                members = entry.members(grads)
+                members = [grads[i] for i in entry.indices]
                 if entry.add_to(found, members, tensors):
                     continue
             for grad in members:
@@ -112,22 +112,16 @@ class ClipPlan:
 
 
 class _WholeBucket:
-    """A bucket whose parameters are all among the tensors.
-
-    Attributes:
-        members: takes the items of its parameters out of a list with an item for each tensor.
-    """
+    """A bucket whose parameters are all among the tensors, at ``indices``."""
 
     def __init__(self, bucket: Bucket, index: dict[int, int]) -> None:
-        indices = [index[id(param.sharded)] for param in bucket.params]
-        first, *rest = indices
-        self.members = itemgetter(*indices) if rest else itemgetter(slice(first, first + 1))
+        self.indices = [index[id(param.sharded)] for param in bucket.params]
         self._segment_sizes = bucket.segment_sizes
         self._padding = padding_of(bucket)
         # Name of a group -> (index of a tensor that it shards, the axis of that tensor's mesh).
         self._sources: dict[str, tuple[int, int]] = {}
         by_param = []
-        for i, param in zip(indices, bucket.params, strict=True):
+        for i, param in zip(self.indices, bucket.params, strict=True):
             sharding = _sharding(spec_of(cast(DTensor, param.sharded)))
             for axis, group in sharding:
                 self._sources.setdefault(group.group_name, (i, axis))

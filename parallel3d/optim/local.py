@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
@@ -298,7 +299,6 @@ _REFUSED = {
     "LBFGS": "it needs inner products over the whole model; use it on a plain model",
     "SparseAdam": "gradients of sharded parameters are dense; use Adam",
 }
-_NEED_WHOLE = ("Muon", "Adafactor")  # of torch.optim
 
 
 def local(
@@ -357,7 +357,8 @@ def local(
         if isinstance(entry, dict) and isinstance(entry.get("params"), Iterator):
             entry["params"] = list(entry["params"])
     if matrix is None:
-        matrix = not elementwise and _needs_whole(optimizer_class)
+        known = issubclass(optimizer_class, (torch.optim.Muon, torch.optim.Adafactor))
+        matrix = not elementwise and bool(getattr(optimizer_class, "whole_matrix", known))
     first = groups[0] if groups and isinstance(groups[0], dict) else {}
     group_options = {k: v for k, v in first.items() if k not in ("params", "param_names")}
     if matrix:
@@ -404,11 +405,6 @@ def _raise_unknown(optimizer_class: type[Optimizer]) -> None:
         "matrix=True if it treats parameters one by one, each as a whole (norms, projections, maxima); else "
         "use the class itself on the model's DTensors"
     )
-
-
-def _needs_whole(optimizer_class: type[Optimizer]) -> bool:
-    known = tuple(getattr(torch.optim, name) for name in _NEED_WHOLE if hasattr(torch.optim, name))
-    return bool(getattr(optimizer_class, "whole_matrix", issubclass(optimizer_class, known)))
 
 
 def _device(entries: list[Any]) -> torch.device:
@@ -476,16 +472,12 @@ class LocalMatrixSteps(_Local):
         self._matrices.step(optimizer, step)
 
 
-_classes: dict[tuple[type[Optimizer], bool], Any] = {}
-
-
+@cache
 def _local_class(base: type[Optimizer], matrix: bool) -> Any:
     """Returns the subclass of ``base`` that steps on local tensors; it is made once."""
-    if (base, matrix) not in _classes:
-        kind = LocalMatrixSteps if matrix else LocalSteps
-        members = {"local_base": base, "__doc__": base.__doc__, "__module__": __name__}
-        _classes[base, matrix] = type(f"Local{base.__name__}", (kind, base), members)
-    return _classes[base, matrix]
+    kind = LocalMatrixSteps if matrix else LocalSteps
+    members = {"local_base": base, "__doc__": base.__doc__, "__module__": __name__}
+    return type(f"Local{base.__name__}", (kind, base), members)
 
 
 def _new_local(base: type[Optimizer], matrix: bool) -> Any:
