@@ -9,9 +9,8 @@ import itertools
 import textwrap
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import distributed as dist
@@ -356,16 +355,12 @@ def _settings(
         f"{first.setdefault(p, n)} {n} {tuple(p.shape)} {p.dtype} {p.requires_grad}"
         for n, p in model.named_parameters(remove_duplicate=False)
     )
-    named = [
-        [name for name, _ in kind]
-        for kind in (units.blocks, units.embeddings, units.final_norm_and_head)
-    ]
     return {
         "mesh": f"{mesh.mesh_dim_names} {tuple(mesh.shape)}",
         "tp_plan": plan.fingerprint() if plan is not None else "none",
         "parameters": "\n".join(params),
         "values": "\n".join(f"{n} {_checksum(p)}" for n, p in model.named_parameters()),
-        "units": repr(named),
+        "units": repr([[name for name, _ in modules] for modules in units]),
         "mp_policy": repr(policy),
     }
 
@@ -380,8 +375,7 @@ def _checksum(param: nn.Parameter) -> str:
     return str(int(data.sum()))
 
 
-@dataclass(frozen=True)
-class Units:
+class Units(NamedTuple):
     """The units of a model, except the root.
 
     Attributes:
@@ -403,9 +397,6 @@ def find_units(model: nn.Module, patterns: Sequence[str] | None = None) -> Units
     have children themselves; or the modules whose names match ``patterns`` (shell wildcards within a dotted
     segment). A module that shares a parameter with another stays with the root, so that tied parameters are
     in one group. So does one whose weight the model reads without calling it.
-
-    Raises:
-        Parallel3dError: a pattern matches nothing, or one match is inside another.
     """
     blocks = _matching(model, patterns) if patterns is not None else _listed(model)
     inside = {id(m) for _, block in blocks for m in block.modules()}

@@ -334,11 +334,7 @@ class _Call:
         self.on_lists = bool(args) and isinstance(args[0], (list, tuple))
 
     def run(self) -> Any:
-        """Runs the operation.
-
-        Raises:
-            Parallel3dError: it would mix the rows of an operand, or the operands have different rows.
-        """
+        """Runs the operation, unless it would mix the rows of an operand, or operands have other rows."""
         if self.kind == "view" and tuple(self.args[1]) == tuple(self.args[0].shape):
             local = get_local_tensor(self.args[0])
             return make_dtensor(self.func(local, list(local.shape)), spec_of(self.args[0]))
@@ -532,11 +528,7 @@ class PackedDTensor(DTensor):
         placements: Sequence[Placement] | None = None,
         **options: Any,
     ) -> DTensor:
-        """Redistributes to ``Replicate()`` on all axes, or reduces partial axes.
-
-        Raises:
-            Parallel3dError: to any other placements.
-        """
+        """Redistributes to ``Replicate()`` on all axes, or reduces partial axes; refuses all else."""
         mesh, spec = device_mesh or self.device_mesh, self._spec
         wanted = self.placements if placements is None else tuple(placements)
         if mesh == spec.mesh:
@@ -625,11 +617,8 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, packed: PackedDTensor) -> Tensor:
         spec = ctx.spec = packed._spec
-        local, placements = packed._local_tensor, _reduced_placements(packed._spec)
-        if placements != spec.placements:
-            plain = make_dtensor(local, spec.ordinary)
-            local = get_local_tensor(plain.redistribute(spec.mesh, ordinary(placements)))
-        return gather_packed(local, spec.mesh, placements, packed.shape)
+        reduced = packed.redistribute(placements=_reduced_placements(spec))
+        return gather_packed(get_local_tensor(reduced), spec.mesh, reduced.placements, packed.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> DTensor:

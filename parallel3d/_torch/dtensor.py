@@ -25,9 +25,8 @@ def call_torch_dispatch_of(kind: type[DTensor]) -> None:
         call_torch_dispatch_of(kind)
 
 
-def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh that ``mesh`` was sliced from, or ``mesh`` itself."""
-    return mesh._get_root_mesh()
+root_mesh: Callable[[DeviceMesh], DeviceMesh] = DeviceMesh._get_root_mesh
+"""The mesh that a mesh was sliced from, or the mesh itself."""
 
 
 def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:

@@ -98,6 +98,5 @@ def plain_group(store: dist.Store, rank: int, size: int) -> ProcessGroup:
     return group
 
 
-def cuda_sleep(cycles: int) -> None:
-    """Keeps the current CUDA stream busy for ``cycles`` of the GPU's clock."""
-    torch.cuda._sleep(cycles)
+cuda_sleep: Callable[[int], None] = torch.cuda._sleep
+"""Keeps the current CUDA stream busy for a number of cycles of the GPU's clock."""

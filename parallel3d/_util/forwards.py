@@ -95,10 +95,8 @@ def _caller_of(name: str, signature: str) -> Forward:
 def without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Returns the arguments of a block with None for an empty key-value cache.
 
-    The block is recomputed in backward, where it would add its keys and values to the cache again.
-
-    Raises:
-        StateError: a cache is not empty.
+    The block is recomputed in backward, where it would add its keys and values to the cache again. So a cache
+    that is not empty is an error.
     """
     for name in ("past_key_values", "past_key_value", "layer_past"):  # transformers' names
         cache = kwargs.get(name)

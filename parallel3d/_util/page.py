@@ -21,9 +21,6 @@ def filled(package: str, page: str, parts: Mapping[str, str]) -> str:
     """Returns the file ``page`` of ``package`` with each ``@@name@@`` replaced by the part of that name.
 
     Every page has the parts plotly, style and charts.
-
-    Raises:
-        PlanningError: plotly isn't installed.
     """
     try:
         from plotly.offline import get_plotlyjs

@@ -49,11 +49,7 @@ class _Replaced:
 
 
 def mark_replaced(param: nn.Parameter, module: nn.Module, attribute: str, name: str) -> None:
-    """Marks ``param``, which is being replaced as ``module``'s ``attribute``.
-
-    Args:
-        name: of the parameter, for the message.
-    """
+    """Marks ``param``, which is being replaced as ``module``'s ``attribute``; ``name`` is for the message."""
     global _marked
     if _marked == 0:
         register_optimizer_step_pre_hook(_before_step)

@@ -103,14 +103,7 @@ def read_layout(mesh: DeviceMesh) -> MeshLayout:
 
 
 def name_axes(mesh: DeviceMesh, axes: Mapping[str, str] | None = None) -> DeviceMesh:
-    """Returns ``mesh`` over the same process groups with its axes renamed.
-
-    Args:
-        axes: name in ``mesh`` -> ``"replicate"``, ``"shard"`` or ``"tp"``.
-
-    Raises:
-        MeshError: an axis has an unknown name and is not in ``axes``, or ``axes`` doesn't fit the mesh.
-    """
+    """Returns ``mesh`` over the same process groups, its axes renamed by ``axes`` (see ``parallelize``)."""
     names = mesh.mesh_dim_names
     if axes is not None:
         _check_axes(mesh, axes)
@@ -175,9 +168,6 @@ def warm_up(mesh: DeviceMesh) -> None:
     NCCL makes a group's communicator in its first collective. Made lazily, communicators would be made in
     the order in which a program happens to use them, under memory pressure, in the middle of a step: a
     failure is then a hang far from its cause. Nothing happens without other real ranks.
-
-    Raises:
-        MeshError: a collective failed, or its result is wrong; names the axis and its ranks.
     """
     if others() is None:
         return
@@ -226,7 +216,6 @@ def _check_launch(
     device_type: str,
     world_size: int,
     timeout: timedelta,
-    *,
     store: dist.Store | None = None,
     rank: int | None = None,
 ) -> None:
@@ -256,7 +245,7 @@ def _check_launch(
         warn_only=variables.keys(),
         store=store,
         rank=rank,
-        world_size=None if store is None else world_size,
+        world_size=world_size,
     )
 
 

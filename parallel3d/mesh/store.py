@@ -40,11 +40,9 @@ def next_table(store: dist.Store, topic: str, rank: int) -> dist.Store:
 
 
 def wait_for(store: dist.Store, keys: Sequence[str], timeout: timedelta) -> None:
-    """Waits until all ``keys`` are set.
+    """Waits until all ``keys`` are set; RuntimeError if not within ``timeout``.
 
-    Raises:
-        RuntimeError: not within ``timeout``; a ``DistNetworkError`` if the store has ended.
-        PeerFailureError: within ``guards.watch``: another rank has failed.
+    DistNetworkError if the store has ended; PeerFailureError within ``guards.watch``.
     """
     # Not store.wait: on a TCP store it can't be interrupted, and prints to stderr when it times out.
     for _ in _polls(time.monotonic() + timeout.total_seconds()):

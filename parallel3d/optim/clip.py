@@ -79,11 +79,7 @@ class ClipPlan:
         )
 
     def find(self, tensors: Sequence[torch.Tensor]) -> LocalGrads:
-        """Returns the gradients that are there.
-
-        Raises:
-            StateError: a gradient is not reduced yet.
-        """
+        """Returns the gradients that are there; StateError if one is not reduced yet."""
         grads = list(map(_grad_of, tensors))
         found = LocalGrads()
         known: dict[object, Axes] = {}  # (mesh, placements) -> groups: looked up once

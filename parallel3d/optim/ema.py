@@ -79,8 +79,7 @@ class Averaged:
     def current(self, converted: bool = False) -> torch.Tensor:
         """Returns this rank's part of the model's tensor, without a copy.
 
-        Raises:
-            StateError: its shape has changed, or, unless ``converted``, its dtype or device.
+        StateError if its shape has changed, or, unless ``converted``, its dtype or device.
         """
         tensor = self._read()
         kind = _kind_of(tensor)

@@ -19,10 +19,10 @@ from parallel3d._torch.kernels import foreach_copy_, foreach_zero_, local_tensor
 from parallel3d.errors import Parallel3dError
 from parallel3d.optim.matrix import MatrixSteps
 from parallel3d.optim.pieces import (
-    Apart,
     ParamPiece,
     Piece,
     RunPiece,
+    SeparateGradients,
     State,
     is_elementwise,
     pieces_of,
@@ -63,7 +63,7 @@ class Snapshot:
         return names == self._names and all(map(is_, values, self._values))
 
 
-class Singles:
+class SingleParams:
     """The pieces among ``pieces`` that are one DTensor parameter, handled all at once.
 
     There may be hundreds of them, so no Python code runs for one that has not changed since the last step.
@@ -89,11 +89,7 @@ class Singles:
         return all(map(is_, local_tensors(self._params), self._locals))
 
     def set_gradients(self) -> None:
-        """Sets ``.grad`` of the pieces.
-
-        Raises:
-            StateError: a gradient is not reduced yet.
-        """
+        """Sets ``.grad`` of the pieces; StateError if a gradient is not reduced yet."""
         grads = list(map(_grad_of, self._params))
         local_grads = self._checked_before(grads)
         if local_grads is None:
@@ -157,7 +153,7 @@ class LocalState:
     def _index(self) -> None:
         """Collects the pieces by how a step looks at them."""
         pieces = list(chain.from_iterable(self.by_group))
-        self.singles = Singles(pieces)
+        self.singles = SingleParams(pieces)
         self.runs = [piece for piece in pieces if isinstance(piece, RunPiece)]
         self.tensors = [[piece.tensor for piece in group] for group in self.by_group]
         self.own = [piece.tensor for piece in pieces if piece.tensor is not piece.params[0]]
@@ -218,7 +214,7 @@ class LocalState:
         for run in self.runs:
             try:
                 run.tensor.grad = run.gradient()
-            except Apart:
+            except SeparateGradients:
                 replaced[id(run)] = self._split(run, shown)
         if replaced:
             for pieces in self.by_group:
@@ -367,7 +363,7 @@ def local(
         if not elementwise:
             _raise_unknown(optimizer_class)
         check_elementwise(optimizer_class, options, group_options, _device(groups))
-    return _local_class(optimizer_class, matrix)(groups, **options)
+    return _local_class(optimizer_class, matrix)(groups, **options)  # type: ignore[arg-type]
 
 
 def _check(optimizer_class: Any, matrix: Any, elementwise: Any, options: dict[str, Any]) -> None:
@@ -482,5 +478,5 @@ def _local_class(base: type[Optimizer], matrix: bool) -> Any:
 
 def _new_local(base: type[Optimizer], matrix: bool) -> Any:
     """Returns an object without state, for copies and pickles."""
-    cls = _local_class(base, matrix)
+    cls = _local_class(base, matrix)  # type: ignore[arg-type]
     return cls.__new__(cls)
