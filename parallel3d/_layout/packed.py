@@ -344,7 +344,7 @@ class _Call:
             return _copied(*self.args[:2])
         if self.kind == "new":
             return _new(self.func, *self.args, **self.kwargs)
-        if self.func in _LOGICAL:
+        if self.func in (torch.ops.aten.all.default, torch.ops.aten.any.default):
             return _all_or_any(self.func, self.args[0])
         for value in (*self.args, *self.kwargs.values()):
             for position, item in enumerate(value if isinstance(value, (list, tuple)) else [value]):
@@ -430,9 +430,6 @@ def _new(func: Any, like: DTensor, size: Any, *args: Any, **kwargs: Any) -> DTen
         return func(make_dtensor(local, spec.ordinary), size, *args, **kwargs)
     new = func(local, list(local.shape), *args, **kwargs)
     return make_dtensor(new, make_spec(spec.mesh, spec.placements, like.shape, new.dtype))
-
-
-_LOGICAL = {torch.ops.aten.all.default, torch.ops.aten.any.default}
 
 
 def _all_or_any(func: Any, value: DTensor) -> Tensor:

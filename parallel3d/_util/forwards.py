@@ -38,12 +38,8 @@ def wrap_forward(
     inner = _take_own(module) if "forward" in module.__dict__ else cls.forward
     wrapped = _classes.get((cls, key, inner))
     if wrapped is None:
-        namespace = {
-            "forward": wrapper(inner),
-            "__doc__": cls.__doc__,
-            "__module__": cls.__module__,
-            "__qualname__": cls.__qualname__,
-        }
+        namespace = {name: getattr(cls, name) for name in ("__doc__", "__module__", "__qualname__")}
+        namespace["forward"] = wrapper(inner)
         wrapped = _classes[cls, key, inner] = type(cls.__name__, (cls,), namespace)
     module.__class__ = wrapped
     return inner

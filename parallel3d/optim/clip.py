@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import weakref
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -262,8 +263,10 @@ def clip_grad_norm_(
             f"{name_losses(loss)}"
         )
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    grads = [*found.wholes, *chain.from_iterable(found.others.values())]
-    for (device, dtype), alike in _by_kind(grads).items():
+    by_kind: defaultdict[tuple[torch.device, torch.dtype], Tensors] = defaultdict(list)
+    for grad in chain(found.wholes, *found.others.values()):
+        by_kind[grad.device, grad.dtype].append(grad)
+    for (device, dtype), alike in by_kind.items():
         foreach_mul_(alike, factor.to(device, dtype))
     return norm
 
@@ -334,13 +337,6 @@ def _power_sum(norms: Tensors, p: float) -> torch.Tensor:
     dtype = functools.reduce(torch.promote_types, (norm.dtype for norm in norms))
     all_norms = torch.cat([norm.to(norms[0].device, dtype) for norm in norms])
     return all_norms.max() if math.isinf(p) else all_norms.pow(p).sum()
-
-
-def _by_kind(tensors: Tensors) -> dict[tuple[torch.device, torch.dtype], Tensors]:
-    kinds: dict[tuple[torch.device, torch.dtype], Tensors] = {}
-    for tensor in tensors:
-        kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    return kinds
 
 
 def _norm_dtype(dtype: torch.dtype) -> torch.dtype:

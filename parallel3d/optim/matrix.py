@@ -85,7 +85,7 @@ class Owners:
         return whole
 
     def from_owners(self, whole: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The inverse of ``to_owner``: returns this rank's parts of the ranks' tensors, shaped as ``like``."""
+        """The inverse of ``to_owner``: returns this rank's part of each rank's tensor, shaped as ``like``."""
         send = whole.new_zeros(self.size, self.padded_numel)
         for box, rows in self._views(whole, send):
             rows.copy_(box)
