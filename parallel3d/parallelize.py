@@ -9,9 +9,8 @@ import itertools
 import textwrap
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import distributed as dist
@@ -99,23 +98,45 @@ def parallelize(
             or options.
     """
     policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
-    mesh, plan, found, reshard = preflight(
-        model,
-        mesh,
-        tp_plan,
-        units,
-        policy,
-        fsdp=fsdp,
-        strict=strict,
-        compile=compile,
-        loss_parallel=loss_parallel,
-        reshard_after_forward=reshard_after_forward,
-        shard_optimizer_over_replicate=shard_optimizer_over_replicate,
-        activation_checkpointing=activation_checkpointing,
-        axes=axes,
-        example=example,
-        check_same_batch=check_same_batch,
-    )
+    switches = {
+        "strict": strict,
+        "shard_optimizer_over_replicate": shard_optimizer_over_replicate,
+        "activation_checkpointing": activation_checkpointing,
+        "check_same_batch": check_same_batch,
+    }
+    plan, found, settings, reshard = None, Units([], [], []), {}, True
+    problem: Exception | None = None
+    try:
+        _check_model(model)
+        _check_switches(**switches)
+        _check_compile(compile)
+        if not isinstance(loss_parallel, bool) and loss_parallel != "chunked":
+            raise Parallel3dError(
+                f'loss_parallel is {loss_parallel!r}; it must be True, False or "chunked"'
+            )
+        if not isinstance(mesh, DeviceMesh):
+            raise MeshError(f"mesh is {mesh!r}; it must be a DeviceMesh, as build_mesh makes")
+        mesh = name_axes(mesh, axes)
+        _check_options(mesh, tp_plan, fsdp, policy)
+        reshard = _reshard(mesh, fsdp, reshard_after_forward)
+        if tp_plan is not None:  # with tp = 1 too: a wrong plan is wrong on every mesh
+            tp = data_axes(mesh).size(data_axes(mesh).tp)
+            plan = resolve_plan(model, tp_plan, tp, strict=strict, example=example)
+        found = find_units(model, units)
+        plan = _plan_loss(model, plan, found, loss_parallel)
+        _check_chunks(plan, found, compile)
+        settings = _settings(model, plan, found, mesh, policy)
+        switches |= {"fsdp": bool(fsdp), "reshard_after_forward": reshard}
+        settings |= {"compile": str(compile), "loss_parallel": str(loss_parallel)}
+        settings |= {k: str(v) for k, v in switches.items()}
+    except Exception as error:  # whatever it is, the other ranks must not wait for this one
+        if not dist.is_initialized():
+            raise
+        problem = error
+    _compare_ranks(mesh, settings, problem)
+    warning = of_one_unit(model, found) if data_axes(mesh).data_size > 1 else ""
+    if warning and (ranks_are_simulated() or dist.get_rank() == int(mesh.mesh.flatten()[0])):
+        warnings.warn(warning, stacklevel=2)
     blocks = [block for _, block in found.blocks]
     with unchanged_on_error(model):
         # Tensor parallelism first: what it leaves on each rank is what the engine shards.
@@ -164,59 +185,8 @@ def _checkpointed(inner: Callable[..., Any]) -> Callable[..., Any]:
     return as_if(forward, inner)
 
 
-def preflight(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    tp_plan: Plan | None,
-    units: Sequence[str] | None,
-    policy: MixedPrecisionPolicy,
-    *,
-    fsdp: bool | ShardingStrategy,
-    reshard_after_forward: bool | None,
-    strict: bool,
-    compile: bool | str,
-    loss_parallel: bool | str,
-    axes: Mapping[str, str] | None,
-    example: Any,
-    **switches: bool,
-) -> tuple[DeviceMesh, ResolvedPlan | None, Units, bool]:
-    """Checks the arguments of ``parallelize``, and that all ranks of ``mesh`` have passed the same.
-
-    Returns:
-        The mesh under our names, the plan and the units of ``model``, and whether to reshard after forward.
-
-    Raises:
-        Parallel3dError, PlanError, MeshError, AgreementError: see ``parallelize``.
-    """
-    plan, found, settings, reshard = None, Units([], [], []), {}, True
-    problem: Exception | None = None
-    try:
-        _check_model(model)
-        _check_switches(strict=strict, **switches)
-        _check_compile(compile)
-        if not isinstance(loss_parallel, bool) and loss_parallel != "chunked":
-            raise Parallel3dError(
-                f'loss_parallel is {loss_parallel!r}; it must be True, False or "chunked"'
-            )
-        if not isinstance(mesh, DeviceMesh):
-            raise MeshError(f"mesh is {mesh!r}; it must be a DeviceMesh, as build_mesh makes")
-        mesh = name_axes(mesh, axes)
-        _check_options(mesh, tp_plan, fsdp, policy)
-        reshard = _reshard(mesh, fsdp, reshard_after_forward)
-        if tp_plan is not None:  # with tp = 1 too: a wrong plan is wrong on every mesh
-            tp = data_axes(mesh).size(data_axes(mesh).tp)
-            plan = resolve_plan(model, tp_plan, tp, strict=strict, example=example)
-        found = find_units(model, units)
-        plan = _plan_loss(model, plan, found, loss_parallel)
-        _check_chunks(plan, found, compile)
-        settings = _settings(model, plan, found, mesh, policy)
-        switches |= {"fsdp": bool(fsdp), "reshard_after_forward": reshard}
-        settings |= {"compile": str(compile), "loss_parallel": str(loss_parallel)}
-        settings |= {k: str(v) for k, v in switches.items()}
-    except Exception as error:  # whatever it is, the other ranks must not wait for this one
-        if not dist.is_initialized():
-            raise
-        problem = error
+def _compare_ranks(mesh: Any, settings: dict[str, str], problem: Exception | None) -> None:
+    """Raises ``problem``, or an AgreementError if another rank of ``mesh`` has one or other settings."""
     ranks = None  # those outside the mesh may do something else
     if isinstance(mesh, DeviceMesh) and not ranks_are_simulated():
         ranks = mesh.mesh.flatten().tolist()
@@ -227,10 +197,6 @@ def preflight(
         raise error from problem
     if problem is not None:
         raise problem
-    warning = of_one_unit(model, found) if data_axes(mesh).data_size > 1 else ""
-    if warning and (ranks_are_simulated() or dist.get_rank() == int(mesh.mesh.flatten()[0])):
-        warnings.warn(warning, stacklevel=3)
-    return mesh, plan, found, reshard
 
 
 def _other_weights(ranks_of: Mapping[str, list[int]]) -> str:
@@ -389,16 +355,12 @@ def _settings(
         f"{first.setdefault(p, n)} {n} {tuple(p.shape)} {p.dtype} {p.requires_grad}"
         for n, p in model.named_parameters(remove_duplicate=False)
     )
-    named = [
-        [name for name, _ in kind]
-        for kind in (units.blocks, units.embeddings, units.final_norm_and_head)
-    ]
     return {
         "mesh": f"{mesh.mesh_dim_names} {tuple(mesh.shape)}",
         "tp_plan": plan.fingerprint() if plan is not None else "none",
         "parameters": "\n".join(params),
         "values": "\n".join(f"{n} {_checksum(p)}" for n, p in model.named_parameters()),
-        "units": repr(named),
+        "units": repr([[name for name, _ in modules] for modules in units]),
         "mp_policy": repr(policy),
     }
 
@@ -413,8 +375,7 @@ def _checksum(param: nn.Parameter) -> str:
     return str(int(data.sum()))
 
 
-@dataclass(frozen=True)
-class Units:
+class Units(NamedTuple):
     """The units of a model, except the root.
 
     Attributes:
@@ -436,9 +397,6 @@ def find_units(model: nn.Module, patterns: Sequence[str] | None = None) -> Units
     have children themselves; or the modules whose names match ``patterns`` (shell wildcards within a dotted
     segment). A module that shares a parameter with another stays with the root, so that tied parameters are
     in one group. So does one whose weight the model reads without calling it.
-
-    Raises:
-        Parallel3dError: a pattern matches nothing, or one match is inside another.
     """
     blocks = _matching(model, patterns) if patterns is not None else _listed(model)
     inside = {id(m) for _, block in blocks for m in block.modules()}

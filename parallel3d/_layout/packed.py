@@ -162,12 +162,6 @@ class Box:
         """The slices of the whole tensor."""
         return tuple(slice(o, o + s) for o, s in zip(self.offsets, self.sizes, strict=True))
 
-    @property
-    def local_slices(self) -> tuple[slice, ...]:
-        """The slices of the local tensor."""
-        rows = slice(self.start, self.start + self.sizes[self.dim])
-        return tuple(rows if d == self.dim else slice(None) for d in range(len(self.sizes)))
-
     def of(self, local: Tensor) -> Tensor:
         """Returns the box's view of the local tensor."""
         return local.narrow(self.dim, self.start, self.sizes[self.dim])
@@ -340,11 +334,7 @@ class _Call:
         self.on_lists = bool(args) and isinstance(args[0], (list, tuple))
 
     def run(self) -> Any:
-        """Runs the operation.
-
-        Raises:
-            Parallel3dError: it would mix the rows of an operand, or the operands have different rows.
-        """
+        """Runs the operation, unless it would mix the rows of an operand, or operands have other rows."""
         if self.kind == "view" and tuple(self.args[1]) == tuple(self.args[0].shape):
             local = get_local_tensor(self.args[0])
             return make_dtensor(self.func(local, list(local.shape)), spec_of(self.args[0]))
@@ -354,7 +344,7 @@ class _Call:
             return _copied(*self.args[:2])
         if self.kind == "new":
             return _new(self.func, *self.args, **self.kwargs)
-        if self.func in _LOGICAL:
+        if self.func in (torch.ops.aten.all.default, torch.ops.aten.any.default):
             return _all_or_any(self.func, self.args[0])
         for value in (*self.args, *self.kwargs.values()):
             for position, item in enumerate(value if isinstance(value, (list, tuple)) else [value]):
@@ -389,9 +379,8 @@ class _Call:
         """Returns an operand for DTensor's operation."""
         if isinstance(value, (list, tuple)):
             return [self._as_plain(item, i) for i, item in enumerate(value)]
-        known = self.plain.get(id(value))
-        if known is not None:
-            return known
+        if id(value) in self.plain:
+            return self.plain[id(value)]
         like = self.like.get(position)
         if like is None or not isinstance(value, Tensor) or not value.dim() or value.numel() == 1:
             return value
@@ -405,9 +394,8 @@ class _Call:
 
     def _as_packed(self, position: int, result: Any) -> Any:
         """Returns a result with the spec of the packed operands at its position."""
-        original = self.originals.get(id(result))
-        if original is not None:
-            return original
+        if id(result) in self.originals:
+            return self.originals[id(result)]
         like = self.like.get(position)
         if like is None or not isinstance(result, DTensor) or not result.dim():
             return result
@@ -442,9 +430,6 @@ def _new(func: Any, like: DTensor, size: Any, *args: Any, **kwargs: Any) -> DTen
         return func(make_dtensor(local, spec.ordinary), size, *args, **kwargs)
     new = func(local, list(local.shape), *args, **kwargs)
     return make_dtensor(new, make_spec(spec.mesh, spec.placements, like.shape, new.dtype))
-
-
-_LOGICAL = {torch.ops.aten.all.default, torch.ops.aten.any.default}
 
 
 def _all_or_any(func: Any, value: DTensor) -> Tensor:
@@ -496,10 +481,7 @@ def _packed_spec(value: Any) -> PackedSpec | None:
 
 def _same_rows(one: PackedSpec, other: PackedSpec) -> bool:
     """Whether each rank holds the same rows of both."""
-    (axis, shard), (other_axis, other_shard) = one.packed, other.packed
-    same = shard is other_shard or shard == other_shard
-    same_mesh = one.mesh is other.mesh or one.mesh == other.mesh
-    return same and axis == other_axis and same_mesh and one.shape == other.shape
+    return (one.packed, one.mesh, one.shape) == (other.packed, other.mesh, other.shape)
 
 
 class PackedDTensor(DTensor):
@@ -543,11 +525,7 @@ class PackedDTensor(DTensor):
         placements: Sequence[Placement] | None = None,
         **options: Any,
     ) -> DTensor:
-        """Redistributes to ``Replicate()`` on all axes, or reduces partial axes.
-
-        Raises:
-            Parallel3dError: to any other placements.
-        """
+        """Redistributes to ``Replicate()`` on all axes, or reduces partial axes; refuses all else."""
         mesh, spec = device_mesh or self.device_mesh, self._spec
         wanted = self.placements if placements is None else tuple(placements)
         if mesh == spec.mesh:
@@ -636,11 +614,8 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, packed: PackedDTensor) -> Tensor:
         spec = ctx.spec = packed._spec
-        local, placements = packed._local_tensor, _reduced_placements(packed._spec)
-        if placements != spec.placements:
-            plain = make_dtensor(local, spec.ordinary)
-            local = get_local_tensor(plain.redistribute(spec.mesh, ordinary(placements)))
-        return gather_packed(local, spec.mesh, placements, packed.shape)
+        reduced = packed.redistribute(placements=_reduced_placements(spec))
+        return gather_packed(get_local_tensor(reduced), spec.mesh, reduced.placements, packed.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> DTensor:

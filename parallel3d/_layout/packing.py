@@ -58,11 +58,7 @@ class Packing:
         return pick_by_rank(self.lengths, rank)
 
     def take(self, whole: Tensor, rank: int) -> Tensor:
-        """Returns the rows of ``whole`` that ``rank`` holds: contiguous, with storage of its own.
-
-        Args:
-            rank: a coordinate, which may be a ``SymInt`` of simulated ranks.
-        """
+        """Returns a copy of the rows of ``whole`` that ``rank``, perhaps a simulated ``SymInt``, holds."""
         if isinstance(rank, torch.SymInt):
             ranks = {r: value_on_rank(rank, r) for r in ranks_of(rank)}
             return combine_ranks(
@@ -82,8 +78,7 @@ class Packing:
     def rows_of(self, rank: int, first: int, number: int) -> list[tuple[int, Interval]]:
         """Returns where rows ``first`` to ``first + number`` of ``rank``'s local tensor are in the whole.
 
-        Returns:
-            (number of these rows before, interval of the whole tensor) for each interval.
+        For each interval of the whole tensor: (number of these rows before, the interval).
         """
         found, start = [], 0
         for begin, length in self.rows[rank]:

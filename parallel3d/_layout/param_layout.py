@@ -50,13 +50,7 @@ def local_chunk(tensor: torch.Tensor, dim: int, parts: int, index: int) -> torch
     """Returns the ``index``-th of ``parts`` chunks of ``tensor`` along ``dim``.
 
     As with ``torch.chunk`` they have ``ceil(size / parts)`` rows, except the last ones, which may be shorter
-    or empty.
-
-    Args:
-        index: a rank's coordinate, which may be a ``SymInt`` of simulated ranks.
-
-    Returns:
-        A contiguous tensor with storage of its own, on ``tensor``'s device.
+    or empty. It is a copy. ``index`` may be a ``SymInt`` of simulated ranks.
     """
     size = tensor.shape[dim]
     chunk = -(-size // parts)

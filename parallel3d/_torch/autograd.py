@@ -42,9 +42,8 @@ queue_backward_callback: Callable[[Callable[[], None]], None]
 queue_backward_callback = torch.autograd.Variable._execution_engine.queue_callback
 
 
-def assert_async(condition: torch.Tensor, message: str) -> None:
-    """Raises if ``condition`` is false, without waiting for an accelerator."""
-    torch._assert_async(condition, message)
+assert_async: Callable[[torch.Tensor, str], None] = torch._assert_async
+"""``assert_async(condition, message)`` raises if it is false, without waiting for an accelerator."""
 
 
 def in_backward_pass() -> bool:
@@ -52,10 +51,8 @@ def in_backward_pass() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def graph_is_kept() -> bool:
-    """Whether the backward that runs on this thread has ``retain_graph=True``."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()
-
+graph_is_kept: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+"""Whether the backward that runs on this thread has ``retain_graph=True``."""
 
 backward_id: Callable[[], int] = torch._C._current_graph_task_id
 """Returns the number of the backward that runs on this thread; one inside another has its own. -1: none."""
@@ -71,9 +68,8 @@ def set_backward_order(node: Any, number: int) -> None:
     node._set_sequence_nr(number)
 
 
-def node_is_in_backward(node: Any) -> bool:
-    """Whether the backward that runs on this thread comes, or has come, to ``node`` of the graph."""
-    return torch._C._will_engine_execute_node(node)
+node_is_in_backward: Callable[[Any], bool] = torch._C._will_engine_execute_node
+"""Whether the backward that runs on this thread comes, or has come, to a node of the graph."""
 
 
 def gradient_hooks(param: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
@@ -131,15 +127,11 @@ def no_frame_of_its_own(function: _FunctionT) -> _FunctionT:
 functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """Returns whether this runs within a transform of ``torch.func`` (``grad``, ``jvp``, ``vmap``)."""
 
-
-def functorch_left() -> AbstractContextManager[Any]:
-    """Within it tensors and autograd functions are of no transform of ``torch.func`` that is under way."""
-    return temporarily_clear_interpreter_stack()
-
+functorch_left: Callable[[], AbstractContextManager[Any]] = temporarily_clear_interpreter_stack
+"""Within it tensors and autograd functions are of no transform of ``torch.func`` that is under way."""
 
 # A subclass's ``__torch_function__`` that leaves its functions to ``__torch_dispatch__``.
 no_torch_function: Any = torch._C._disabled_torch_function_impl
-
 
 torch_function_off: Callable[[], AbstractContextManager[None]] = (
     torch._C.DisableTorchFunctionSubclass
@@ -149,7 +141,6 @@ torch_function_off: Callable[[], AbstractContextManager[None]] = (
 
 # Of torch 2.13: lets a leaf's gradient have another dtype than the leaf.
 grads_may_differ_in_dtype = hasattr(torch.Tensor, "grad_dtype")
-
 
 # Of torch 2.15: whether ``grad_dtype`` of a parameter was set is known, and torch's engine follows it.
 follows_grad_dtype = hasattr(torch.Tensor, "_has_grad_dtype_override")

@@ -25,9 +25,8 @@ def call_torch_dispatch_of(kind: type[DTensor]) -> None:
         call_torch_dispatch_of(kind)
 
 
-def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh that ``mesh`` was sliced from, or ``mesh`` itself."""
-    return mesh._get_root_mesh()
+root_mesh: Callable[[DeviceMesh], DeviceMesh] = DeviceMesh._get_root_mesh
+"""The mesh that a mesh was sliced from, or the mesh itself."""
 
 
 def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
@@ -65,8 +64,7 @@ def make_spec(
     A placement of ours (``PackedShard``) says by ``spec_class`` that it needs a description of its own.
     """
     stride = torch.empty(shape, device="meta").stride()
-    kinds = [p.spec_class for p in placements if hasattr(p, "spec_class")]
-    kind = kinds[0] if kinds else DTensorSpec
+    kind = next((p.spec_class for p in placements if hasattr(p, "spec_class")), DTensorSpec)
     return kind(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, dtype))
 
 

@@ -63,10 +63,7 @@ def boxed(work: dist.Work) -> Any:
 
 def loader_iterators() -> tuple[type, ...]:
     """Returns the classes of a DataLoader's iterators."""
-    return (
-        _dataloader._SingleProcessDataLoaderIter,
-        _dataloader._MultiProcessingDataLoaderIter,
-    )
+    return _dataloader._SingleProcessDataLoaderIter, _dataloader._MultiProcessingDataLoaderIter
 
 
 def init_fake_group(rank: int, world_size: int) -> None:
@@ -101,6 +98,5 @@ def plain_group(store: dist.Store, rank: int, size: int) -> ProcessGroup:
     return group
 
 
-def cuda_sleep(cycles: int) -> None:
-    """Keeps the current CUDA stream busy for ``cycles`` of the GPU's clock."""
-    torch.cuda._sleep(cycles)
+cuda_sleep: Callable[[int], None] = torch.cuda._sleep
+"""Keeps the current CUDA stream busy for a number of cycles of the GPU's clock."""

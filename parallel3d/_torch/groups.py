@@ -2,7 +2,7 @@
 
 import atexit
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
@@ -12,15 +12,11 @@ import torch
 from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
-
-def default_store() -> dist.Store:
-    """The key-value store of the default process group."""
-    return dist.distributed_c10d._get_default_store()
-
+default_store: Callable[[], dist.Store] = dist.distributed_c10d._get_default_store
+"""The key-value store of the default process group."""
 
 pretended_backend: str | None = None
 """What ``backend_name`` says whatever the group is: a dry run's."""
-
 
 _GLOO_DROPS_WITHIN = 0.2
 """Seconds without the interpreter's lock that gloo's threads get at exit; they need microseconds."""

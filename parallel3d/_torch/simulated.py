@@ -34,9 +34,8 @@ def tensors_by_rank(tensor: torch.Tensor) -> dict[int, torch.Tensor] | None:
     return tensor._local_tensors if isinstance(tensor, LocalTensor) else None
 
 
-def combine_ranks(by_rank: dict[int, torch.Tensor]) -> torch.Tensor:
-    """Returns one tensor of simulated ranks, the inverse of ``tensors_by_rank``."""
-    return LocalTensor(by_rank)
+combine_ranks: Callable[[dict[int, torch.Tensor]], torch.Tensor] = LocalTensor
+"""Returns one tensor of simulated ranks, the inverse of ``tensors_by_rank``."""
 
 
 def simulation_paused(mode: LocalTensorMode) -> bool:

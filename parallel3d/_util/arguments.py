@@ -8,12 +8,7 @@ from parallel3d.errors import Parallel3dError, WrongTypeError
 
 
 def as_bool(name: str, value: object) -> bool:
-    """Returns ``value``, a bool, 0 or 1, as a bool.
-
-    Raises:
-        WrongTypeError: it is no bool and no integer.
-        Parallel3dError: it is another integer.
-    """
+    """Returns ``value``, a bool, 0 or 1, as a bool; raises for any other value."""
     if isinstance(value, int) and value in (0, 1):
         return bool(value)
     kind = Parallel3dError if isinstance(value, int) else WrongTypeError
@@ -27,12 +22,7 @@ def is_positive(value: object) -> bool:
 
 
 def as_count(name: str, value: object, least: int = 0) -> int:
-    """Returns ``value``, an integer of at least ``least``, numpy's or a tensor too, as an ``int``.
-
-    Raises:
-        WrongTypeError: it is no integer, or a boolean.
-        Parallel3dError: it is below ``least``.
-    """
+    """Returns ``value``, an integer of at least ``least``, numpy's or a tensor too, as an ``int``."""
     count = None
     if not isinstance(value, bool) and "bool" not in str(getattr(value, "dtype", "")):
         with suppress(TypeError):

@@ -38,12 +38,8 @@ def wrap_forward(
     inner = _take_own(module) if "forward" in module.__dict__ else cls.forward
     wrapped = _classes.get((cls, key, inner))
     if wrapped is None:
-        namespace = {
-            "forward": wrapper(inner),
-            "__doc__": cls.__doc__,
-            "__module__": cls.__module__,
-            "__qualname__": cls.__qualname__,
-        }
+        namespace = {name: getattr(cls, name) for name in ("__doc__", "__module__", "__qualname__")}
+        namespace["forward"] = wrapper(inner)
         wrapped = _classes[cls, key, inner] = type(cls.__name__, (cls,), namespace)
     module.__class__ = wrapped
     return inner
@@ -95,10 +91,8 @@ def _caller_of(name: str, signature: str) -> Forward:
 def without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Returns the arguments of a block with None for an empty key-value cache.
 
-    The block is recomputed in backward, where it would add its keys and values to the cache again.
-
-    Raises:
-        StateError: a cache is not empty.
+    The block is recomputed in backward, where it would add its keys and values to the cache again. So a cache
+    that is not empty is an error.
     """
     for name in ("past_key_values", "past_key_value", "layer_past"):  # transformers' names
         cache = kwargs.get(name)

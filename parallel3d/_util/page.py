@@ -21,9 +21,6 @@ def filled(package: str, page: str, parts: Mapping[str, str]) -> str:
     """Returns the file ``page`` of ``package`` with each ``@@name@@`` replaced by the part of that name.
 
     Every page has the parts plotly, style and charts.
-
-    Raises:
-        PlanningError: plotly isn't installed.
     """
     try:
         from plotly.offline import get_plotlyjs
@@ -113,10 +110,8 @@ def mark(
 
     The text is at the foot of a vertical line, or at its ``top``; of a horizontal one at its left end.
     """
-    across, shape = (
-        "y" if axis == "x" else "x",
-        {"type": "line", "line": {"dash": dash, "width": width}},
-    )
+    across = "y" if axis == "x" else "x"
+    shape = {"type": "line", "line": {"dash": dash, "width": width}}
     ends = {f"{axis}0": at, f"{axis}1": at, f"{across}0": 0, f"{across}1": 1}
     layout["shapes"].append({**shape, **ends, f"{across}ref": "paper"})
     if axis == "y":

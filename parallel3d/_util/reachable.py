@@ -56,14 +56,7 @@ PLAIN_TYPES = frozenset(  # types of values that neither are tensors nor have an
 
 
 def tensors_with_graph(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The tensors in ``values`` that were computed with autograd's record."""
-    for tensor in _tensors_near(values):
-        if tensor.requires_grad and not tensor.is_leaf:
-            yield tensor
-
-
-def _tensors_near(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The tensors in ``values`` and in containers, and on the attributes of other objects there.
+    """The tensors computed with autograd's record in ``values``, in containers and on attributes of objects.
 
     Not further: a module may have a reference to all of the program.
     """
@@ -72,7 +65,8 @@ def _tensors_near(values: Iterable[Any]) -> Iterator[torch.Tensor]:
     while stack and len(seen) < _MOST:
         each = stack.pop()
         if isinstance(each, torch.Tensor):
-            yield each
+            if each.requires_grad and not each.is_leaf:
+                yield each
         elif type(each) in PLAIN_TYPES or id(each) in seen or isinstance(each, _OPAQUE):
             continue
         else:
@@ -82,11 +76,8 @@ def _tensors_near(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             elif isinstance(each, dict):
                 stack += each.values()
             elif not type(each).__module__.startswith(_NOT_THE_USERS):
-                for value in _attributes_of(each):
-                    if isinstance(value, torch.Tensor):
-                        yield value
-                    elif isinstance(value, (list, tuple, dict, deque)):
-                        stack.append(value)
+                near = (torch.Tensor, list, tuple, dict, deque)
+                stack += [value for value in _attributes_of(each) if isinstance(value, near)]
 
 
 def _attributes_of(value: Any) -> Iterator[Any]:

@@ -20,9 +20,8 @@ _MARK = "_parallel3d_replaced"  # attribute of the user's Parameter
 _alive: dict[int, str] = {}
 """The marks of replaced Parameters that still exist; if there are none, a step costs one test."""
 _marked = 0
-_CHECKED = (
-    "_parallel3d_checked"  # attribute of an optimizer: (marks made, number of its parameters) then
-)
+# Attribute of an optimizer that has passed: (marks made until then, number of its parameters).
+_CHECKED = "_parallel3d_checked"
 
 
 class _Replaced:
@@ -39,7 +38,7 @@ class _Replaced:
         _alive.pop(id(self), None)
 
     def __reduce__(self) -> Any:
-        return _no_mark, ()
+        return type(None), ()
 
     def is_unused(self, param: nn.Parameter) -> bool:
         """Whether the model has another Parameter in its place, and it has got no gradient since."""
@@ -49,17 +48,8 @@ class _Replaced:
         return param.grad is None or (self.grad is not None and self.grad() is param.grad)
 
 
-def _no_mark() -> None:
-    return None
-
-
 def mark_replaced(param: nn.Parameter, module: nn.Module, attribute: str, name: str) -> None:
-    """Marks ``param`` as replaced, so that an optimizer that still holds it raises in its next step.
-
-    Args:
-        module, attribute: where ``param`` was, and its successor is.
-        name: the parameter's name in that error.
-    """
+    """Marks ``param``, which is being replaced as ``module``'s ``attribute``; ``name`` is for the message."""
     global _marked
     if _marked == 0:
         register_optimizer_step_pre_hook(_before_step)
@@ -89,8 +79,7 @@ def _check(optimizer: Optimizer) -> None:
                 "or fully_shard, of model.parameters()"
             )
     if not any(isinstance(mark, _Replaced) for _, mark in marks):
-        # Else another model may use them: look again in each step.
-        setattr(optimizer, _CHECKED, state)
+        setattr(optimizer, _CHECKED, state)  # else another model may use them: look in each step
 
 
 @contextmanager

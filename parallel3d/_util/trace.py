@@ -12,9 +12,6 @@ from contextlib import contextmanager
 class _Issuing:
     """Name of the unit whose collectives are being issued; ``""`` when none is known.
 
-    ``with issuing.as_unit(name):`` names another one for a while. ``with issuing.one_call():`` says that what
-    is issued within are the members of one call.
-
     Attributes:
         made_of: (kind, bytes) of the collective that the messages now issued make together, or None.
         noted: whether the recorder has it already.
@@ -22,18 +19,6 @@ class _Issuing:
         runs: how many forwards, with or without.
         on_run: called when one begins; None: nobody wants to know. See ``guards.watch``.
     """
-
-    __slots__ = (
-        "_before",
-        "_one_call",
-        "call",
-        "forwards",
-        "made_of",
-        "noted",
-        "on_run",
-        "runs",
-        "unit",
-    )
 
     def __init__(self) -> None:
         self.unit: str = ""
@@ -43,22 +28,24 @@ class _Issuing:
         self.forwards = 0
         self.runs = 0
         self.on_run: Callable[[], None] | None = None
-        self._before: str = ""
-        self._one_call = _OneCall(self)
 
-    def as_unit(self, name: str) -> "_Issuing":
-        """Not to be nested: collectives are leaves."""
-        self._before, self.unit = self.unit, name
-        return self
+    @contextmanager
+    def as_unit(self, name: str) -> Iterator[None]:
+        """What is issued in the body belongs to the unit ``name``."""
+        before, self.unit = self.unit, name
+        try:
+            yield
+        finally:
+            self.unit = before
 
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *exc: object) -> None:
-        self.unit = self._before
-
-    def one_call(self) -> "_OneCall":
-        """Not to be nested either."""
-        return self._one_call
+    @contextmanager
+    def one_call(self) -> Iterator[None]:
+        """What is issued in the body are the members of one call."""
+        self.call = object()
+        try:
+            yield
+        finally:
+            self.call = None
 
     @contextmanager
     def messages_of(self, kind: str, size: int) -> Iterator[None]:
@@ -68,19 +55,6 @@ class _Issuing:
             yield
         finally:
             self.made_of = None
-
-
-class _OneCall:
-    __slots__ = ("_issuing",)
-
-    def __init__(self, issuing: _Issuing) -> None:
-        self._issuing = issuing
-
-    def __enter__(self) -> None:
-        self._issuing.call = object()
-
-    def __exit__(self, *exc: object) -> None:
-        self._issuing.call = None
 
 
 issuing = _Issuing()

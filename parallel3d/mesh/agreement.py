@@ -29,6 +29,9 @@ _MOST_LINES = 16  # a model in another dtype differs in every parameter
 _UNSET = "(not set)"
 
 RanksOf = Mapping[str, list[int]]  # value of a setting -> the ranks that have it
+_Report = tuple[
+    dict[str, str], list[str]
+]  # one rank's settings; names where a difference is a warning
 _Explain = Mapping[str, Callable[[RanksOf], str]]
 
 
@@ -84,14 +87,6 @@ def name_ranks(ranks: Iterable[int], most: int = 8) -> str:
 def seconds(time: timedelta) -> str:
     """Returns ``0.5 s``."""
     return f"{time.total_seconds():g} s"
-
-
-@dataclass(frozen=True)
-class _Report:
-    """The settings of one rank."""
-
-    value: dict[str, str]
-    warn_only: list[str]
 
 
 @dataclass(frozen=True)
@@ -168,10 +163,10 @@ def check_agreement(
 
     try:
         comparison = _Comparison(store, topic, rank, members, timeout, explain or {})
-        verdict = comparison.run(_Report(dict(value), sorted(warn_only)))
+        verdict = comparison.run((dict(value), sorted(warn_only)))
         if verdict.differs and details is not None:
             comparison = _Comparison(store, f"{topic} in detail", rank, members, timeout, {})
-            detailed = comparison.run(_Report(dict(details()), []))
+            detailed = comparison.run((dict(details()), []))
             if detailed.error is not None:
                 verdict = replace(detailed, error=detailed.error.replace(" in detail", "", 1))
     except dist.DistNetworkError as error:
@@ -203,7 +198,7 @@ class _Comparison:
     def run(self, report: _Report) -> _Verdict:
         """Writes this rank's report and returns the first member's verdict on all of them."""
         table = next_table(self.store, f"agreement/{self.topic}", self.rank)
-        table.set(_report_key(self.rank), json.dumps(asdict(report)))
+        table.set(_report_key(self.rank), json.dumps(report))
         if self.rank == self.members[0]:
             verdict = self._judge(table)
             table.set("verdict", json.dumps(asdict(verdict)))
@@ -221,7 +216,7 @@ class _Comparison:
             raise
         except RuntimeError:  # the stores share no narrower type for a timeout
             present = [rank for rank in present if table.check([_report_key(rank)])]
-        reports = {rank: _Report(**json.loads(table.get(_report_key(rank)))) for rank in present}
+        reports = {rank: json.loads(table.get(_report_key(rank))) for rank in present}
         error, warning = self._compare(reports)
         missing = sorted({*self.members} - {*present})
         if not missing:
@@ -275,14 +270,14 @@ class _Comparison:
 
     def _compare(self, reports: Mapping[int, _Report]) -> tuple[str | None, str | None]:
         """Returns (error, warning) about the settings in which the reports differ."""
-        tolerated = {name for report in reports.values() for name in report.warn_only}
+        tolerated = {name for _, warn_only in reports.values() for name in warn_only}
         errors: dict[str, RanksOf] = {}
         notices: dict[str, RanksOf] = {}
         # Names in the order of their first appearance.
-        for name in dict.fromkeys(name for report in reports.values() for name in report.value):
+        for name in dict.fromkeys(name for settings, _ in reports.values() for name in settings):
             ranks_of: dict[str, list[int]] = {}
-            for rank, report in reports.items():
-                ranks_of.setdefault(report.value.get(name, _UNSET), []).append(rank)
+            for rank, (settings, _) in reports.items():
+                ranks_of.setdefault(settings.get(name, _UNSET), []).append(rank)
             if len(ranks_of) > 1:
                 (notices if name in tolerated else errors)[name] = ranks_of
         error = warning = None

@@ -29,10 +29,7 @@ _NOT_COMPARED = ("TORCH_HOME", "TORCH_EXTENSIONS_DIR", "TORCH_LOGS_OUT", "TORCH_
 
 
 def build_mesh(
-    layout: MeshLayout,
-    *,
-    device_type: str | None = None,
-    timeout: timedelta = DEFAULT_TIMEOUT,
+    layout: MeshLayout, *, device_type: str | None = None, timeout: timedelta = DEFAULT_TIMEOUT
 ) -> DeviceMesh:
     """Builds the DeviceMesh of ``layout``, with the axes ``("replicate", "shard", "tp")``, tp innermost.
 
@@ -106,14 +103,7 @@ def read_layout(mesh: DeviceMesh) -> MeshLayout:
 
 
 def name_axes(mesh: DeviceMesh, axes: Mapping[str, str] | None = None) -> DeviceMesh:
-    """Returns ``mesh`` over the same process groups with its axes renamed.
-
-    Args:
-        axes: name in ``mesh`` -> ``"replicate"``, ``"shard"`` or ``"tp"``.
-
-    Raises:
-        MeshError: an axis has an unknown name and is not in ``axes``, or ``axes`` doesn't fit the mesh.
-    """
+    """Returns ``mesh`` over the same process groups, its axes renamed by ``axes`` (see ``parallelize``)."""
     names = mesh.mesh_dim_names
     if axes is not None:
         _check_axes(mesh, axes)
@@ -178,9 +168,6 @@ def warm_up(mesh: DeviceMesh) -> None:
     NCCL makes a group's communicator in its first collective. Made lazily, communicators would be made in
     the order in which a program happens to use them, under memory pressure, in the middle of a step: a
     failure is then a hang far from its cause. Nothing happens without other real ranks.
-
-    Raises:
-        MeshError: a collective failed, or its result is wrong; names the axis and its ranks.
     """
     if others() is None:
         return
@@ -229,7 +216,6 @@ def _check_launch(
     device_type: str,
     world_size: int,
     timeout: timedelta,
-    *,
     store: dist.Store | None = None,
     rank: int | None = None,
 ) -> None:
@@ -259,7 +245,7 @@ def _check_launch(
         warn_only=variables.keys(),
         store=store,
         rank=rank,
-        world_size=None if store is None else world_size,
+        world_size=world_size,
     )
 
 
@@ -293,12 +279,8 @@ def _start_group(layout: MeshLayout, device_type: str, timeout: timedelta) -> Me
     backend = backend_string(device_type)
     set_device(device_type, rank)
     # torch itself uses this prefix, which keeps its keys apart from ours. Collectives keep torch's timeout.
-    dist.init_process_group(
-        backend,
-        store=dist.PrefixStore("default_pg", store),
-        rank=rank,
-        world_size=world_size,
-    )
+    default_store = dist.PrefixStore("default_pg", store)
+    dist.init_process_group(backend, store=default_store, rank=rank, world_size=world_size)
     return resolved
 
 

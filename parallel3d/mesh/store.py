@@ -9,7 +9,8 @@ from datetime import timedelta
 
 from torch import distributed as dist
 
-from parallel3d._torch import groups, simulated
+from parallel3d._torch.groups import default_store
+from parallel3d._torch.simulated import ranks_are_simulated as ranks_are_played
 
 _ONE_PROCESS = ("fake", "emulated")  # backends of ``parallel3d.testing`` without other ranks
 _SHORTEST, _LONGEST = 0.0005, 0.1  # seconds between two polls of the store
@@ -18,18 +19,13 @@ while_waiting: list[Callable[[], None]] = []
 """Called at each poll by a rank that waits; an exception ends the wait. See ``guards.watch``."""
 
 
-def ranks_are_played() -> bool:
-    """Whether all ranks are simulated in this process: they can't differ, nor wait for each other."""
-    return simulated.ranks_are_simulated()
-
-
 def others() -> tuple[dist.Store, int, int] | None:
     """Returns (store, rank, world size) of the default group; None if it has no other real rank."""
     if ranks_are_played() or not dist.is_initialized():
         return None
     if any(name in dist.get_backend_config() for name in _ONE_PROCESS) or dist.get_world_size() < 2:
         return None
-    return groups.default_store(), dist.get_rank(), dist.get_world_size()
+    return default_store(), dist.get_rank(), dist.get_world_size()
 
 
 def next_table(store: dist.Store, topic: str, rank: int) -> dist.Store:
@@ -44,11 +40,9 @@ def next_table(store: dist.Store, topic: str, rank: int) -> dist.Store:
 
 
 def wait_for(store: dist.Store, keys: Sequence[str], timeout: timedelta) -> None:
-    """Waits until all ``keys`` are set.
+    """Waits until all ``keys`` are set; RuntimeError if not within ``timeout``.
 
-    Raises:
-        RuntimeError: not within ``timeout``; a ``DistNetworkError`` if the store has ended.
-        PeerFailureError: within ``guards.watch``: another rank has failed.
+    DistNetworkError if the store has ended; PeerFailureError within ``guards.watch``.
     """
     # Not store.wait: on a TCP store it can't be interrupted, and prints to stderr when it times out.
     for _ in _polls(time.monotonic() + timeout.total_seconds()):

@@ -71,13 +71,7 @@ def _deferring_all_reduce(units: Sequence[FSDPModule], source: Iterator[T]) -> I
 
 
 def group_of(mesh: DeviceMesh | None, what: str) -> ProcessGroup | None:
-    """Returns the process group over all axes of ``mesh``, by default the default group.
-
-    None if ``torch.distributed`` is not initialized.
-
-    Raises:
-        MeshError: ``mesh`` is no mesh, this rank is not in it, or its axes have no names.
-    """
+    """Returns the group over all axes of ``mesh``, by default the default group; None if there is none."""
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise MeshError(f"{what}: mesh is {mesh!r}; it must be a DeviceMesh, or None for all ranks")
     if not dist.is_initialized():

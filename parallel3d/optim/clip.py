@@ -6,12 +6,13 @@ import functools
 import json
 import math
 import weakref
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import chain, groupby
-from operator import attrgetter, call, is_, itemgetter
+from operator import attrgetter, call, is_
 from typing import cast
 
 import torch
@@ -79,11 +80,7 @@ class ClipPlan:
         )
 
     def find(self, tensors: Sequence[torch.Tensor]) -> LocalGrads:
-        """Returns the gradients that are there.
-
-        Raises:
-            StateError: a gradient is not reduced yet.
-        """
+        """Returns the gradients that are there; StateError if one is not reduced yet."""
         grads = list(map(_grad_of, tensors))
         found = LocalGrads()
         known: dict[object, Axes] = {}  # (mesh, placements) -> groups: looked up once
@@ -91,7 +88,7 @@ class ClipPlan:
             if isinstance(entry, int):
                 members: Sequence[torch.Tensor | None] = [grads[entry]]
             else:
-                members = entry.members(grads)
+                members = [grads[i] for i in entry.indices]
                 if entry.add_to(found, members, tensors):
                     continue
             for grad in members:
@@ -112,22 +109,16 @@ class ClipPlan:
 
 
 class _WholeBucket:
-    """A bucket whose parameters are all among the tensors.
-
-    Attributes:
-        members: takes the items of its parameters out of a list with an item for each tensor.
-    """
+    """A bucket whose parameters are all among the tensors, at ``indices``."""
 
     def __init__(self, bucket: Bucket, index: dict[int, int]) -> None:
-        indices = [index[id(param.sharded)] for param in bucket.params]
-        first, *rest = indices
-        self.members = itemgetter(*indices) if rest else itemgetter(slice(first, first + 1))
+        self.indices = [index[id(param.sharded)] for param in bucket.params]
         self._segment_sizes = bucket.segment_sizes
         self._padding = padding_of(bucket)
         # Name of a group -> (index of a tensor that it shards, the axis of that tensor's mesh).
         self._sources: dict[str, tuple[int, int]] = {}
         by_param = []
-        for i, param in zip(indices, bucket.params, strict=True):
+        for i, param in zip(self.indices, bucket.params, strict=True):
             sharding = _sharding(spec_of(cast(DTensor, param.sharded)))
             for axis, group in sharding:
                 self._sources.setdefault(group.group_name, (i, axis))
@@ -272,8 +263,10 @@ def clip_grad_norm_(
             f"{name_losses(loss)}"
         )
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    grads = [*found.wholes, *chain.from_iterable(found.others.values())]
-    for (device, dtype), alike in _by_kind(grads).items():
+    by_kind: defaultdict[tuple[torch.device, torch.dtype], Tensors] = defaultdict(list)
+    for grad in chain(found.wholes, *found.others.values()):
+        by_kind[grad.device, grad.dtype].append(grad)
+    for (device, dtype), alike in by_kind.items():
         foreach_mul_(alike, factor.to(device, dtype))
     return norm
 
@@ -344,13 +337,6 @@ def _power_sum(norms: Tensors, p: float) -> torch.Tensor:
     dtype = functools.reduce(torch.promote_types, (norm.dtype for norm in norms))
     all_norms = torch.cat([norm.to(norms[0].device, dtype) for norm in norms])
     return all_norms.max() if math.isinf(p) else all_norms.pow(p).sum()
-
-
-def _by_kind(tensors: Tensors) -> dict[tuple[torch.device, torch.dtype], Tensors]:
-    kinds: dict[tuple[torch.device, torch.dtype], Tensors] = {}
-    for tensor in tensors:
-        kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    return kinds
 
 
 def _norm_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -28,25 +28,21 @@ def tensors_of(model: nn.Module) -> Iterator[tuple[list[str], Read, bool]]:
     A unit's Parameter is the same object for the model's life; other parameters, and buffers, are read from
     their modules (``load_state_dict(assign=True)`` replaces them).
     """
-    names: defaultdict[tuple[int, bool], list[str]] = defaultdict(list)
-    readers: dict[tuple[int, bool], Read] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for tensors in (module._parameters, module._buffers):
-            is_param = tensors is module._parameters
-            for name, tensor in tensors.items():
+    for is_param in (True, False):
+        names: defaultdict[int, list[str]] = defaultdict(list)
+        readers: dict[int, Read] = {}
+        for prefix, module in model.named_modules(remove_duplicate=False):
+            for name, tensor in (module._parameters if is_param else module._buffers).items():
                 if tensor is None or name in module._non_persistent_buffers_set:
                     continue
-                key = id(tensor), is_param
-                names[key].append(f"{prefix}.{name}" if prefix else name)
+                names[id(tensor)].append(f"{prefix}.{name}" if prefix else name)
                 # ``partial``, not a closure: an EMA copied together with its model reads the copied model.
                 read: Read = partial(getattr, module, name)
                 if is_param and owner_of(tensor) is not None:
                     read = partial(_itself, tensor)
-                readers.setdefault(key, read)
-    for is_param in (True, False):
+                readers.setdefault(id(tensor), read)
         for key, read in readers.items():
-            if key[1] == is_param:
-                yield names[key], read, is_param
+            yield names[key], read, is_param
 
 
 def _itself(param: torch.Tensor) -> torch.Tensor:
@@ -83,8 +79,7 @@ class Averaged:
     def current(self, converted: bool = False) -> torch.Tensor:
         """Returns this rank's part of the model's tensor, without a copy.
 
-        Raises:
-            StateError: its shape has changed, or, unless ``converted``, its dtype or device.
+        StateError if its shape has changed, or, unless ``converted``, its dtype or device.
         """
         tensor = self._read()
         kind = _kind_of(tensor)

@@ -102,13 +102,10 @@ class GradScaler(torch.amp.GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
-        """Implements the base's ``unscale_`` and ``step``.
+        """Unscales; returns by device 1.0 if any rank has found an infinity or nan, else 0.0.
 
         float16 gradients are unscaled too, whatever ``allow_fp16`` is: parameters may be float16, or
         gradients (``keep_low_precision_grads``).
-
-        Returns:
-            By device, 1.0 if any rank has found an infinity or nan, else 0.0.
         """
         params = [param for group in optimizer.param_groups for param in group["params"]]
         refuse_unfinalized(params, f"unscaling the gradients of {type(optimizer).__name__}")

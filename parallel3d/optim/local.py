@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
@@ -18,10 +19,10 @@ from parallel3d._torch.kernels import foreach_copy_, foreach_zero_, local_tensor
 from parallel3d.errors import Parallel3dError
 from parallel3d.optim.matrix import MatrixSteps
 from parallel3d.optim.pieces import (
-    Apart,
     ParamPiece,
     Piece,
     RunPiece,
+    SeparateGradients,
     State,
     is_elementwise,
     pieces_of,
@@ -62,7 +63,7 @@ class Snapshot:
         return names == self._names and all(map(is_, values, self._values))
 
 
-class Singles:
+class SingleParams:
     """The pieces among ``pieces`` that are one DTensor parameter, handled all at once.
 
     There may be hundreds of them, so no Python code runs for one that has not changed since the last step.
@@ -88,11 +89,7 @@ class Singles:
         return all(map(is_, local_tensors(self._params), self._locals))
 
     def set_gradients(self) -> None:
-        """Sets ``.grad`` of the pieces.
-
-        Raises:
-            StateError: a gradient is not reduced yet.
-        """
+        """Sets ``.grad`` of the pieces; StateError if a gradient is not reduced yet."""
         grads = list(map(_grad_of, self._params))
         local_grads = self._checked_before(grads)
         if local_grads is None:
@@ -156,7 +153,7 @@ class LocalState:
     def _index(self) -> None:
         """Collects the pieces by how a step looks at them."""
         pieces = list(chain.from_iterable(self.by_group))
-        self.singles = Singles(pieces)
+        self.singles = SingleParams(pieces)
         self.runs = [piece for piece in pieces if isinstance(piece, RunPiece)]
         self.tensors = [[piece.tensor for piece in group] for group in self.by_group]
         self.own = [piece.tensor for piece in pieces if piece.tensor is not piece.params[0]]
@@ -217,7 +214,7 @@ class LocalState:
         for run in self.runs:
             try:
                 run.tensor.grad = run.gradient()
-            except Apart:
+            except SeparateGradients:
                 replaced[id(run)] = self._split(run, shown)
         if replaced:
             for pieces in self.by_group:
@@ -298,7 +295,6 @@ _REFUSED = {
     "LBFGS": "it needs inner products over the whole model; use it on a plain model",
     "SparseAdam": "gradients of sharded parameters are dense; use Adam",
 }
-_NEED_WHOLE = ("Muon", "Adafactor")  # of torch.optim
 
 
 def local(
@@ -357,7 +353,8 @@ def local(
         if isinstance(entry, dict) and isinstance(entry.get("params"), Iterator):
             entry["params"] = list(entry["params"])
     if matrix is None:
-        matrix = not elementwise and _needs_whole(optimizer_class)
+        known = issubclass(optimizer_class, (torch.optim.Muon, torch.optim.Adafactor))
+        matrix = not elementwise and bool(getattr(optimizer_class, "whole_matrix", known))
     first = groups[0] if groups and isinstance(groups[0], dict) else {}
     group_options = {k: v for k, v in first.items() if k not in ("params", "param_names")}
     if matrix:
@@ -366,7 +363,7 @@ def local(
         if not elementwise:
             _raise_unknown(optimizer_class)
         check_elementwise(optimizer_class, options, group_options, _device(groups))
-    return _local_class(optimizer_class, matrix)(groups, **options)
+    return _local_class(optimizer_class, matrix)(groups, **options)  # type: ignore[arg-type]
 
 
 def _check(optimizer_class: Any, matrix: Any, elementwise: Any, options: dict[str, Any]) -> None:
@@ -404,11 +401,6 @@ def _raise_unknown(optimizer_class: type[Optimizer]) -> None:
         "matrix=True if it treats parameters one by one, each as a whole (norms, projections, maxima); else "
         "use the class itself on the model's DTensors"
     )
-
-
-def _needs_whole(optimizer_class: type[Optimizer]) -> bool:
-    known = tuple(getattr(torch.optim, name) for name in _NEED_WHOLE if hasattr(torch.optim, name))
-    return bool(getattr(optimizer_class, "whole_matrix", issubclass(optimizer_class, known)))
 
 
 def _device(entries: list[Any]) -> torch.device:
@@ -476,19 +468,15 @@ class LocalMatrixSteps(_Local):
         self._matrices.step(optimizer, step)
 
 
-_classes: dict[tuple[type[Optimizer], bool], Any] = {}
-
-
+@cache
 def _local_class(base: type[Optimizer], matrix: bool) -> Any:
     """Returns the subclass of ``base`` that steps on local tensors; it is made once."""
-    if (base, matrix) not in _classes:
-        kind = LocalMatrixSteps if matrix else LocalSteps
-        members = {"local_base": base, "__doc__": base.__doc__, "__module__": __name__}
-        _classes[base, matrix] = type(f"Local{base.__name__}", (kind, base), members)
-    return _classes[base, matrix]
+    kind = LocalMatrixSteps if matrix else LocalSteps
+    members = {"local_base": base, "__doc__": base.__doc__, "__module__": __name__}
+    return type(f"Local{base.__name__}", (kind, base), members)
 
 
 def _new_local(base: type[Optimizer], matrix: bool) -> Any:
     """Returns an object without state, for copies and pickles."""
-    cls = _local_class(base, matrix)
+    cls = _local_class(base, matrix)  # type: ignore[arg-type]
     return cls.__new__(cls)

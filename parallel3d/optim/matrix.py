@@ -48,7 +48,7 @@ class Owners:
         group: their process group, of ``size`` ranks; ``rank`` is this rank's in it.
         shape: of the whole parameter.
         parts: for each rank of the group (local shape, boxes of the whole tensor).
-        slot: number of elements of the largest part.
+        padded_numel: number of elements of the largest part.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Owners:
         self.parts = [packed_boxes(shape, mesh.shape, at, placements) for at in product(*ranks)]
         self.padded_numel = max(math.prod(local) for local, _ in self.parts)
 
-    def deal(self, parts: list[torch.Tensor]) -> torch.Tensor:
+    def to_owner(self, parts: list[torch.Tensor]) -> torch.Tensor:
         """Takes this rank's part of each of at most ``size`` tensors; returns one of these tensors, whole.
 
         Where there are fewer tensors than ranks, several ranks get the same one.
@@ -84,8 +84,8 @@ class Owners:
             box.copy_(rows)
         return whole
 
-    def collect(self, whole: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The inverse of ``deal``: returns this rank's parts of the ranks' tensors, shaped as ``like``."""
+    def from_owners(self, whole: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The inverse of ``to_owner``: returns this rank's part of each rank's tensor, shaped as ``like``."""
         send = whole.new_zeros(self.size, self.padded_numel)
         for box, rows in self._views(whole, send):
             rows.copy_(box)
@@ -97,21 +97,21 @@ class Owners:
     def _views(
         self, whole: torch.Tensor, buffer: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yields each box as a view of ``whole`` and of ``buffer``, the local tensors (ranks, slot)."""
+        """Yields each box as a view of ``whole`` and of ``buffer``, (ranks, padded_numel) local tensors."""
         for (shape, boxes), row in zip(self.parts, buffer, strict=True):
             local = row[: math.prod(shape)].view(shape)
             for box in boxes:
                 yield whole[box.slices], box.of(local)
 
-    def deal_small(self, values: list[torch.Tensor]) -> torch.Tensor:
+    def small_to_owner(self, values: list[torch.Tensor]) -> torch.Tensor:
         """Returns the one of ``values``, which every rank has, that belongs to this rank's parameter."""
         rows = [values[index % len(values)] for index in range(self.size)]
         # By a tensor index: a value from a plain checkpoint has no simulated ranks.
         own = torch.full((1,), self.rank, dtype=torch.int64, device=values[0].device)
         return torch.stack(rows).index_select(0, own)[0]
 
-    def collect_small(self, value: torch.Tensor, number: int) -> list[torch.Tensor]:
-        """The inverse of ``deal_small``: returns the ``value`` of the first ``number`` ranks."""
+    def small_from_owners(self, value: torch.Tensor, number: int) -> list[torch.Tensor]:
+        """The inverse of ``small_to_owner``: returns the ``value`` of the first ``number`` ranks."""
         rows = value.new_empty((self.size * value.numel(),))
         all_gather_single(rows, value.reshape(-1).contiguous(), group=self.group)
         return [row.view(value.shape).clone() for row in rows.view(self.size, -1)[:number]]
@@ -126,9 +126,7 @@ class Owners:
 class MatrixSteps:
     """Steps of one optimizer on whole parameters.
 
-    Args:
-        at_once: number of parameters in one call, where every rank has them whole; by default all that are
-            alike.
+    Where every rank has them whole, ``at_once`` of them in one call, by default all that are alike.
     """
 
     def __init__(self, at_once: int | None = None) -> None:
@@ -296,8 +294,8 @@ class _Call:
                 for p, state in zip(params, states, strict=True)
             ]
         else:
-            wholes, grads = [nn.Parameter(owners.deal(locals_))], [owners.deal(grads)]
-            inputs = [_deal_state(owners, params, states)]
+            wholes, grads = [nn.Parameter(owners.to_owner(locals_))], [owners.to_owner(grads)]
+            inputs = [_state_to_owner(owners, params, states)]
         for whole, grad in zip(wholes, grads, strict=True):
             whole.grad = grad
         results = self.on_whole(wholes, inputs)
@@ -318,14 +316,10 @@ class _Call:
                 for param, state in zip(params, results, strict=True)
             ]
         else:
-            parts = owners.collect(wholes[0].detach(), locals_)
+            parts = owners.from_owners(wholes[0].detach(), locals_)
             for local, part in zip(locals_, parts, strict=True):
                 local.copy_(part)
-            collected = _collect_state(owners, results[0], params)
-            shown = [
-                {key: values[index] for key, values in collected.items()}
-                for index in range(len(params))
-            ]
+            shown = _states_from_owners(owners, results[0], params)
         for param, state in zip(params, shown, strict=True):
             _show(self.optimizer, param, state)
 
@@ -366,13 +360,7 @@ class _Call:
             self.step(optimizer)
         finally:
             optimizer.param_groups, optimizer.state = groups, shown
-        results = [own_state.get(param, {}) for param in params]
-        if dry_run.active():  # numbers are not counted there
-            return results
-        return [
-            {k: Number.of(v) if isinstance(v, (int, float)) else v for k, v in state.items()}
-            for state in results
-        ]
+        return [own_state.get(param, {}) for param in params]
 
 
 @dataclass(frozen=True)
@@ -400,36 +388,35 @@ def _of_rank(value: Any, rank: int) -> Any:
 
 def _combined(by_rank: dict[int, Any]) -> Any:
     value = next(iter(by_rank.values()))
-    if isinstance(value, Number):
-        return Number(combine_ranks({r: n.value for r, n in by_rank.items()}), value.kind)
+    if isinstance(value, (int, float)):
+        numbers = {rank: Number.of(number).value for rank, number in by_rank.items()}
+        return Number(combine_ranks(numbers), type(value))
     return combine_ranks(by_rank) if isinstance(value, torch.Tensor) else value
 
 
-def _deal_state(owners: Owners, params: list[nn.Parameter], states: list[State]) -> State:
+def _state_to_owner(owners: Owners, params: list[nn.Parameter], states: list[State]) -> State:
     """Returns the state of the parameter that this rank steps on, from those of ``params``."""
-    dealt: State = {}
+    owned: State = {}
     for key, example in states[0].items():
         values = [state[key] for state in states]
         if isinstance(example, (int, float)) and not dry_run.active():
             numbers = [Number.of(value).value for value in values]
-            dealt[key] = Number(owners.deal_small(numbers), type(example))
+            owned[key] = Number(owners.small_to_owner(numbers), type(example))
         elif not isinstance(example, torch.Tensor):
-            dealt[key] = example
+            owned[key] = example
         elif _is_counter(example, params[0]):
-            dealt[key] = example.clone()
+            owned[key] = example.clone()
         elif _has_shape(example, owners.shape):
             parts = [part_of(p, value) for p, value in zip(params, values, strict=True)]
-            dealt[key] = owners.deal(parts)
+            owned[key] = owners.to_owner(parts)
         else:
             wholes = [v.full_tensor() if isinstance(v, DTensor) else v for v in values]
-            dealt[key] = owners.deal_small(wholes)
-    return dealt
+            owned[key] = owners.small_to_owner(wholes)
+    return owned
 
 
-def _collect_state(
-    owners: Owners, state: State, params: list[nn.Parameter]
-) -> dict[str, list[Any]]:
-    """Returns each entry of the state, which this rank's step has made, for all of ``params``.
+def _states_from_owners(owners: Owners, state: State, params: list[nn.Parameter]) -> list[State]:
+    """Returns the states of ``params``, of which each rank's step has made one, ``state`` this rank's.
 
     Entries of the parameter's shape become DTensors. All numbers are exchanged in one collective.
     """
@@ -441,10 +428,10 @@ def _collect_state(
         elif _is_counter(value, params[0]):
             collected[key] = [value.clone() for _ in params]
         elif _has_shape(value, owners.shape):
-            parts = zip(params, owners.collect(value, locals_), strict=True)
+            parts = zip(params, owners.from_owners(value, locals_), strict=True)
             collected[key] = [placed_as(param, part.clone()) for param, part in parts]
         else:
-            collected[key] = owners.collect_small(value, len(params))
+            collected[key] = owners.small_from_owners(value, len(params))
     numbers = {
         k: v if isinstance(v, Number) else Number.of(v)
         for k, v in state.items()
@@ -452,12 +439,12 @@ def _collect_state(
     }
     if numbers:
         own = torch.stack([number.value for number in numbers.values()]).to(locals_[0].device)
-        rows = owners.collect_small(own, len(params))
+        rows = owners.small_from_owners(own, len(params))
         if not dry_run.active():  # numbers are not counted there
             by_param = [next(inner_tensors(row)).tolist() for row in rows]  # alike on all ranks
             for index, (key, number) in enumerate(numbers.items()):
                 collected[key] = [number.kind(row[index]) for row in by_param]
-    return collected
+    return [{key: values[i] for key, values in collected.items()} for i in range(len(params))]
 
 
 def _show(optimizer: Optimizer, param: nn.Parameter, state: State) -> None:

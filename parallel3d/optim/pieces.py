@@ -73,11 +73,7 @@ def part_of(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def check_reduced(grad: torch.Tensor, action: str) -> None:
-    """Raises StateError if ``grad`` is a sum over micro-batches that is not reduced yet.
-
-    Args:
-        action: imperative for the message, such as ``"Clip"``.
-    """
+    """Raises StateError if ``grad`` is not reduced yet; ``action`` is what to do later (``"Clip"``)."""
     if not isinstance(grad, DTensor):
         return
     for axis, placement in enumerate(grad.placements):
@@ -96,7 +92,7 @@ def reduced_grad(param: torch.Tensor, action: str) -> torch.Tensor:
     return local_of(param.grad).to(param.dtype)
 
 
-class Apart(Exception):
+class SeparateGradients(Exception):
     """The gradients of a piece's parameters are no longer parts of one tensor."""
 
 
@@ -117,11 +113,7 @@ class ParamPiece:
             self.tensor = nn.Parameter(local, requires_grad=param.requires_grad)
 
     def gradient(self) -> torch.Tensor | None:
-        """Returns the gradient in the shape and dtype of ``tensor``.
-
-        Raises:
-            StateError: it is not reduced yet.
-        """
+        """Returns the gradient in the shape and dtype of ``tensor``; StateError if it is not reduced yet."""
         return None if self.params[0].grad is None else reduced_grad(self.params[0], "Step")
 
     def split_state(self, value: torch.Tensor) -> list[torch.Tensor]:
@@ -143,11 +135,7 @@ class ParamPiece:
 
 
 def padding_of(bucket: Bucket, first: int = 0, end: int | None = None) -> list[tuple[int, int]]:
-    """Returns (start, length) of the padding in a flat buffer of ``bucket``, which may hold any values.
-
-    Args:
-        first, end: the range of parameter indices to look at.
-    """
+    """Returns (start, length) of the padding after the parameters ``first`` to ``end`` in a flat buffer."""
     padding, segment_end = [], sum(bucket.segment_sizes[:first])
     for param in bucket.params[first:end]:
         segment_end += param.padded_numel
@@ -193,16 +181,12 @@ class RunPiece:
         return self.bucket.flat is self._flat and all(map(is_, local_tensors(self.params), views))
 
     def gradient(self) -> torch.Tensor | None:
-        """Returns the gradient in the shape and dtype of ``tensor``.
-
-        Raises:
-            Apart: the gradients of the parameters are not parts of one tensor.
-        """
+        """Returns the gradient like ``tensor``; SeparateGradients if it consists of several tensors."""
         grads = list(map(_grad_of, self.params))
         flat = flat_gradient(grads, self.bucket.segment_sizes, self._first)
         if flat is None:
             if any(grad is not None for grad in grads):
-                raise Apart  # some are missing, or the user has set them
+                raise SeparateGradients  # some are missing, or the user has set them
             return None
         for place in self._padding:
             flat.narrow(0, *place).zero_()

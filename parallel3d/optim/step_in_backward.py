@@ -164,25 +164,23 @@ class StepInBackward(Optimizer):
                 "scaled, whose gradients must be unscaled first; use a loss that is not scaled (bfloat16 "
                 "needs no scaling), or an ordinary optimizer"
             )
-        view = self._views.get(id(bucket))
+        view, members = self._views.get(id(bucket)), self._groups[id(bucket)]
         if view is None or view.state is not self.state:
             # The optimizer with the parameters of the bucket alone: the same state, hooks and options.
             view = self._views[id(bucket)] = object.__new__(type(self.optimizer))
             vars(view).update(vars(self.optimizer))
             view.param_groups = [
-                {**self.param_groups[index], "params": params}
-                for index, params in self._groups[id(bucket)]
+                {**self.param_groups[index], "params": params} for index, params in members.items()
             ]
         # All buckets begin with the groups as they were before this backward: what a class counts in them, it
         # counts once. A scheduler may have changed them since.
         backward = backward_id()
         if backward == -1 or backward != self._before[0]:
             self._before = backward, [dict(group) for group in self.param_groups]
-        indices = [index for index, _ in self._groups[id(bucket)]]
-        for group, index in zip(view.param_groups, indices, strict=True):
+        for group, index in zip(view.param_groups, members, strict=True):
             _copy_options(group, self._before[1][index])
         view.step()
-        for group, index in zip(view.param_groups, indices, strict=True):
+        for group, index in zip(view.param_groups, members, strict=True):
             _copy_options(self.param_groups[index], group)
             for param in group["params"]:
                 param.grad = None
@@ -265,8 +263,8 @@ def refuse_stepped(params: Iterable[torch.Tensor], what: str) -> None:
 
 def _by_bucket(
     optimizer: Optimizer, units: Sequence[Unit]
-) -> dict[int, list[tuple[int, list[nn.Parameter]]]]:
-    """Returns id of a bucket -> (index of a group, its parameters in the bucket) for each of its groups."""
+) -> dict[int, dict[int, list[nn.Parameter]]]:
+    """Returns id of a bucket -> index of a group -> its parameters in the bucket."""
     buckets = {
         id(param.sharded): bucket
         for unit in units
@@ -283,4 +281,4 @@ def _by_bucket(
                     "model (it was ignored, say); leave it out of params=, and give it another optimizer"
                 )
             found.setdefault(id(bucket), {}).setdefault(index, []).append(param)
-    return {key: list(groups.items()) for key, groups in found.items()}
+    return found

@@ -13,6 +13,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import product
 from typing import Any, Self
 
@@ -96,20 +97,17 @@ def check_elementwise(
         options: the arguments of the class.
         group: the first parameter group's own options, which the class may ask for.
         device: the device it will step on, which some options depend on.
-
-    Raises:
-        Parallel3dError: the class is not elementwise, or doesn't step on plain dense tensors at all.
-        Exception: what the class itself raises for the options.
     """
     name = optimizer_class.__name__
     with _isolated():
         runs = [_steps(kinds, _SHAPES, torch.float64, device) for kinds in (_VARIED, _STEADY)]
-        make = _maker(optimizer_class, options, group, runs[0][0][0])
+        weights = runs[0][0][0]
+        make = partial(_make, optimizer_class, options, group, weights)
         # What the class raises for the options is for the user to see; what it raises for our shapes is not.
-        _maker(optimizer_class, options, group, runs[0][0][0][:1])()
+        _make(optimizer_class, options, group, weights[:1])
         try:
             for steps in runs:
-                _check_parts(_Trial(make, optimizer_class).run(steps), _OnShards)
+                _check_parts(_Trial(make).run(steps), _OnShards)
         except _Differs as found:
             raise Parallel3dError(
                 f"optim.local: {name} is not elementwise: in a trial on whole parameters and on the shards "
@@ -126,11 +124,7 @@ def check_elementwise(
 def check_one_by_one(optimizer_class: type[Optimizer], options: Options, group: Options) -> None:
     """Checks on the CPU that stepping all parameters in one call gives what stepping each by itself gives.
 
-    Where the class raises an error on the trial's own parameters, nothing is checked: the user's may have
-    what it needs.
-
-    Raises:
-        Parallel3dError: the class looks at all its parameters together.
+    A class that fails in the first trial is not judged: the user's parameters may have what it needs.
     """
     name = optimizer_class.__name__
     eager = torch.compiler.set_stance("force_eager")  # these sizes are no example of the user's
@@ -138,9 +132,9 @@ def check_one_by_one(optimizer_class: type[Optimizer], options: Options, group: 
         several = (_SHAPES, _MATRICES, _SQUARES)
         for shapes, dtype in product(several, (torch.float64, torch.float32)):
             runs = [_steps(k, shapes, dtype, torch.device("cpu")) for k in (_VARIED, _STEADY)]
-            make = _maker(optimizer_class, options, group, runs[0][0][0])
+            make = partial(_make, optimizer_class, options, group, runs[0][0][0])
             try:
-                trials = [_Trial(make, optimizer_class).run(steps) for steps in runs]
+                trials = [_Trial(make).run(steps) for steps in runs]
                 break
             except Exception:  # sizes and a device that are not the user's
                 continue
@@ -179,8 +173,7 @@ def _check_parts(whole: _Trial, kind: type[_Trial]) -> None:
     A closure may only bring the gradients, since ours is called before the step.
     """
     if "closure" in inspect.signature(whole.step_function).parameters:
-        with_closure = _WithClosure(whole.make, whole.optimizer_class)
-        with_closure.run(whole.steps)
+        with_closure = _WithClosure(whole.make).run(whole.steps)
         if with_closure.other_calls:
             raise _Differs("it called its closure several times a step, or after changing weights")
         try:
@@ -190,7 +183,7 @@ def _check_parts(whole: _Trial, kind: type[_Trial]) -> None:
                 "it used the loss that a closure returns, which ranks don't share"
             ) from None
     for rank in (0, 1):
-        trial = kind(whole.make, whole.optimizer_class, rank).run(whole.steps)
+        trial = kind(whole.make, rank).run(whole.steps)
         _compare_moved(trial.moved, list(map(trial.parts, whole.moved)))
         _compare(_counts(trial.optimizer), _counts(whole.optimizer), "counts")
         for state, expected in zip(trial.states, trial.states_of(whole), strict=True):
@@ -234,21 +227,15 @@ def _gradient(kind: str, weight: torch.Tensor, noise: torch.Tensor) -> torch.Ten
     return noise
 
 
-def _maker(
-    optimizer_class: type[Optimizer], options: Options, group: Options, like: Tensors
-) -> Make:
-    """Returns a function that makes an optimizer of new parameters, with lr 0.1: the user's may be 0."""
-
-    def make() -> Any:
-        params = [nn.Parameter(tensor.clone()) for tensor in like]
-        optimizer = optimizer_class([{**group, "params": params}], **options)
-        for made_group in optimizer.param_groups:
-            lr = made_group.get("lr")
-            if lr is not None:
-                made_group["lr"] = lr.new_full((), 0.1) if isinstance(lr, torch.Tensor) else 0.1
-        return optimizer
-
-    return make
+def _make(optimizer_class: type[Optimizer], options: Options, group: Options, like: Tensors) -> Any:
+    """Returns an optimizer of new parameters, with lr 0.1: the user's may be 0."""
+    params = [nn.Parameter(tensor.clone()) for tensor in like]
+    optimizer = optimizer_class([{**group, "params": params}], **options)
+    for made_group in optimizer.param_groups:
+        lr = made_group.get("lr")
+        if lr is not None:
+            made_group["lr"] = lr.new_full((), 0.1) if isinstance(lr, torch.Tensor) else 0.1
+    return optimizer
 
 
 class _Trial:
@@ -260,11 +247,11 @@ class _Trial:
         moved: by how much each step has moved ``params``.
     """
 
-    def __init__(self, make: Make, optimizer_class: type[Optimizer], rank: int = 0) -> None:
-        self.make, self.optimizer_class, self.rank = make, optimizer_class, rank
+    def __init__(self, make: Make, rank: int = 0) -> None:
+        self.make, self.rank = make, rank
         self.optimizer = make()
         self.params: list[nn.Parameter] = self.optimizer.param_groups[0]["params"]
-        self.step_function = step_of(optimizer_class)  # without the user's hooks
+        self.step_function = step_of(type(self.optimizer))  # without the user's hooks
 
     @property
     def states(self) -> list[State]:
@@ -326,8 +313,8 @@ class _WithClosure(_Trial):
 class _OnShards(_Trial):
     """One rank's shards, as ``LocalState`` has them: several parameters as one flat tensor, one alone."""
 
-    def __init__(self, make: Make, optimizer_class: type[Optimizer], rank: int = 0) -> None:
-        super().__init__(make, optimizer_class, rank)
+    def __init__(self, make: Make, rank: int = 0) -> None:
+        super().__init__(make, rank)
         wholes = self.params
         states = [self.optimizer.state.pop(param, {}) for param in wholes]
         self.params = [nn.Parameter(part) for part in self.parts([p.detach() for p in wholes])]
@@ -368,8 +355,8 @@ class _OnShards(_Trial):
 class _OneByOne(_Trial):
     """One rank's steps, as ``MatrixSteps`` has them: on every second parameter, one in a call."""
 
-    def __init__(self, make: Make, optimizer_class: type[Optimizer], rank: int = 0) -> None:
-        super().__init__(make, optimizer_class, rank)
+    def __init__(self, make: Make, rank: int = 0) -> None:
+        super().__init__(make, rank)
         self.params = self.optimizer.param_groups[0]["params"] = self.params[rank::2]
         self._steps = MatrixSteps(at_once=1)
 
