@@ -63,12 +63,11 @@ def _free_at(offset: int) -> list[Bucket]:
     return [
         bucket
         for bucket in numbered_buckets.values()
-        if any(p._version & FREE and _offset_of(p) == offset for p in bucket.compute_params)
+        if any(
+            p._version & FREE and int(next(inner_tensors(p)).storage_offset()) == offset
+            for p in bucket.compute_params
+        )
     ]
-
-
-def _offset_of(param: torch.Tensor) -> int:
-    return int(next(inner_tensors(param)).storage_offset())
 
 
 def _read_while_free(buckets: Iterable[Bucket]) -> str | None:
@@ -91,15 +90,8 @@ def _names(buckets: Iterable[Bucket]) -> str:
     return " or ".join(sorted({bucket.unit for bucket in buckets}))
 
 
-def unit_that_watches(unsharded: torch.Tensor) -> Any:
-    """Returns the unit that ``unsharded`` is an unsharded parameter of, or None."""
-    unit = getattr(unsharded, WATCHED_BY, None)
-    return None if unit is None else unit()
-
-
 def _of_recomputation(error: BaseException) -> str | None:
-    """Where checkpointing recomputes within a unit whose parameters are sharded: the backward has come there
-    by no tensor that the engine knows of."""
+    """Where checkpointing recomputes within a sharded unit: no tensor known to the engine led there."""
     if "mixed torch.Tensor and DTensor" not in str(error):
         return None
     label, frames = None, error.__traceback__
@@ -107,7 +99,7 @@ def _of_recomputation(error: BaseException) -> str | None:
         module = frames.tb_frame.f_locals.get("self")
         for param in module._parameters.values() if isinstance(module, nn.Module) else ():
             owner = None if param is None else owner_of(param)
-            unit = owner.unit() if owner is not None and owner.unit is not None else None
+            unit = None if owner is None else owner.unit()
             label = label if unit is None else unit.label
         frames = frames.tb_next
     return None if label is None else read_while_free(label)
@@ -121,7 +113,7 @@ def check_inputs(outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
         return
     for found in _owners_in(outputs):
         if id(found) in wanted:
-            unit = None if found.unit is None else found.unit()
+            unit = found.unit()
             label = "" if unit is None else unit.label
             raise StateError(
                 f"a backward was given parameter {found.name} of unit {label} as one of its inputs. It is "
@@ -153,7 +145,7 @@ def _owners_in(outputs: Iterable[Any]) -> Iterable[ShardedParam]:
 
 
 def _owners_of(variable: torch.Tensor) -> Iterable[ShardedParam]:
-    unit = unit_that_watches(variable)
+    unit = getattr(variable, WATCHED_BY, lambda: None)()
     for bucket in () if unit is None else unit.group.buckets:
         for param, compute in zip(bucket.params, bucket.compute_params, strict=True):
             if compute is variable:

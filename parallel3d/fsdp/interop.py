@@ -27,12 +27,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from parallel3d._torch.fully_shard import (
-    FSDPState,
-    enter_module_state,
-    fully_shard_state,
-    set_fully_shard_state,
-)
+from parallel3d._torch.fully_shard import FSDPState, enter_module_state, fully_shard_state
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.api import MixedPrecisionPolicy
 from parallel3d.fsdp.comm import Comm, make_comm
@@ -139,16 +134,6 @@ def set_comm(unit: Unit, comm: Comm) -> None:
         unit.context.comm = comm
 
 
-def register_state(module: nn.Module) -> None:
-    """Registers the unit's module with torch. A copy of the module gets a state of its own."""
-    set_fully_shard_state(module, TorchState(module))
-
-
-def state_of(module: nn.Module) -> TorchState:
-    """Returns what ``torch.distributed.fsdp.fully_shard.state(module)`` returns."""
-    return fully_shard_state(module)
-
-
 class _TorchNames:
     """Base class of the objects below; raises an AttributeError that lists the supported names."""
 
@@ -223,7 +208,7 @@ class TorchState(_TorchNames):
     @property
     def all_states(self) -> list[TorchState]:
         """The states of all units under the same root, outer before inner."""
-        return [state_of(unit.modules[0]) for unit in self._unit.ready_context().units]
+        return [fully_shard_state(unit.modules[0]) for unit in self._unit.ready_context().units]
 
     @property
     def _fsdp_param_groups(self) -> list[TorchParamGroup]:

@@ -17,13 +17,14 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from typing_extensions import deprecated
 
+from parallel3d._torch.fully_shard import fully_shard_state
 from parallel3d._util.arguments import as_bool, as_count, is_positive
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.comm import limit_inputs
 from parallel3d.fsdp.copying import copy_module
 from parallel3d.fsdp.group import Retain
-from parallel3d.fsdp.interop import TorchState, state_of, unit_given
+from parallel3d.fsdp.interop import TorchState, unit_given
 from parallel3d.fsdp.members import get_unit, parameters_at_rest, units_of
 from parallel3d.fsdp.options import comm_hooks
 from parallel3d.fsdp.options.checks import refuse_accumulation
@@ -324,7 +325,7 @@ class FSDPModule(UnitModule, TorchFSDPModule):
 
     def _get_fsdp_state(self) -> TorchState:  # type: ignore[override]
         """Returns the object that torch's own functions expect."""
-        return state_of(self)  # type: ignore[arg-type]
+        return fully_shard_state(self)  # type: ignore[arg-type]
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         """Implements ``to``, ``double``, ``to_empty`` and the like; copies new values into the buckets."""

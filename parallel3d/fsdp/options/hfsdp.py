@@ -25,9 +25,8 @@ from parallel3d.fsdp.bucket import Bucket, allocate
 from parallel3d.fsdp.collectives import all_gather
 from parallel3d.fsdp.gradients import AccumulatedGradients, BucketGradients
 from parallel3d.fsdp.options.gather_extension import is_extended
-from parallel3d.fsdp.placement import ParamAxes
+from parallel3d.fsdp.placement import ParamAxes, RequestedPlacement
 from parallel3d.fsdp.reduction import DEFAULT_REDUCER, Lane, Reduction, Stage
-from parallel3d.fsdp.spmd import RequestedPlacement
 
 if TYPE_CHECKING:
     from parallel3d.fsdp.comm import Comm

@@ -25,7 +25,7 @@ from parallel3d._util.arguments import as_bool
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.gradients import waits_for_reduction
 from parallel3d.fsdp.group import Retain
-from parallel3d.fsdp.members import check_module, units_of
+from parallel3d.fsdp.members import check_module, params_of, units_of
 from parallel3d.fsdp.options.gather_extension import as_plain
 from parallel3d.fsdp.param import parameters_dict
 from parallel3d.fsdp.state_dict.transforms import all_gathered
@@ -41,13 +41,7 @@ if TYPE_CHECKING:
 
 def meshes_of(units: Iterable[Unit]) -> list[DeviceMesh]:
     """Returns the distinct meshes of the units' sharded Parameters, in the same order on all ranks."""
-    meshes: list[DeviceMesh] = []
-    for param in (
-        param for unit in units for bucket in unit.group.buckets for param in bucket.params
-    ):
-        if param.on.mesh not in meshes:
-            meshes.append(param.on.mesh)
-    return meshes
+    return list(dict.fromkeys(param.on.mesh for param in params_of(units)))
 
 
 def is_first(meshes: Iterable[DeviceMesh]) -> bool:
@@ -462,13 +456,12 @@ def full_params(
 
 
 def _check_reduced(unit: Unit) -> None:
-    for bucket in unit.group.buckets:
-        for param in bucket.params:
-            if waits_for_reduction(param.sharded.grad):
-                raise StateError(
-                    f"full_params(with_grads=True): the gradient of {param.name} in unit {unit.label} "
-                    "waits for its reduction; call it after the backward of the last micro-batch"
-                )
+    for param in params_of([unit]):
+        if waits_for_reduction(param.sharded.grad):
+            raise StateError(
+                f"full_params(with_grads=True): the gradient of {param.name} in unit {unit.label} "
+                "waits for its reduction; call it after the backward of the last micro-batch"
+            )
 
 
 class _FullView:

@@ -31,12 +31,12 @@ from parallel3d.fsdp.state_dict.full_params import (
     meshes_of,
     placeholder,
 )
-from parallel3d.fsdp.state_dict.model_state_dict import check_broadcast, check_mapping
-from parallel3d.fsdp.state_dict.state_dict_type import (
-    form_set,
+from parallel3d.fsdp.state_dict.model_state_dict import (
+    check_broadcast,
+    check_mapping,
     from_first_rank,
-    get_state_dict_type,
     in_sharded_form,
+    parameters_by_key,
     with_options,
 )
 from parallel3d.fsdp.state_dict.transforms import chunk
@@ -79,7 +79,7 @@ def optim_state_dict(
         AgreementError: for FULL: ranks have state of different parameters.
     """
     settings = with_options(
-        get_state_dict_type(model), type, offload_to_cpu, rank0_only, optimizer=True
+        model, type, offload_to_cpu, rank0_only, config_name="optim_state_dict_config"
     )
     check_optimizer(optim)
     kind, config = settings.state_dict_type, settings.optim_state_dict_config
@@ -120,10 +120,8 @@ def check_optimizer(optim: object) -> None:
 
 def named_params(model: nn.Module, optim: Any) -> list[tuple[str, nn.Parameter]]:
     """Returns (name in ``model.state_dict()``, parameter) in the order of the optimizer's groups."""
-    with form_set(list(units_of(model, True)), None):
-        values = model.state_dict(keep_vars=True)
     names: dict[int, str] = {}
-    for name, param in [*values.items(), *model.named_parameters()]:
+    for name, param in [*parameters_by_key(model).items(), *model.named_parameters()]:
         names.setdefault(id(param), name)
     result = []
     for group in optim.param_groups:
@@ -248,7 +246,7 @@ def load_optim_state_dict(
         Parallel3dError: ``model`` or ``state_dict`` lacks names, or tensors have another shape. ``optim`` is
             unchanged.
     """
-    settings = with_options(get_state_dict_type(model), type, None, None, optimizer=True)
+    settings = with_options(model, type)
     as_bool("broadcast_from_rank0", broadcast_from_rank0)
     check_optimizer(optim)
     check_mapping(state_dict)
