@@ -29,7 +29,7 @@ LAYERS: list[set[str]] = [
 """Of the package's entries: each imports its own layer and those before it."""
 
 FSDP_LAYERS: list[set[str]] = [
-    {"api", "layout", "schedule", "placement", "spmd", "param", "collectives"},
+    {"api", "layout", "schedule", "placement", "param", "collectives"},
     {"bucket", "gradients", "reduction", "comm"},
     {"group", "members", "explain"},
     {"unit", "context"},

@@ -188,9 +188,6 @@ def _reduce(
     return HookWork(work, output, after)
 
 
-_READY_MADE = (allreduce_hook, bf16_compress_hook, fp16_compress_hook, reduce_scatter_hook)
-
-
 def _groups(where: Any) -> tuple[ProcessGroup, ...]:
     if where is None:
         return ()
@@ -280,7 +277,8 @@ def check_hook(bucket: Bucket, state: Any, hook: Any) -> None:
     if conflict is not None:
         raise StateError(f"register_comm_hook: {conflict}")
     check_removal(bucket)
-    if hook in _READY_MADE and not (isinstance(state, CommHookState) or is_torch_hook_state(state)):
+    ready_made = (allreduce_hook, bf16_compress_hook, fp16_compress_hook, reduce_scatter_hook)
+    if hook in ready_made and not (isinstance(state, CommHookState) or is_torch_hook_state(state)):
         raise Parallel3dError(
             f"register_comm_hook was given {hook.__name__} with the state {state!r}; it takes a "
             "parallel3d.fsdp.CommHookState()"
@@ -353,14 +351,9 @@ class CustomReduce(Reducer):
         """Sums one buffer (n * S,) of every rank; this rank receives (S,)."""
         whole = inputs[0]
         output = self.allocate(whole.numel() // group.size(), whole.dtype, whole.device)
+        buffers = {"output_tensor": output, "input_tensor": whole}
         with issuing.as_unit(unit):
-            work = self.comm(
-                output_tensor=output,
-                input_tensor=whole,
-                group=group,
-                op=dist.ReduceOp.SUM,
-                async_op=True,
-            )
+            work = self.comm(**buffers, group=group, op=dist.ReduceOp.SUM, async_op=True)
         return ScatterWork(work, output)
 
     def allocate(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -392,9 +385,8 @@ class EngineCollective:
         self.symmetric = symmetric
         if symmetric:
             use_symmetric_memory("NCCL")
-            dist.barrier(
-                group=group
-            )  # the communicator must exist when memory is registered with it
+            # The communicator must exist when memory is registered with it.
+            dist.barrier(group=group)
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
@@ -432,11 +424,7 @@ def set_engine_collectives(bucket: Bucket, *, symmetric: bool, reduces: bool) ->
 
 
 def check_custom(unit: Unit, method: str, comm: Any, present: Callable[[Bucket], Any]) -> None:
-    """Raises Parallel3dError or StateError unless ``comm``, given to ``method``, may replace a collective.
-
-    Args:
-        present: returns a bucket's present collective of that kind.
-    """
+    """Raises unless ``comm``, given to ``method``, may replace what ``present`` returns of a bucket."""
     check_one_mesh(unit, method)
     if comm is None:
         return
@@ -466,11 +454,7 @@ def check_not_hooked(method: str, bucket: Bucket) -> None:
 
 
 def check_not_custom(method: str, bucket: Bucket, *, symmetric: bool) -> None:
-    """Raises StateError if ``bucket`` has a hook or a collective that ``method`` would replace.
-
-    Args:
-        symmetric: the kind of ``EngineCollective`` that ``method`` sets and so may replace.
-    """
+    """Raises StateError if ``bucket`` has a hook or another collective than what ``method`` sets."""
     check_not_hooked(method, bucket)
     for comm in (bucket.gather_comm, custom_reduce_scatter(bucket)):
         same_kind = isinstance(comm, EngineCollective) and comm.symmetric is symmetric

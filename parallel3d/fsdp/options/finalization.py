@@ -11,13 +11,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from enum import Enum, auto
+from functools import cache
 from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from parallel3d._torch.autograd import untraced
 from parallel3d.errors import StateError
 from parallel3d.fsdp.context import RootOption, RunContext, root_options
+from parallel3d.fsdp.members import params_of
 from parallel3d.fsdp.unit import Unit
 
 
@@ -49,8 +52,6 @@ class Finalization(RootOption):
         context = self._context()
         assert context is not None
         return context
-
-    # -- see ``RootOption`` --------------------------------------------------------------------------
 
     def before_forward(self, units: Sequence[Any]) -> Sequence[Any]:
         """Raises StateError if an asynchronous finalization was not waited on."""
@@ -95,11 +96,7 @@ class Finalization(RootOption):
         self._enter(Stage.REDUCING)
 
     def wait(self, number: int) -> None:
-        """Completes the finalization of that number, if nothing else has.
-
-        Raises:
-            StateError: it was dropped.
-        """
+        """Completes the finalization of that number, if nothing else has; raises StateError if dropped."""
         if number == self._dropped:
             raise StateError(
                 "this finalize_backward(async_op=True) was ended by reset_iter_state(), which has dropped "
@@ -132,7 +129,6 @@ root_options.append(
 )
 
 _unfinished: weakref.WeakSet[Finalization] = weakref.WeakSet()
-_watched = False
 
 
 def finalization_of(unit: Unit) -> Finalization | None:
@@ -148,11 +144,7 @@ def is_finalized(unit: Unit) -> bool:
 
 
 def set_manual_finalization(unit: Unit, enabled: bool) -> None:
-    """Sets whether the user ends the backwards of ``unit``, the outermost one.
-
-    Raises:
-        StateError: one is under way, or not ended.
-    """
+    """Sets whether the user ends the backwards of ``unit``, the outermost one."""
     context = unit.context
     if context is not None:
         unit.come_to_rest()
@@ -171,12 +163,7 @@ def refuse_unfinalized(params: Iterable[torch.Tensor], what: str) -> None:
     """Raises StateError if gradients of one of ``params`` are still to come."""
     for finalization in list(_unfinished):
         context = finalization.context
-        names = {
-            id(param.sharded): param.name
-            for unit in context.units
-            for bucket in unit.group.buckets
-            for param in bucket.params
-        }
+        names = {id(param.sharded): param.name for param in params_of(context.units)}
         name = next((names[id(param)] for param in params if id(param) in names), None)
         if name is not None:
             remedy = (
@@ -190,22 +177,16 @@ def refuse_unfinalized(params: Iterable[torch.Tensor], what: str) -> None:
             )
 
 
+@cache
 def _watch_steps() -> None:
-    global _watched
-    if not _watched:
-        _watched = True
-        register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_pre_hook(_before_step)
 
 
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+@untraced
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
     if _unfinished:
-        _check(optimizer)
-
-
-@torch.compiler.disable
-def _check(optimizer: Optimizer) -> None:
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    refuse_unfinalized(params, f"a step of {type(optimizer).__name__}")
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        refuse_unfinalized(params, f"a step of {type(optimizer).__name__}")
 
 
 def _not_waited(what: str, context: RunContext) -> StateError:

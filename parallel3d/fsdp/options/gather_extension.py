@@ -46,8 +46,6 @@ class Extension:
     """One parameter with an all-gather extension. n is the size of the shard axis.
 
     Args:
-        unit: name of the unit, for messages.
-        param: the parameter.
         local: its shard, or the tensor that the shard will be cut from.
         mesh: the shard axis, passed to the user's method, as is ``policy``.
         dtype: the dtype to compute in.
@@ -130,11 +128,7 @@ class Extension:
         self._outputs = tuple(outputs)
 
     def rebuild(self) -> bool:
-        """Makes the unsharded parameter from the gathered ``rows``, or updates it.
-
-        Returns:
-            Whether it was made.
-        """
+        """Makes the unsharded parameter from the gathered ``rows`` (then True), or updates it."""
         for by_rank, rows in self._transposed:
             by_rank.copy_(rows)
         local, arguments = self.param.local, (self._outputs, self.metadata, self.dtype)
@@ -430,10 +424,7 @@ class ExtensionBucket(Bucket):
         return [tensor for inputs in by_param for tensor in inputs]
 
     def _check_agreement(self, sizes: list[int]) -> None:
-        """Raises on all ranks if their gather inputs have different sizes; torch would hang.
-
-        It is called once, and communicates only if shards have different sizes.
-        """
+        """Raises on all ranks if their gather inputs have different sizes; torch would hang."""
         uneven = not all(param.even for param in self.params)
         if not uneven or self.shard_group is None or ranks_are_simulated():
             return
@@ -555,19 +546,6 @@ def _shard_mesh(unit: str, axes: DataAxes) -> DeviceMesh:
 # Extensions that the user sets on local tensors of sharded Parameters after ``fully_shard``. torch looks at
 # the local tensor in each gather, whatever its class; here it is looked at when the model first runs.
 
-_SETTINGS = (
-    "divide_factor",
-    "reduce_unused",
-    "on_result",
-    "reducer",
-    "gather_comm",
-    "scatter_group",
-    "max_inputs",
-    "force_sum",
-    "on_reduced",
-    "keep_storage",
-)
-
 
 class LateExtensions(RootOption):
     """Moves parameters whose local tensors have extensions to ExtensionBuckets before a root first runs."""
@@ -589,13 +567,10 @@ root_options.append(LateExtensions)
 
 def _with_late_extensions(buckets: list[Bucket]) -> list[Bucket] | None:
     """Returns new buckets, or None if no parameter has an extension that is not in an ExtensionBucket."""
-    split = [
-        _split_bucket(bucket)
-        if not isinstance(bucket, ExtensionBucket) and any(map(is_extended, bucket.local_views))
-        else [bucket]
-        for bucket in buckets
-    ]
-    result = [bucket for part in split for bucket in part]
+    result: list[Bucket] = []
+    for bucket in buckets:
+        late = not isinstance(bucket, ExtensionBucket) and any(map(is_extended, bucket.local_views))
+        result += _split_bucket(bucket) if late else [bucket]
     return None if result == buckets else result
 
 
@@ -609,7 +584,10 @@ def _split_bucket(bucket: Bucket) -> list[Bucket]:
             "unreduced gradients; give it before fully_shard"
         )
     new = ExtensionBucket(bucket.unit, extended, bucket.axes, bucket.given_policy, bucket.offload)
-    for name in _SETTINGS:
+    for name in (
+        *("divide_factor", "reduce_unused", "on_result", "reducer", "gather_comm", "scatter_group"),
+        *("max_inputs", "force_sum", "on_reduced", "keep_storage"),
+    ):
         setattr(new, name, getattr(bucket, name))
     if not others:
         return [new]

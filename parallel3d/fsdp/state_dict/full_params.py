@@ -1,7 +1,7 @@
 """full_params: registers the full parameters in a sharded model's modules for a while.
 
-Also what full state dicts share with it: gathering full tensors, registering other Parameters than the
-sharded ones, and sending values from the first rank to all.
+Full state dicts share with it how full tensors are gathered, other Parameters registered than the sharded
+ones, and values sent from the first rank to all.
 """
 
 from __future__ import annotations
@@ -75,12 +75,9 @@ def made_by_first(
 ) -> Any:
     """Returns on every rank what ``make()`` returns on the first rank of ``meshes``, sent by pickle.
 
-    Args:
-        tensors: the values by name that the first rank will send later, checked there.
-
     Raises:
-        Parallel3dError: one of ``tensors`` is a DTensor or on the meta device. It is raised on every rank,
-            so that no rank waits for one that has raised alone.
+        Parallel3dError: one of ``tensors``, which the first rank will send later, is a DTensor or on the meta
+            device. It is raised on every rank, so that no rank waits for one that has raised alone.
     """
     made = (_refusal(tensors) or make()) if is_first(meshes) else None
     for mesh in meshes:
@@ -116,13 +113,12 @@ def placeholder(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def full_tensors(
-    bucket: Bucket, params: Sequence[ShardedParam], locals_: Sequence[torch.Tensor | None]
+    bucket: Bucket, params: Sequence[ShardedParam], locals_: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Gathers tensors sharded as the bucket's parameters are: values, gradients, optimizer states.
+    """Gathers tensors sharded as ``params`` of the bucket are: values, gradients, optimizer states.
 
     Args:
-        params: the parameters of the bucket that they belong to.
-        locals_: this rank's shards, plain tensors of one dtype; None stands for zeros.
+        locals_: this rank's shards, plain tensors of one dtype.
 
     Returns:
         Tensors of the parameters' global shapes, each in its own memory, on the device that the bucket
@@ -144,19 +140,17 @@ def full_tensors(
 
 
 def _packed(
-    bucket: Bucket, params: Sequence[ShardedParam], locals_: Sequence[torch.Tensor | None]
+    bucket: Bucket, params: Sequence[ShardedParam], locals_: Sequence[torch.Tensor]
 ) -> torch.Tensor:
     """Returns ``locals_`` in the parameters' segments, one after another, with zeros as padding."""
     views = bucket.local_views
     one_buffer = bucket.can_coalesce  # False where each parameter has its own memory
     if one_buffer and len(locals_) == len(views) and all(map(operator.is_, locals_, views)):
         return bucket.flat
-    dtype = next((x.dtype for x in locals_ if x is not None), bucket.dtype)
     sizes = [p.padded_numel for p in params]
-    flat = torch.zeros(sum(sizes), dtype=dtype, device=bucket.storage_device)
+    flat = torch.zeros(sum(sizes), dtype=locals_[0].dtype, device=bucket.storage_device)
     for param, segment, local in zip(params, flat.split(sizes), locals_, strict=True):
-        if local is not None:
-            param.local_view(segment).copy_(local)
+        param.local_view(segment).copy_(local)
     return flat
 
 
@@ -299,11 +293,7 @@ def check_at_rest(unit: Unit, what: str) -> None:
 
 
 def to_rest(unit: Unit) -> None:
-    """Reshards ``unit`` and copies Parameters that were replaced back into its buckets.
-
-    Raises:
-        StateError: parameters are on the meta device.
-    """
+    """Reshards ``unit`` and takes replaced Parameters back into its buckets; raises StateError if on meta."""
     group = unit.group
     if unit.context is not None:
         group.register_sharded()
@@ -429,8 +419,12 @@ def full_params(
     units = list(units_of(module, recurse))
     for unit in units:
         check_at_rest(unit, "full_params")
-        if with_grads:
-            _check_reduced(unit)
+        for param in params_of([unit]) if with_grads else ():
+            if waits_for_reduction(param.sharded.grad):
+                raise StateError(
+                    f"full_params(with_grads=True): the gradient of {param.name} in unit {unit.label} "
+                    "waits for its reduction; call it after the backward of the last micro-batch"
+                )
     keep = not rank0_only or is_first(meshes_of(units))
     unsharded_by_user = [
         unit for unit in units if unit.group.is_registered and unit.group.retain is Retain.USER
@@ -455,15 +449,6 @@ def full_params(
         unit.group.register_unsharded()
 
 
-def _check_reduced(unit: Unit) -> None:
-    for param in params_of([unit]):
-        if waits_for_reduction(param.sharded.grad):
-            raise StateError(
-                f"full_params(with_grads=True): the gradient of {param.name} in unit {unit.label} "
-                "waits for its reduction; call it after the backward of the last micro-batch"
-            )
-
-
 class _FullView:
     """The full parameters of one unit.
 
@@ -486,13 +471,11 @@ class _FullView:
         """Gathers gradients, zeros where this rank has none: another rank may have one."""
         if not _may_have_grads(bucket):
             return
-        dtype = bucket.sum_dtype
         grads = [param.sharded.grad for param in params]
         grads = [get_local_tensor(g) if isinstance(g, DTensor) else g for g in grads]
+        zero = torch.zeros((), dtype=bucket.sum_dtype, device=bucket.storage_device)
         locals_ = [
-            torch.zeros((), dtype=dtype, device=bucket.storage_device).expand(param.local.shape)
-            if grad is None
-            else grad.to(dtype)
+            zero.expand(param.local.shape) if grad is None else grad.to(zero.dtype)
             for param, grad in zip(params, grads, strict=True)
         ]
         tensors = full_tensors(bucket, params, locals_)
@@ -536,6 +519,7 @@ def _may_have_grads(bucket: Bucket) -> bool:
 def _write_grads(
     bucket: Bucket, params: list[ShardedParam], grads: list[torch.Tensor | None]
 ) -> None:
+    """Copies this rank's shards of the full ``grads`` to ``.grad`` of the sharded Parameters."""
     locals_ = []
     for param, full in zip(params, grads, strict=True):
         local = torch.zeros_like(param.local, dtype=bucket.sum_dtype)
