@@ -37,11 +37,13 @@ def _of_versions(text: str) -> str | None:
     found = _MISMATCH.search(text)
     if found is None:
         missing = _NO_STORAGE.search(text)
-        return None if missing is None else _read_while_free(_free_at(int(missing.group(1))))
+        return (
+            None if missing is None else _read_while_free(_names(_free_at(int(missing.group(1)))))
+        )
     now, then = map(int, found.groups())
     if now & FREE or then & FREE:
         bucket = numbered_buckets.get((now if now & FREE else then) & ~FREE)
-        return _read_while_free([] if bucket is None else [bucket])
+        return _read_while_free("" if bucket is None else bucket.unit)
     shift = VALUE_BITS + CHANGE_BITS
     if now >> shift != then >> shift or not now >> shift:
         return None
@@ -70,13 +72,10 @@ def _free_at(offset: int) -> list[Bucket]:
     ]
 
 
-def _read_while_free(buckets: Iterable[Bucket]) -> str | None:
-    names = _names(buckets)
-    return read_while_free(names) if names else None
-
-
-def read_while_free(names: str) -> str:
+def _read_while_free(names: str) -> str | None:
     """Returns the message for a backward that has come to the units ``names`` while their memory is free."""
+    if not names:
+        return None
     return (
         f"unit {names}: a backward reads parameters of the unit while they are freed. It came there by a "
         "tensor that the engine does not know of: one that the unit's forward neither has returned nor left "
@@ -94,7 +93,7 @@ def _of_recomputation(error: BaseException) -> str | None:
     """Where checkpointing recomputes within a sharded unit: no tensor known to the engine led there."""
     if "mixed torch.Tensor and DTensor" not in str(error):
         return None
-    label, frames = None, error.__traceback__
+    label, frames = "", error.__traceback__
     while frames is not None:
         module = frames.tb_frame.f_locals.get("self")
         for param in module._parameters.values() if isinstance(module, nn.Module) else ():
@@ -102,7 +101,7 @@ def _of_recomputation(error: BaseException) -> str | None:
             unit = None if owner is None else owner.unit()
             label = label if unit is None else unit.label
         frames = frames.tb_next
-    return None if label is None else read_while_free(label)
+    return _read_while_free(label)
 
 
 def check_inputs(outputs: Sequence[Any], inputs: Sequence[Any]) -> None:

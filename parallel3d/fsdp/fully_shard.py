@@ -141,7 +141,7 @@ def fully_shard(
     offload = CpuOffload(offload_policy) if isinstance(offload_policy, CPUOffloadPolicy) else None
     mesh = checked_mesh(mesh)
     axes = data_axes(mesh) if dp_mesh_dims is None else spmd_axes(mesh, dp_mesh_dims)
-    managed = list(managed_params(modules, ignored))
+    managed = managed_params(modules, ignored)
     new = [entry for entry in managed if entry.owner is None]
     requested = requested_placements(
         shard_placement_fn, [(entry.name, entry.param) for entry in new], axes
@@ -238,15 +238,9 @@ def _make_buckets(
 _Tied = Sequence[tuple[Managed, ShardedParam]]  # (the parameter in the new unit, in the older one)
 
 
-def _unit_of_param(param: ShardedParam) -> Unit:
-    unit = param.unit()
-    assert unit is not None
-    return unit
-
-
 def _check_ties(tied: _Tied, policy: MixedPrecisionPolicy) -> None:
     for entry, owner in tied:
-        unit = _unit_of_param(owner)
+        unit = owner.unit()
         start = f"parameter {entry.name} is tied to {owner.name} of unit {unit.label}"
         if unit.policy != policy:
             raise Parallel3dError(
@@ -271,8 +265,7 @@ def _join_tied_units(unit: Unit, tied: _Tied) -> None:
                 holder = holder_of(module)
                 owner.put_at([(holder, name)])
                 holder[name] = owner.sharded
-    older_units = {id(older): older for older in [_unit_of_param(owner) for _, owner in tied]}
-    for older in older_units.values():
+    for older in dict.fromkeys(owner.unit() for _, owner in tied):
         for module in older.members.detach():
             unit.members.attach(module, unit)
         for param in params_of([older]):

@@ -118,12 +118,9 @@ def check_modules(module: nn.Module | list[nn.Module]) -> list[nn.Module]:
 
 
 def check_reshard(value: object, meshes: Iterable[DataAxes]) -> bool | int | None:
-    """Returns ``reshard_after_forward`` as a unit takes it.
+    """Returns ``reshard_after_forward`` as a unit whose parameters lie on ``meshes`` takes it.
 
     As in torch, the number of all shard ranks means True, and 1 means False: each rank keeps the whole.
-
-    Args:
-        meshes: the axes of the unit's parameters; all must be able to shard over ``value`` ranks.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -225,12 +222,8 @@ class Managed(NamedTuple):
     owner: ShardedParam | None
 
 
-def managed_params(modules: list[nn.Module], ignored: set[int]) -> Iterator[Managed]:
-    """Yields the parameters of ``modules`` that are of no inner unit.
-
-    Raises:
-        Parallel3dError: the engine can't shard one of them.
-    """
+def managed_params(modules: list[nn.Module], ignored: set[int]) -> list[Managed]:
+    """Returns the parameters of ``modules`` that are of no inner unit; raises if it can't shard one."""
     found: dict[int, Managed] = {}
     for prefix, module in _walk(modules, _is_unit):
         for attribute, param in module._parameters.items():
@@ -243,7 +236,7 @@ def managed_params(modules: list[nn.Module], ignored: set[int]) -> Iterator[Mana
             key = id(param) if owner is None else id(owner)
             entry = found.setdefault(key, Managed(name, param, [], owner))
             entry.places.append((module, attribute))
-    yield from found.values()
+    return list(found.values())
 
 
 def units_modules(modules: Sequence[nn.Module]) -> Iterator[nn.Module]:
@@ -359,11 +352,7 @@ def note_ignored(modules: Iterable[nn.Module], ignored: set[int]) -> None:
 
 
 def check_loose(root: Any, modules: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
-    """Yields the parameters in ``modules`` that are of no unit and were not ignored.
-
-    Raises:
-        Parallel3dError: one of them is trainable.
-    """
+    """Yields the parameters in ``modules`` that are of no unit nor ignored; raises if one is trainable."""
     for prefix, module in _walk(modules, _is_unit_of_torch):
         for name, param in module._parameters.items():
             if param is None or owner_at(module, name) is not None:

@@ -177,9 +177,8 @@ class HybridBucket(Bucket):
         if self.shard_group is None:
             # Views are made here, as those made in inference mode could not be trained.
             allocate(self.unsharded)
-            pairs = self.copy_pairs(self.copy.view(self.num_shards, -1))
+            self._whole_pairs = self.copy_pairs(self.copy.view(self.num_shards, -1))
             self.free_unsharded()
-            self._whole_pairs = pairs
         self.renewing: tuple[Any, list[torch.Tensor]] | None = None
         self.is_new = True
 
@@ -189,11 +188,6 @@ class HybridBucket(Bucket):
     def enter_precision(self) -> None:
         self.make_copy()
 
-    @property
-    def is_old(self) -> bool:
-        """Whether the copy has no values, or a change of the weights since its last renewal was noticed."""
-        return self.is_new or self.versions.weights_changed()
-
     def note_weights(self, comm: Comm) -> None:
         """See ``Bucket``. The copy is gathered, with the values from its last renewal."""
         if self.is_new:
@@ -201,7 +195,7 @@ class HybridBucket(Bucket):
 
     def renew(self, comm: Comm, *, if_changed: bool = False) -> None:
         """Starts the all-gather over replicate into the copy; see ``Bucket``."""
-        if if_changed and not self.is_old:
+        if if_changed and not self.is_new and not self.versions.weights_changed():
             return
         self.finish_renewal()
         parts: list[torch.Tensor] = []

@@ -70,24 +70,28 @@ def broadcast(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
         dist.broadcast(tensor.view(-1).view(torch.uint8), group=group, group_src=0)
 
 
-def made_by_first(
-    meshes: Sequence[DeviceMesh], tensors: Mapping[str, Any], make: Callable[[], Any]
-) -> Any:
-    """Returns on every rank what ``make()`` returns on the first rank of ``meshes``, sent by pickle.
+def from_first(
+    meshes: Sequence[DeviceMesh],
+    state_dict: Mapping[str, Any],
+    tensors: Mapping[str, Any],
+    strip: Callable[[], Any],
+) -> Mapping[str, Any]:
+    """Returns ``state_dict`` on the first rank of ``meshes``, and on others its ``strip()``, sent by pickle.
 
     Raises:
-        Parallel3dError: one of ``tensors``, which the first rank will send later, is a DTensor or on the meta
-            device. It is raised on every rank, so that no rank waits for one that has raised alone.
+        Parallel3dError: one of ``tensors``, those in ``state_dict``, is a DTensor or on the meta device. It
+            is raised on every rank, so that no rank waits for one that has raised alone.
     """
-    made = (_refusal(tensors) or make()) if is_first(meshes) else None
+    first = is_first(meshes)
+    sent = (_refusal(tensors) or strip()) if first else None
     for mesh in meshes:
-        box = [made]
+        box = [sent]
         for group in () if ranks_are_simulated() else _groups(mesh):
             dist.broadcast_object_list(box, group=group, group_src=0)
-        made = box[0]
-    if isinstance(made, str):
-        raise Parallel3dError(made)
-    return made
+        sent = box[0]
+    if isinstance(sent, str):
+        raise Parallel3dError(sent)
+    return state_dict if first else sent
 
 
 def _refusal(tensors: Mapping[str, Any]) -> str | None:
@@ -102,9 +106,11 @@ def _refusal(tensors: Mapping[str, Any]) -> str | None:
     return None
 
 
-def placeholder(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor of the same shape and dtype in the memory of one element, for a value sent later."""
-    return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+def to_send(value: Any, *, later: bool) -> Any:
+    """Returns ``value`` on the CPU; if sent ``later``, a tensor like it in the memory of one element."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.zeros((), dtype=value.dtype).expand(value.shape) if later else value.detach().cpu()
 
 
 # Full tensors: from this rank's shards of a bucket's parameters to tensors of their global shapes. There is

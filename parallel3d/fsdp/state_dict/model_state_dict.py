@@ -38,15 +38,15 @@ from parallel3d.fsdp.param import owner_of
 from parallel3d.fsdp.state_dict.full_params import (
     broadcast,
     check_at_rest,
+    from_first,
     gather_full_params,
     is_first,
-    made_by_first,
     meshes_of,
     params_by_bucket,
-    placeholder,
     places_of,
     swapped_params,
     to_rest,
+    to_send,
 )
 from parallel3d.fsdp.state_dict.transforms import chunk
 
@@ -389,25 +389,16 @@ def load_model_state_dict(
     if broadcast_from_rank0:
         check_broadcast(settings)
     if meshes:
-        values = parameters_by_key(model)
-        sent_later = {
-            key
-            for key, value in values.items()
-            if isinstance(value, DTensor) and owner_of(value) is not None
-        }
-
-        def stripped() -> dict[str, Any]:
-            """Everything but the values of units' parameters, which are sent one by one."""
-            return {
-                key: (placeholder(value) if key in sent_later else value.detach().cpu())
-                if isinstance(value, torch.Tensor)
-                else value
-                for key, value in state_dict.items()
-            }
-
-        sent = made_by_first(meshes, state_dict, stripped)
-        if not is_first(meshes):
-            state_dict = sent
+        by_key = parameters_by_key(model)
+        # Values of units' parameters are sent one by one.
+        later = {k for k, p in by_key.items() if isinstance(p, DTensor) and owner_of(p) is not None}
+        given = state_dict
+        state_dict = from_first(
+            meshes,
+            given,
+            given,
+            lambda: {k: to_send(v, later=k in later) for k, v in given.items()},
+        )
     if settings.state_dict_type is _FULL:
         state_dict = _with_dtensors(model, state_dict)
     with form_set(units, settings, broadcast=meshes):

@@ -25,11 +25,11 @@ from parallel3d.fsdp.members import units_of
 from parallel3d.fsdp.param import owner_of
 from parallel3d.fsdp.state_dict.full_params import (
     check_at_rest,
+    from_first,
     full_tensors,
     is_first,
-    made_by_first,
     meshes_of,
-    placeholder,
+    to_send,
 )
 from parallel3d.fsdp.state_dict.model_state_dict import (
     check_broadcast,
@@ -322,38 +322,27 @@ def _from_first(state_dict: Mapping[str, Any], meshes: list[DeviceMesh]) -> Mapp
     states = state_dict.get("state", {})
     values = {f"{key} of {name}": v for name, state in states.items() for key, v in state.items()}
 
-    def stripped() -> dict[str, Any]:
-        return {
-            **state_dict,
-            "state": {
-                name: {
-                    key: (placeholder(value) if value.ndim else value.cpu())
-                    if isinstance(value, torch.Tensor)
-                    else value
-                    for key, value in state.items()
-                }
-                for name, state in states.items()
-            },
+    def strip() -> dict[str, Any]:
+        sent = {
+            name: {k: to_send(v, later=getattr(v, "ndim", 0) > 0) for k, v in state.items()}
+            for name, state in states.items()
         }
+        return {**state_dict, "state": sent}
 
-    sent = made_by_first(meshes, values, stripped)
-    return state_dict if is_first(meshes) else sent
+    return from_first(meshes, state_dict, values, strip)
 
 
 def _as_present(
     key: str, name: str, value: Any, param: nn.Parameter, present: Any, kind: StateDictType
 ) -> Any:
-    """Returns a copy of ``value``, sharded as ``present`` is, or as ``param`` if it has the same shape.
+    """Returns a copy of ``value``, of a state dict of type ``kind``, sharded as the optimizer has it now.
 
-    Args:
-        value: of a state dict of type ``kind``.
-        present: the optimizer's present value, or None.
+    Without a ``present`` value that is as ``param``, if it has the same shape.
     """
     if not isinstance(value, torch.Tensor):
         return value
-    if not isinstance(param, DTensor) or isinstance(value, DTensor):
-        return value.clone()
-    if present is not None and not isinstance(present, DTensor):
+    is_local = present is not None and not isinstance(present, DTensor)
+    if is_local or not isinstance(param, DTensor) or isinstance(value, DTensor):
         return value.clone()
     owner = owner_of(param)
     shape = param.shape if kind is _FULL or owner is None else owner.local_shape
