@@ -174,8 +174,7 @@ class FSDPModule(UnitModule, TorchFSDPModule):
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Sets whether backward gathers this unit's parameters; use False if backward doesn't read them."""
-        unshard_in_backward = as_bool("unshard_in_backward", unshard_in_backward)
-        get_unit(self).unshard_in_backward = unshard_in_backward
+        get_unit(self).unshard_in_backward = as_bool("unshard_in_backward", unshard_in_backward)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Does nothing: all-gathers here are asynchronous on every device. torch has this method."""
@@ -290,7 +289,7 @@ class FSDPModule(UnitModule, TorchFSDPModule):
             return
         seen = self.parameters()  # type: ignore[attr-defined]
         for param in set(parameters_at_rest(self)).difference(seen):  # type: ignore[arg-type]
-            if param.grad is not None and set_to_none:
+            if set_to_none:
                 param.grad = None
             elif param.grad is not None:
                 param.grad.zero_()
@@ -516,10 +515,9 @@ class FSDPModule(UnitModule, TorchFSDPModule):
             comm_hooks.check_symmetric_inputs(symmetric, max_input_buffers)
         for bucket in buckets:
             bucket.max_inputs = max_input_buffers
-        for context in {id(u.context): u.context for u in units if u.context is not None}.values():
-            limit_inputs(
-                context.comm, (b.max_inputs for u in context.units for b in u.group.buckets)
-            )
+        for context in dict.fromkeys(u.context for u in units if u.context is not None):
+            inside = (bucket.max_inputs for u in context.units for bucket in u.group.buckets)
+            limit_inputs(context.comm, inside)
 
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
@@ -612,8 +610,7 @@ class FSDPModule(UnitModule, TorchFSDPModule):
 
         Units given to ``set_modules_to_forward_prefetch`` are gathered in any case.
         """
-        enable = as_bool("enable", enable)
-        _change_prefetch(self, "set_forward_prefetch", forward=enable)
+        _change_prefetch(self, "set_forward_prefetch", forward=as_bool("enable", enable))
 
     def set_limit_all_gathers(self, limit: int | None) -> None:
         """Sets how many units may be gathered ahead of their use.

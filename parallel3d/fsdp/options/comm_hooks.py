@@ -1,9 +1,7 @@
 """Communication hooks (named as in torch's FSDP1), and collectives that replace the engine's.
 
-A hook replaces a collective on gradients: ``hook(state, grad, output)`` the reduce-scatter over shard,
-``hook(state, grad)``, in place, each all-reduce (over replicate; over shard too, for parameters that are not
-sharded). It divides by itself; the engine then doesn't. The hooks here divide in two steps, before and after
-the sum, each time by about the root of the number of ranks, as those of
+How a hook is called: ``FSDPModule.register_comm_hook``. It divides by itself; the engine then doesn't. The
+hooks here divide before and after the sum, each time by about the root of the number of ranks, as those of
 ``torch.distributed.algorithms._comm_hooks.default_hooks`` do: float16 overflows above 65504 and underflows
 below 6e-8. They return an object to wait on, so that on a CPU the backward goes on meanwhile.
 """
@@ -351,9 +349,14 @@ class CustomReduce(Reducer):
         """Sums one buffer (n * S,) of every rank; this rank receives (S,)."""
         whole = inputs[0]
         output = self.allocate(whole.numel() // group.size(), whole.dtype, whole.device)
-        buffers = {"output_tensor": output, "input_tensor": whole}
         with issuing.as_unit(unit):
-            work = self.comm(**buffers, group=group, op=dist.ReduceOp.SUM, async_op=True)
+            work = self.comm(
+                output_tensor=output,
+                input_tensor=whole,
+                group=group,
+                op=dist.ReduceOp.SUM,
+                async_op=True,
+            )
         return ScatterWork(work, output)
 
     def allocate(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

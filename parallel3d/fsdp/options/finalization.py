@@ -1,9 +1,8 @@
 """Finalization: the user says when the gradients of backwards are to be complete.
 
-Each backward issues its reductions, and ends without a wait for them. So their results are not in ``.grad``
-until ``finalize_backward``, and whoever steps or clips before it would do so with what was there: that is an
-error. At most one backward's reductions are in flight at a time: the next one completes them before it
-begins, so that an exception in it ends its own only.
+Each backward issues its reductions and ends without waiting for them, so their results are not in ``.grad``
+until ``finalize_backward``: an optimizer step or a clip before it is an error. At most one backward's
+reductions are in flight: the next one completes them first, so that an exception in it ends its own only.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ Such a parameter is of a tensor subclass with the methods ``fsdp_pre_all_gather`
 gather instead of the shard (a quantised copy and its scale, say), and ``fsdp_post_all_gather``, which makes
 the unsharded parameter from the gathered values. Its shard at rest is of the subclass too, so it is not part
 of a contiguous buffer. The gather inputs of a unit, whatever their dtypes, are packed as bytes and sent in
-one all-gather; a single input is sent without a copy. Gradients are ordinary tensors, reduced as in any
-Bucket.
+one all-gather; a single input is sent without a copy. Gradients are reduced as in any Bucket.
 """
 
 from __future__ import annotations
@@ -547,6 +546,20 @@ def _shard_mesh(unit: str, axes: DataAxes) -> DeviceMesh:
 # the local tensor in each gather, whatever its class; here it is looked at when the model first runs.
 
 
+_SETTINGS = (
+    "divide_factor",
+    "reduce_unused",
+    "on_result",
+    "reducer",
+    "gather_comm",
+    "scatter_group",
+    "max_inputs",
+    "force_sum",
+    "on_reduced",
+    "keep_storage",
+)
+
+
 class LateExtensions(RootOption):
     """Moves parameters whose local tensors have extensions to ExtensionBuckets before a root first runs."""
 
@@ -584,10 +597,7 @@ def _split_bucket(bucket: Bucket) -> list[Bucket]:
             "unreduced gradients; give it before fully_shard"
         )
     new = ExtensionBucket(bucket.unit, extended, bucket.axes, bucket.given_policy, bucket.offload)
-    for name in (
-        *("divide_factor", "reduce_unused", "on_result", "reducer", "gather_comm", "scatter_group"),
-        *("max_inputs", "force_sum", "on_reduced", "keep_storage"),
-    ):
+    for name in _SETTINGS:
         setattr(new, name, getattr(bucket, name))
     if not others:
         return [new]

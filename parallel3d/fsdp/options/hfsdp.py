@@ -1,10 +1,10 @@
 """HybridBucket: HFSDP, which shards optimizer states over replicate x shard.
 
-HSDP keeps an optimizer state for each shard on every replica. Here Parameters, gradients and optimizer
-states are sharded over R * N ranks (R, N: sizes of replicate and shard), and the engine keeps a copy of the
-weights in compute dtype that is sharded over ``shard`` only. Forward and backward gather from this copy as
-in HSDP. One all-gather over replicate renews it at each forward of the root. Gradients are reduce-scattered
-over shard, then over replicate. Megatron-FSDP calls this HFSDP; hpZ of ZeRO++ is similar.
+Parameters, gradients and optimizer states are sharded over R * N ranks (R, N: sizes of replicate and shard),
+and the engine keeps a copy of the weights in compute dtype that is sharded over ``shard`` only. Forward and
+backward gather from this copy as in HSDP. One all-gather over replicate renews it at each forward of the
+root. Gradients are reduce-scattered over shard, then over replicate. Megatron-FSDP calls this HFSDP; hpZ of
+ZeRO++ is similar.
 
 The rank (r, s) has shard ``s * R + r``: the R shards of one shard coordinate are consecutive, so that the two
 gathers, one after the other, return all shards in order. ``copy``, (R * S,), is a buffer beside a Bucket's.

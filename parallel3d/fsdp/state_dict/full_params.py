@@ -83,7 +83,7 @@ def from_first(
             is raised on every rank, so that no rank waits for one that has raised alone.
     """
     first = is_first(meshes)
-    sent = (_refusal(tensors) or strip()) if first else None
+    sent: Any = (_refusal(tensors) or strip()) if first else None
     for mesh in meshes:
         box = [sent]
         for group in () if ranks_are_simulated() else _groups(mesh):

@@ -420,8 +420,9 @@ def _with_dtensors(model: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[s
         value = result.get(key)
         if not isinstance(param, DTensor) or owner_of(param) is not None:
             continue
-        is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
-        if is_plain and value.shape == param.shape:
+        if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+            continue
+        if value.shape == param.shape:
             result[key] = chunk(value.to(param.device), param.device_mesh, param.placements)
     return result
 

@@ -117,8 +117,8 @@ def gather(dtensor: DTensor, over: str = "shard") -> DTensor:
     result[axis] = Replicate()
     cut = next((cut for cut in cuts if cut.axis == axis and mesh.size(axis) > 1), None)
     # A strided axis is applied after those further in, which therefore do not shard its chunks.
-    for inner in cuts if cut is not None and cut.factor == 1 else ():
-        if inner.axis > axis and inner.dim == cut.dim:
+    for inner in cuts:
+        if cut is not None and cut.factor == 1 and inner.axis > axis and inner.dim == cut.dim:
             result[inner.axis] = shard_placement(inner.dim, inner.factor * mesh.size(axis))
     spec = make_spec(mesh, result, dtensor.shape, dtensor.dtype)
     with torch.no_grad():
