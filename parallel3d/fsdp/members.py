@@ -246,15 +246,11 @@ def units_modules(modules: Sequence[nn.Module]) -> Iterator[nn.Module]:
 
 def managed_modules(modules: list[nn.Module], ignored: set[int]) -> Iterator[nn.Module]:
     """Yields the modules of ``units_modules``, but for those whose parameters are all ignored."""
-    return (m for m in units_modules(modules) if not ignored or not _is_ignored(m, ignored))
-
-
-def _is_ignored(module: nn.Module, ignored: set[int]) -> bool:
-    """Whether all parameters in ``module`` are ignored and it has no buffer, as torch decides it."""
-    inside = list(module.modules())
-    return not any(m._buffers for m in inside) and all(
-        id(p) in ignored for p in module.parameters()
-    )
+    for module in units_modules(modules):
+        takes = any(id(param) not in ignored for param in module.parameters())
+        # As in torch, which takes modules with buffers too, and without ignored parameters all of them.
+        if not ignored or takes or any(inner._buffers for inner in module.modules()):
+            yield module
 
 
 def _is_unit(module: nn.Module) -> bool:

@@ -64,13 +64,11 @@ class Finalization(RootOption):
             self.complete()
 
     def leaves_in_flight(self) -> bool:
-        """See ``RootOption``."""
         self.context.comm.settle_host()
         self._enter(Stage.DUE)
         return True
 
     def abandon(self) -> None:
-        """See ``RootOption``."""
         self._dropped = self.number
         self._end()
 

@@ -58,19 +58,25 @@ def _groups(mesh: DeviceMesh) -> list[ProcessGroup]:
     return [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
 
 
-def broadcast(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
-    """Broadcasts ``tensor`` of the mesh's first rank to all its ranks, in place, axis by axis.
+def tensor_from_first(value: torch.Tensor, meshes: Sequence[DeviceMesh]) -> torch.Tensor:
+    """Returns the first rank's ``value`` on all ranks of ``meshes``, in the device type's memory.
 
-    After axis i all ranks with coordinate 0 on the later axes have the value; other ranks' values are
-    overwritten later.
+    Other ranks give any tensor of the same shape and dtype. It is broadcast over one mesh after another, as
+    the first rank of a later mesh may have it by an earlier one only.
     """
-    if not tensor.numel():
-        return
-    for group in _groups(mesh):
-        dist.broadcast(tensor.view(-1).view(torch.uint8), group=group, group_src=0)
+    if isinstance(value, DTensor):
+        return value
+    full = torch.empty(value.shape, dtype=value.dtype, device=meshes[0].device_type)
+    if is_first(meshes):
+        full.copy_(value)
+    # After axis i all ranks with coordinate 0 on the later axes of the mesh have the value; other ranks'
+    # values are overwritten later.
+    for group in [group for mesh in meshes for group in _groups(mesh)] if full.numel() else ():
+        dist.broadcast(full.view(-1).view(torch.uint8), group=group, group_src=0)
+    return full
 
 
-def from_first(
+def state_dict_from_first(
     meshes: Sequence[DeviceMesh],
     state_dict: Mapping[str, Any],
     tensors: Mapping[str, Any],

@@ -36,15 +36,15 @@ from parallel3d.fsdp.members import check_module, get_unit, params_of, units_of
 from parallel3d.fsdp.options.gather_extension import as_plain
 from parallel3d.fsdp.param import owner_of
 from parallel3d.fsdp.state_dict.full_params import (
-    broadcast,
     check_at_rest,
-    from_first,
     gather_full_params,
     is_first,
     meshes_of,
     params_by_bucket,
     places_of,
+    state_dict_from_first,
     swapped_params,
+    tensor_from_first,
     to_rest,
     to_send,
 )
@@ -250,7 +250,7 @@ def _adapt_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, *a
         assert owner is not None
         kind = unit.form.settings.state_dict_type
         if unit.form.broadcast and value.shape == owner.global_shape:
-            value = from_first_rank(value, unit.form.broadcast)
+            value = tensor_from_first(value, unit.form.broadcast)
         adapted = in_sharded_form(owner, value, kind)
         if adapted is None:
             error_msgs.append(_misfit(prefix + name, owner, value, kind))
@@ -285,23 +285,6 @@ def in_sharded_form(
     if not owner.local.is_meta:  # a meta parameter gets the value's device by assign=True
         local = local.to(owner.local.device)
     return make_dtensor(local, make_spec(mesh, placements, owner.global_shape, value.dtype))
-
-
-def from_first_rank(value: torch.Tensor, meshes: Sequence[DeviceMesh]) -> torch.Tensor:
-    """Returns the first rank's ``value`` on all ranks of ``meshes``, in the device type's memory.
-
-    Other ranks give any tensor of the same shape and dtype. It is broadcast over one mesh after another, as
-    the first rank of a later mesh may have it by an earlier one only.
-    """
-    if isinstance(value, DTensor):
-        return value
-    device = torch.device(meshes[0].device_type)
-    full = torch.empty(value.shape, dtype=value.dtype, device=device)
-    if is_first(meshes):
-        full.copy_(value)
-    for mesh in meshes:
-        broadcast(full, mesh)
-    return full
 
 
 def _misfit(key: str, owner: ShardedParam, value: torch.Tensor, kind: StateDictType) -> str:
@@ -393,7 +376,7 @@ def load_model_state_dict(
         # Values of units' parameters are sent one by one.
         later = {k for k, p in by_key.items() if isinstance(p, DTensor) and owner_of(p) is not None}
         given = state_dict
-        state_dict = from_first(
+        state_dict = state_dict_from_first(
             meshes,
             given,
             given,

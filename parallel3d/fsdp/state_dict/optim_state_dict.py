@@ -25,16 +25,16 @@ from parallel3d.fsdp.members import units_of
 from parallel3d.fsdp.param import owner_of
 from parallel3d.fsdp.state_dict.full_params import (
     check_at_rest,
-    from_first,
     full_tensors,
     is_first,
     meshes_of,
+    state_dict_from_first,
+    tensor_from_first,
     to_send,
 )
 from parallel3d.fsdp.state_dict.model_state_dict import (
     check_broadcast,
     check_mapping,
-    from_first_rank,
     in_sharded_form,
     parameters_by_key,
     with_options,
@@ -271,7 +271,7 @@ def load_optim_state_dict(
         states[index] = {}
         for key, value in saved.items():
             if meshes and isinstance(value, torch.Tensor) and value.ndim:
-                value = from_first_rank(value, meshes)
+                value = tensor_from_first(value, meshes)
             states[index][key] = _as_present(
                 key, name, value, param, present.get(key), settings.state_dict_type
             )
@@ -329,7 +329,7 @@ def _from_first(state_dict: Mapping[str, Any], meshes: list[DeviceMesh]) -> Mapp
         }
         return {**state_dict, "state": sent}
 
-    return from_first(meshes, state_dict, values, strip)
+    return state_dict_from_first(meshes, state_dict, values, strip)
 
 
 def _as_present(

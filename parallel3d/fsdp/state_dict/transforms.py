@@ -257,17 +257,15 @@ def _full_tensor(tensor: DTensor) -> torch.Tensor:
     For these torch's raises on some ranks only, so that others hang, or returns rows in the wrong order.
     """
     mesh, shape = tensor.device_mesh, tensor.shape
-    cuts = [cut for cut in _cuts(tensor.placements) if mesh.size(cut.axis) > 1]
+    # torch 2.11 reads the factors of axes of size 1 too, which mean nothing, and may raise.
+    placements = [
+        Replicate() if size == 1 else placement
+        for size, placement in zip(mesh.shape, tensor.placements, strict=True)
+    ]
+    cuts = _cuts(placements)
     if all(cut.factor == 1 for cut in cuts):
-        if any(isinstance(placement, StridedShard) for placement in tensor.placements):
-            # torch 2.11 reads the factors of axes of size 1 too, which mean nothing, and may raise.
-            placements = [
-                Replicate() if mesh.size(axis) == 1 else placement
-                for axis, placement in enumerate(tensor.placements)
-            ]
-            spec = make_spec(mesh, placements, shape, tensor.dtype)
-            tensor = make_dtensor(get_local_tensor(tensor), spec)
-        return tensor.full_tensor()
+        spec = make_spec(mesh, placements, shape, tensor.dtype)
+        return make_dtensor(get_local_tensor(tensor), spec).full_tensor()
     sizes = [mesh.size(cut.axis) for cut in cuts]
     rows_by_rank = []  # by rank along the axes that shard: the row numbers it has of each dim
     for ranks in product(*map(range, sizes)):
