@@ -23,7 +23,7 @@ from parallel3d.fsdp.members import params_of
 from parallel3d.fsdp.unit import Unit
 
 
-class Stage(Enum):
+class Progress(Enum):
     """Where the reductions of the backwards so far are."""
 
     COMPLETE = auto()  # in ``.grad``, or waiting there as sums
@@ -35,13 +35,13 @@ class Finalization(RootOption):
     """The option of one root whose ``set_manual_backward_finalization`` is True.
 
     Attributes:
-        stage: see ``Stage``.
+        progress: see ``Progress``.
         number: of the finalization that is under way or comes next.
     """
 
     def __init__(self, context: RunContext) -> None:
         self._context = weakref.ref(context)
-        self.stage = Stage.COMPLETE
+        self.progress = Progress.COMPLETE
         self.number = 0
         self._dropped = -1
 
@@ -54,18 +54,18 @@ class Finalization(RootOption):
 
     def before_forward(self, units: Sequence[Any]) -> Sequence[Any]:
         """Raises StateError if an asynchronous finalization was not waited on."""
-        if self.stage is Stage.REDUCING:
+        if self.progress is Progress.REDUCING:
             raise _not_waited("a forward", self.context)
         return units
 
     def before_backward(self) -> None:
         """Completes the reductions of the finalization before."""
-        if self.stage is Stage.REDUCING:
+        if self.progress is Progress.REDUCING:
             self.complete()
 
     def leaves_in_flight(self) -> bool:
         self.context.comm.settle_host()
-        self._enter(Stage.DUE)
+        self._enter(Progress.DUE)
         return True
 
     def abandon(self) -> None:
@@ -80,7 +80,7 @@ class Finalization(RootOption):
         root = context.root.label
         if context.backward is not None:
             raise StateError(f"finalize_backward() of {root!r} within a backward; call it after it")
-        if self.stage is Stage.REDUCING:
+        if self.progress is Progress.REDUCING:
             raise _not_waited("finalize_backward()", context)
         with context.reducing() as backward:
             for unit in reversed(context.units):
@@ -90,7 +90,7 @@ class Finalization(RootOption):
                     unit.note_put_off()
                 if unit.reshard_after_backward:  # which it may not have been before
                     unit.leave_backward(context)
-        self._enter(Stage.REDUCING)
+        self._enter(Progress.REDUCING)
 
     def wait(self, number: int) -> None:
         """Completes the finalization of that number, if nothing else has; raises StateError if dropped."""
@@ -99,7 +99,7 @@ class Finalization(RootOption):
                 "this finalize_backward(async_op=True) was ended by reset_iter_state(), which has dropped "
                 "the reductions; begin the step anew, with zero_grad()"
             )
-        if number == self.number and self.stage is Stage.REDUCING:
+        if number == self.number and self.progress is Progress.REDUCING:
             self.complete()
 
     def complete(self) -> None:
@@ -108,16 +108,16 @@ class Finalization(RootOption):
         self._end()
         self.context.gradients_are_complete()
 
-    def _enter(self, stage: Stage) -> None:
-        self.stage = stage
+    def _enter(self, progress: Progress) -> None:
+        self.progress = progress
         self.context.comm.left_by = self._context
         _watch_steps()
         _unfinished.add(self)
 
     def _end(self) -> None:
-        if self.stage is Stage.REDUCING:
+        if self.progress is Progress.REDUCING:
             self.number += 1
-        self.stage = Stage.COMPLETE
+        self.progress = Progress.COMPLETE
         _unfinished.discard(self)
 
 
@@ -137,7 +137,7 @@ def finalization_of(unit: Unit) -> Finalization | None:
 def is_finalized(unit: Unit) -> bool:
     """Whether no gradient of ``unit`` is still to come."""
     option = finalization_of(unit)
-    return option is None or option.stage is Stage.COMPLETE
+    return option is None or option.progress is Progress.COMPLETE
 
 
 def set_manual_finalization(unit: Unit, enabled: bool) -> None:
@@ -165,7 +165,7 @@ def refuse_unfinalized(params: Iterable[torch.Tensor], what: str) -> None:
         if name is not None:
             remedy = (
                 "call finalize_backward() of the outermost unit first"
-                if finalization.stage is Stage.DUE
+                if finalization.progress is Progress.DUE
                 else "wait() first on the handle that finalize_backward(async_op=True) returned"
             )
             raise StateError(
