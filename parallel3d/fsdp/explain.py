@@ -37,9 +37,7 @@ def _of_versions(text: str) -> str | None:
     found = _MISMATCH.search(text)
     if found is None:
         missing = _NO_STORAGE.search(text)
-        return (
-            None if missing is None else _read_while_free(_names(_free_at(int(missing.group(1)))))
-        )
+        return None if missing is None else _read_while_free(_free_at(int(missing.group(1))))
     now, then = map(int, found.groups())
     if now & FREE or then & FREE:
         bucket = numbered_buckets.get((now if now & FREE else then) & ~FREE)
@@ -60,16 +58,16 @@ def _of_versions(text: str) -> str | None:
     )
 
 
-def _free_at(offset: int) -> list[Bucket]:
-    """Returns the buckets whose memory is free that have a parameter at storage offset ``offset``."""
-    return [
+def _free_at(offset: int) -> str:
+    """Returns names of the units whose memory is free that have a parameter at storage offset ``offset``."""
+    return _names(
         bucket
         for bucket in numbered_buckets.values()
         if any(
             p._version & FREE and int(next(inner_tensors(p)).storage_offset()) == offset
             for p in bucket.compute_params
         )
-    ]
+    )
 
 
 def _read_while_free(names: str) -> str | None:

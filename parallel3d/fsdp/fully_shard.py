@@ -185,9 +185,7 @@ def fully_shard(
         cast_around(modules, policy)
         for root in modules:
             root.__class__ = _extended_class(type(root))  # type: ignore[arg-type]  # it is hashable
-            set_fully_shard_state(
-                root, TorchState(root)
-            )  # a copy of the module gets one of its own
+            set_fully_shard_state(root, TorchState(root))
         _join_tied_units(unit, tied)
     for root in modules:
         enter_module_state(root, fully_shard_state(root))  # last, as it is not rolled back

@@ -223,7 +223,7 @@ class Managed(NamedTuple):
 
 
 def managed_params(modules: list[nn.Module], ignored: set[int]) -> list[Managed]:
-    """Returns the parameters of ``modules`` that are of no inner unit; raises if it can't shard one."""
+    """Returns the parameters of ``modules`` that are of no inner unit; raises if one can't be sharded."""
     found: dict[int, Managed] = {}
     for prefix, module in _walk(modules, _is_unit):
         for attribute, param in module._parameters.items():
@@ -247,9 +247,12 @@ def units_modules(modules: Sequence[nn.Module]) -> Iterator[nn.Module]:
 def managed_modules(modules: list[nn.Module], ignored: set[int]) -> Iterator[nn.Module]:
     """Yields the modules of ``units_modules``, but for those whose parameters are all ignored."""
     for module in units_modules(modules):
-        takes = any(id(param) not in ignored for param in module.parameters())
-        # As in torch, which takes modules with buffers too, and without ignored parameters all of them.
-        if not ignored or takes or any(inner._buffers for inner in module.modules()):
+        # As in torch: modules with buffers too, and all of them if no parameter is ignored.
+        if (
+            not ignored
+            or any(inner._buffers for inner in module.modules())
+            or any(id(param) not in ignored for param in module.parameters())
+        ):
             yield module
 
 

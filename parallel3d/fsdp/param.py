@@ -148,9 +148,9 @@ class ShardedParam:
         axes: the engine's axes for it.
         layout: what tensor parallelism says about it.
         on: all axes that it lies on.
-        tp_mesh: the mesh of its only own axis, if it has one: tensor parallelism's.
-        tp_size: number of ranks on the axis ``on.summed``, which is that axis; also with ``dp_mesh_dims``, if
-            one axis beside the data axes has several ranks.
+        tp_mesh: the mesh of its only own axis, tensor parallelism's, if it has one.
+        tp_size: number of ranks on ``on.summed``: that axis, or with ``dp_mesh_dims`` the only one with
+            several ranks beside the data axes; 1 if there is none.
         may_be_partial: whether autograd may return a gradient that is partial over tp, as torch's own
             parallel styles make for a replicated DTensor; its bucket then sums it.
         global_shape, compute_shape: see the module's docstring.

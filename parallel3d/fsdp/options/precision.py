@@ -239,7 +239,7 @@ _places: weakref.WeakKeyDictionary[nn.Module, dict[str, _Place]] = weakref.WeakK
 
 
 class BufferCasts:
-    """Registers copies in ``dtype`` of the modules' floating-point buffers with the unsharded parameters."""
+    """Registers copies of the modules' floating-point buffers in ``dtype`` beside unsharded parameters."""
 
     def __init__(self, modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
         self._modules = [weakref.ref(module) for module in modules]

@@ -1,7 +1,7 @@
 """full_params: registers the full parameters in a sharded model's modules for a while.
 
-Full state dicts share with it how full tensors are gathered, other Parameters registered than the sharded
-ones, and values sent from the first rank to all.
+Also what full state dicts share with it: gathering full tensors, registering other Parameters than the
+sharded ones, and sending values from the first rank to all.
 """
 
 from __future__ import annotations
