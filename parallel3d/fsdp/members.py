@@ -145,7 +145,7 @@ def check_reshard(value: object, meshes: Iterable[DataAxes]) -> bool | int | Non
 
 
 def check_no_spmd(axes: DataAxes) -> None:
-    """Raises where parameters are DTensors on the data axes: they can't be cut over replicate for HFSDP."""
+    """Raises where parameters are DTensors on the data axes: HFSDP can't shard them over replicate."""
     if axes.spmd is not None:
         raise Parallel3dError(
             "shard_optimizer_over_replicate=True does not go with dp_mesh_dims; give fully_shard a mesh with "

@@ -53,10 +53,8 @@ class RanksAgree(RootOption):
     def __init__(self, context: RunContext) -> None:
         self._context = weakref.ref(context)
         buckets = [bucket for unit in context.units for bucket in unit.group.buckets]
-        gathers = any(
-            bucket.shard_group is not None or any(p.tp_size > 1 for p in bucket.params)
-            for bucket in buckets
-        )
+        over_tp = any(param.tp_size > 1 for param in params_of(context.units))
+        gathers = over_tp or any(bucket.shard_group is not None for bucket in buckets)
         self.before = "forward" if gathers else "backward"
 
     @property

@@ -320,14 +320,10 @@ class ExtensionBucket(Bucket):
         """Makes the shard of ``param``, of the subclass, its sharded Parameter's local tensor."""
         initial, param.initial = param.initial, None
         device = self.storage_device
-        if initial is None:
-            local = param.local
-            if local.device != device:
-                local = torch.empty_like(local, device=device)
-        else:
-            local = self._shard_of(param, initial)
-            if local.device != device:
-                local = local.to(device)
+        local = param.local if initial is None else self._shard_of(param, initial)
+        if local.device != device:
+            moved = initial is None
+            local = torch.empty_like(local, device=device) if moved else local.to(device)
         if self.pin and not local.is_pinned():
             local = local.pin_memory()
         param.place(local)
