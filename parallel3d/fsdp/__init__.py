@@ -28,9 +28,7 @@ if TYPE_CHECKING:
         reduce_scatter_hook,
     )
     from parallel3d.fsdp.state_dict.full_params import full_params
-    from parallel3d.fsdp.state_dict.model_state_dict import load_model_state_dict, model_state_dict
-    from parallel3d.fsdp.state_dict.optim_state_dict import load_optim_state_dict, optim_state_dict
-    from parallel3d.fsdp.state_dict.state_dict_type import (
+    from parallel3d.fsdp.state_dict.model_state_dict import (
         FullOptimStateDictConfig,
         FullStateDictConfig,
         LocalOptimStateDictConfig,
@@ -40,9 +38,12 @@ if TYPE_CHECKING:
         StateDictSettings,
         StateDictType,
         get_state_dict_type,
+        load_model_state_dict,
+        model_state_dict,
         set_state_dict_type,
         state_dict_type,
     )
+    from parallel3d.fsdp.state_dict.optim_state_dict import load_optim_state_dict, optim_state_dict
     from parallel3d.fsdp.state_dict.transforms import chunk, gather
 
 __all__ = [
@@ -99,12 +100,11 @@ export_lazily(
         "fsdp.options.comm_hooks": "CommHookState allreduce_hook bf16_compress_hook "
         "fp16_compress_hook reduce_scatter_hook",
         "fsdp.state_dict.full_params": "full_params",
-        "fsdp.state_dict.model_state_dict": "load_model_state_dict model_state_dict",
-        "fsdp.state_dict.optim_state_dict": "load_optim_state_dict optim_state_dict",
-        "fsdp.state_dict.state_dict_type": "FullOptimStateDictConfig FullStateDictConfig "
+        "fsdp.state_dict.model_state_dict": "FullOptimStateDictConfig FullStateDictConfig "
         "LocalOptimStateDictConfig LocalStateDictConfig ShardedOptimStateDictConfig "
         "ShardedStateDictConfig StateDictSettings StateDictType get_state_dict_type "
-        "set_state_dict_type state_dict_type",
+        "load_model_state_dict model_state_dict set_state_dict_type state_dict_type",
+        "fsdp.state_dict.optim_state_dict": "load_optim_state_dict optim_state_dict",
         "fsdp.state_dict.transforms": "chunk gather",
     },
 )

@@ -144,11 +144,7 @@ def own_policy(policy: TorchMixedPrecisionPolicy) -> MixedPrecisionPolicy:
 
 
 def keeps_its_dtype(policy: MixedPrecisionPolicy, name: str, param: nn.Parameter) -> bool:
-    """Returns whether ``param_dtype_override_fn`` returns the own dtype of ``param``.
-
-    Raises:
-        Parallel3dError: it returns anything but that, ``param_dtype`` or None.
-    """
+    """Returns whether ``param_dtype_override_fn`` returns the own dtype of ``param``, after checking it."""
     if policy.param_dtype_override_fn is None:
         return False
     wanted = policy.param_dtype_override_fn(param)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import weakref
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import nn
 from parallel3d.errors import StateError
 from parallel3d.fsdp.context import REGISTERED_ATTRIBUTE
 from parallel3d.fsdp.group import ParamGroup
-from parallel3d.fsdp.members import UNIT_ATTRIBUTE, get_unit
+from parallel3d.fsdp.members import UNIT_ATTRIBUTE, get_unit, params_of
 from parallel3d.fsdp.options.finalization import is_finalized
 from parallel3d.fsdp.options.precision import set_up_precision
 from parallel3d.fsdp.param import OwnSetattr, ShardedParam
@@ -28,6 +27,15 @@ if TYPE_CHECKING:
 
 
 _NOT_COPIED = (UNIT_ATTRIBUTE, REGISTERED_ATTRIBUTE)
+_SETTINGS = (  # of a unit, without those that refer to units and streams
+    "keep_between_forwards",
+    "reshard_after_backward",
+    "unshard_in_backward",
+    "sync",
+    "all_reduce",
+    "manual_finalization",
+    "prefetch",
+)
 _HOOKS = (
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
@@ -60,10 +68,9 @@ def copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         state[name] = hooks
     new = object.__new__(type(module))
     memo[id(module)] = new
-    for bucket in unit.group.buckets:
-        for param in bucket.params:
-            if id(param.sharded) not in memo:
-                memo[id(param.sharded)] = param.copy_of_sharded()
+    for param in params_of([unit]):
+        if id(param.sharded) not in memo:
+            memo[id(param.sharded)] = param.copy_of_sharded()
     vars(new).update(copy.deepcopy(state, memo))
     done = memo.setdefault(id(unit), [])
     done.append((module, new))
@@ -85,11 +92,11 @@ def _copy_unit(unit: Unit, modules: list[nn.Module], memo: dict[int, Any]) -> No
         modules, ParamGroup(buckets), unit.policy, unit.reshard_after_forward, unit.device_type
     )
     set_up_precision(new)
-    _take_settings(new, unit)
+    for name in _SETTINGS:
+        setattr(new, name, getattr(unit, name))
     new.label = unit.label
-    for bucket in buckets:
-        for param in bucket.params:
-            param.unit = new.ref
+    for param in params_of([new]):
+        param.unit = new.ref
 
 
 def _copy_bucket(bucket: Bucket, memo: dict[int, Any]) -> Bucket:
@@ -106,30 +113,12 @@ def _copy_param(param: ShardedParam, memo: dict[int, Any]) -> ShardedParam:
     new = copy.copy(param)
     new.take(memo[id(param.sharded)])
     new.module_infos = []
-    new.put_at((_copied_holder(holder, memo), name) for holder, name in param.module_infos)
+    for holder, name in param.module_infos:
+        if isinstance(holder, OwnSetattr):
+            new.put_at([(OwnSetattr(memo[id(holder.module())]), name)])
+        else:
+            new.put_at([(memo[id(holder)], name)])
     first = memo.get(id(param.module()))
     if first is not None:
         new.module = weakref.ref(first)
     return new
-
-
-def _copied_holder(holder: Any, memo: dict[int, Any]) -> Any:
-    if isinstance(holder, OwnSetattr):
-        return OwnSetattr(memo[id(holder.module())])
-    return memo[id(holder)]
-
-
-def _take_settings(unit: Unit, other: Unit) -> None:
-    """Takes the settings of ``other``, of which this is a copy, but for those that refer to units and
-    streams."""
-    if other.prefetch is not None:
-        unit.prefetch = replace(other.prefetch)
-    for name in (
-        "keep_between_forwards",
-        "reshard_after_backward",
-        "unshard_in_backward",
-        "sync",
-        "all_reduce",
-        "manual_finalization",
-    ):
-        setattr(unit, name, getattr(other, name))

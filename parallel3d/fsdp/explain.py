@@ -41,7 +41,7 @@ def _of_versions(text: str) -> str | None:
     now, then = map(int, found.groups())
     if now & FREE or then & FREE:
         bucket = numbered_buckets.get((now if now & FREE else then) & ~FREE)
-        return _read_while_free([] if bucket is None else [bucket])
+        return _read_while_free("" if bucket is None else bucket.unit)
     shift = VALUE_BITS + CHANGE_BITS
     if now >> shift != then >> shift or not now >> shift:
         return None
@@ -58,26 +58,22 @@ def _of_versions(text: str) -> str | None:
     )
 
 
-def _free_at(offset: int) -> list[Bucket]:
-    """Returns the buckets whose memory is free that have a parameter at storage offset ``offset``."""
-    return [
+def _free_at(offset: int) -> str:
+    """Returns names of the units whose memory is free that have a parameter at storage offset ``offset``."""
+    return _names(
         bucket
         for bucket in numbered_buckets.values()
-        if any(p._version & FREE and _offset_of(p) == offset for p in bucket.compute_params)
-    ]
+        if any(
+            p._version & FREE and int(next(inner_tensors(p)).storage_offset()) == offset
+            for p in bucket.compute_params
+        )
+    )
 
 
-def _offset_of(param: torch.Tensor) -> int:
-    return int(next(inner_tensors(param)).storage_offset())
-
-
-def _read_while_free(buckets: Iterable[Bucket]) -> str | None:
-    names = _names(buckets)
-    return read_while_free(names) if names else None
-
-
-def read_while_free(names: str) -> str:
+def _read_while_free(names: str) -> str | None:
     """Returns the message for a backward that has come to the units ``names`` while their memory is free."""
+    if not names:
+        return None
     return (
         f"unit {names}: a backward reads parameters of the unit while they are freed. It came there by a "
         "tensor that the engine does not know of: one that the unit's forward neither has returned nor left "
@@ -91,26 +87,19 @@ def _names(buckets: Iterable[Bucket]) -> str:
     return " or ".join(sorted({bucket.unit for bucket in buckets}))
 
 
-def unit_that_watches(unsharded: torch.Tensor) -> Any:
-    """Returns the unit that ``unsharded`` is an unsharded parameter of, or None."""
-    unit = getattr(unsharded, WATCHED_BY, None)
-    return None if unit is None else unit()
-
-
 def _of_recomputation(error: BaseException) -> str | None:
-    """Where checkpointing recomputes within a unit whose parameters are sharded: the backward has come there
-    by no tensor that the engine knows of."""
+    """Where checkpointing recomputes within a sharded unit: no tensor known to the engine led there."""
     if "mixed torch.Tensor and DTensor" not in str(error):
         return None
-    label, frames = None, error.__traceback__
+    label, frames = "", error.__traceback__
     while frames is not None:
         module = frames.tb_frame.f_locals.get("self")
         for param in module._parameters.values() if isinstance(module, nn.Module) else ():
             owner = None if param is None else owner_of(param)
-            unit = owner.unit() if owner is not None and owner.unit is not None else None
+            unit = None if owner is None else owner.unit()
             label = label if unit is None else unit.label
         frames = frames.tb_next
-    return None if label is None else read_while_free(label)
+    return _read_while_free(label)
 
 
 def check_inputs(outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
@@ -121,7 +110,7 @@ def check_inputs(outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
         return
     for found in _owners_in(outputs):
         if id(found) in wanted:
-            unit = None if found.unit is None else found.unit()
+            unit = found.unit()
             label = "" if unit is None else unit.label
             raise StateError(
                 f"a backward was given parameter {found.name} of unit {label} as one of its inputs. It is "
@@ -153,7 +142,7 @@ def _owners_in(outputs: Iterable[Any]) -> Iterable[ShardedParam]:
 
 
 def _owners_of(variable: torch.Tensor) -> Iterable[ShardedParam]:
-    unit = unit_that_watches(variable)
+    unit = getattr(variable, WATCHED_BY, lambda: None)()
     for bucket in () if unit is None else unit.group.buckets:
         for param, compute in zip(bucket.params, bucket.compute_params, strict=True):
             if compute is variable:

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from functools import cache
-from typing import overload
+from typing import TypedDict, Unpack, overload
 
 import torch
 from torch import nn
@@ -17,6 +17,8 @@ from parallel3d._torch.fully_shard import (
     DataParallelMeshDims,
     TorchMixedPrecisionPolicy,
     enter_module_state,
+    fully_shard_state,
+    set_fully_shard_state,
 )
 from parallel3d._util.arguments import as_bool
 from parallel3d._util.replaced_params import mark_replaced
@@ -32,7 +34,7 @@ from parallel3d.fsdp.api import (
 )
 from parallel3d.fsdp.bucket import Bucket, Offload
 from parallel3d.fsdp.group import ParamGroup
-from parallel3d.fsdp.interop import register_state, state_of
+from parallel3d.fsdp.interop import TorchState
 from parallel3d.fsdp.members import (
     Managed,
     check_ignored,
@@ -42,6 +44,7 @@ from parallel3d.fsdp.members import (
     managed_modules,
     managed_params,
     note_ignored,
+    params_of,
     units_modules,
     watch_assignments,
 )
@@ -63,34 +66,21 @@ from parallel3d.fsdp.placement import (
 from parallel3d.fsdp.unit import Unit
 
 
-@overload
-def fully_shard(
-    module: nn.Module,
-    *,
-    mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: ShardPlacementFn | None = None,
-    mp_policy: TorchMixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
-    ignored_params: Iterable[nn.Parameter] | None = None,
-    dp_mesh_dims: DataParallelMeshDims | None = None,
-    shard_optimizer_over_replicate: bool = False,
-) -> FSDPModule: ...
-@overload
-def fully_shard(
-    module: list[nn.Module],
-    *,
-    mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: ShardPlacementFn | None = None,
-    mp_policy: TorchMixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
-    ignored_params: Iterable[nn.Parameter] | None = None,
-    dp_mesh_dims: DataParallelMeshDims | None = None,
-    shard_optimizer_over_replicate: bool = False,
-) -> list[FSDPModule]: ...
+class _Options(TypedDict, total=False):
+    mesh: DeviceMesh | None
+    reshard_after_forward: bool | int | None
+    shard_placement_fn: ShardPlacementFn | None
+    mp_policy: TorchMixedPrecisionPolicy
+    offload_policy: OffloadPolicy
+    ignored_params: Iterable[nn.Parameter] | None
+    dp_mesh_dims: DataParallelMeshDims | None
+    shard_optimizer_over_replicate: bool
 
 
+@overload
+def fully_shard(module: nn.Module, **options: Unpack[_Options]) -> FSDPModule: ...
+@overload
+def fully_shard(module: list[nn.Module], **options: Unpack[_Options]) -> list[FSDPModule]: ...
 def fully_shard(
     module: nn.Module | list[nn.Module],
     *,
@@ -151,7 +141,7 @@ def fully_shard(
     offload = CpuOffload(offload_policy) if isinstance(offload_policy, CPUOffloadPolicy) else None
     mesh = checked_mesh(mesh)
     axes = data_axes(mesh) if dp_mesh_dims is None else spmd_axes(mesh, dp_mesh_dims)
-    managed = list(managed_params(modules, ignored))
+    managed = managed_params(modules, ignored)
     new = [entry for entry in managed if entry.owner is None]
     requested = requested_placements(
         shard_placement_fn, [(entry.name, entry.param) for entry in new], axes
@@ -195,14 +185,14 @@ def fully_shard(
         cast_around(modules, policy)
         for root in modules:
             root.__class__ = _extended_class(type(root))  # type: ignore[arg-type]  # it is hashable
-            register_state(root)
+            set_fully_shard_state(root, TorchState(root))
         _join_tied_units(unit, tied)
     for root in modules:
-        enter_module_state(root, state_of(root))  # last, as it is not rolled back
+        enter_module_state(root, fully_shard_state(root))  # last, as it is not rolled back
     return module  # type: ignore[return-value]
 
 
-fully_shard.state = state_of  # type: ignore[attr-defined]  # torch's has it too
+fully_shard.state = fully_shard_state  # type: ignore[attr-defined]  # torch's has it too
 
 
 def _make_buckets(
@@ -246,15 +236,9 @@ def _make_buckets(
 _Tied = Sequence[tuple[Managed, ShardedParam]]  # (the parameter in the new unit, in the older one)
 
 
-def _unit_of_param(param: ShardedParam) -> Unit:
-    unit = param.unit() if param.unit is not None else None
-    assert unit is not None
-    return unit
-
-
 def _check_ties(tied: _Tied, policy: MixedPrecisionPolicy) -> None:
     for entry, owner in tied:
-        unit = _unit_of_param(owner)
+        unit = owner.unit()
         start = f"parameter {entry.name} is tied to {owner.name} of unit {unit.label}"
         if unit.policy != policy:
             raise Parallel3dError(
@@ -279,13 +263,11 @@ def _join_tied_units(unit: Unit, tied: _Tied) -> None:
                 holder = holder_of(module)
                 owner.put_at([(holder, name)])
                 holder[name] = owner.sharded
-    older_units = {id(older): older for older in [_unit_of_param(owner) for _, owner in tied]}
-    for older in older_units.values():
+    for older in dict.fromkeys(owner.unit() for _, owner in tied):
         for module in older.members.detach():
             unit.members.attach(module, unit)
-        for bucket in older.group.buckets:
-            for param in bucket.params:
-                param.unit = unit.ref
+        for param in params_of([older]):
+            param.unit = unit.ref
         unit.group.extend(older.group)
         reshard = unit.reshard_after_forward, older.reshard_after_forward
         if reshard[0] != reshard[1]:

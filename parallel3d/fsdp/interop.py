@@ -1,17 +1,13 @@
 """Attributes and functions that code written for torch's ``fully_shard`` uses, implemented for our units.
 
-- Pipeline schedules never call ``.backward()`` on a stage as a whole. They switch gradient synchronisation
-  off, and end a step with ``fully_shard.state(stage)``: for each of ``_state_ctx.all_states`` and its
-  ``_fsdp_param_groups`` they call ``post_backward()``, then ``_root_post_backward_final_callback()``.
-- torch's ``register_fsdp_forward_method`` and ``share_comm_ctx`` use ``_pre_forward``, ``_post_forward``
-  and ``_comm_ctx``.
-- torch's ``replicate`` reads the registry of what was applied to a module.
-- Transformer Engine's tensors read ``_fsdp_param_group._reshard_after_forward``.
-- Other programs read further private names; the docstring of each property here names them.
+Pipeline schedules never call ``.backward()`` on a stage as a whole. They switch gradient synchronisation off,
+and end a step with ``fully_shard.state(stage)``: for each of ``_state_ctx.all_states`` and its
+``_fsdp_param_groups`` they call ``post_backward()``, then ``_root_post_backward_final_callback()``. torch's
+``register_fsdp_forward_method`` and ``share_comm_ctx`` use ``_pre_forward``, ``_post_forward`` and
+``_comm_ctx``. The docstrings below name the programs that read other private names.
 
-Properties are read-only; settings are changed by the methods of ``FSDPModule``. Only torch's memory tracker
-assigns some of them, to wrap the unit's hooks and its backward. Other names raise an AttributeError that
-lists those supported. The objects store nothing: they read and call the unit.
+The objects store nothing: they read and call the unit. Only torch's memory tracker assigns to properties, to
+wrap the unit's hooks and its backward. Other names raise an AttributeError that lists those supported.
 """
 
 from __future__ import annotations
@@ -27,12 +23,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from parallel3d._torch.fully_shard import (
-    FSDPState,
-    enter_module_state,
-    fully_shard_state,
-    set_fully_shard_state,
-)
+from parallel3d._torch.fully_shard import FSDPState, enter_module_state, fully_shard_state
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.api import MixedPrecisionPolicy
 from parallel3d.fsdp.comm import Comm, make_comm
@@ -139,16 +130,6 @@ def set_comm(unit: Unit, comm: Comm) -> None:
         unit.context.comm = comm
 
 
-def register_state(module: nn.Module) -> None:
-    """Registers the unit's module with torch. A copy of the module gets a state of its own."""
-    set_fully_shard_state(module, TorchState(module))
-
-
-def state_of(module: nn.Module) -> TorchState:
-    """Returns what ``torch.distributed.fsdp.fully_shard.state(module)`` returns."""
-    return fully_shard_state(module)
-
-
 class _TorchNames:
     """Base class of the objects below; raises an AttributeError that lists the supported names."""
 
@@ -223,7 +204,7 @@ class TorchState(_TorchNames):
     @property
     def all_states(self) -> list[TorchState]:
         """The states of all units under the same root, outer before inner."""
-        return [state_of(unit.modules[0]) for unit in self._unit.ready_context().units]
+        return [fully_shard_state(unit.modules[0]) for unit in self._unit.ready_context().units]
 
     @property
     def _fsdp_param_groups(self) -> list[TorchParamGroup]:
@@ -277,13 +258,13 @@ class TorchParamGroup(_TorchNames):
 
     @property
     def _reshard_after_forward(self) -> bool:
+        """Transformer Engine's tensors read it."""
         reshard = self._unit.reshard_after_forward
         return not self._unit.is_root if reshard is None else bool(reshard)
 
     @property
     def fsdp_params(self) -> list[TorchParam]:
-        """Read by optimizers that split a model's parameters (Muon beside AdamW), by checks of dtypes and of
-        NaN, and by torch's FSDPMemTracker."""
+        """Read by optimizers (Muon beside AdamW), checks of dtypes and NaN, and torch's FSDPMemTracker."""
         return [
             TorchParam(param, compute)
             for bucket in self._unit.group.buckets
@@ -322,10 +303,7 @@ class TorchParamGroup(_TorchNames):
         """Ends the unit's part of a step: reshards it and issues the reduction of its gradients.
 
         These are the sums accumulated in ``.grad`` of the sharded Parameters, and gradients assigned to
-        ``.grad`` of the unsharded ones, as zero-bubble schedules do.
-
-        Raises:
-            StateError: backwards reached the unit but left no gradient.
+        ``.grad`` of the unsharded ones, as zero-bubble schedules do. If there are none it raises StateError.
         """
         unit = self._unit
         if called_by_the_engine:  # through a tracker's wrapper
@@ -368,8 +346,7 @@ class TorchParam(_TorchNames):
 
     @property
     def unsharded_param(self) -> nn.Parameter:
-        """Read by torch's FSDPMemTracker in forward, and under the second name in backward; that is also read
-        by NeMo Automodel's zero-bubble schedules."""
+        """Read by torch's FSDPMemTracker, under the second name also by NeMo Automodel's schedules."""
         return self._compute
 
     _unsharded_param = unsharded_param
@@ -385,7 +362,6 @@ class TorchParam(_TorchNames):
         return torch.Size(self._param.local_shape)
 
     def accumulate_unsharded_grad_if_needed(self) -> None:
-        """Does nothing. NeMo Automodel's zero-bubble schedules call it before ``post_backward``, which takes
-        the gradients."""
+        """Does nothing; NeMo Automodel calls it before ``post_backward``, which takes the gradients."""
 
     to_accumulated_grad_if_needed = accumulate_unsharded_grad_if_needed

@@ -6,7 +6,7 @@ This file imports no torch. The engine calculates its buffers with it, the plann
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import lru_cache
+from functools import lru_cache, reduce
 from math import prod
 
 # From how many unsharded bytes on a parameter is zero-copy: it is gathered into its place, and its gradient
@@ -64,13 +64,8 @@ class Segment:
 
         A gradient that is partial over tp is summed in the packed part of the bucket.
         """
-        return (
-            self.num_shards > 1
-            and self.dim == 0
-            and self.even
-            and self.numel > 0
-            and not self.partial
-        )
+        is_whole_rows = self.dim == 0 and self.even and self.numel > 0
+        return is_whole_rows and self.num_shards > 1 and not self.partial
 
     @property
     def packs_as_chunks(self) -> bool:
@@ -79,12 +74,7 @@ class Segment:
         return on_first and self.fills and self.numel > 0
 
     def is_small(self, itemsize: int, zero_copy_bytes: int) -> bool:
-        """Whether copying the parameter takes less time than one more tensor in the bucket's call.
-
-        Args:
-            itemsize: bytes of an element at rest.
-            zero_copy_bytes: ``CPU_BYTES`` or ``ACCELERATOR_BYTES``.
-        """
+        """Whether copying it takes less time than one more tensor in the call; ``itemsize``: at rest."""
         return self.num_shards * self.numel * itemsize < zero_copy_bytes
 
 
@@ -167,10 +157,7 @@ def is_exact(size: int, outside: tuple[int, ...], inside: tuple[int, ...], parts
     own = outside + inside
     if not own or size % (parts * prod(own)) == 0:
         return True
-    chunk = size
-    for n in own:
-        chunk = ceil_div(chunk, n)
-    chunk = ceil_div(chunk, parts)
+    chunk = reduce(ceil_div, (*own, parts), size)
     for start, rows in _cut_by([(0, size)], outside):
         cells = _cut_by([(start, rows)], inside)
         if any(length and ceil_div(length, parts) != chunk for _, length in cells):

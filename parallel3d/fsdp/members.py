@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -50,9 +51,13 @@ def units_of(module: Any, recurse: bool) -> Iterator[Any]:
             yield unit
 
 
+def params_of(units: Iterable[Any]) -> Iterator[ShardedParam]:
+    """Yields the parameters of ``units``."""
+    return (param for unit in units for bucket in unit.group.buckets for param in bucket.params)
+
+
 def parameters_at_rest(module: nn.Module) -> list[nn.Parameter]:
-    """Returns ``module.parameters()`` as the optimizer knows them, also where the unsharded ones are
-    registered."""
+    """Returns ``module.parameters()`` as the optimizer knows them, also while unsharded ones are there."""
     at_rest = {
         id(compute): sharded
         for unit in units_of(module, recurse=True)
@@ -113,12 +118,9 @@ def check_modules(module: nn.Module | list[nn.Module]) -> list[nn.Module]:
 
 
 def check_reshard(value: object, meshes: Iterable[DataAxes]) -> bool | int | None:
-    """Returns ``reshard_after_forward`` as a unit takes it.
+    """Returns ``reshard_after_forward`` as a unit whose parameters lie on ``meshes`` takes it.
 
     As in torch, the number of all shard ranks means True, and 1 means False: each rank keeps the whole.
-
-    Args:
-        meshes: the axes of the unit's parameters; all must be able to shard over ``value`` ranks.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -143,7 +145,7 @@ def check_reshard(value: object, meshes: Iterable[DataAxes]) -> bool | int | Non
 
 
 def check_no_spmd(axes: DataAxes) -> None:
-    """Raises where parameters are DTensors on the data axes: they can't be cut over replicate for HFSDP."""
+    """Raises where parameters are DTensors on the data axes: HFSDP can't shard them over replicate."""
     if axes.spmd is not None:
         raise Parallel3dError(
             "shard_optimizer_over_replicate=True does not go with dp_mesh_dims; give fully_shard a mesh with "
@@ -173,7 +175,7 @@ def check_param(name: str, param: nn.Parameter) -> None:
     """Raises Parallel3dError if the engine can't shard ``param``."""
     owner = owner_of(param)
     if owner is not None:
-        unit = owner.unit() if owner.unit is not None else None
+        unit = owner.unit()
         raise Parallel3dError(
             f"parameter {name} is tied to parameter {owner.name} of the unit "
             f"{unit.label if unit is not None else '(gone)'}; tied parameters must be in one unit: pass "
@@ -220,90 +222,82 @@ class Managed(NamedTuple):
     owner: ShardedParam | None
 
 
-def managed_params(modules: list[nn.Module], ignored: set[int]) -> Iterator[Managed]:
-    """Yields the parameters of ``modules`` that are of no inner unit.
-
-    Raises:
-        Parallel3dError: the engine can't shard one of them.
-    """
+def managed_params(modules: list[nn.Module], ignored: set[int]) -> list[Managed]:
+    """Returns the parameters of ``modules`` that are of no inner unit; raises if one can't be sharded."""
     found: dict[int, Managed] = {}
-    for prefix, module in _outside_units(modules):
+    for prefix, module in _walk(modules, _is_unit):
         for attribute, param in module._parameters.items():
             if param is None or id(param) in ignored:
                 continue
-            name = f"{prefix}.{attribute}" if prefix else attribute
+            name = _joined(prefix, attribute)
             owner = owner_of(param)
             if owner is None:
                 check_param(name, param)
             key = id(param) if owner is None else id(owner)
             entry = found.setdefault(key, Managed(name, param, [], owner))
             entry.places.append((module, attribute))
-    yield from found.values()
+    return list(found.values())
 
 
 def units_modules(modules: Sequence[nn.Module]) -> Iterator[nn.Module]:
     """Returns ``modules`` and the modules inside, but for those of inner units."""
-    return (module for _, module in _outside_units(modules))
+    return (module for _, module in _walk(modules, _is_unit))
 
 
 def managed_modules(modules: list[nn.Module], ignored: set[int]) -> Iterator[nn.Module]:
     """Yields the modules of ``units_modules``, but for those whose parameters are all ignored."""
-    for _, module in _outside_units(modules):
-        if not ignored or not _is_ignored(module, ignored):
+    for module in units_modules(modules):
+        # As in torch: modules with buffers too, and all of them if no parameter is ignored.
+        if (
+            not ignored
+            or any(inner._buffers for inner in module.modules())
+            or any(id(param) not in ignored for param in module.parameters())
+        ):
             yield module
 
 
-def _is_ignored(module: nn.Module, ignored: set[int]) -> bool:
-    """Whether all parameters in ``module`` are ignored and it has no buffer, as torch decides it."""
-    inside = list(module.modules())
-    return not any(m._buffers for m in inside) and all(
-        id(p) in ignored for p in module.parameters()
-    )
+def _is_unit(module: nn.Module) -> bool:
+    return unit_of(module) is not None
 
 
-def _outside_units(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    seen: set[nn.Module] = set()
-    for root in modules:
-        yield from _walk(root, "", seen)
+def _walk(
+    modules: Sequence[nn.Module], leave_out: Callable[[nn.Module], bool]
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yields (name, module) of ``modules`` and of those inside that ``leave_out`` returns False for."""
+    seen: set[int] = set()
+    waiting = [("", module) for module in reversed(modules)]
+    while waiting:
+        prefix, module = waiting.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        yield prefix, module
+        for name, child in reversed(module._modules.items()):
+            if child is not None and not leave_out(child):
+                waiting.append((_joined(prefix, name), child))
 
 
-def _walk(module: nn.Module, prefix: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    if module in seen:
-        return
-    seen.add(module)
-    yield prefix, module
-    for name, child in module._modules.items():
-        if child is not None and unit_of(child) is None:
-            yield from _walk(child, f"{prefix}.{name}" if prefix else name, seen)
+def _joined(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
 
 
-# What is registered in a root's modules: Parameters that are assigned, modules put in after
-# sharding.
+# What is registered in a root's modules: Parameters that are assigned, modules put in after sharding.
 #
-# A Parameter assigned where a unit has one (``module.weight = nn.Parameter(...)``,
-# ``register_parameter``, ``load_state_dict(assign=True)``) gives it its values at once, and the
-# module keeps the unit's own, so that an optimizer made from ``model.parameters()`` afterwards
-# trains what forward computes with.
+# A Parameter assigned where a unit has one (``module.weight = nn.Parameter(...)``, ``register_parameter``,
+# ``load_state_dict(assign=True)``) gives it its values at once, and the module keeps the unit's own, so that
+# an optimizer made from ``model.parameters()`` afterwards trains what forward computes with.
 #
-# Anything else that is new is looked for when the root's forward begins, see
-# ``context.check_registered``. A trainable parameter that no unit has, and nobody has ignored, is
-# an error there: no rank would average its gradient with the others'.
+# Anything else that is new is looked for when the root's forward begins, see ``context.check_registered``. A
+# trainable parameter that no unit has, and nobody has ignored, is an error there: no rank would average its
+# gradient with the others'.
 
-_IGNORED = (
-    "_parallel3d_ignored"  # of a module: names of its parameters that a unit was told to ignore
-)
-
-# -- a Parameter is assigned ---------------------------------------------------------------------------
-
-_watching = False
+_IGNORED = "_parallel3d_ignored"  # attribute of a module: names of its ignored parameters
 
 
+@cache
 def watch_assignments() -> None:
-    """Lets units take Parameters when they are assigned, from now on."""
-    global _watching
-    if not _watching:
-        _watching = True
-        register_module_parameter_registration_hook(_take_assigned)  # type: ignore[arg-type]
+    """Lets units take Parameters when they are assigned, from the first call on."""
+    register_module_parameter_registration_hook(_take_assigned)  # type: ignore[arg-type]
 
 
 def _take_assigned(module: nn.Module, name: str, given: nn.Parameter) -> nn.Parameter | None:
@@ -311,7 +305,7 @@ def _take_assigned(module: nn.Module, name: str, given: nn.Parameter) -> nn.Para
     owner = owner_at(module, name)
     if owner is None or OwnSetattr.is_putting or given is owner.sharded:
         return None
-    unit = owner.unit() if owner.unit is not None else None
+    unit = owner.unit()
     if unit is None or unit.group.is_in_other_form or unit.group.owns(given):
         return None
     unit.come_to_rest()
@@ -332,7 +326,7 @@ def _take_assigned(module: nn.Module, name: str, given: nn.Parameter) -> nn.Para
 
 
 def _describe(param: ShardedParam) -> str:
-    unit = param.unit() if param.unit is not None else None
+    unit = param.unit()
     return f"parameter {param.name}" + ("" if unit is None else f" of unit {unit.label}")
 
 
@@ -348,9 +342,6 @@ def missing_values(modules: Iterable[nn.Module]) -> StateError:
     )
 
 
-# -- what is new in a root's modules ---------------------------------------------------------------------
-
-
 def note_ignored(modules: Iterable[nn.Module], ignored: set[int]) -> None:
     """Notes which parameters of ``modules`` are among ``ignored``, by id."""
     for module in modules if ignored else ():
@@ -360,12 +351,8 @@ def note_ignored(modules: Iterable[nn.Module], ignored: set[int]) -> None:
 
 
 def check_loose(root: Any, modules: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
-    """Yields the parameters in ``modules`` that are of no unit and were not ignored.
-
-    Raises:
-        Parallel3dError: one of them is trainable.
-    """
-    for prefix, module in _all_modules(modules):
+    """Yields the parameters in ``modules`` that are of no unit nor ignored; raises if one is trainable."""
+    for prefix, module in _walk(modules, _is_unit_of_torch):
         for name, param in module._parameters.items():
             if param is None or owner_at(module, name) is not None:
                 continue
@@ -380,10 +367,8 @@ def check_loose(root: Any, modules: Sequence[nn.Module]) -> Iterator[nn.Paramete
 def _loose_error(
     root: Any, prefix: str, module: nn.Module, name: str, owner: ShardedParam | None
 ) -> Parallel3dError:
-    full_name = f"{prefix}.{name}" if prefix else name
-    where = (
-        f"parameter {full_name} of a {type(module).__name__} in unit {_unit_around(root, prefix)}"
-    )
+    label = _label_around(root, prefix)
+    where = f"parameter {_joined(prefix, name)} of a {type(module).__name__} in unit {label}"
     if owner is not None:
         return Parallel3dError(
             f"{where} is {_describe(owner)} too, but was put there after fully_shard: the unit would not "
@@ -397,7 +382,7 @@ def _loose_error(
     )
 
 
-def _unit_around(root: Any, prefix: str) -> str:
+def _label_around(root: Any, prefix: str) -> str:
     """Returns the label of the innermost unit around the module named ``prefix``."""
     module, label = root.modules[0], root.label
     for part in filter(None, prefix.split(".")):
@@ -409,18 +394,6 @@ def _unit_around(root: Any, prefix: str) -> str:
     return label
 
 
-def _all_modules(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Yields (name, module) of all modules in ``modules``, but for those in units of torch's own engine."""
-    seen: set[int] = set()
-    waiting = [("", module) for module in reversed(modules)]
-    while waiting:
-        prefix, module = waiting.pop()
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
-        if isinstance(module, TorchFSDPModule) and unit_of(module) is None:
-            continue
-        yield prefix, module
-        for name, child in reversed(module._modules.items()):
-            if child is not None:
-                waiting.append((f"{prefix}.{name}" if prefix else name, child))
+def _is_unit_of_torch(module: nn.Module) -> bool:
+    """Whether ``module`` is a unit of torch's own engine."""
+    return isinstance(module, TorchFSDPModule) and unit_of(module) is None

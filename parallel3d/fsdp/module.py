@@ -17,13 +17,14 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from typing_extensions import deprecated
 
+from parallel3d._torch.fully_shard import fully_shard_state
 from parallel3d._util.arguments import as_bool, as_count, is_positive
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.comm import limit_inputs
 from parallel3d.fsdp.copying import copy_module
 from parallel3d.fsdp.group import Retain
-from parallel3d.fsdp.interop import TorchState, state_of, unit_given
+from parallel3d.fsdp.interop import TorchState, unit_given
 from parallel3d.fsdp.members import get_unit, parameters_at_rest, units_of
 from parallel3d.fsdp.options import comm_hooks
 from parallel3d.fsdp.options.checks import refuse_accumulation
@@ -173,8 +174,7 @@ class FSDPModule(UnitModule, TorchFSDPModule):
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Sets whether backward gathers this unit's parameters; use False if backward doesn't read them."""
-        unshard_in_backward = as_bool("unshard_in_backward", unshard_in_backward)
-        get_unit(self).unshard_in_backward = unshard_in_backward
+        get_unit(self).unshard_in_backward = as_bool("unshard_in_backward", unshard_in_backward)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Does nothing: all-gathers here are asynchronous on every device. torch has this method."""
@@ -289,7 +289,7 @@ class FSDPModule(UnitModule, TorchFSDPModule):
             return
         seen = self.parameters()  # type: ignore[attr-defined]
         for param in set(parameters_at_rest(self)).difference(seen):  # type: ignore[arg-type]
-            if param.grad is not None and set_to_none:
+            if set_to_none:
                 param.grad = None
             elif param.grad is not None:
                 param.grad.zero_()
@@ -324,7 +324,7 @@ class FSDPModule(UnitModule, TorchFSDPModule):
 
     def _get_fsdp_state(self) -> TorchState:  # type: ignore[override]
         """Returns the object that torch's own functions expect."""
-        return state_of(self)  # type: ignore[arg-type]
+        return fully_shard_state(self)  # type: ignore[arg-type]
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         """Implements ``to``, ``double``, ``to_empty`` and the like; copies new values into the buckets."""
@@ -515,10 +515,9 @@ class FSDPModule(UnitModule, TorchFSDPModule):
             comm_hooks.check_symmetric_inputs(symmetric, max_input_buffers)
         for bucket in buckets:
             bucket.max_inputs = max_input_buffers
-        for context in {id(u.context): u.context for u in units if u.context is not None}.values():
-            limit_inputs(
-                context.comm, (b.max_inputs for u in context.units for b in u.group.buckets)
-            )
+        for context in dict.fromkeys(u.context for u in units if u.context is not None):
+            inside = (bucket.max_inputs for u in context.units for bucket in u.group.buckets)
+            limit_inputs(context.comm, inside)
 
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
@@ -611,8 +610,7 @@ class FSDPModule(UnitModule, TorchFSDPModule):
 
         Units given to ``set_modules_to_forward_prefetch`` are gathered in any case.
         """
-        enable = as_bool("enable", enable)
-        _change_prefetch(self, "set_forward_prefetch", forward=enable)
+        _change_prefetch(self, "set_forward_prefetch", forward=as_bool("enable", enable))
 
     def set_limit_all_gathers(self, limit: int | None) -> None:
         """Sets how many units may be gathered ahead of their use.

@@ -9,8 +9,8 @@ buffers only: a sharded Parameter's local tensor has its real rows.
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from math import prod
 from typing import Any, ClassVar
 
@@ -46,10 +46,7 @@ from parallel3d.fsdp.placement import DataAxes, ParamAxes, chunk_length
 
 
 class OwnSetattr:
-    """Used like a module's ``_parameters`` dict, but sets parameters by the module's own ``__setattr__``.
-
-    This is for classes such as ``nn.LSTM``, whose ``__setattr__`` keeps lists of the parameters.
-    """
+    """Used like ``module._parameters``, but sets by the class's own ``__setattr__``, as ``nn.LSTM`` needs."""
 
     __slots__ = ("module",)
     is_putting = False  # whether the engine is setting one now
@@ -144,17 +141,16 @@ class ShardedParam:
 
     Attributes:
         name: name within the unit's modules, for messages.
-        slots: the places in modules that hold it, several if it is tied. They refer to
+        module_infos: the places in modules that hold it, several if it is tied. They refer to
             ``module._parameters`` and not to the modules, to avoid a reference cycle.
         module: weak reference to the first module that holds it.
-        unit: weak reference to its unit, once there is one.
+        unit: weak reference to its unit; before there is one, a function that returns None.
         axes: the engine's axes for it.
         layout: what tensor parallelism says about it.
         on: all axes that it lies on.
-        tp_mesh: the mesh of its only own axis, if it has one: tensor parallelism's.
-        tp_axis: position of that axis in the mesh of its compute DTensor, and at rest; also with
-            ``dp_mesh_dims``, if one axis beside the data axes has several ranks.
-        tp_size: number of ranks on it.
+        tp_mesh: the mesh of its only own axis, tensor parallelism's, if it has one.
+        tp_size: number of ranks on ``on.summed``: that axis, or with ``dp_mesh_dims`` the only one with
+            several ranks beside the data axes; 1 if there is none.
         may_be_partial: whether autograd may return a gradient that is partial over tp, as torch's own
             parallel styles make for a replicated DTensor; its bucket then sums it.
         global_shape, compute_shape: see the module's docstring.
@@ -186,21 +182,19 @@ class ShardedParam:
         self.module_infos: ModuleInfos = []
         self.put_at((holder_of(module), attribute) for module, attribute in places)
         self.module = weakref.ref(places[0][0])
-        self.unit: weakref.ref | None = None
+        self.unit: Callable[[], Any] = lambda: None
         self.axes = axes
         self.layout: ParamLayout = get_param_layout(param)
         self.on = ParamAxes(name, param, axes)
         own = self.on.compute_mesh if axes.spmd is None else None
         self.tp_mesh: DeviceMesh | None = own if own is not None and own.ndim == 1 else None
-        self.tp_axis = self.on.summed
-        self.tp_size = 1
-        if self.tp_axis is not None and self.on.compute_mesh is not None:
-            self.tp_size = self.on.compute_mesh.size(self.tp_axis[0])
+        summed = self.on.summed
+        self.tp_size = 1 if summed is None else self.on.summed_group.size()
         self.may_be_partial = (
-            self.tp_axis is not None
+            summed is not None
             and self.layout.compute == "dtensor"
             and self.layout.tp_grad == "whole"
-            and isinstance(self.on.compute_placements[self.tp_axis[0]], Replicate)
+            and isinstance(self.on.compute_placements[summed[0]], Replicate)
         )
         self.global_shape = param.shape
         self.dtype = param.dtype
@@ -267,9 +261,8 @@ class ShardedParam:
         """Returns the DTensor spec of an unreduced gradient.
 
         Args:
-            dtype: the gradient's dtype.
             over_shard: whether the sum over shard, and not only that over replicate, is still to be made.
-            tp_partial: whether the sum over tp is still to be made.
+            tp_partial: whether the sum over tp is, also if the layout doesn't say so.
         """
         placements = list(self.spec.placements)
         for axis in self.axes.replicas:
@@ -277,8 +270,8 @@ class ShardedParam:
         if self.axes.shard is not None and (over_shard or self.dim is None):
             placements[self.axes.shard] = Partial("avg" if over_shard else "sum")
         tp_partial = tp_partial or self.layout.tp_grad == "partial"
-        if over_shard and tp_partial and self.tp_axis is not None:
-            placements[self.tp_axis[1]] = Partial()
+        if over_shard and tp_partial and self.on.summed is not None:
+            placements[self.on.summed[1]] = Partial()
         return make_spec(self.spec.mesh, placements, self.global_shape, dtype)
 
     def reduced_spec(self, dtype: torch.dtype) -> DTensorSpec:
@@ -288,16 +281,10 @@ class ShardedParam:
     # -- views of the bucket's buffers -------------------------------------------------------------
 
     def local_view(self, segment: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's rows in its segment of a sharded buffer, without padding.
+        """Returns this rank's rows, a view of ``local_shape``, in its ``segment``, (padded_numel,).
 
         Uneven chunks of a dim other than the first are stored with that dim outermost. Padding is then behind
         the rows and not between them, as fused optimizers need a parameter in contiguous memory.
-
-        Args:
-            segment: (padded_numel,).
-
-        Returns:
-            A view of ``local_shape``.
         """
         if self.padded_inside:
             assert self.dim is not None
@@ -430,13 +417,22 @@ class ShardedParam:
         return new
 
     def take_values(self, given: nn.Parameter) -> None:
-        """Copies the values, the gradient and ``requires_grad`` of ``given``, which has replaced the sharded
-        parameter in a module.
+        """Copies the values, gradient and ``requires_grad`` of ``given``, which has replaced it in a module.
 
         Raises:
             Parallel3dError: ``given`` is no Parameter, or has another shape.
         """
-        _check_replacement(self, given)
+        if not (isinstance(given, nn.Parameter) or self._shares_memory(given)):
+            raise Parallel3dError(
+                f"a tensor that is no Parameter stands in place of parameter {self.name}, as "
+                "torch.func.functional_call puts it there; its values would become the model's for good. "
+                "Call it with the model's own parameters (or .detach() of them), or before fully_shard"
+            )
+        if given.shape != self.global_shape:
+            raise Parallel3dError(
+                f"parameter {self.name} of shape {tuple(self.global_shape)} was replaced by one of shape "
+                f"{tuple(given.shape)}; give one of the same shape, or replace it before fully_shard"
+            )
         with torch.no_grad():
             if self.sharded.is_meta and not given.is_meta:
                 self.place(self.local_part(given))  # its bucket is moved to that device later
@@ -444,8 +440,18 @@ class ShardedParam:
                 self.sharded.copy_(given)
             else:
                 self.local.copy_(self.shard_of(given, tp_local=False))
-            self.sharded.grad = _gradient_for(self, given)
+            grad, dtype = given.grad, self.sharded.dtype
+            if grad is not None and not isinstance(grad, DTensor):
+                grad = make_dtensor(
+                    self.shard_of(grad, tp_local=False).to(dtype, copy=True), self.spec
+                )
+            self.sharded.grad = None if grad is None else grad.to(dtype)
         self.sharded.requires_grad_(given.requires_grad)
+
+    def _shares_memory(self, given: torch.Tensor) -> bool:
+        if not isinstance(given, DTensor) or given.is_meta or self.sharded.is_meta:
+            return False
+        return get_local_tensor(given).is_set_to(self.local)
 
     def take(self, parameter: nn.Parameter) -> None:
         """Makes ``parameter``, a copy of the sharded Parameter, its sharded Parameter."""
@@ -489,10 +495,7 @@ class ShardedParam:
     def local_grad(self, grad: DTensor, dtype: torch.dtype) -> tuple[torch.Tensor, bool]:
         """Returns (the local tensor of a DTensor gradient, whether its bucket must sum it over tp).
 
-        Gradients that are partial in another way are summed here.
-
-        Args:
-            dtype: the dtype to sum in, that of the bucket's reductions.
+        Gradients that are partial in another way are summed here, in ``dtype``, that of the reductions.
         """
         placements, wanted = grad.placements, self.on.gradient_placements(grad.placements)
         if placements == wanted:
@@ -528,38 +531,32 @@ class OptimizerSteps:
         self.params: set[int] = set()
         self.copies = False
 
-    def note(self, optimizer: Optimizer) -> None:
-        """Notes that ``optimizer`` has made a step, the last one of ``total``."""
-        self.last = OptimizerSteps.total
-        groups = optimizer.param_groups
-        if len(self.params) != sum(len(group["params"]) for group in groups):
-            params = [param for group in groups for param in group["params"]]
-            self.params = set(map(id, params))
-            self.copies = any(isinstance(p, DTensor) and owner_of(p) is None for p in params)
-
 
 @untraced
 def _count_step(optimizer: Optimizer, *_: Any) -> None:
     """Hook after every optimizer's step."""
-    groups = optimizer.param_groups  # maybe of DTensors of no unit: master weights to copy from
-    if any(isinstance(param, DTensor) for group in groups for param in group["params"]):
-        OptimizerSteps.total += 1
-        steps = OptimizerSteps.of_alive.get(optimizer)
-        if steps is None:
-            steps = OptimizerSteps.of_alive[optimizer] = OptimizerSteps()
-            weakref.finalize(optimizer, OptimizerSteps.of_deleted.append, steps).atexit = False
-        steps.note(optimizer)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    # These may be DTensors of no unit: master weights to copy from.
+    if not any(isinstance(param, DTensor) for param in params):
+        return
+    OptimizerSteps.total += 1
+    steps = OptimizerSteps.of_alive.get(optimizer)
+    if steps is None:
+        steps = OptimizerSteps.of_alive[optimizer] = OptimizerSteps()
+        weakref.finalize(optimizer, OptimizerSteps.of_deleted.append, steps).atexit = False
+    steps.last = OptimizerSteps.total
+    if len(steps.params) != len(params):
+        steps.params = set(map(id, params))
+        steps.copies = any(isinstance(p, DTensor) and owner_of(p) is None for p in params)
 
 
-@lru_cache(maxsize=1)
+@cache
 def count_optimizer_steps() -> None:
     """Counts the steps of all optimizers from the first call on."""
     register_optimizer_step_post_hook(_count_step)
 
 
-# Which parameters are zero-copy.
-#
-# Each zero-copy parameter is one tensor more in the bucket's collective call, which costs time of
+# Which parameters are zero-copy. Each is one tensor more in the bucket's collective call, which costs time of
 # its own. So small parameters are packed together instead, which costs a copy.
 
 
@@ -606,37 +603,3 @@ def _zero_copy_bytes(device_type: str) -> int:
 def packs_as_chunks(param: ShardedParam) -> bool:
     """Whether its gradient cut into chunks of dim 0, padded with zeros, is what its segments hold."""
     return segment_of(param).packs_as_chunks
-
-
-def _gradient_for(param: ShardedParam, given: torch.Tensor) -> torch.Tensor | None:
-    """What ``.grad`` becomes when ``given`` takes the Parameter's place: that of ``given``, or None."""
-    grad, dtype = given.grad, param.sharded.dtype
-    if grad is None or isinstance(grad, DTensor):
-        return None if grad is None else grad.to(dtype)
-    return make_dtensor(param.shard_of(grad, tp_local=False).to(dtype, copy=True), param.spec)
-
-
-def _shares_memory(param: ShardedParam, given: torch.Tensor) -> bool:
-    """Whether ``given`` has the memory of ``param``."""
-    if not isinstance(given, DTensor) or given.is_meta or param.sharded.is_meta:
-        return False
-    return get_local_tensor(given).is_set_to(param.local)
-
-
-def _check_replacement(param: ShardedParam, given: torch.Tensor) -> None:
-    """Whether the values of ``given`` may become those of ``param``.
-
-    Raises:
-        Parallel3dError: it is no Parameter, or of another shape.
-    """
-    if not (isinstance(given, nn.Parameter) or _shares_memory(param, given)):
-        raise Parallel3dError(
-            f"a tensor that is no Parameter stands in place of parameter {param.name}, as "
-            "torch.func.functional_call puts it there; its values would become the model's for good. Call it "
-            "with the model's own parameters (or .detach() of them), or before fully_shard"
-        )
-    if given.shape != param.global_shape:
-        raise Parallel3dError(
-            f"parameter {param.name} of shape {tuple(param.global_shape)} was replaced by one of shape "
-            f"{tuple(given.shape)}; give one of the same shape, or replace it before fully_shard"
-        )

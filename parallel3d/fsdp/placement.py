@@ -369,7 +369,7 @@ class ParamAxes:
         return placement.packing if isinstance(placement, PackedShard) else None
 
     def largest_length(self, axis: int, size: int) -> int:
-        """Returns the number of rows of the largest part when the own axis ``axis`` shards ``size`` rows."""
+        """Returns the number of rows of the largest part when ``axis`` shards ``size`` rows."""
         packing = self.packing(axis)
         return ceil_div(size, self._size(axis)) if packing is None else max(packing.lengths)
 
@@ -545,14 +545,10 @@ ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 
 
 def spmd_axes(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataAxes:
-    """Returns the data axes that ``dims`` names; parameters are DTensors on all of ``mesh``.
+    """Returns the data axes that ``dims`` names, after checks; parameters are DTensors on all of ``mesh``.
 
     As in torch, several shard axes are one axis at rest, with the replicate axes, if any, as one axis before
     it; other axes stay. Otherwise the mesh at rest is ``mesh``.
-
-    Raises:
-        Parallel3dError: ``dims`` is no DataParallelMeshDims, or has names that are no strings.
-        MeshError: ``mesh`` lacks a name, or names are given twice or out of order.
     """
     shard, replicate = _names(dims)
     _check_names(mesh, shard, replicate)
@@ -578,6 +574,7 @@ def spmd_axes(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataAxes:
 def _with_joined_shards(
     mesh: DeviceMesh, shard: tuple[str, ...], replicate: tuple[str, ...]
 ) -> DataAxes:
+    """Returns the data axes where several axes shard: one axis at rest, on another mesh than ``mesh``."""
     meshes: list[DeviceMesh] = []
     own: dict[int, int] = {}
     shard_position = 0
@@ -653,12 +650,7 @@ def _check_names(mesh: DeviceMesh, shard: tuple[str, ...], replicate: tuple[str,
 
 
 class RequestedPlacement(NamedTuple):
-    """How to shard one parameter.
-
-    Attributes:
-        axes: the axes to shard and replicate over.
-        dim: the dim to shard, from 0; None for the default.
-    """
+    """How to shard one parameter: over which axes, and which dim, from 0; None for the default."""
 
     axes: DataAxes
     dim: int | None
@@ -667,13 +659,7 @@ class RequestedPlacement(NamedTuple):
 def requested_placements(
     fn: ShardPlacementFn | None, params: Iterable[tuple[str, nn.Parameter]], default: DataAxes
 ) -> list[RequestedPlacement]:
-    """Calls ``fn`` once for each of the named ``params``.
-
-    Raises:
-        Parallel3dError: ``fn`` is not callable, or it returned another type, or a dim that the parameter
-            doesn't have.
-        MeshError: it returned a mesh without usable axes, or of another device type.
-    """
+    """Calls ``fn`` once for each of the named ``params``, and checks what it returns."""
     if fn is None:
         return [RequestedPlacement(default, None) for _ in params]
     if not callable(fn):

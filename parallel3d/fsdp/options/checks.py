@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from parallel3d.errors import AgreementError, Parallel3dError, StateError
 from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.context import RootOption, RunContext, root_options
 from parallel3d.fsdp.group import ShardedState
-from parallel3d.fsdp.members import units_of
+from parallel3d.fsdp.members import params_of, units_of
 from parallel3d.fsdp.param import ShardedParam
 from parallel3d.fsdp.unit import Call, Observer, Unit
 from parallel3d.guards.rendezvous import compare_digests
@@ -52,10 +53,8 @@ class RanksAgree(RootOption):
     def __init__(self, context: RunContext) -> None:
         self._context = weakref.ref(context)
         buckets = [bucket for unit in context.units for bucket in unit.group.buckets]
-        gathers = any(
-            bucket.shard_group is not None or any(p.tp_size > 1 for p in bucket.params)
-            for bucket in buckets
-        )
+        over_tp = any(param.tp_size > 1 for param in params_of(context.units))
+        gathers = over_tp or any(bucket.shard_group is not None for bucket in buckets)
         self.before = "forward" if gathers else "backward"
 
     @property
@@ -113,11 +112,7 @@ def _compare(
     context: RunContext,
     describe: Callable[[_UnitParams, dict[int, str]], Mapping[str, str]],
 ) -> None:
-    """Compares ``describe(parameters, module names)`` over the ranks of each mesh.
-
-    Raises:
-        AgreementError: ranks differ; the same error on all of them.
-    """
+    """Compares ``describe(parameters, module names)`` over each mesh's ranks; all raise if they differ."""
     if others() is None:
         return
     names = {  # by id of the ``_parameters`` of each module
@@ -127,15 +122,10 @@ def _compare(
     }
     by_ranks: dict[tuple[int, ...], _UnitParams] = {}
     for unit in context.units:
-        for param in _params(unit):
+        for param in params_of([unit]):
             by_ranks.setdefault(_ranks(param), []).append((unit, param))
-    # The same order on all ranks.
-    for ranks, pairs in sorted(by_ranks.items(), key=lambda item: item[0]):
-        compare_digests(topic, ranks, lambda pairs=pairs: describe(pairs, names))  # type: ignore[misc]
-
-
-def _params(unit: Unit) -> Iterator[ShardedParam]:
-    return (param for bucket in unit.group.buckets for param in bucket.params)
+    for ranks in sorted(by_ranks):  # the same order on all ranks
+        compare_digests(topic, ranks, partial(describe, by_ranks[ranks], names))
 
 
 def _ranks(param: ShardedParam) -> tuple[int, ...]:
@@ -216,7 +206,7 @@ def check_execution_order(
             f"check_execution_order: {type(model).__name__} has no unit; apply fully_shard or "
             "parallelize first"
         )
-    ranks = sorted({rank for unit in units for param in _params(unit) for rank in _ranks(param)})
+    ranks = sorted({rank for param in params_of(units) for rank in _ranks(param)})
     check = _OrderCheck(ranks, timeout)
     for unit in units:
         unit.observers = [known for known in unit.observers if not isinstance(known, _OrderCheck)]
@@ -228,7 +218,6 @@ class _OrderCheck(Observer):
     """Compares this rank's position with other ranks', and its order with the iteration before.
 
     Attributes:
-        ranks: the ranks that compare.
         order: units in the order of their forwards in this iteration, but for those that the user runs alone.
         last: the same of the iteration before.
         changed: whether this iteration was already found to differ.
@@ -320,19 +309,19 @@ def _label(ref: weakref.ref[Unit]) -> str:
 
 _NO_BACKWARD = -1  # ``backward_id`` outside of a backward
 
-Update = Callable[[Bucket], None]
-"""Updates the parameters of a bucket that have a gradient, and frees it."""
-
 
 class StepGuard(Observer):
     """Calls ``update`` for the buckets of one unit as their gradients are reduced, after checks.
+
+    Args:
+        update: updates the parameters of a bucket that have a gradient, and frees it.
 
     Attributes:
         updates: number of updates so far.
         updated_in: ``backward_id`` of the last one.
     """
 
-    def __init__(self, unit: Unit, update: Update) -> None:
+    def __init__(self, unit: Unit, update: Callable[[Bucket], None]) -> None:
         self._unit = unit.ref
         self._update = update
         self.updates = 0

@@ -1,9 +1,7 @@
 """Communication hooks (named as in torch's FSDP1), and collectives that replace the engine's.
 
-A hook replaces a collective on gradients: ``hook(state, grad, output)`` the reduce-scatter over shard,
-``hook(state, grad)``, in place, each all-reduce (over replicate; over shard too, for parameters that are not
-sharded). It divides by itself; the engine then doesn't. The hooks here divide in two steps, before and after
-the sum, each time by about the root of the number of ranks, as those of
+How a hook is called: ``FSDPModule.register_comm_hook``. It divides by itself; the engine then doesn't. The
+hooks here divide before and after the sum, each time by about the root of the number of ranks, as those of
 ``torch.distributed.algorithms._comm_hooks.default_hooks`` do: float16 overflows above 65504 and underflows
 below 6e-8. They return an object to wait on, so that on a CPU the backward goes on meanwhile.
 """
@@ -188,9 +186,6 @@ def _reduce(
     return HookWork(work, output, after)
 
 
-_READY_MADE = (allreduce_hook, bf16_compress_hook, fp16_compress_hook, reduce_scatter_hook)
-
-
 def _groups(where: Any) -> tuple[ProcessGroup, ...]:
     if where is None:
         return ()
@@ -280,7 +275,8 @@ def check_hook(bucket: Bucket, state: Any, hook: Any) -> None:
     if conflict is not None:
         raise StateError(f"register_comm_hook: {conflict}")
     check_removal(bucket)
-    if hook in _READY_MADE and not (isinstance(state, CommHookState) or is_torch_hook_state(state)):
+    ready_made = (allreduce_hook, bf16_compress_hook, fp16_compress_hook, reduce_scatter_hook)
+    if hook in ready_made and not (isinstance(state, CommHookState) or is_torch_hook_state(state)):
         raise Parallel3dError(
             f"register_comm_hook was given {hook.__name__} with the state {state!r}; it takes a "
             "parallel3d.fsdp.CommHookState()"
@@ -431,11 +427,7 @@ def set_engine_collectives(bucket: Bucket, *, symmetric: bool, reduces: bool) ->
 
 
 def check_custom(unit: Unit, method: str, comm: Any, present: Callable[[Bucket], Any]) -> None:
-    """Raises Parallel3dError or StateError unless ``comm``, given to ``method``, may replace a collective.
-
-    Args:
-        present: returns a bucket's present collective of that kind.
-    """
+    """Raises unless ``comm``, given to ``method``, may replace what ``present`` returns of a bucket."""
     check_one_mesh(unit, method)
     if comm is None:
         return
@@ -465,11 +457,7 @@ def check_not_hooked(method: str, bucket: Bucket) -> None:
 
 
 def check_not_custom(method: str, bucket: Bucket, *, symmetric: bool) -> None:
-    """Raises StateError if ``bucket`` has a hook or a collective that ``method`` would replace.
-
-    Args:
-        symmetric: the kind of ``EngineCollective`` that ``method`` sets and so may replace.
-    """
+    """Raises StateError if ``bucket`` has a hook or another collective than what ``method`` sets."""
     check_not_hooked(method, bucket)
     for comm in (bucket.gather_comm, custom_reduce_scatter(bucket)):
         same_kind = isinstance(comm, EngineCollective) and comm.symmetric is symmetric

@@ -1,9 +1,8 @@
 """Finalization: the user says when the gradients of backwards are to be complete.
 
-Each backward issues its reductions, and ends without a wait for them. So their results are not in ``.grad``
-until ``finalize_backward``, and whoever steps or clips before it would do so with what was there: that is an
-error. At most one backward's reductions are in flight at a time: the next one completes them before it
-begins, so that an exception in it ends its own only.
+Each backward issues its reductions and ends without waiting for them, so their results are not in ``.grad``
+until ``finalize_backward``: an optimizer step or a clip before it is an error. At most one backward's
+reductions are in flight: the next one completes them first, so that an exception in it ends its own only.
 """
 
 from __future__ import annotations
@@ -11,17 +10,20 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from enum import Enum, auto
+from functools import cache
 from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from parallel3d._torch.autograd import untraced
 from parallel3d.errors import StateError
 from parallel3d.fsdp.context import RootOption, RunContext, root_options
+from parallel3d.fsdp.members import params_of
 from parallel3d.fsdp.unit import Unit
 
 
-class Stage(Enum):
+class Progress(Enum):
     """Where the reductions of the backwards so far are."""
 
     COMPLETE = auto()  # in ``.grad``, or waiting there as sums
@@ -33,13 +35,13 @@ class Finalization(RootOption):
     """The option of one root whose ``set_manual_backward_finalization`` is True.
 
     Attributes:
-        stage: see ``Stage``.
+        progress: see ``Progress``.
         number: of the finalization that is under way or comes next.
     """
 
     def __init__(self, context: RunContext) -> None:
         self._context = weakref.ref(context)
-        self.stage = Stage.COMPLETE
+        self.progress = Progress.COMPLETE
         self.number = 0
         self._dropped = -1
 
@@ -50,27 +52,23 @@ class Finalization(RootOption):
         assert context is not None
         return context
 
-    # -- see ``RootOption`` --------------------------------------------------------------------------
-
     def before_forward(self, units: Sequence[Any]) -> Sequence[Any]:
         """Raises StateError if an asynchronous finalization was not waited on."""
-        if self.stage is Stage.REDUCING:
+        if self.progress is Progress.REDUCING:
             raise _not_waited("a forward", self.context)
         return units
 
     def before_backward(self) -> None:
         """Completes the reductions of the finalization before."""
-        if self.stage is Stage.REDUCING:
+        if self.progress is Progress.REDUCING:
             self.complete()
 
     def leaves_in_flight(self) -> bool:
-        """See ``RootOption``."""
         self.context.comm.settle_host()
-        self._enter(Stage.DUE)
+        self._enter(Progress.DUE)
         return True
 
     def abandon(self) -> None:
-        """See ``RootOption``."""
         self._dropped = self.number
         self._end()
 
@@ -82,7 +80,7 @@ class Finalization(RootOption):
         root = context.root.label
         if context.backward is not None:
             raise StateError(f"finalize_backward() of {root!r} within a backward; call it after it")
-        if self.stage is Stage.REDUCING:
+        if self.progress is Progress.REDUCING:
             raise _not_waited("finalize_backward()", context)
         with context.reducing() as backward:
             for unit in reversed(context.units):
@@ -92,20 +90,16 @@ class Finalization(RootOption):
                     unit.note_put_off()
                 if unit.reshard_after_backward:  # which it may not have been before
                     unit.leave_backward(context)
-        self._enter(Stage.REDUCING)
+        self._enter(Progress.REDUCING)
 
     def wait(self, number: int) -> None:
-        """Completes the finalization of that number, if nothing else has.
-
-        Raises:
-            StateError: it was dropped.
-        """
+        """Completes the finalization of that number, if nothing else has; raises StateError if dropped."""
         if number == self._dropped:
             raise StateError(
                 "this finalize_backward(async_op=True) was ended by reset_iter_state(), which has dropped "
                 "the reductions; begin the step anew, with zero_grad()"
             )
-        if number == self.number and self.stage is Stage.REDUCING:
+        if number == self.number and self.progress is Progress.REDUCING:
             self.complete()
 
     def complete(self) -> None:
@@ -114,16 +108,16 @@ class Finalization(RootOption):
         self._end()
         self.context.gradients_are_complete()
 
-    def _enter(self, stage: Stage) -> None:
-        self.stage = stage
+    def _enter(self, progress: Progress) -> None:
+        self.progress = progress
         self.context.comm.left_by = self._context
         _watch_steps()
         _unfinished.add(self)
 
     def _end(self) -> None:
-        if self.stage is Stage.REDUCING:
+        if self.progress is Progress.REDUCING:
             self.number += 1
-        self.stage = Stage.COMPLETE
+        self.progress = Progress.COMPLETE
         _unfinished.discard(self)
 
 
@@ -132,7 +126,6 @@ root_options.append(
 )
 
 _unfinished: weakref.WeakSet[Finalization] = weakref.WeakSet()
-_watched = False
 
 
 def finalization_of(unit: Unit) -> Finalization | None:
@@ -144,15 +137,11 @@ def finalization_of(unit: Unit) -> Finalization | None:
 def is_finalized(unit: Unit) -> bool:
     """Whether no gradient of ``unit`` is still to come."""
     option = finalization_of(unit)
-    return option is None or option.stage is Stage.COMPLETE
+    return option is None or option.progress is Progress.COMPLETE
 
 
 def set_manual_finalization(unit: Unit, enabled: bool) -> None:
-    """Sets whether the user ends the backwards of ``unit``, the outermost one.
-
-    Raises:
-        StateError: one is under way, or not ended.
-    """
+    """Sets whether the user ends the backwards of ``unit``, the outermost one."""
     context = unit.context
     if context is not None:
         unit.come_to_rest()
@@ -171,17 +160,12 @@ def refuse_unfinalized(params: Iterable[torch.Tensor], what: str) -> None:
     """Raises StateError if gradients of one of ``params`` are still to come."""
     for finalization in list(_unfinished):
         context = finalization.context
-        names = {
-            id(param.sharded): param.name
-            for unit in context.units
-            for bucket in unit.group.buckets
-            for param in bucket.params
-        }
+        names = {id(param.sharded): param.name for param in params_of(context.units)}
         name = next((names[id(param)] for param in params if id(param) in names), None)
         if name is not None:
             remedy = (
                 "call finalize_backward() of the outermost unit first"
-                if finalization.stage is Stage.DUE
+                if finalization.progress is Progress.DUE
                 else "wait() first on the handle that finalize_backward(async_op=True) returned"
             )
             raise StateError(
@@ -190,22 +174,16 @@ def refuse_unfinalized(params: Iterable[torch.Tensor], what: str) -> None:
             )
 
 
+@cache
 def _watch_steps() -> None:
-    global _watched
-    if not _watched:
-        _watched = True
-        register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_pre_hook(_before_step)
 
 
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+@untraced
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
     if _unfinished:
-        _check(optimizer)
-
-
-@torch.compiler.disable
-def _check(optimizer: Optimizer) -> None:
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    refuse_unfinalized(params, f"a step of {type(optimizer).__name__}")
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        refuse_unfinalized(params, f"a step of {type(optimizer).__name__}")
 
 
 def _not_waited(what: str, context: RunContext) -> StateError:

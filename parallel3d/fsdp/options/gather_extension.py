@@ -4,8 +4,7 @@ Such a parameter is of a tensor subclass with the methods ``fsdp_pre_all_gather`
 gather instead of the shard (a quantised copy and its scale, say), and ``fsdp_post_all_gather``, which makes
 the unsharded parameter from the gathered values. Its shard at rest is of the subclass too, so it is not part
 of a contiguous buffer. The gather inputs of a unit, whatever their dtypes, are packed as bytes and sent in
-one all-gather; a single input is sent without a copy. Gradients are ordinary tensors, reduced as in any
-Bucket.
+one all-gather; a single input is sent without a copy. Gradients are reduced as in any Bucket.
 """
 
 from __future__ import annotations
@@ -46,8 +45,6 @@ class Extension:
     """One parameter with an all-gather extension. n is the size of the shard axis.
 
     Args:
-        unit: name of the unit, for messages.
-        param: the parameter.
         local: its shard, or the tensor that the shard will be cut from.
         mesh: the shard axis, passed to the user's method, as is ``policy``.
         dtype: the dtype to compute in.
@@ -130,11 +127,7 @@ class Extension:
         self._outputs = tuple(outputs)
 
     def rebuild(self) -> bool:
-        """Makes the unsharded parameter from the gathered ``rows``, or updates it.
-
-        Returns:
-            Whether it was made.
-        """
+        """Makes the unsharded parameter from the gathered ``rows`` (then True), or updates it."""
         for by_rank, rows in self._transposed:
             by_rank.copy_(rows)
         local, arguments = self.param.local, (self._outputs, self.metadata, self.dtype)
@@ -327,14 +320,10 @@ class ExtensionBucket(Bucket):
         """Makes the shard of ``param``, of the subclass, its sharded Parameter's local tensor."""
         initial, param.initial = param.initial, None
         device = self.storage_device
-        if initial is None:
-            local = param.local
-            if local.device != device:
-                local = torch.empty_like(local, device=device)
-        else:
-            local = self._shard_of(param, initial)
-            if local.device != device:
-                local = local.to(device)
+        local = param.local if initial is None else self._shard_of(param, initial)
+        if local.device != device:
+            moved = initial is None
+            local = torch.empty_like(local, device=device) if moved else local.to(device)
         if self.pin and not local.is_pinned():
             local = local.pin_memory()
         param.place(local)
@@ -430,10 +419,7 @@ class ExtensionBucket(Bucket):
         return [tensor for inputs in by_param for tensor in inputs]
 
     def _check_agreement(self, sizes: list[int]) -> None:
-        """Raises on all ranks if their gather inputs have different sizes; torch would hang.
-
-        It is called once, and communicates only if shards have different sizes.
-        """
+        """Raises on all ranks if their gather inputs have different sizes; torch would hang."""
         uneven = not all(param.even for param in self.params)
         if not uneven or self.shard_group is None or ranks_are_simulated():
             return
@@ -555,6 +541,7 @@ def _shard_mesh(unit: str, axes: DataAxes) -> DeviceMesh:
 # Extensions that the user sets on local tensors of sharded Parameters after ``fully_shard``. torch looks at
 # the local tensor in each gather, whatever its class; here it is looked at when the model first runs.
 
+
 _SETTINGS = (
     "divide_factor",
     "reduce_unused",
@@ -589,13 +576,10 @@ root_options.append(LateExtensions)
 
 def _with_late_extensions(buckets: list[Bucket]) -> list[Bucket] | None:
     """Returns new buckets, or None if no parameter has an extension that is not in an ExtensionBucket."""
-    split = [
-        _split_bucket(bucket)
-        if not isinstance(bucket, ExtensionBucket) and any(map(is_extended, bucket.local_views))
-        else [bucket]
-        for bucket in buckets
-    ]
-    result = [bucket for part in split for bucket in part]
+    result: list[Bucket] = []
+    for bucket in buckets:
+        late = not isinstance(bucket, ExtensionBucket) and any(map(is_extended, bucket.local_views))
+        result += _split_bucket(bucket) if late else [bucket]
     return None if result == buckets else result
 
 

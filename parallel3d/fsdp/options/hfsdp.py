@@ -1,10 +1,10 @@
 """HybridBucket: HFSDP, which shards optimizer states over replicate x shard.
 
-HSDP keeps an optimizer state for each shard on every replica. Here Parameters, gradients and optimizer
-states are sharded over R * N ranks (R, N: sizes of replicate and shard), and the engine keeps a copy of the
-weights in compute dtype that is sharded over ``shard`` only. Forward and backward gather from this copy as
-in HSDP. One all-gather over replicate renews it at each forward of the root. Gradients are reduce-scattered
-over shard, then over replicate. Megatron-FSDP calls this HFSDP; hpZ of ZeRO++ is similar.
+Parameters, gradients and optimizer states are sharded over R * N ranks (R, N: sizes of replicate and shard),
+and the engine keeps a copy of the weights in compute dtype that is sharded over ``shard`` only. Forward and
+backward gather from this copy as in HSDP. One all-gather over replicate renews it at each forward of the
+root. Gradients are reduce-scattered over shard, then over replicate. Megatron-FSDP calls this HFSDP; hpZ of
+ZeRO++ is similar.
 
 The rank (r, s) has shard ``s * R + r``: the R shards of one shard coordinate are consecutive, so that the two
 gathers, one after the other, return all shards in order. ``copy``, (R * S,), is a buffer beside a Bucket's.
@@ -178,9 +178,8 @@ class HybridBucket(Bucket):
         if self.shard_group is None:
             # Views are made here, as those made in inference mode could not be trained.
             allocate(self.unsharded)
-            pairs = self.copy_pairs(self.copy.view(self.num_shards, -1))
+            self._whole_pairs = self.copy_pairs(self.copy.view(self.num_shards, -1))
             self.free_unsharded()
-            self._whole_pairs = pairs
         self.renewing: tuple[Any, list[torch.Tensor]] | None = None
         self.is_new = True
 
@@ -190,11 +189,6 @@ class HybridBucket(Bucket):
     def enter_precision(self) -> None:
         self.make_copy()
 
-    @property
-    def is_old(self) -> bool:
-        """Whether the copy has no values, or a change of the weights since its last renewal was noticed."""
-        return self.is_new or self.versions.weights_changed()
-
     def note_weights(self, comm: Comm) -> None:
         """See ``Bucket``. The copy is gathered, with the values from its last renewal."""
         if self.is_new:
@@ -202,7 +196,7 @@ class HybridBucket(Bucket):
 
     def renew(self, comm: Comm, *, if_changed: bool = False) -> None:
         """Starts the all-gather over replicate into the copy; see ``Bucket``."""
-        if if_changed and not self.is_old:
+        if if_changed and not self.is_new and not self.versions.weights_changed():
             return
         self.finish_renewal()
         parts: list[torch.Tensor] = []

@@ -176,10 +176,9 @@ _WRITTEN_UNNOTICED = ("running_mean", "running_var")
 
 
 class _Cast:
-    """A copy of one buffer.
+    """A copy of one buffer in another dtype.
 
     Attributes:
-        copy: the buffer in another dtype.
         of_version: the version of the buffer that it was made from; None if it must be made again.
         version: its own version at that time.
     """
@@ -240,12 +239,7 @@ _places: weakref.WeakKeyDictionary[nn.Module, dict[str, _Place]] = weakref.WeakK
 
 
 class BufferCasts:
-    """Registers cast copies of a unit's buffers together with its unsharded parameters.
-
-    Args:
-        modules: the unit's modules, without those of inner units.
-        dtype: the dtype to cast their floating-point buffers to.
-    """
+    """Registers copies of the modules' floating-point buffers in ``dtype`` beside unsharded parameters."""
 
     def __init__(self, modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
         self._modules = [weakref.ref(module) for module in modules]

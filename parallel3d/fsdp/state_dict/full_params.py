@@ -25,7 +25,7 @@ from parallel3d._util.arguments import as_bool
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.gradients import waits_for_reduction
 from parallel3d.fsdp.group import Retain
-from parallel3d.fsdp.members import check_module, units_of
+from parallel3d.fsdp.members import check_module, params_of, units_of
 from parallel3d.fsdp.options.gather_extension import as_plain
 from parallel3d.fsdp.param import parameters_dict
 from parallel3d.fsdp.state_dict.transforms import all_gathered
@@ -41,13 +41,7 @@ if TYPE_CHECKING:
 
 def meshes_of(units: Iterable[Unit]) -> list[DeviceMesh]:
     """Returns the distinct meshes of the units' sharded Parameters, in the same order on all ranks."""
-    meshes: list[DeviceMesh] = []
-    for param in (
-        param for unit in units for bucket in unit.group.buckets for param in bucket.params
-    ):
-        if param.on.mesh not in meshes:
-            meshes.append(param.on.mesh)
-    return meshes
+    return list(dict.fromkeys(param.on.mesh for param in params_of(units)))
 
 
 def is_first(meshes: Iterable[DeviceMesh]) -> bool:
@@ -64,39 +58,46 @@ def _groups(mesh: DeviceMesh) -> list[ProcessGroup]:
     return [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
 
 
-def broadcast(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
-    """Broadcasts ``tensor`` of the mesh's first rank to all its ranks, in place, axis by axis.
+def tensor_from_first(value: torch.Tensor, meshes: Sequence[DeviceMesh]) -> torch.Tensor:
+    """Returns the first rank's ``value`` on all ranks of ``meshes``, in the device type's memory.
 
-    After axis i all ranks with coordinate 0 on the later axes have the value; other ranks' values are
-    overwritten later.
+    Other ranks give any tensor of the same shape and dtype. It is broadcast over one mesh after another, as
+    the first rank of a later mesh may have it by an earlier one only.
     """
-    if not tensor.numel():
-        return
-    for group in _groups(mesh):
-        dist.broadcast(tensor.view(-1).view(torch.uint8), group=group, group_src=0)
+    if isinstance(value, DTensor):
+        return value
+    full = torch.empty(value.shape, dtype=value.dtype, device=meshes[0].device_type)
+    if is_first(meshes):
+        full.copy_(value)
+    # After axis i all ranks with coordinate 0 on the later axes of the mesh have the value; other ranks'
+    # values are overwritten later.
+    for group in [group for mesh in meshes for group in _groups(mesh)] if full.numel() else ():
+        dist.broadcast(full.view(-1).view(torch.uint8), group=group, group_src=0)
+    return full
 
 
-def made_by_first(
-    meshes: Sequence[DeviceMesh], tensors: Mapping[str, Any], make: Callable[[], Any]
-) -> Any:
-    """Returns on every rank what ``make()`` returns on the first rank of ``meshes``, sent by pickle.
-
-    Args:
-        tensors: the values by name that the first rank will send later, checked there.
+def state_dict_from_first(
+    meshes: Sequence[DeviceMesh],
+    state_dict: Mapping[str, Any],
+    tensors: Mapping[str, Any],
+    strip: Callable[[], Any],
+) -> Mapping[str, Any]:
+    """Returns ``state_dict`` on the first rank of ``meshes``, and on others its ``strip()``, sent by pickle.
 
     Raises:
-        Parallel3dError: one of ``tensors`` is a DTensor or on the meta device. It is raised on every rank,
-            so that no rank waits for one that has raised alone.
+        Parallel3dError: one of ``tensors``, those in ``state_dict``, is a DTensor or on the meta device. It
+            is raised on every rank, so that no rank waits for one that has raised alone.
     """
-    made = (_refusal(tensors) or make()) if is_first(meshes) else None
+    first = is_first(meshes)
+    sent: Any = (_refusal(tensors) or strip()) if first else None
     for mesh in meshes:
-        box = [made]
+        box = [sent]
         for group in () if ranks_are_simulated() else _groups(mesh):
             dist.broadcast_object_list(box, group=group, group_src=0)
-        made = box[0]
-    if isinstance(made, str):
-        raise Parallel3dError(made)
-    return made
+        sent = box[0]
+    if isinstance(sent, str):
+        raise Parallel3dError(sent)
+    return state_dict if first else sent
 
 
 def _refusal(tensors: Mapping[str, Any]) -> str | None:
@@ -111,9 +112,11 @@ def _refusal(tensors: Mapping[str, Any]) -> str | None:
     return None
 
 
-def placeholder(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor of the same shape and dtype in the memory of one element, for a value sent later."""
-    return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+def to_send(value: Any, *, later: bool) -> Any:
+    """Returns ``value`` on the CPU; if sent ``later``, a tensor like it in the memory of one element."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.zeros((), dtype=value.dtype).expand(value.shape) if later else value.detach().cpu()
 
 
 # Full tensors: from this rank's shards of a bucket's parameters to tensors of their global shapes. There is
@@ -122,13 +125,12 @@ def placeholder(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def full_tensors(
-    bucket: Bucket, params: Sequence[ShardedParam], locals_: Sequence[torch.Tensor | None]
+    bucket: Bucket, params: Sequence[ShardedParam], locals_: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Gathers tensors sharded as the bucket's parameters are: values, gradients, optimizer states.
+    """Gathers tensors sharded as ``params`` of the bucket are: values, gradients, optimizer states.
 
     Args:
-        params: the parameters of the bucket that they belong to.
-        locals_: this rank's shards, plain tensors of one dtype; None stands for zeros.
+        locals_: this rank's shards, plain tensors of one dtype.
 
     Returns:
         Tensors of the parameters' global shapes, each in its own memory, on the device that the bucket
@@ -150,19 +152,17 @@ def full_tensors(
 
 
 def _packed(
-    bucket: Bucket, params: Sequence[ShardedParam], locals_: Sequence[torch.Tensor | None]
+    bucket: Bucket, params: Sequence[ShardedParam], locals_: Sequence[torch.Tensor]
 ) -> torch.Tensor:
     """Returns ``locals_`` in the parameters' segments, one after another, with zeros as padding."""
     views = bucket.local_views
     one_buffer = bucket.can_coalesce  # False where each parameter has its own memory
     if one_buffer and len(locals_) == len(views) and all(map(operator.is_, locals_, views)):
         return bucket.flat
-    dtype = next((x.dtype for x in locals_ if x is not None), bucket.dtype)
     sizes = [p.padded_numel for p in params]
-    flat = torch.zeros(sum(sizes), dtype=dtype, device=bucket.storage_device)
+    flat = torch.zeros(sum(sizes), dtype=locals_[0].dtype, device=bucket.storage_device)
     for param, segment, local in zip(params, flat.split(sizes), locals_, strict=True):
-        if local is not None:
-            param.local_view(segment).copy_(local)
+        param.local_view(segment).copy_(local)
     return flat
 
 
@@ -305,11 +305,7 @@ def check_at_rest(unit: Unit, what: str) -> None:
 
 
 def to_rest(unit: Unit) -> None:
-    """Reshards ``unit`` and copies Parameters that were replaced back into its buckets.
-
-    Raises:
-        StateError: parameters are on the meta device.
-    """
+    """Reshards ``unit`` and takes replaced Parameters back into its buckets; raises StateError if on meta."""
     group = unit.group
     if unit.context is not None:
         group.register_sharded()
@@ -435,8 +431,12 @@ def full_params(
     units = list(units_of(module, recurse))
     for unit in units:
         check_at_rest(unit, "full_params")
-        if with_grads:
-            _check_reduced(unit)
+        for param in params_of([unit]) if with_grads else ():
+            if waits_for_reduction(param.sharded.grad):
+                raise StateError(
+                    f"full_params(with_grads=True): the gradient of {param.name} in unit {unit.label} "
+                    "waits for its reduction; call it after the backward of the last micro-batch"
+                )
     keep = not rank0_only or is_first(meshes_of(units))
     unsharded_by_user = [
         unit for unit in units if unit.group.is_registered and unit.group.retain is Retain.USER
@@ -461,16 +461,6 @@ def full_params(
         unit.group.register_unsharded()
 
 
-def _check_reduced(unit: Unit) -> None:
-    for bucket in unit.group.buckets:
-        for param in bucket.params:
-            if waits_for_reduction(param.sharded.grad):
-                raise StateError(
-                    f"full_params(with_grads=True): the gradient of {param.name} in unit {unit.label} "
-                    "waits for its reduction; call it after the backward of the last micro-batch"
-                )
-
-
 class _FullView:
     """The full parameters of one unit.
 
@@ -493,13 +483,11 @@ class _FullView:
         """Gathers gradients, zeros where this rank has none: another rank may have one."""
         if not _may_have_grads(bucket):
             return
-        dtype = bucket.sum_dtype
         grads = [param.sharded.grad for param in params]
         grads = [get_local_tensor(g) if isinstance(g, DTensor) else g for g in grads]
+        zero = torch.zeros((), dtype=bucket.sum_dtype, device=bucket.storage_device)
         locals_ = [
-            torch.zeros((), dtype=dtype, device=bucket.storage_device).expand(param.local.shape)
-            if grad is None
-            else grad.to(dtype)
+            zero.expand(param.local.shape) if grad is None else grad.to(zero.dtype)
             for param, grad in zip(params, grads, strict=True)
         ]
         tensors = full_tensors(bucket, params, locals_)
@@ -543,6 +531,7 @@ def _may_have_grads(bucket: Bucket) -> bool:
 def _write_grads(
     bucket: Bucket, params: list[ShardedParam], grads: list[torch.Tensor | None]
 ) -> None:
+    """Copies this rank's shards of the full ``grads`` to ``.grad`` of the sharded Parameters."""
     locals_ = []
     for param, full in zip(params, grads, strict=True):
         local = torch.zeros_like(param.local, dtype=bucket.sum_dtype)

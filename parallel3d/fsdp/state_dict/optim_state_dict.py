@@ -27,16 +27,16 @@ from parallel3d.fsdp.state_dict.full_params import (
     check_at_rest,
     full_tensors,
     is_first,
-    made_by_first,
     meshes_of,
-    placeholder,
+    state_dict_from_first,
+    tensor_from_first,
+    to_send,
 )
-from parallel3d.fsdp.state_dict.model_state_dict import check_broadcast, check_mapping
-from parallel3d.fsdp.state_dict.state_dict_type import (
-    form_set,
-    from_first_rank,
-    get_state_dict_type,
+from parallel3d.fsdp.state_dict.model_state_dict import (
+    check_broadcast,
+    check_mapping,
     in_sharded_form,
+    parameters_by_key,
     with_options,
 )
 from parallel3d.fsdp.state_dict.transforms import chunk
@@ -79,7 +79,7 @@ def optim_state_dict(
         AgreementError: for FULL: ranks have state of different parameters.
     """
     settings = with_options(
-        get_state_dict_type(model), type, offload_to_cpu, rank0_only, optimizer=True
+        model, type, offload_to_cpu, rank0_only, config_name="optim_state_dict_config"
     )
     check_optimizer(optim)
     kind, config = settings.state_dict_type, settings.optim_state_dict_config
@@ -120,10 +120,8 @@ def check_optimizer(optim: object) -> None:
 
 def named_params(model: nn.Module, optim: Any) -> list[tuple[str, nn.Parameter]]:
     """Returns (name in ``model.state_dict()``, parameter) in the order of the optimizer's groups."""
-    with form_set(list(units_of(model, True)), None):
-        values = model.state_dict(keep_vars=True)
     names: dict[int, str] = {}
-    for name, param in [*values.items(), *model.named_parameters()]:
+    for name, param in [*parameters_by_key(model).items(), *model.named_parameters()]:
         names.setdefault(id(param), name)
     result = []
     for group in optim.param_groups:
@@ -248,7 +246,7 @@ def load_optim_state_dict(
         Parallel3dError: ``model`` or ``state_dict`` lacks names, or tensors have another shape. ``optim`` is
             unchanged.
     """
-    settings = with_options(get_state_dict_type(model), type, None, None, optimizer=True)
+    settings = with_options(model, type)
     as_bool("broadcast_from_rank0", broadcast_from_rank0)
     check_optimizer(optim)
     check_mapping(state_dict)
@@ -273,7 +271,7 @@ def load_optim_state_dict(
         states[index] = {}
         for key, value in saved.items():
             if meshes and isinstance(value, torch.Tensor) and value.ndim:
-                value = from_first_rank(value, meshes)
+                value = tensor_from_first(value, meshes)
             states[index][key] = _as_present(
                 key, name, value, param, present.get(key), settings.state_dict_type
             )
@@ -324,38 +322,27 @@ def _from_first(state_dict: Mapping[str, Any], meshes: list[DeviceMesh]) -> Mapp
     states = state_dict.get("state", {})
     values = {f"{key} of {name}": v for name, state in states.items() for key, v in state.items()}
 
-    def stripped() -> dict[str, Any]:
-        return {
-            **state_dict,
-            "state": {
-                name: {
-                    key: (placeholder(value) if value.ndim else value.cpu())
-                    if isinstance(value, torch.Tensor)
-                    else value
-                    for key, value in state.items()
-                }
-                for name, state in states.items()
-            },
+    def strip() -> dict[str, Any]:
+        sent = {
+            name: {k: to_send(v, later=getattr(v, "ndim", 0) > 0) for k, v in state.items()}
+            for name, state in states.items()
         }
+        return {**state_dict, "state": sent}
 
-    sent = made_by_first(meshes, values, stripped)
-    return state_dict if is_first(meshes) else sent
+    return state_dict_from_first(meshes, state_dict, values, strip)
 
 
 def _as_present(
     key: str, name: str, value: Any, param: nn.Parameter, present: Any, kind: StateDictType
 ) -> Any:
-    """Returns a copy of ``value``, sharded as ``present`` is, or as ``param`` if it has the same shape.
+    """Returns a copy of ``value``, of a state dict of type ``kind``, sharded as the optimizer has it now.
 
-    Args:
-        value: of a state dict of type ``kind``.
-        present: the optimizer's present value, or None.
+    Without a ``present`` value that is as ``param``, if it has the same shape.
     """
     if not isinstance(value, torch.Tensor):
         return value
-    if not isinstance(param, DTensor) or isinstance(value, DTensor):
-        return value.clone()
-    if present is not None and not isinstance(present, DTensor):
+    is_local = present is not None and not isinstance(present, DTensor)
+    if is_local or not isinstance(param, DTensor) or isinstance(value, DTensor):
         return value.clone()
     owner = owner_of(param)
     shape = param.shape if kind is _FULL or owner is None else owner.local_shape

@@ -113,18 +113,22 @@ def gather(dtensor: DTensor, over: str = "shard") -> DTensor:
     placements = _checked(dtensor, mesh, dtensor.placements)
     if isinstance(placements[axis], PackedShard):
         return chunk(dtensor, mesh, _without_axis(placements, mesh, axis))
-    gathered_cut = next((cut for cut in _cuts(placements) if cut.axis == axis), None)
-    spec = make_spec(
-        mesh, _placements_after_gather(placements, mesh, axis), dtensor.shape, dtensor.dtype
-    )
+    cuts, result = _cuts(placements), list(placements)
+    result[axis] = Replicate()
+    cut = next((cut for cut in cuts if cut.axis == axis and mesh.size(axis) > 1), None)
+    # A strided axis is applied after those further in, which therefore do not shard its chunks.
+    for inner in cuts:
+        if cut is not None and cut.factor == 1 and inner.axis > axis and inner.dim == cut.dim:
+            result[inner.axis] = shard_placement(inner.dim, inner.factor * mesh.size(axis))
+    spec = make_spec(mesh, result, dtensor.shape, dtensor.dtype)
     with torch.no_grad():
         local = get_local_tensor(dtensor.detach())
-        if gathered_cut is None or mesh.size(axis) == 1:
+        if cut is None:
             return make_dtensor(local.clone(), spec)
-        sizes = _piece_sizes(dtensor, gathered_cut, _cuts(placements))
+        sizes = _piece_sizes(dtensor, cut, cuts)
         if sizes is None:
             return chunk(dtensor, mesh, _without_axis(placements, mesh, axis))
-        return make_dtensor(_gathered(local, mesh, gathered_cut, *sizes), spec)
+        return make_dtensor(_gathered(local, mesh, cut, *sizes), spec)
 
 
 def all_gathered(part: torch.Tensor, group: ProcessGroup, unit: str = "") -> torch.Tensor:
@@ -181,26 +185,6 @@ def _cuts(placements: Sequence[Placement]) -> list[_Cut]:
     ]
 
 
-def _placements_after_gather(
-    placements: Sequence[Placement], mesh: DeviceMesh, axis: int
-) -> tuple[Placement, ...]:
-    """Returns ``placements`` with ``axis`` replicated; an inner axis that shards the same dim is strided."""
-    result = list(placements)
-    gathered = placements[axis]
-    result[axis] = Replicate()
-    # A strided axis is applied after those further in, which therefore do not shard its chunks.
-    if (
-        isinstance(gathered, (Shard, StridedShard))
-        and _factor(gathered) == 1
-        and mesh.size(axis) > 1
-    ):
-        for inner in range(axis + 1, len(placements)):
-            other = placements[inner]
-            if isinstance(other, (Shard, StridedShard)) and other.dim == gathered.dim:
-                result[inner] = shard_placement(other.dim, _factor(other) * mesh.size(axis))
-    return tuple(result)
-
-
 def _without_axis(
     placements: Sequence[Placement], mesh: DeviceMesh, axis: int
 ) -> tuple[Placement, ...]:
@@ -244,17 +228,13 @@ def _chunk_further(
     """Returns this rank's part, cut from its local tensor; None if that doesn't contain it."""
     own = dict(zip(_positions(tensor.device_mesh, mesh), tensor.placements, strict=True))
     before = [own.get(axis, Replicate()) for axis in range(mesh.ndim)]
-    kept = [cut for cut in _cuts(before) if mesh.size(cut.axis) > 1]
-    if any(own[cut.axis] != placements[cut.axis] for cut in kept):
+    kept = {cut.axis: cut for cut in _cuts(before) if mesh.size(cut.axis) > 1}
+    if any(own[axis] != placements[axis] for axis in kept):
         return None
-    kept_axes = {cut.axis for cut in kept}
-    new = [
-        cut for cut in _cuts(placements) if mesh.size(cut.axis) > 1 and cut.axis not in kept_axes
-    ]
-    local = get_local_tensor(tensor)
-    result = local
+    new = [c for c in _cuts(placements) if mesh.size(c.axis) > 1 and c.axis not in kept]
+    result = local = get_local_tensor(tensor)
     for cut in new:
-        same_dim = [k for k in kept if k.dim == cut.dim]
+        same_dim = [k for k in kept.values() if k.dim == cut.dim]
         if not same_dim:
             result = _own_chunk(result, mesh, cut)
             continue
@@ -277,17 +257,15 @@ def _full_tensor(tensor: DTensor) -> torch.Tensor:
     For these torch's raises on some ranks only, so that others hang, or returns rows in the wrong order.
     """
     mesh, shape = tensor.device_mesh, tensor.shape
-    cuts = [cut for cut in _cuts(tensor.placements) if mesh.size(cut.axis) > 1]
+    # torch 2.11 reads the factors of axes of size 1 too, which mean nothing, and may raise.
+    placements = [
+        Replicate() if size == 1 else placement
+        for size, placement in zip(mesh.shape, tensor.placements, strict=True)
+    ]
+    cuts = _cuts(placements)
     if all(cut.factor == 1 for cut in cuts):
-        if any(isinstance(placement, StridedShard) for placement in tensor.placements):
-            # torch 2.11 reads the factors of axes of size 1 too, which mean nothing, and may raise.
-            placements = [
-                Replicate() if mesh.size(axis) == 1 else placement
-                for axis, placement in enumerate(tensor.placements)
-            ]
-            spec = make_spec(mesh, placements, shape, tensor.dtype)
-            tensor = make_dtensor(get_local_tensor(tensor), spec)
-        return tensor.full_tensor()
+        spec = make_spec(mesh, placements, shape, tensor.dtype)
+        return make_dtensor(get_local_tensor(tensor), spec).full_tensor()
     sizes = [mesh.size(cut.axis) for cut in cuts]
     rows_by_rank = []  # by rank along the axes that shard: the row numbers it has of each dim
     for ranks in product(*map(range, sizes)):
@@ -334,11 +312,10 @@ def _positions(own: DeviceMesh, mesh: DeviceMesh) -> list[int]:
 def _piece_sizes(
     tensor: DTensor, gathered: _Cut, cuts: Sequence[_Cut]
 ) -> tuple[list[list[int]], int] | None:
-    """Returns what each rank along the axis of ``gathered`` contributes along the dim.
+    """Returns for each rank along the axis of ``gathered`` the sizes of its pieces, and the largest sum.
 
-    Returns:
-        For each rank the sizes of its pieces, and the largest sum of them. The result has all ranks' first
-        pieces, then all second ones. None if two other axes shard the dim, or the placements don't tell how.
+    The result has all ranks' first pieces, then all second ones. None if two other axes shard the dim, or the
+    placements don't tell how.
     """
     mesh = tensor.device_mesh
     size, ranks = tensor.shape[gathered.dim], mesh.size(gathered.axis)
