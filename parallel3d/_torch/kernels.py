@@ -19,6 +19,7 @@ views_like: Callable[[torch.Tensor, list[torch.Tensor]], Sequence[torch.Tensor]]
 )
 """``views_like(flat, templates)`` returns views of ``flat``, (S,), of the templates' shapes, in order."""
 
+
 def local_tensors(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """``get_local_tensor`` of each of ``tensors``, all DTensors, without a Python call for each."""
     return list(map(local_tensor_of, tensors))

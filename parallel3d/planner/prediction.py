@@ -262,14 +262,19 @@ def _attention(prediction: Prediction, unit: Unit) -> Iterator[Term]:
 def _elementwise(prediction: Prediction, unit: Unit) -> Iterator[Term]:
     work, tp, micro_batch = prediction.workload, prediction.layout.tp, prediction.micro_batch
     kernels = kernels_of(unit, prediction.cluster.gpu, work, tp, micro_batch)
-    sizes = {"tokens": micro_batch * work.seq_len, "bytes an element": work.compute_itemsize}
+    sizes: dict[str, float] = {
+        "tokens": micro_batch * work.seq_len,
+        "bytes an element": work.compute_itemsize,
+    }
     for index, way in enumerate(("forward", "backward")):
         if kernels.elementwise[index]:
             moved: dict[str, float] = defaultdict(float)
             for e in unit.elementwise:
                 moved[f"elements of {e.name}"] += elements(e, unit, work, tp)[index]
             formula = "tokens * elements read and written * bytes an element / memory rate"
-            yield Term(f"elementwise {way}", kernels.elementwise[index], formula, sizes | moved)
+            yield Term(
+                f"elementwise {way}", kernels.elementwise[index], formula, {**sizes, **moved}
+            )
     if kernels.again:
         formula = {
             "full": "forward kernels",
@@ -297,4 +302,4 @@ def _collectives(prediction: Prediction, unit: Unit) -> Iterator[Term]:
         formula, constants = describe_collective(kind, nbytes, link, cluster)
         group = {"bytes": nbytes, "ranks": link.size, "of them on a node": link.per_node}
         seconds = collective_time(kind, nbytes, link, cluster)
-        yield Term(name, seconds, formula, group | constants)
+        yield Term(name, seconds, formula, {**group, **constants})

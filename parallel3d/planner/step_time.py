@@ -285,7 +285,11 @@ class _Timing:
         gather, reduce, add = map(constant, ("gather_copy", "reduce_copy", "accumulate"))
         gathered = numel + (self.numel("block") if self.work.reshard_after_forward else 0)
         copied = gather.value * gathered + reduce.value * numel if is_fsdp and shard > 1 else 0.0
-        copies = {"gather_copy": gather, "reduce_copy": reduce, "memory rate": rate}
+        copies: dict[str, Any] = {
+            "gather_copy": gather,
+            "reduce_copy": reduce,
+            "memory rate": rate,
+        }
         yield Term(
             "copies",
             copied / rate * n,

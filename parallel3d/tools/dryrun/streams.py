@@ -98,7 +98,7 @@ class Streams:
             self._current = before
 
     def place(self, position: int) -> tuple[int, tuple[int, ...]]:
-        """Puts an operation on the current stream; returns its number, and the operations that come before."""
+        """Puts an operation on the current stream; returns its number and the operations before it."""
         stream = self._current
         if stream is self.compute:
             return 0, ()
