@@ -438,8 +438,9 @@ def _run(
             stack.enter_context(patch.object(module, "training", True))
         for args, kwargs, batch, length in _inputs(model, example, seq_len):
             try:
+                call, members = Call(args, kwargs), _members(found)
                 root, calls, out = record_root(
-                    model, params, _members(found), blocks, args, kwargs, length, _kind_of
+                    model, params, members, blocks, call, length, _kind_of
                 )
                 run = _Run(batch, length, root, calls, _vocab(out, args, kwargs))
                 for name, module in _members(found):

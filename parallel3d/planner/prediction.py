@@ -20,6 +20,7 @@ from parallel3d.planner.cluster import (
 )
 from parallel3d.planner.constants import Constant, Term, constant, explained, shown
 from parallel3d.planner.kernels import (
+    attention_constants,
     attention_kernel,
     attention_time,
     elements,
@@ -100,6 +101,7 @@ class Prediction(Step):
     def as_dict(self) -> dict[str, Any]:
         """JSON values: GiB and seconds by component, and what follows from them."""
         memory, time = self.memory, self.time
+        rates = ("tokens_per_second_per_gpu", "mfu", "hfu", "mfu_6n")
         gib = ("allocated", "reserved", "upper", "needed", "capacity")
         return {
             "model": self.model.name,
@@ -115,10 +117,7 @@ class Prediction(Step):
             **{f"{name}_gib": getattr(memory, name) / _GIB for name in gib},
             "step_seconds": time.total,
             "seconds": {name: term.value for name, term in time.terms.items()},
-            **{
-                name: getattr(self, name)
-                for name in ("tokens_per_second_per_gpu", "mfu", "hfu", "mfu_6n")
-            },
+            **{name: getattr(self, name) for name in rates},
         }
 
 
@@ -244,12 +243,7 @@ def _attention(prediction: Prediction, unit: Unit) -> Iterator[Term]:
                 inputs["bytes a score"] = constant(f"naive_{way}")
             else:
                 formula = "4 b heads s^2 head_dim (/ 2 if causal) / (peak power efficiency s / (s + ramp))"
-                inputs["efficiency"] = constant(f"attention_{kernel}")
-                inputs["ramp"] = constant("attention_ramp")
-                if kernel == "flash2" and gpu.family not in ("a100", "mi300x"):
-                    inputs["after Ampere"] = constant("flash2_after_ampere")
-                if attention.head_dim <= 64:
-                    inputs["efficiency at 64"] = constant("head_dim_64")
+                inputs |= attention_constants(gpu, kernel, attention.head_dim)
                 if way == "backward":
                     formula += " * attention_backward"
                     inputs["attention_backward"] = constant("attention_backward")

@@ -14,11 +14,11 @@ from parallel3d.planner.kernels import Kernels, kernels_of, memory_rate, share
 from parallel3d.planner.model_spec import Unit
 from parallel3d.planner.workload import Step, Workload
 
-# What of the engine's communication compute doesn't hide, unit by unit.
+# The exposed part of the engine's communication, unit by unit.
 #
-# While unit i computes, the all-gather of the next unit runs; in backward also the reduction of the one
-# before, and HSDP's all-reduce. What takes longer than compute is exposed; compute under communication is
-# slower (``overlap_slowdown``).
+# While a unit computes, the all-gather of the next one runs; in backward also the reduction of the one
+# before, and HSDP's all-reduce. What takes longer than compute is exposed. Compute is slower while
+# collectives run (``overlap_slowdown``).
 
 
 @dataclass(frozen=True)
