@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 from parallel3d.errors import PlanningError
 from parallel3d.mesh import MeshLayout
@@ -113,8 +113,10 @@ class MeshPlan:
         ]
         lines += _differences(_per_token(first), _per_token(second), lambda v: f"{v * 1e6:+.3f} us")
         lines.append("memory, first - second:")
-        bytes_of = [{k: t.value for k, t in p.memory.terms.items()} for p in (first, second)]
-        lines += _differences(*bytes_of, lambda v: f"{'+' if v >= 0 else '-'}{shown(abs(v), 'B')}")
+        held, other = ({n: t.value for n, t in p.memory.terms.items()} for p in (first, second))
+        lines += _differences(
+            held, other, lambda v: f"{'+' if v >= 0 else '-'}{shown(abs(v), 'B')}"
+        )
         return "\n".join(lines)
 
     def sensitivity(
@@ -391,7 +393,8 @@ def setting(prediction: Prediction) -> str:
     return f"{kind}, keep" if keeps else kind
 
 
-class Reason(NamedTuple):
+@dataclass(frozen=True)
+class Reason:
     """Refusals that differ in numbers only.
 
     Attributes:

@@ -96,7 +96,7 @@ class Prediction(Step):
 
     def explain(self) -> str:
         """Every number with its formula and the formula's inputs, constants with their sources."""
-        return "\n".join(explanation(self))
+        return "\n".join(_explanation(self))
 
     def as_dict(self) -> dict[str, Any]:
         """JSON values: GiB and seconds by component, and what follows from them."""
@@ -167,7 +167,7 @@ def _batches(layout: MeshLayout, work: Workload) -> tuple[int, int]:
     return (work.micro_batch, batch // by) if work.micro_batch else (batch // by, 1)
 
 
-def explanation(prediction: Prediction) -> Iterator[str]:
+def _explanation(prediction: Prediction) -> Iterator[str]:
     """Lines: memory, time by component, then each kind of unit with its kernels and collectives."""
     memory, model, gpu = prediction.memory, prediction.model, prediction.cluster.gpu
     yield f"{model.name} ({model.source}) on {prediction.layout} of {gpu.name}"
@@ -263,7 +263,9 @@ def _elementwise(prediction: Prediction, unit: Unit) -> Iterator[Term]:
             for e in unit.elementwise:
                 moved[f"elements of {e.name}"] += elements(e, unit, work, tp)[index]
             formula = "tokens * elements read and written * bytes an element / memory rate"
-            yield Term(f"elementwise {way}", kernels.elementwise[index], formula, sizes | moved)
+            yield Term(
+                f"elementwise {way}", kernels.elementwise[index], formula, {**sizes, **moved}
+            )
     if kernels.again:
         formula = {
             "full": "forward kernels",
@@ -291,4 +293,4 @@ def _collectives(prediction: Prediction, unit: Unit) -> Iterator[Term]:
         formula, constants = describe_collective(kind, nbytes, link, cluster)
         group = {"bytes": nbytes, "ranks": link.size, "of them on a node": link.per_node}
         seconds = collective_time(kind, nbytes, link, cluster)
-        yield Term(name, seconds, formula, group | constants)
+        yield Term(name, seconds, formula, {**group, **constants})

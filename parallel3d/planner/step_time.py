@@ -285,12 +285,12 @@ class _Timing:
         gather, reduce, add = map(constant, ("gather_copy", "reduce_copy", "accumulate"))
         gathered = numel + (self.numel("block") if self.work.reshard_after_forward else 0)
         copied = gather.value * gathered + reduce.value * numel if is_fsdp and shard > 1 else 0.0
-        copies = {"gather_copy": gather, "reduce_copy": reduce, "memory rate": rate}
+        copies = {each.name: each for each in (gather, reduce)}
         yield Term(
             "copies",
             copied / rate * n,
             "accumulation * (gather_copy * gathered + reduce_copy * parameters) / memory rate",
-            {"accumulation": n, "parameters": numel, **copies},
+            {"accumulation": n, "parameters": numel, **copies, "memory rate": rate},
         )
         slowdown = constant("overlap_slowdown")
         for name, what in _EXPOSED.items():
