@@ -300,8 +300,8 @@ class _Work:
         return total
 
     def _find_inside(self) -> dict[int, tuple[int, ...]]:
-        kept = self.recording.saved.keys() - self.recording.outputs
         inside: dict[int, tuple[int, ...]] = {}
+        kept = self.recording.saved.keys() - self.recording.outputs
         for group in self.groups[0]:
             for op in (self.ways[0][i] for i in group):
                 readers = {r for r in op.read_by if r >= 0}
@@ -439,8 +439,9 @@ def _run(
             stack.enter_context(patch.object(module, "training", True))
         for args, kwargs, batch, length in _inputs(model, example, seq_len):
             try:
+                call, members = Call(args, kwargs), _members(found)
                 root, calls, out = record_root(
-                    model, params, _members(found), blocks, args, kwargs, length, _kind_of
+                    model, params, members, blocks, call, length, _kind_of
                 )
                 run = _Run(batch, length, root, calls, _vocab(out, args, kwargs))
                 for name, module in _members(found):
@@ -473,8 +474,9 @@ def _inputs(
     first = next(m for m in model.modules() if any(True for _ in m.parameters(recurse=False)))
     if isinstance(first, nn.Linear):
         length = seq_len or _LENGTHS[0]
-        for sizes in ((1, length, first.in_features), (length, first.in_features)):
-            yield (torch.empty(sizes, device="meta"),), {}, 1, length
+        features = torch.empty(length, first.in_features, device="meta")
+        for example in (features[None], features):
+            yield (example,), {}, 1, length
         return
     hugging_face = hasattr(model, "config") and hasattr(model, "dummy_inputs")
     if not hugging_face and not any(isinstance(m, nn.Embedding) for m in model.modules()):

@@ -79,11 +79,7 @@ def _models() -> dict[str, dict[str, Any]]:
     return found
 
 
-@lru_cache(maxsize=1)
-def _families() -> dict[str, dict[str, Any]]:
-    return _toml("families.toml")
-
-
+@lru_cache(maxsize=2)
 def _toml(file: str) -> dict[str, Any]:
     return tomllib.loads(files("parallel3d.planner").joinpath(file).read_text(encoding="utf-8"))
 
@@ -167,7 +163,7 @@ def _family_of(config: Mapping[str, Any]) -> dict[str, Any]:
         raise PlanningError(
             f"{kind} has more than text; give config.text_config for its language model, or {_ELSEWHERE}"
         )
-    families = _families()
+    families = _toml("families.toml")
     if kind not in families:
         raise PlanningError(
             f"model_type is {kind!r}, a family that isn't known here; the nearest: "

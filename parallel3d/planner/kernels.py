@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import ceil
+from math import ceil, prod
 from typing import NamedTuple
 
 from parallel3d.fsdp.layout import ceil_div
 from parallel3d.planner.cluster import Gpu
-from parallel3d.planner.constants import constant
+from parallel3d.planner.constants import Constant, constant
 from parallel3d.planner.model_spec import (
     Activation,
     Attention,
@@ -21,10 +21,8 @@ from parallel3d.planner.model_spec import (
 )
 from parallel3d.planner.workload import Workload
 
-# How attention's heads are shared by tensor-parallel ranks: what the fullest rank has.
-#
-# The same arithmetic as ``tp/auto/heads.py``, without torch;
-# ``tests/planner/test_head_shares.py`` compares the two.
+# How attention's heads are shared by tensor-parallel ranks: what the fullest rank has. The same arithmetic as
+# ``tp/auto/heads.py``, without torch; ``tests/planner/test_head_shares.py`` compares the two.
 
 
 class HeadShare(NamedTuple):
@@ -236,14 +234,21 @@ def attention_time(
 
 def attention_rate(gpu: Gpu, kernel: str, seq: int, head_dim: int, itemsize: int) -> float:
     """FLOP/s of a fused attention ``kernel`` (not ``naive``)."""
-    efficiency = constant(f"attention_{kernel}").value
-    if kernel == "flash2" and gpu.family not in ("a100", "mi300x"):
-        efficiency *= constant("flash2_after_ampere").value
-    if head_dim <= 64:
-        efficiency *= constant("head_dim_64").value
-    efficiency *= seq / (seq + constant("attention_ramp").value)
+    constants = attention_constants(gpu, kernel, head_dim)
+    ramp = constants.pop("ramp").value
+    efficiency = prod(each.value for each in constants.values()) * (seq / (seq + ramp))
     wide = gpu.fp32_slowdown if itemsize > 2 else 1
     return efficiency * gpu.peak * 1e12 * gpu.power / wide
+
+
+def attention_constants(gpu: Gpu, kernel: str, head_dim: int) -> dict[str, Constant]:
+    """The ramp of a fused attention ``kernel``, and what its efficiency is the product of."""
+    used = {"efficiency": f"attention_{kernel}", "ramp": "attention_ramp"}
+    if kernel == "flash2" and gpu.family not in ("a100", "mi300x"):
+        used["after Ampere"] = "flash2_after_ampere"
+    if head_dim <= 64:
+        used["efficiency at 64"] = "head_dim_64"
+    return {name: constant(each) for name, each in used.items()}
 
 
 def elements(each: Elementwise, unit: Unit, work: Workload, tp: int) -> tuple[float, float]:
@@ -347,22 +352,17 @@ def _kept(unit: Unit, whole: float, gpu: Gpu, work: Workload, tp: int) -> float:
     """Bytes a token that one unit keeps until its backward; ``whole``: all its activations."""
     if unit.kind != "block" or work.checkpointing == "none":
         return whole
-    entry = _input(unit, work, tp)
+    sequence = share("sequence", work, tp)
+    inputs = [*unit.tp_outputs, *(m.k for m in unit.matmuls)]
+    entry = (inputs[0] if inputs else 0) / sequence * work.compute_itemsize
     if work.checkpointing == "full":
         return entry
     if work.checkpointing == "selective_layer":
         return (whole + entry) / 2
-    outputs = sum(
-        local_sizes(m, tp)[0] / (1 if m.split == "n" else share("sequence", work, tp))
-        for m in unit.matmuls[0::2]
-    )
+    kept = unit.matmuls[0::2]
+    outputs = sum(local_sizes(m, tp)[0] / (1 if m.split == "n" else sequence) for m in kept)
     attended = [a for a in unit.activations if a.of == "attention"]
     return entry + outputs * work.compute_itemsize + _bytes(unit, attended, gpu, work, tp)
-
-
-def _input(unit: Unit, work: Workload, tp: int) -> float:
-    features = unit.tp_outputs[0] if unit.tp_outputs else unit.matmuls[0].k if unit.matmuls else 0
-    return features / share("sequence", work, tp) * work.compute_itemsize
 
 
 def _bytes(
@@ -371,11 +371,10 @@ def _bytes(
     """Bytes a token of ``activations``."""
     found = 0.0
     for each in activations:
-        fused = work.compile or (each.of == "norm" and work.fused_norm)
-        if each.eager_only and fused:
-            continue
-        part = share(each.split, work, tp, unit.attention)
-        found += each.elements * (each.itemsize or work.compute_itemsize) / part
+        is_fused = work.compile or (each.of == "norm" and work.fused_norm)
+        if not (each.eager_only and is_fused):
+            part = share(each.split, work, tp, unit.attention)
+            found += each.elements * (each.itemsize or work.compute_itemsize) / part
     if unit.attention and attention_kernel(gpu, work) == "naive" and activations:
         found += sum(local_heads(a, tp).query * work.seq_len * _NAIVE for a in unit.attention)
     return found

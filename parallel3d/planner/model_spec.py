@@ -1,7 +1,7 @@
 """ModelSpec: what the planner needs to know of a model: its parameters by unit, and the work of each unit.
 
-All sizes are of the whole model, before any sharding. The work is that of one token in a sequence of a
-length that is only known later, so everything that grows with the sequence is kept apart (``Attention``).
+All sizes are of the whole model, before any sharding. The work is that of one token, in a sequence whose
+length is only known later; so ``Attention``, which grows with the length, is kept apart.
 """
 
 from __future__ import annotations
@@ -263,9 +263,8 @@ class Decoder:
         if self.tied and self.head_bias:
             root.append(Parameter("head.bias", (self.vocab,), 0))
         units = [Unit("root", "root", tuple(root))] if root else []
-        units += [
-            Unit(p.name.partition(".")[0], "embedding", (p,)) for p in embeddings[self.tied :]
-        ]
+        for p in embeddings[self.tied :]:
+            units.append(Unit(p.name.partition(".")[0], "embedding", (p,)))
         # The lookup is work of the first unit, whichever has the parameters.
         lookup = Elementwise("lookup", (2 * hidden, 3 * hidden), (2 * hidden, 3 * hidden))
         units[0] = replace(units[0], elementwise=(lookup,), tp_outputs=(hidden,))
@@ -479,13 +478,7 @@ def spec_from_shapes(
     if heads % kv:
         raise PlanningError(f"kv_heads is {kv}; it must divide heads, {heads}")
     decoder = Decoder(
-        layers,
-        hidden,
-        heads,
-        kv,
-        dim,
-        ffn,
-        vocab,
+        *(layers, hidden, heads, kv, dim, ffn, vocab),
         mlp=mlp,
         positions=positions,
         position_rows=max(seq_len, 1),

@@ -504,8 +504,7 @@ def record_root(
     params: MetaParams,
     members: Sequence[tuple[str, nn.Module]],
     blocks: Sequence[str],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    call: Call,
     seq_len: int,
     kind_of: Callable[[nn.Module], Any],
 ) -> tuple[Recording, dict[str, Call], Any]:
@@ -553,7 +552,7 @@ def record_root(
         for name, module in members:
             stack.enter_context(patch.object(module, "forward", replaced(name, module)))
         stack.enter_context(_watching(recording))
-        out = functional_call(model, params.of(model), args, kwargs)
+        out = functional_call(model, params.of(model), call.args, call.kwargs)
         ends = [t for t in [*tensors_in(out), *passed] if t.grad_fn is not None]
         _backward(recording, ends)
     return recording, calls, out

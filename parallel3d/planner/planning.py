@@ -113,9 +113,9 @@ class MeshPlan:
         ]
         lines += _differences(_per_token(first), _per_token(second), lambda v: f"{v * 1e6:+.3f} us")
         lines.append("memory, first - second:")
-        before, after = ({k: t.value for k, t in p.memory.terms.items()} for p in (first, second))
+        held, other = ({n: t.value for n, t in p.memory.terms.items()} for p in (first, second))
         lines += _differences(
-            before, after, lambda v: f"{'+' if v >= 0 else '-'}{shown(abs(v), 'B')}"
+            held, other, lambda v: f"{'+' if v >= 0 else '-'}{shown(abs(v), 'B')}"
         )
         return "\n".join(lines)
 

@@ -20,6 +20,7 @@ from parallel3d.planner.cluster import (
 )
 from parallel3d.planner.constants import Constant, Term, constant, explained, shown
 from parallel3d.planner.kernels import (
+    attention_constants,
     attention_kernel,
     attention_time,
     elements,
@@ -95,11 +96,12 @@ class Prediction(Step):
 
     def explain(self) -> str:
         """Every number with its formula and the formula's inputs, constants with their sources."""
-        return "\n".join(explanation(self))
+        return "\n".join(_explanation(self))
 
     def as_dict(self) -> dict[str, Any]:
         """JSON values: GiB and seconds by component, and what follows from them."""
         memory, time = self.memory, self.time
+        rates = ("tokens_per_second_per_gpu", "mfu", "hfu", "mfu_6n")
         gib = ("allocated", "reserved", "upper", "needed", "capacity")
         return {
             "model": self.model.name,
@@ -115,10 +117,7 @@ class Prediction(Step):
             **{f"{name}_gib": getattr(memory, name) / _GIB for name in gib},
             "step_seconds": time.total,
             "seconds": {name: term.value for name, term in time.terms.items()},
-            **{
-                name: getattr(self, name)
-                for name in ("tokens_per_second_per_gpu", "mfu", "hfu", "mfu_6n")
-            },
+            **{name: getattr(self, name) for name in rates},
         }
 
 
@@ -168,7 +167,7 @@ def _batches(layout: MeshLayout, work: Workload) -> tuple[int, int]:
     return (work.micro_batch, batch // by) if work.micro_batch else (batch // by, 1)
 
 
-def explanation(prediction: Prediction) -> Iterator[str]:
+def _explanation(prediction: Prediction) -> Iterator[str]:
     """Lines: memory, time by component, then each kind of unit with its kernels and collectives."""
     memory, model, gpu = prediction.memory, prediction.model, prediction.cluster.gpu
     yield f"{model.name} ({model.source}) on {prediction.layout} of {gpu.name}"
@@ -244,12 +243,7 @@ def _attention(prediction: Prediction, unit: Unit) -> Iterator[Term]:
                 inputs["bytes a score"] = constant(f"naive_{way}")
             else:
                 formula = "4 b heads s^2 head_dim (/ 2 if causal) / (peak power efficiency s / (s + ramp))"
-                inputs["efficiency"] = constant(f"attention_{kernel}")
-                inputs["ramp"] = constant("attention_ramp")
-                if kernel == "flash2" and gpu.family not in ("a100", "mi300x"):
-                    inputs["after Ampere"] = constant("flash2_after_ampere")
-                if attention.head_dim <= 64:
-                    inputs["efficiency at 64"] = constant("head_dim_64")
+                inputs |= attention_constants(gpu, kernel, attention.head_dim)
                 if way == "backward":
                     formula += " * attention_backward"
                     inputs["attention_backward"] = constant("attention_backward")

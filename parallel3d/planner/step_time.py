@@ -15,11 +15,11 @@ from parallel3d.planner.kernels import Kernels, kernels_of, memory_rate, share
 from parallel3d.planner.model_spec import Unit
 from parallel3d.planner.workload import Step, Workload
 
-# What of the engine's communication compute doesn't hide, unit by unit.
+# The exposed part of the engine's communication, unit by unit.
 #
-# While unit i computes, the all-gather of the next unit runs; in backward also the reduction of the one
-# before, and HSDP's all-reduce. What takes longer than compute is exposed; compute under communication is
-# slower (``overlap_slowdown``).
+# While a unit computes, the all-gather of the next one runs; in backward also the reduction of the one
+# before, and HSDP's all-reduce. What takes longer than compute is exposed. Compute is slower while
+# collectives run (``overlap_slowdown``).
 
 
 @dataclass(frozen=True)
@@ -286,16 +286,12 @@ class _Timing:
         gather, reduce, add = map(constant, ("gather_copy", "reduce_copy", "accumulate"))
         gathered = numel + (self.numel("block") if self.work.reshard_after_forward else 0)
         copied = gather.value * gathered + reduce.value * numel if is_fsdp and shard > 1 else 0.0
-        copies: dict[str, Any] = {
-            "gather_copy": gather,
-            "reduce_copy": reduce,
-            "memory rate": rate,
-        }
+        copies = {each.name: each for each in (gather, reduce)}
         yield Term(
             "copies",
             copied / rate * n,
             "accumulation * (gather_copy * gathered + reduce_copy * parameters) / memory rate",
-            {"accumulation": n, "parameters": numel, **copies},
+            {"accumulation": n, "parameters": numel, **copies, "memory rate": rate},
         )
         slowdown = constant("overlap_slowdown")
         for name, what in _EXPOSED.items():

@@ -59,7 +59,7 @@ def test_fits(found: list[dict[str, str]]) -> None:
 
 
 def test_parameters_are_those_that_the_sources_print() -> None:
-    for name, row in MODELS.rows.items():
+    for name, row in MODELS.items():
         assert MODELS.spec(name, 2048).numel == int(row["params"])
 
 
