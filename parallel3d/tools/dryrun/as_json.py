@@ -123,10 +123,9 @@ def _row_decoder(kind: Any, names: tuple[str, ...]) -> Callable[[Any], Any]:
     if missing := needed - set(names):
         raise TypeError(f"{kind.__name__} without {min(missing)!r}")
     decoders = [_decoder(hints[name]) for name in names]
-    in_order = names == tuple(field.name for field in fields(kind))[: len(names)]
 
     def decode(row: Any) -> Any:
         values = [of_value(value) for of_value, value in zip(decoders, row, strict=True)]
-        return kind(*values) if in_order else kind(**dict(zip(names, values, strict=True)))
+        return kind(**dict(zip(names, values, strict=True)))
 
     return decode

@@ -102,7 +102,7 @@ _OURS = frozenset({"parallel3d", "torch", *sys.stdlib_module_names})
 
 
 def _users_line(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """The first line that is not of parallel3d, torch, or Python's own library, which users' code may call."""
+    """The first line outside parallel3d, torch and Python's own library, which the user's code may call."""
     for frame, line in frames:
         package = frame.f_globals.get("__name__", "").partition(".")[0]
         if package not in _OURS:

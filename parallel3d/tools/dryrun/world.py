@@ -224,7 +224,7 @@ _CUDA_CALLS: dict[str, Any] = {
 
 
 @contextmanager
-def played_rank(
+def as_rank(
     rank: int,
     world_size: int,
     gpus_per_node: int,
