@@ -25,14 +25,13 @@ class Event:
 
 
 class FakeStream:
-    """A stream with the part of CUDA's interface that the engine uses.
+    """A stream with the part of CUDA's interface that the engine uses; number 0 is the computation's.
 
     Attributes:
-        number: 0 for the stream of the computation.
         after: indices of the operations on other streams, except the computation's, that come before the
             next operation on this one.
-        collectives: indices of the collectives that have ended then and that the computation has not waited
-            for.
+        collectives: indices of the collectives that have ended then, without those that the computation has
+            waited for.
     """
 
     def __init__(self, streams: Streams, number: int) -> None:
@@ -63,14 +62,8 @@ class Streams:
     """Replaces ``torch.cuda`` for the engine: makes streams and has the current one.
 
     What is put on a stream comes after everything that was put on the computation's before, because the
-    engine's streams wait for it first.
-
-    Args:
-        on_wait: called when the computation begins to wait for a collective, with its index among the
-            collectives and the indices of the operations that come before.
-
-    Attributes:
-        over: indices of the collectives that the computation has waited for.
+    engine's streams wait for it first. ``on_wait`` is called when the computation begins to wait for a
+    collective, with its index among the collectives and the indices of the operations that come before.
     """
 
     def __init__(self, on_wait: Callable[[int, tuple[int, ...]], None]) -> None:
@@ -78,7 +71,7 @@ class Streams:
         self._made = 0
         self.compute = FakeStream(self, 0)
         self._current = self.compute
-        self.over: set[int] = set()
+        self.over: set[int] = set()  # the collectives that the computation has waited for
 
     def Stream(self, priority: int = 0) -> FakeStream:
         """Returns a new stream."""
