@@ -14,7 +14,6 @@ from parallel3d.tools.dryrun.result import DryRun
 
 VERSION = 1
 _FORMAT = "parallel3d dry run"
-_PLAIN = (str, int, float, bool, type(None))
 
 
 def to_json(run: DryRun) -> str:
@@ -52,17 +51,14 @@ def from_json(text: str | bytes) -> DryRun:
 
 
 def _encoded(value: Any) -> Any:
-    if type(value) in _PLAIN:
-        return value
+    """Returns records as dicts and tuples of records as tables."""
     if is_dataclass(value):
         return {field.name: _encoded(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, dict):
-        return {key: _encoded(item) for key, item in value.items()}
-    if value and is_dataclass(value[0]):
+    if isinstance(value, tuple) and value and is_dataclass(value[0]):
         names = [field.name for field in fields(value[0])]
         rows = [[_encoded(getattr(item, name)) for name in names] for item in value]
         return {"columns": names, "rows": rows}
-    return [_encoded(item) for item in value]
+    return value
 
 
 def decoded(kind: Any, value: Any) -> Any:
@@ -123,10 +119,9 @@ def _row_decoder(kind: Any, names: tuple[str, ...]) -> Callable[[Any], Any]:
     if missing := needed - set(names):
         raise TypeError(f"{kind.__name__} without {min(missing)!r}")
     decoders = [_decoder(hints[name]) for name in names]
-    in_order = names == tuple(field.name for field in fields(kind))[: len(names)]
 
     def decode(row: Any) -> Any:
         values = [of_value(value) for of_value, value in zip(decoders, row, strict=True)]
-        return kind(*values) if in_order else kind(**dict(zip(names, values, strict=True)))
+        return kind(**dict(zip(names, values, strict=True)))
 
     return decode

@@ -13,7 +13,6 @@ from parallel3d.tools.dryrun.result import DryRun
 
 _WORLD = ""  # the axis of a group of all ranks that is no axis's
 _UNEVEN = ("all_to_all", "gather", "scatter", "reduce")
-_MESSAGES = ("send", "recv")
 _WINDOW, _MOST_SWAPPED, _SHOWN = 400, 64, 3
 
 
@@ -60,15 +59,13 @@ class Issued:
 def _issued_by(run: DryRun) -> list[Issued]:
     """The collectives of ``run`` in order, without send and recv."""
     found = []
-    for operation in run.operations:
-        if operation.kind != "collective" or operation.collective is None:
-            continue
-        call = run.collectives[operation.collective]
-        if call.op not in _MESSAGES:
+    for each in run.operations:
+        if each.kind == "collective" and each.collective is not None:
+            call = run.collectives[each.collective]
             is_world = call.axis is None and call.group_size == run.world_size
-            group, where = _WORLD if is_world else call.axis, (operation.module, operation.phase)
-            found.append(Issued(call, *where, operation.step, operation.dtype, group))
-    return found
+            group = _WORLD if is_world else call.axis
+            found.append(Issued(call, each.module, each.phase, each.step, each.dtype, group))
+    return [issued for issued in found if issued.call.op not in ("send", "recv")]
 
 
 @dataclass(frozen=True)
@@ -189,7 +186,7 @@ class _Comparison:
                     f"{_named(ours[:swapped])}; on rank {b} {_named(theirs[:swapped])}; then both continue "
                     "alike"
                 )
-        keys, others = ([c.key for c in calls[:_WINDOW]] for calls in (ours, theirs))
+        keys, others = ([issued.key for issued in calls[:_WINDOW]] for calls in (ours, theirs))
         matcher = SequenceMatcher(None, keys, others, autojunk=False)
         tag, i1, i2, j1, j2 = matcher.get_opcodes()[0]
         if tag in ("delete", "insert"):
@@ -198,10 +195,8 @@ class _Comparison:
             after = "to its end" if to_end else "then both continue alike for a while"
             count = f"{len(more)} call" + ("s" if len(more) != 1 else "")
             return "extra calls", f"rank {rank} issues {count} more, {after}: {_named(more)}"
-        detail = (
-            f"rank {a} continues with {_named(ours[i1:i2])}; rank {b} with {_named(theirs[j1:j2])}"
-        )
-        return "other calls", detail
+        second = f"rank {b} with {_named(theirs[j1:j2])}"
+        return "other calls", f"rank {a} continues with {_named(ours[i1:i2])}; {second}"
 
     def _similar_differences(self, what: str) -> str:
         pairs = list(zip(self.ours, self.theirs, strict=False))
@@ -231,23 +226,18 @@ class _Comparison:
         of another unit or dtype is used as if it were right.
         """
         a, b = self.a.rank, self.b.rank
-        groups = sorted(
-            {c.group for c in (*self.ours, *self.theirs) if c.group in self.shared} - {None}
-        )
-        wrongs, hangs = zip(*map(self._on_group, groups), strict=True) if groups else ((), ())
-        hang, wrong = (
-            min(filter(None, hangs), default=None),
-            min(filter(None, wrongs), default=None),
-        )
+        groups = self.shared & {issued.group for issued in (*self.ours, *self.theirs)}
+        found = [self._on_group(group) for group in sorted(groups)]
+        wrong = min((each for each, _ in found if each), default=None)
+        hang = min((each for _, each in found if each), default=None)
         if hang and wrong and wrong[0] < hang[0]:
             return "silently wrong, then hang", f"{wrong[1]} Then: {hang[1]}"
         if hang:
             return "hang", hang[1]
         if wrong:
             return "silently wrong", wrong[1]
-        mine, yours = (
-            [c.key for c in s if c.group in self.shared] for s in (self.ours, self.theirs)
-        )
+        both = (self.ours, self.theirs)
+        mine, yours = ([issued.key for issued in calls if issued.group in groups] for calls in both)
         if mine != yours:
             return "hang", (
                 f"On each group of both ranks the calls match, but rank {a} waits on one group for rank "
@@ -258,10 +248,8 @@ class _Comparison:
     def _on_group(self, group: str) -> tuple[tuple[int, str] | None, tuple[int, str] | None]:
         """Returns (index, why) of the first silently wrong call on ``group``, and of one that hangs."""
         a, b = self.a.rank, self.b.rank
-        mine, yours = (
-            [(at, issued) for at, issued in enumerate(calls) if issued.group == group]
-            for calls in (self.ours, self.theirs)
-        )
+        mine = [(at, issued) for at, issued in enumerate(self.ours) if issued.group == group]
+        yours = [(at, issued) for at, issued in enumerate(self.theirs) if issued.group == group]
         wrong: tuple[int, str] | None = None
         for (at, one), (_, other) in zip(mine, yours, strict=False):
             what = self._mismatch(one, other)
@@ -276,10 +264,8 @@ class _Comparison:
         left = max(mine, yours, key=len)[min(len(mine), len(yours)) :]
         count = f"{len(left)} more calls" if len(left) > 1 else "one more call"
         at, issued = left[0]
-        return wrong, (
-            at,
-            f"Rank {more} makes {count}, and waits in {issued.short} for rank {less}, which does not come.",
-        )
+        waits = f"waits in {issued.short} for rank {less}, which does not come."
+        return wrong, (at, f"Rank {more} makes {count}, and {waits}")
 
     def _mismatch(self, one: Issued, other: Issued) -> str:
         """What happens where the two calls meet: ``hang``, or what is wrong."""

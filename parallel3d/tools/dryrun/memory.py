@@ -7,11 +7,12 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from parallel3d._torch.dtensor import get_local_tensor
 from parallel3d._util.trees import tensors_in
@@ -109,7 +110,7 @@ def note_gradients(roots: Iterable[nn.Module], ledger: Ledger) -> None:
                 _mark(ledger, param.grad, "gradients", name)
 
 
-def name_kinds(roots: list[nn.Module], optimizers: list[Any], ledger: Ledger) -> None:
+def name_kinds(roots: list[nn.Module], optimizers: Iterable[Optimizer], ledger: Ledger) -> None:
     """Marks what belongs to the models and their optimizers; ``kind_of`` tells the others."""
     for root in roots:
         for unit in units_of(root, recurse=True):

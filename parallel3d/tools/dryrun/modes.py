@@ -67,11 +67,7 @@ class _Output:
 
 
 class FakeRunner:
-    """Runs operations whose tensors are fake, or on meta.
-
-    Attributes:
-        mode: torch's fake mode, which runs new calls.
-    """
+    """Runs operations whose tensors are fake, or on meta; new calls in ``mode``, torch's fake mode."""
 
     def __init__(self) -> None:
         self.mode = make_fake_mode()
@@ -273,16 +269,13 @@ _INTEGERS = ("arange", "randint", "randperm", "tril_indices", "triu_indices")
 
 
 class DryMode(RecordingMode):
-    """Makes floating-point tensors of the program fake: they have a shape and no memory, as has everything
-    computed from them.
+    """Makes the program's floating-point tensors, and what is computed from them, fake: without memory.
 
     Integers (token ids, positions, the order of samples) are real until they are combined with a fake tensor
     or come from another rank; so are tensors that were there before.
 
     Attributes:
-        place: where the program is.
-        operations: what was done.
-        recorder: its collectives.
+        recorder, operations: the collectives, and everything that was done.
         ledger: the memory of the fake tensors.
         streams: the streams of a GPU, for the engine.
         meshes: the meshes that the program has made.

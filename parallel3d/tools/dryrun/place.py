@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -22,16 +22,15 @@ class Place:
 
     Attributes:
         roots: the modules that were called outside any module.
-        optimizers: the optimizers that have stepped.
-        steps: number of optimizer steps done.
-        on_step: called with ``steps`` after each step.
+        optimizers: the optimizers that have stepped, with how often.
+        steps: number of optimizer steps done; ``on_step`` is called with it after each.
         on_backward: called when a backward begins.
         paused: whether the program runs on real tensors and is not recorded.
     """
 
     def __init__(self, on_step: Callable[[int], None]) -> None:
         self.roots: list[nn.Module] = []
-        self.optimizers: list[Optimizer] = []
+        self.optimizers: Counter[Optimizer] = Counter()
         self.steps = 0
         self.on_step = on_step
         self.on_backward: Callable[[], None] | None = None
@@ -39,7 +38,6 @@ class Place:
         self._stack: list[nn.Module] = []
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._stepping = 0
-        self._done: Counter[int] = Counter()
         self._was_backward = False
 
     @property
@@ -78,14 +76,12 @@ class Place:
     @contextmanager
     def following(self) -> Iterator[None]:
         """Registers the hooks for the body."""
-        with ExitStack() as stack:
-            for handle in (
-                modules.register_module_forward_pre_hook(self._enter),
-                modules.register_module_forward_hook(self._leave, always_call=True),
-                optimizers.register_optimizer_step_pre_hook(self._begin_step),
-                optimizers.register_optimizer_step_post_hook(self._end_step),
-            ):
-                stack.callback(handle.remove)
+        with (
+            modules.register_module_forward_pre_hook(self._enter),
+            modules.register_module_forward_hook(self._leave, always_call=True),
+            optimizers.register_optimizer_step_pre_hook(self._begin_step),
+            optimizers.register_optimizer_step_post_hook(self._end_step),
+        ):
             yield
 
     def _enter(self, module: nn.Module, args: Any) -> None:
@@ -102,18 +98,16 @@ class Place:
                 pass
 
     def _begin_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self.paused:
-            return
-        self._stepping += 1
-        if not any(optimizer is known for known in self.optimizers):
-            self.optimizers.append(optimizer)
+        if not self.paused:
+            self._stepping += 1
+            self.optimizers.setdefault(optimizer, 0)
 
     def _end_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self.paused:
             return
         self._stepping -= 1
-        self._done[id(optimizer)] += 1
-        most = max(self._done.values())  # several optimizers step in turn
+        self.optimizers[optimizer] += 1
+        most = max(self.optimizers.values())  # several optimizers step in turn
         if most > self.steps and not self._stepping:
             self.steps = most
             self.on_step(most)

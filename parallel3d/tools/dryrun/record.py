@@ -22,8 +22,8 @@ from parallel3d.tools.dryrun.modes import DryMode, dtype_name
 from parallel3d.tools.dryrun.place import Place
 from parallel3d.tools.dryrun.result import DryRun, ParameterPlacement
 from parallel3d.tools.dryrun.unknown import raised_at, why_not
-from parallel3d.tools.dryrun.warnings import not_played
-from parallel3d.tools.dryrun.world import ReadMode, played_rank
+from parallel3d.tools.dryrun.warnings import not_simulated
+from parallel3d.tools.dryrun.world import ReadMode, as_rank
 
 
 class _Enough(BaseException):
@@ -75,7 +75,7 @@ def record(
     place = Place(after_step)
     mode = DryMode(place)
     reading = ReadMode(place, mode.is_unknown)
-    world = played_rank(
+    world = as_rank(
         rank,
         world_size,
         gpus_per_node,
@@ -112,7 +112,7 @@ def record(
             parameters=_parameters(place.roots),
             unknown=reading.found,
             step_peak=step_peak,
-            warnings=tuple(not_played(place.roots)),
+            warnings=tuple(not_simulated(place.roots)),
             seconds=time.perf_counter() - start,
         )
 

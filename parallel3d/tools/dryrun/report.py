@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from html import escape
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
 from parallel3d._util import page
 from parallel3d._util.page import Figure, as_figure, chart_layout, embedded, filled, mark, table
@@ -56,7 +55,7 @@ _BARS = {
 """Kind of bar -> name in the legend, colour."""
 
 
-def memory_chart(run: DryRun, times: Timeline) -> Figure:
+def _memory_chart(run: DryRun, times: Timeline) -> Figure:
     """Memory by kind, stacked, over predicted time; the peak and the GPU's capacity are marked."""
     samples = thinned(run.memory, _MOST_SAMPLES)
     unit, size = ("GiB", 2**30) if run.peak.bytes >= 2**30 else ("MiB", 2**20)
@@ -93,7 +92,7 @@ def memory_chart(run: DryRun, times: Timeline) -> Figure:
     return as_figure(traces, layout)
 
 
-def timeline_chart(times: Timeline) -> Figure:
+def _timeline_chart(times: Timeline) -> Figure:
     """The shown step, with a row for each stream."""
     begin, _ = times.bounds()
     spans = times.of_step()
@@ -142,22 +141,18 @@ _MOST_ROWS = 3000
 _NONE = "<p>None.</p>"
 
 
-def calls_table(calls: Sequence[Call]) -> str:
+def _calls_table(calls: Sequence[Call]) -> str:
     """The collectives of the whole run, equal ones together, in the order of the first; with a filter."""
-    groups = grouped(
-        calls,
-        lambda c: (
-            *(c.axis or "none", c.op, c.where or "-", c.phase, c.dtype),
-            *("" if c.asynchronous else "blocks", str(c.group_size), f"{c.bytes:,}"),
-        ),
-    )
-    rows = [
-        (
-            *(f"{group[0].order}", *cells, f"{len(group):,}", total_bytes(group)),
-            *(in_seconds(group[0].seconds), in_seconds(sum(call.exposed for call in group))),
-        )
-        for cells, group in groups.items()
-    ]
+
+    def cells(call: Call) -> tuple[str, ...]:
+        what = call.axis or "none", call.op, call.where or "-", call.phase, call.dtype
+        return *what, "" if call.asynchronous else "blocks", str(call.group_size), f"{call.bytes:,}"
+
+    rows = []
+    for common, group in grouped(calls, cells).items():
+        amount = f"{len(group):,}", total_bytes(group)
+        spent = in_seconds(group[0].seconds), in_seconds(sum(call.exposed for call in group))
+        rows.append((f"{group[0].order}", *common, *amount, *spent))
     columns = (
         *("first", "axis", "operation", "unit or module", "phase", "dtype", ""),
         *("ranks", "bytes each", "calls", "bytes in all", "each takes", "waited for"),
@@ -165,7 +160,7 @@ def calls_table(calls: Sequence[Call]) -> str:
     return _filtered("collectives", columns, rows, 7)
 
 
-def parameters_tables(run: DryRun) -> str:
+def _parameters_tables(run: DryRun) -> str:
     """Equal parameters of all blocks together; below them every parameter, with a filter."""
     if not run.parameters:
         return _NONE
@@ -184,7 +179,7 @@ def _cells(parameter: ParameterPlacement, name: str) -> tuple[str, ...]:
     return name, shape, local_shape, placements_of(parameter), parameter.dtype, frozen
 
 
-def peak_tables(peak: Peak) -> str:
+def _peak_tables(peak: Peak) -> str:
     """The memory at ``peak`` by kind, and the largest tensors."""
     kinds = [
         (kind, in_bytes(size), f"{size / peak.bytes:.1%}" if peak.bytes else "")
@@ -193,27 +188,16 @@ def peak_tables(peak: Peak) -> str:
     groups = grouped(
         peak.largest, lambda t: (t.kind, pattern_of(t.module), t.made_by, _sizes(t.shape), t.dtype)
     )
-    tensors = [
-        (
-            *(kind, pattern if len(group) > 1 else group[0].module or "-", *rest),
-            *(f"{len(group):,}", in_bytes(group[0].bytes)),
-        )
-        for (kind, pattern, *rest), group in groups.items()
-    ]
     html = table(("kind", "bytes", "of the peak"), kinds, 1, wrap=False)
-    if tensors:
-        columns = (
-            "kind",
-            "module or parameter",
-            "made by",
-            "shape",
-            "dtype",
-            "of them",
-            "bytes each",
-        )
-        html += f"<h3>The {len(peak.largest)} largest tensors at the peak</h3>"
-        html += table(columns, tensors, 5, wrap=False)
-    return html
+    if not groups:
+        return html
+    tensors = []
+    for (kind, pattern, *rest), group in groups.items():
+        module = pattern if len(group) > 1 else group[0].module or "-"
+        tensors.append((kind, module, *rest, f"{len(group):,}", in_bytes(group[0].bytes)))
+    columns = ("kind", "module or parameter", "made by", "shape", "dtype", "of them", "bytes each")
+    head = f"<h3>The {len(peak.largest)} largest tensors at the peak</h3>"
+    return html + head + table(columns, tensors, 5, wrap=False)
 
 
 def _filtered(
@@ -244,7 +228,7 @@ def write_report(
     divergence: Divergence | None = None,
     other: DryRun | None = None,
 ) -> None:
-    """Writes the page.
+    """Writes the page, with plotly's JavaScript in it: 5 MB and more.
 
     Args:
         predicted: ``timeline(run)``, or one for another cluster.
@@ -256,16 +240,6 @@ def write_report(
         DryRunError: ``other`` is a dry run of another world.
         OSError: the file can't be written.
     """
-    Path(path).write_text(report_html(run, predicted, divergence, other), encoding="utf-8")
-
-
-def report_html(
-    run: DryRun,
-    predicted: Timeline | None = None,
-    divergence: Divergence | None = None,
-    other: DryRun | None = None,
-) -> str:
-    """Returns the page, with plotly's JavaScript in it: 5 MB and more; see ``write_report``."""
     times = predicted or timeline(run)
     calls = calls_of(run, times)
     if other is not None and divergence is None:
@@ -278,7 +252,7 @@ def report_html(
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
         for name, value in figures_of(run, times)
     )
-    parts: dict[str, Any] = {
+    parts = {
         "title": escape(f"Dry run: rank {run.rank} of {run.world_size:,} ({mesh})"),
         "setup": escape(_setup(run, times)),
         "count": str(len(warnings)),
@@ -286,20 +260,21 @@ def report_html(
         "warnings": _warnings(warnings),
         "comparison": _comparison(run, other, divergence),
         "peaks": "".join(
-            f"<p>{escape(_peak(run, peak, when))}</p>{peak_tables(peak)}"
+            f"<p>{escape(_peak(run, peak, when))}</p>{_peak_tables(peak)}"
             for peak, when in peaks_of(run)
         ),
         "timeline": escape(_timeline(times)),
         "axes": table(AXIS_COLUMNS, axes, 2, wrap=False) if axes else _NONE,
-        "collectives": calls_table(calls),
-        "parameters": parameters_tables(run),
+        "collectives": _calls_table(calls),
+        "parameters": _parameters_tables(run),
         "reads": table(("where", "what", "how often"), reads, 2) if reads else _NONE,
         "schedule": escape(_streams(times)),
         "figures": embedded(
-            {"memory": memory_chart(run, times), "timeline": timeline_chart(times)}
+            {"memory": _memory_chart(run, times), "timeline": _timeline_chart(times)}
         ),
     }
-    return filled("parallel3d.tools.dryrun", "report_page.html", parts)
+    html = filled("parallel3d.tools.dryrun", "report_page.html", parts)
+    Path(path).write_text(html, encoding="utf-8")
 
 
 def _setup(run: DryRun, times: Timeline) -> str:
@@ -345,12 +320,12 @@ def _peak(run: DryRun, peak: Peak, when: str) -> str:
 
 
 def _timeline(times: Timeline) -> str:
-    note = (
-        " It is the first step, in which the engine does not know the order of units yet and prefetches "
-        "nothing in forward; record two to see the others."
-        if times.step == 0
-        else ""
-    )
+    note = ""
+    if times.step == 0:
+        note = (
+            " It is the first step, in which the engine does not know the order of units yet and prefetches "
+            "nothing in forward; record two to see the others."
+        )
     return (
         f"Step {times.step}, {in_seconds(times.step_seconds)}. Durations are the planner's, for the local "
         "shapes; collectives of one axis follow each other. Red: the computation waits. Drag to zoom, double "

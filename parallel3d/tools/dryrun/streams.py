@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 
 class Event:
-    """A point in a stream; ``after`` and ``collectives`` are those of ``PlayedStream``."""
+    """A point in a stream; ``after`` and ``collectives`` are those of ``FakeStream``."""
 
-    def __init__(self, stream: PlayedStream) -> None:
+    def __init__(self, stream: FakeStream) -> None:
         self._streams = stream.streams
         stream.collectives -= self._streams.over
         self.after = frozenset(stream.after)
@@ -19,20 +19,19 @@ class Event:
         """The host waits, and with it what is put on any stream later."""
         self._streams.compute.wait_event(self)
 
-    def wait(self, stream: PlayedStream | None = None) -> None:
+    def wait(self, stream: FakeStream | None = None) -> None:
         """``stream``, by default the current one, waits."""
         (stream or self._streams.current_stream()).wait_event(self)
 
 
-class PlayedStream:
-    """A stream with the part of CUDA's interface that the engine uses.
+class FakeStream:
+    """A stream with the part of CUDA's interface that the engine uses; number 0 is the computation's.
 
     Attributes:
-        number: 0 for the stream of the computation.
         after: indices of the operations on other streams, except the computation's, that come before the
             next operation on this one.
-        collectives: indices of the collectives that have ended then and that the computation has not waited
-            for.
+        collectives: indices of the collectives that have ended then, without those that the computation has
+            waited for.
     """
 
     def __init__(self, streams: Streams, number: int) -> None:
@@ -54,7 +53,7 @@ class PlayedStream:
             self.after |= event.after
             self.collectives |= event.collectives
 
-    def wait_stream(self, other: PlayedStream) -> None:
+    def wait_stream(self, other: FakeStream) -> None:
         """What is put on the stream from now on comes after what was put on ``other`` so far."""
         self.wait_event(other.record_event())
 
@@ -63,33 +62,27 @@ class Streams:
     """Replaces ``torch.cuda`` for the engine: makes streams and has the current one.
 
     What is put on a stream comes after everything that was put on the computation's before, because the
-    engine's streams wait for it first.
-
-    Args:
-        on_wait: called when the computation begins to wait for a collective, with its index among the
-            collectives and the indices of the operations that come before.
-
-    Attributes:
-        over: indices of the collectives that the computation has waited for.
+    engine's streams wait for it first. ``on_wait`` is called when the computation begins to wait for a
+    collective, with its index among the collectives and the indices of the operations that come before.
     """
 
     def __init__(self, on_wait: Callable[[int, tuple[int, ...]], None]) -> None:
         self._on_wait = on_wait
         self._made = 0
-        self.compute = PlayedStream(self, 0)
+        self.compute = FakeStream(self, 0)
         self._current = self.compute
-        self.over: set[int] = set()
+        self.over: set[int] = set()  # the collectives that the computation has waited for
 
-    def Stream(self, priority: int = 0) -> PlayedStream:
+    def Stream(self, priority: int = 0) -> FakeStream:
         """Returns a new stream."""
         self._made += 1
-        return PlayedStream(self, self._made)
+        return FakeStream(self, self._made)
 
-    def current_stream(self) -> PlayedStream:
+    def current_stream(self) -> FakeStream:
         return self._current
 
     @contextmanager
-    def stream(self, stream: PlayedStream) -> Iterator[None]:
+    def stream(self, stream: FakeStream) -> Iterator[None]:
         """Makes ``stream`` the current one in the body."""
         before, self._current = self._current, stream
         try:
@@ -98,7 +91,10 @@ class Streams:
             self._current = before
 
     def place(self, position: int) -> tuple[int, tuple[int, ...]]:
-        """Puts an operation on the current stream; returns its number and the operations before it."""
+        """Puts an operation on the current stream.
+
+        Returns the stream's number, and the operations that come before.
+        """
         stream = self._current
         if stream is self.compute:
             return 0, ()

@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 
 from parallel3d._util.recorder import Collective
 from parallel3d.mesh.axes import is_data_axis
@@ -121,6 +122,14 @@ def link_of(run: DryRun, call: Collective, cluster: Cluster) -> AxisLink:
     return AxisLink(len(ranks), min(Counter(rank // near for rank in ranks).values()))
 
 
+_PLANNED_AS = {
+    **dict.fromkeys(("all_gather", "broadcast", "scatter", "gather"), "all_gather"),
+    **dict.fromkeys(("all_to_all", "send", "recv"), "all_gather"),
+    **dict.fromkeys(("reduce_scatter", "reduce"), "reduce_scatter"),
+}
+"""Operation -> the one of the planner's that takes as long; all_reduce for others."""
+
+
 def collective_seconds(call: Collective, link: AxisLink, cluster: Cluster) -> float:
     """Returns seconds from when all ranks have come, by the planner's model of the network.
 
@@ -135,20 +144,13 @@ def collective_seconds(call: Collective, link: AxisLink, cluster: Cluster) -> fl
     - barrier: an all-reduce of one number. Any other: an all-reduce of S.
     """
     op, size = call.op, float(call.bytes)
-    if op in ("all_gather", "reduce_scatter", "all_reduce"):
-        return collective_time(op, size, link, cluster)
-    if op == "reduce":
-        return collective_time("reduce_scatter", size, link, cluster)
-    if op in ("broadcast", "scatter", "gather"):
-        return collective_time("all_gather", size, link, cluster)
-    if op == "all_to_all":
-        if link.nodes > 1:
-            size *= link.per_node * (link.size - link.per_node) / (link.size - 1)
-        return collective_time("all_gather", size, link, cluster)
-    if op in ("send", "recv"):
-        pair = AxisLink(2, 1 if link.nodes > 1 else 2)
-        return collective_time("all_gather", 2 * size, pair, cluster)
-    return collective_time("all_reduce", 8.0 if op == "barrier" else size, link, cluster)
+    if op == "all_to_all" and link.nodes > 1:
+        size *= link.per_node * (link.size - link.per_node) / (link.size - 1)
+    elif op in ("send", "recv"):
+        size, link = 2 * size, AxisLink(2, 1 if link.nodes > 1 else 2)
+    elif op == "barrier":
+        size = 8.0
+    return collective_time(_PLANNED_AS.get(op, "all_reduce"), size, link, cluster)
 
 
 def latency_of(call: Collective, link: AxisLink, cluster: Cluster) -> float:
@@ -160,25 +162,17 @@ def latency_of(call: Collective, link: AxisLink, cluster: Cluster) -> float:
 
 
 class _Schedule:
-    """Puts operations on streams one by one, with the time until which each stream is busy.
-
-    Attributes:
-        spans: what runs, in the order in which it was issued.
-        times: when the computation reaches each operation.
-        starts: when each step's first operation is issued.
-        late: by step, seconds in which the GPU waits for the host.
-    """
+    """Puts operations on streams one by one; its public attributes are those of ``Timeline``."""
 
     def __init__(self, run: DryRun, cluster: Cluster) -> None:
-        self._run = run
-        self._cluster = cluster
+        self._run, self._cluster = run, cluster
         self.spans: list[Span] = []
         self.times = array("d")
         self.starts: list[float] = []
-        self.late: list[float] = []
+        self.host: list[float] = []
         self._launch = constant("launch").value
         self._slowdown = constant("overlap_slowdown").value
-        self._host = self._compute = 0.0
+        self._launched = self._compute = 0.0
         self._streams: dict[str, float] = defaultdict(float)
         self._axes: dict[object, float] = defaultdict(float)
         self._ends: dict[int, float] = {}  # index of a collective -> its end
@@ -192,51 +186,50 @@ class _Schedule:
     def end(self) -> float:
         return max([self._compute, *self._streams.values()])
 
-    def add(self, position: int) -> None:
+    def add(self, position: int, operation: Operation) -> None:
         """Adds the operation at ``position``."""
-        operation = self._run.operations[position]
         while len(self.starts) <= operation.step:
-            self.starts.append(max(self._compute, self._host))
-            self.late.append(0.0)
+            self.starts.append(max(self._compute, self._launched))
+            self.host.append(0.0)
         self.times.append(self._compute)
         if operation.kind != "wait":
-            self._host += self._launch
+            self._launched += self._launch
         if operation.kind not in ("wait", "collective"):
             self._calculate(position, operation)
-        elif operation.collective is not None:
-            call = self._run.collectives[operation.collective]
+        elif (index := operation.collective) is not None:
             if operation.kind == "collective":
-                self._issue(position, operation, call, operation.collective)
+                self._issue(position, operation, index)
             else:
-                end = max(self._ends.get(operation.collective, 0.0), self._before(operation))
-                self._wait(position, operation, call, end)
+                end = max(self._ends.get(index, 0.0), self._before(operation))
+                self._wait(position, operation, end)
 
     def _calculate(self, position: int, operation: Operation) -> None:
-        start = max(self._compute, self._host)
+        start = max(self._compute, self._launched)
         seconds = kernel_seconds(operation, self._cluster.gpu)
         if operation.stream:  # a copy beside the computation
             start = max(start, self._before(operation))
             end = self._beside[position] = start + seconds
             stream = self._names.get(operation.stream, COPIES)
             self._streams[stream] = max(self._streams[stream], end)
-            self._span(stream, operation, position, start, end)
+            self._span(stream, position, operation, start, end)
             return
-        self.late[operation.step] += start - self._compute
+        self.host[operation.step] += start - self._compute
         overlap = min(max(self._running - start, 0.0), seconds)
         self._compute = start + seconds + self._slowdown * overlap
         self.times[position] = start
-        self._span(COMPUTE, operation, position, start, self._compute)
+        self._span(COMPUTE, position, operation, start, self._compute)
 
     def _before(self, operation: Operation) -> float:
         """When all operations on other streams have ended that ``operation`` comes after."""
         return max((self._beside.get(position, 0.0) for position in operation.after), default=0.0)
 
-    def _issue(self, position: int, operation: Operation, call: Collective, index: int) -> None:
+    def _issue(self, position: int, operation: Operation, index: int) -> None:
+        call = self._run.collectives[index]
         stream, axis = stream_of(call), call.axis or (call.group_size, "")
         reduces = is_data_axis(call.axis)
         start = max(
             self._compute,
-            self._host,
+            self._launched,
             self._streams[stream],
             self._axes[axis],
             self._reduced.get(call.unit, 0.0) if reduces and call.op == "all_reduce" else 0.0,
@@ -250,40 +243,38 @@ class _Schedule:
         self._running = max(self._running, end)
         if reduces and call.op == "reduce_scatter":
             self._reduced[call.unit] = end
-        self._span(stream, operation, position, start, end, call)
+        self._span(stream, position, operation, start, end)
         if not call.asynchronous and not operation.stream:
-            self._wait(position, operation, call, end)
+            self._wait(position, operation, end)
         if call.op == "barrier":
-            self._host = max(self._host, end)
+            self._launched = max(self._launched, end)
 
-    def _wait(self, position: int, operation: Operation, call: Collective, end: float) -> None:
+    def _wait(self, position: int, operation: Operation, end: float) -> None:
         """The computation continues when the collective has ended."""
-        start = max(self._compute, min(self._host, end))
+        start = max(self._compute, min(self._launched, end))
         if end > start:
-            self.late[operation.step] += start - self._compute
-            self._span(COMPUTE, operation, position, start, end, call, "wait")
+            self.host[operation.step] += start - self._compute
+            self._span(COMPUTE, position, operation, start, end, is_wait=True)
             self._compute = end
 
     def _span(
         self,
         stream: str,
-        operation: Operation,
         position: int,
+        operation: Operation,
         start: float,
         end: float,
-        call: Collective | None = None,
-        kind: str = "",
+        *,
+        is_wait: bool = False,
     ) -> None:
-        module, phase, step = operation.module, operation.phase, operation.step
-        if call is None:
-            kind, name, unit, axis = operation.kind, operation.name, unit_of(module), ""
-        else:
-            kind, name, unit, axis = kind or call.op, call.op, call.unit, call.axis or ""
-        index = operation.collective
-        span = Span(
-            stream, kind, name, module, unit, axis, phase, step, start, end, position, index
-        )
-        self.spans.append(span)
+        module, index = operation.module, operation.collective
+        what = operation.kind, operation.name, module, unit_of(module), ""
+        if index is not None:
+            call = self._run.collectives[index]
+            kind = "wait" if is_wait else call.op
+            what = kind, call.op, module, call.unit, call.axis or ""
+        when = operation.phase, operation.step, start, end
+        self.spans.append(Span(stream, *what, *when, position, index))
 
 
 @dataclass(frozen=True)
@@ -372,14 +363,11 @@ def timeline(run: DryRun, cluster: Cluster | str | None = None) -> Timeline:
     if not isinstance(cluster, Cluster):
         cluster = cluster_of(run, cluster or "h100-80gb-sxm")
     schedule = _Schedule(run, cluster)
-    for position in range(len(run.operations)):
-        schedule.add(position)
-    starts, host = (*(schedule.starts or [0.0]), schedule.end), tuple(schedule.late or [0.0])
+    for position, operation in enumerate(run.operations):
+        schedule.add(position, operation)
+    starts, host = (*(schedule.starts or [0.0]), schedule.end), tuple(schedule.host or [0.0])
     complete = min(run.steps, len(host))
     return Timeline(tuple(schedule.spans), cluster, tuple(schedule.times), starts, complete, host)
-
-
-_KERNELS = ("matmul", "attention", "elementwise")
 
 
 @dataclass(frozen=True)
@@ -427,16 +415,14 @@ def calls_of(run: DryRun, timeline: Timeline) -> tuple[Call, ...]:
         if operation.collective is not None:
             positions = issued if operation.kind == "collective" else waited
             positions.setdefault(operation.collective, position)
-    seconds = [0.0] * len(run.collectives)
-    exposed = [0.0] * len(run.collectives)
-    computed = [0.0] * (len(run.operations) + 1)  # seconds of kernels before each operation
+    seconds, exposed = [0.0] * len(run.collectives), [0.0] * len(run.collectives)
+    kernels = [0.0] * len(run.operations)
     for span in timeline.spans:
-        if span.kind in _KERNELS and span.stream == COMPUTE:
-            computed[span.operation + 1] = span.seconds
-        elif span.collective is not None:
+        if span.collective is not None:
             (exposed if span.kind == "wait" else seconds)[span.collective] += span.seconds
-    for position in range(len(run.operations)):
-        computed[position + 1] += computed[position]
+        elif span.stream == COMPUTE:
+            kernels[span.operation] = span.seconds
+    computed = list(accumulate(kernels, initial=0.0))  # seconds of kernels before each operation
     calls = []
     for index, position in issued.items():
         collective, operation = run.collectives[index], run.operations[position]

@@ -169,8 +169,7 @@ def _names(run: DryRun, times: Timeline, threads: dict[str, int]) -> Iterator[Ev
     yield {"ph": "M", "tid": 0, "name": "process_name", "args": {"name": where}}
     for name, tid in threads.items():
         yield {"ph": "M", "tid": tid, "name": "thread_name", "args": {"name": name}}
-        args = {"sort_index": tid}
-        yield {"ph": "M", "tid": tid, "name": "thread_sort_index", "args": args}
+        yield {"ph": "M", "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}}
 
 
 def _nanoseconds(seconds: float) -> int:
@@ -204,14 +203,11 @@ def _slices(run: DryRun, times: Timeline, threads: dict[str, int]) -> Iterator[E
 def _modules(times: Timeline, threads: dict[str, int]) -> Iterator[Event]:
     """Consecutive computation of one block, phase and step."""
     compute = (span for span in times.spans if span.stream == COMPUTE)
-    for (unit, phase, step), group in groupby(compute, _place):
+    places = groupby(compute, lambda span: (unit_of(span.module), span.phase, span.step))
+    for (unit, phase, step), group in places:
         spans = list(group)
         name, args = f"{unit or 'outside modules'} {phase}", {"step": step}
         yield _slice(threads[_MODULES], "module", name, spans[0].start, spans[-1].end, args)
-
-
-def _place(span: Span) -> tuple[str, str, int]:
-    return unit_of(span.module), span.phase, span.step
 
 
 def _arrows(run: DryRun, times: Timeline, threads: dict[str, int]) -> Iterator[Event]:

@@ -61,25 +61,23 @@ def _calculated(name: str) -> Any:
         result = exact(float("nan"), *others)
         return Unknown() if isinstance(result, float) else result
 
-    method.__name__ = name
     return method
 
 
-def _decided(name: str, what: str) -> Any:
+def _decided(what: str) -> Any:
     def method(self: Unknown, *others: Any) -> NoReturn:
         raise DryRunError(
             f"{caller()}: {what} of a number that a dry run does not know (it comes from a tensor); "
             "give a value to use instead: parallel3d.tools.dryrun.assume(value, default)"
         )
 
-    method.__name__ = name
     return method
 
 
 def asking(name: str) -> Any:
     """Replaces ``math.isnan`` and the like, which would answer for NaN instead of the real number."""
     exact = getattr(math, name)
-    decided = _decided(name, f"the program asks math.{name}")
+    decided = _decided(f"the program asks math.{name}")
 
     def function(value: Any) -> bool:
         number = float(value) if hasattr(value, "__torch_function__") else value
@@ -102,7 +100,7 @@ _OURS = frozenset({"parallel3d", "torch", *sys.stdlib_module_names})
 
 
 def _users_line(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """The first line that is not of parallel3d, torch or Python's own library, which users' code calls."""
+    """The first line outside parallel3d, torch and Python's own library, which the user's code may call."""
     for frame, line in frames:
         package = frame.f_globals.get("__name__", "").partition(".")[0]
         if package not in _OURS:
@@ -116,9 +114,9 @@ for _name in (
 ):
     setattr(Unknown, f"__{_name}__", _calculated(f"__{_name}__"))
 for _name in ("lt", "le", "gt", "ge", "eq", "ne", "bool"):
-    setattr(Unknown, f"__{_name}__", _decided(f"__{_name}__", "the program decides by the value"))
+    setattr(Unknown, f"__{_name}__", _decided("the program decides by the value"))
 for _name in ("int", "index", "trunc", "floor", "ceil"):
-    setattr(Unknown, f"__{_name}__", _decided(f"__{_name}__", "an int is made"))
+    setattr(Unknown, f"__{_name}__", _decided("an int is made"))
 Unknown.__round__ = lambda self, digits=None: (  # type: ignore[method-assign, assignment]
     self.__int__() if digits is None else Unknown()
 )

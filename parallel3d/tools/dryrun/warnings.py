@@ -13,7 +13,7 @@ from parallel3d.fsdp.inspect import units_of
 from parallel3d.mesh.axes import Role, axis_named
 from parallel3d.planner.constants import constant
 from parallel3d.tools.dryrun.compare import Divergence
-from parallel3d.tools.dryrun.result import DryRun, DryRunWarning, ParameterPlacement
+from parallel3d.tools.dryrun.result import DryRun, DryRunWarning
 from parallel3d.tools.dryrun.timeline import Call, Timeline, calls_of, timeline
 from parallel3d.tools.dryrun.wording import (
     counted,
@@ -152,7 +152,7 @@ def needed_bytes(run: DryRun) -> float:
     return run.peak.bytes * (1 + constant("gaps").value) + beside
 
 
-def not_played(models: Iterable[nn.Module]) -> Warnings:
+def not_simulated(models: Iterable[nn.Module]) -> Warnings:
     """Warns of what the models do and a dry run does not simulate."""
     units = [unit for model in models for unit in units_of(model, recurse=True)]
     if any(bucket.offload is not None for unit in units for bucket in unit.group.buckets):
@@ -206,7 +206,9 @@ def _not_sharded(run: DryRun) -> Warnings:
         known = axis_named(axis)
         if size < 2 or known is None or known.role is Role.REPLICATED:
             continue
-        large = [p for p in run.parameters if p.bytes >= _LARGE and not _is_sharded(p, axis)]
+        # Placements that shard: S(0), _S(0, 2), Shard(dim=0), PackedShard(dim=0).
+        whole = [p for p in run.parameters if "S" not in p.placements.get(axis, "")]
+        large = [p for p in whole if p.bytes >= _LARGE]
         if not large:
             continue
         more = sum(p.bytes for p in large) * (size - 1) / size
@@ -220,11 +222,6 @@ def _not_sharded(run: DryRun) -> Warnings:
             f"{total_bytes(large)} of them, {in_bytes(more)} more than its part, and as much of gradients "
             f"and optimizer state: {named}. To shard them, {todo}.",
         )
-
-
-def _is_sharded(parameter: ParameterPlacement, axis: str) -> bool:
-    # S(0), _S(0, 2), Shard(dim=0), PackedShard(dim=0).
-    return "S" in parameter.placements.get(axis, "")
 
 
 # Overlap: communication that computation doesn't hide.

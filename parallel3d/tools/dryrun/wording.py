@@ -20,26 +20,24 @@ def counted(number: int, noun: str) -> str:
 
 
 def in_bytes(size: float) -> str:
-    """``3.2 GiB``, ``41 MiB``, ``12 bytes``: three digits."""
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(size) >= 0.9995 * factor:
-            return f"{_digits(size / factor)} {unit}"
-    return f"{size:.0f} bytes" if size != 1 else "1 byte"
+    """``3.20 GiB``, ``41.0 MiB``, ``12 bytes``."""
+    if abs(size) < 0.9995 * 2**10:
+        return f"{size:.0f} bytes" if size != 1 else "1 byte"
+    return _scaled(size, GiB=2**30, MiB=2**20, KiB=2**10)
 
 
 def in_seconds(seconds: float) -> str:
     """``2.31 s``, ``41.5 ms``, ``870 us``."""
-    if not seconds:
-        return "0 s"
-    for unit, factor in (("s", 1.0), ("ms", 1e-3)):
-        if abs(seconds) >= 0.9995 * factor:
-            return f"{_digits(seconds / factor)} {unit}"
-    return f"{_digits(seconds * 1e6)} us"
+    return _scaled(seconds, s=1.0, ms=1e-3, us=1e-6) if seconds else "0 s"
 
 
-def _digits(value: float) -> str:
-    size = abs(value)
-    return f"{value:.2f}" if size < 9.995 else f"{value:.1f}" if size < 99.95 else f"{value:,.0f}"
+def _scaled(value: float, **units: float) -> str:
+    """``value`` with three digits, in the first unit that it fills, else in the last."""
+    filled = [unit for unit, factor in units.items() if abs(value) >= 0.9995 * factor]
+    unit = filled[0] if filled else list(units)[-1]
+    size = value / units[unit]
+    digits = 2 if abs(size) < 9.995 else 1 if abs(size) < 99.95 else 0
+    return f"{size:,.{digits}f} {unit}"
 
 
 def share(part: float, whole: float) -> str:
@@ -112,10 +110,7 @@ def _numel(number: int) -> str:
     return f"{number:,}"
 
 
-AXIS_COLUMNS = (
-    *("axis", "operation", "ranks", "calls"),
-    *("bytes", "takes", "waited for", "of the step"),
-)
+AXIS_COLUMNS = "axis", "operation", "ranks", "calls", "bytes", "takes", "waited for", "of the step"
 
 
 def axis_rows(times: Timeline, calls: Iterable[Call]) -> list[tuple[tuple[str, ...], float]]:
@@ -125,17 +120,11 @@ def axis_rows(times: Timeline, calls: Iterable[Call]) -> list[tuple[tuple[str, .
     shown = (call for call in calls if call.step == times.step)
     groups = grouped(shown, lambda c: (c.axis or "none", c.op, str(c.group_size)))
     for cells, group in groups.items():
-        exposed = sum(c.exposed for c in group)
+        seconds, exposed = sum(c.seconds for c in group), sum(c.exposed for c in group)
         part = exposed / times.step_seconds if times.step_seconds else 0.0
-        seconds = in_seconds(sum(c.seconds for c in group))
-        numbers = (
-            f"{len(group):,}",
-            total_bytes(group),
-            seconds,
-            in_seconds(exposed),
-            f"{part:.1%}",
-        )
-        rows.append(((*cells, *numbers), part))
+        amount = f"{len(group):,}", total_bytes(group)
+        spent = in_seconds(seconds), in_seconds(exposed), f"{part:.1%}"
+        rows.append(((*cells, *amount, *spent), part))
     return rows
 
 
@@ -146,7 +135,7 @@ def by_size(peak: Peak) -> list[tuple[str, int]]:
 
 def peaks_of(run: DryRun) -> Sequence[tuple[Peak, str]]:
     """The peak of the run, and the peak of training if that is another one; each with when it is."""
-    later = run.step_peak
-    if later is None or later.operation == run.peak.operation:
-        return [(run.peak, "")]
-    return [(run.peak, ""), (later, " from the first forward on")]
+    peaks, later = [(run.peak, "")], run.step_peak
+    if later is not None and later.operation != run.peak.operation:
+        peaks.append((later, " from the first forward on"))
+    return peaks

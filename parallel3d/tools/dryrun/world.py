@@ -58,20 +58,15 @@ def script(path: str | PathLike[str], arguments: Sequence[str] = ()) -> Callable
 
 # Calls that read values or name a device.
 
-_DECISIONS = {
-    "the program decides by a tensor's value": (
-        Tensor.__bool__,
-        Tensor.is_nonzero,
-        torch.is_nonzero,
-    ),
-    "the program decides by tensors' values": (
-        *(torch.equal, Tensor.equal, torch.allclose, Tensor.allclose),
-    ),
-    "an int is made of a tensor's value": (Tensor.__int__,),
-    "an index is made of a tensor's value": (Tensor.__index__,),
-    "a numpy array is made of a tensor": (Tensor.numpy, Tensor.__array__),
+_BY_ONE = (Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero)
+_BY_SEVERAL = (torch.equal, Tensor.equal, torch.allclose, Tensor.allclose)
+_DECIDING: dict[Any, str] = {
+    **dict.fromkeys(_BY_ONE, "the program decides by a tensor's value"),
+    **dict.fromkeys(_BY_SEVERAL, "the program decides by tensors' values"),
+    Tensor.__int__: "an int is made of a tensor's value",
+    Tensor.__index__: "an index is made of a tensor's value",
+    **dict.fromkeys((Tensor.numpy, Tensor.__array__), "a numpy array is made of a tensor"),
 }
-_DECIDING: dict[Any, str] = {fn: what for what, fns in _DECISIONS.items() for fn in fns}
 _HELP = (
     "which a dry run does not know. Decide by p3d.dryrun.assume(tensor.item(), value to use instead), or "
     "skip the lines with p3d.dryrun.active()"
@@ -81,9 +76,7 @@ _HELP = (
 class ReadMode(TorchFunctionMode):
     """Returns NaN (``Unknown``) where the program reads a tensor's value, and raises where it decides by it.
 
-    Args:
-        place: where the program is.
-        is_unknown: whether a plain tensor's values are not known.
+    ``is_unknown`` tells whether a plain tensor's values are not known.
     """
 
     def __init__(self, place: Place, is_unknown: Callable[[Tensor], bool]) -> None:
@@ -122,7 +115,7 @@ class ReadMode(TorchFunctionMode):
         return torch.empty(made.shape).to(dtype).requires_grad_(made.requires_grad)
 
     def _known(self, data: Any, unknown: list[Any]) -> Any:
-        """Replaces unknown values in ``data`` by known ones, and adds them to ``unknown``."""
+        """Returns ``data`` with known values for unknown ones, which are added to ``unknown``."""
         if isinstance(data, list | tuple):
             return [self._known(item, unknown) for item in data]
         if isinstance(data, Unknown):
@@ -224,7 +217,7 @@ _CUDA_CALLS: dict[str, Any] = {
 
 
 @contextmanager
-def played_rank(
+def as_rank(
     rank: int,
     world_size: int,
     gpus_per_node: int,

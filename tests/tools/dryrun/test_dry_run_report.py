@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -17,13 +18,20 @@ pytest.importorskip("plotly")
 
 from parallel3d.mesh import MeshLayout
 from parallel3d.tools.dryrun.compare import compare
-from parallel3d.tools.dryrun.report import report_html, write_report
+from parallel3d.tools.dryrun.report import write_report
 from parallel3d.tools.dryrun.result import DryRun, DryRunWarning, MemorySample, Peak, UnknownRead
 from parallel3d.tools.dryrun.timeline import COMPUTE, timeline
 from parallel3d.tools.dryrun.trace import merged, thinned
 
 LAYOUT = MeshLayout(2, 4, 2)
 EVIL = "<img src=x onerror=alert(1)></script><script>alert(2)</script>&amp;\"'"
+
+
+def report_html(run: DryRun, *args: Any, **options: Any) -> str:
+    """What ``write_report`` writes."""
+    with TemporaryDirectory() as folder:
+        write_report(run, Path(folder, "page.html"), *args, **options)
+        return Path(folder, "page.html").read_text(encoding="utf-8")
 
 
 class Reader(HTMLParser):

@@ -331,7 +331,7 @@ def test_what_needs_a_gpu_is_named_by_its_line() -> None:
 
 
 @pytest.mark.parametrize("policy", [CPUOffloadPolicy(), OffloadPolicy()])
-def test_offload_that_is_not_played_is_a_warning(policy):
+def test_offload_that_is_not_simulated_is_a_warning(policy):
     def program():
         model = nn.Linear(8, 8)
         p3d.fully_shard(model, mesh=own_mesh(1, 8, 1)["shard"], offload_policy=policy)
