@@ -15,7 +15,7 @@ from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from parallel3d._layout.packed import PackedShard
-from parallel3d._layout.param_layout import ParamLayout, local_chunk, set_param_layout
+from parallel3d._layout.param_layout import ParamLayout, set_param_layout
 from parallel3d._torch.dtensor import make_dtensor, make_spec
 from parallel3d._torch.simulated import ranks_are_simulated
 from parallel3d._util.replaced_params import marking_replaced
@@ -263,14 +263,11 @@ def _find_modules(plan: ResolvedPlan, model: nn.Module) -> list[nn.Module]:
 def _distribute(param: nn.Parameter, rule: ParamRule, axis: TpAxis) -> nn.Parameter:
     """Returns the parameter as a DTensor on ``tp``, of which this rank holds its part."""
     whole = param.detach()
-    if rule.packing is not None:
-        local = rule.packing.take(whole, axis.rank)
-    elif isinstance(rule.placement, Shard):
-        local = local_chunk(whole, rule.placement.dim, axis.size, axis.rank)
-    elif ranks_are_simulated():  # a factory call makes one tensor per simulated rank
+    local = rule.part(whole, axis.size, axis.rank)
+    if (
+        local is whole and ranks_are_simulated()
+    ):  # a factory call makes one tensor per simulated rank
         local = torch.empty(whole.shape, dtype=whole.dtype, device=whole.device).copy_(whole)
-    else:
-        local = whole
     placement = rule.placement if rule.packing is None else PackedShard(rule.packing)
     spec = make_spec(axis.mesh, (placement,), param.shape, param.dtype)
     new = nn.Parameter(make_dtensor(local, spec), requires_grad=param.requires_grad)
@@ -300,8 +297,7 @@ def _watch_unplanned(
 
 @dataclass
 class _CheckInput:
-    """The hook. It checks one forward: a module that always gets parts shows in it, and in later ones a whole
-    tensor may have a part's length by chance."""
+    """The hook. It checks one forward: in later ones a whole tensor may have a part's length by chance."""
 
     name: str
     axis: TpAxis
@@ -315,9 +311,9 @@ class _CheckInput:
         self.done = True
         length, x = self.sequence.length, args[0] if args else None
         trained = any(p.requires_grad for p in module.parameters(recurse=False))
-        if length is None or length <= 1 or not trained:
+        if length is None or length <= 1 or not trained or not isinstance(x, Tensor):
             return
-        if not isinstance(x, Tensor) or not x.is_floating_point():
+        if not x.is_floating_point():
             return
         rows = self.axis.rows(length)
         # The last dim is of features.
@@ -364,10 +360,7 @@ def resolve_plan(
             f"the model is parallel already: {parallel[0]} is a DTensor "
             f"({len(parallel)} parameters are); plans are for plain models"
         )
-    if isinstance(plan, str):
-        plan_source = choose(model, tp_size, example)
-    else:
-        plan_source = PlanSource(plan)
+    plan_source = choose(model, tp_size, example) if isinstance(plan, str) else PlanSource(plan)
     from_user = not plan_source.origin
     resolution = Resolution(model, tp_size)
     resolution.notes += plan_source.notes
@@ -395,10 +388,8 @@ def resolve_plan(
             for name, rule in resolution.rules[key].items()
         )
         # Bytes of an element of what the module computes: of its parameters, or else of the model's.
-        floats = (
-            p for p in chain(ruled.module.parameters(), model.parameters()) if p.is_floating_point()
-        )
-        first = next(floats, None)
+        every = chain(ruled.module.parameters(), model.parameters())
+        first = next((p for p in every if p.is_floating_point()), None)
         modules.append(
             PlannedModule(
                 ruled.name,

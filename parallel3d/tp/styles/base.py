@@ -21,6 +21,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 
 from parallel3d._layout.packing import Packing
+from parallel3d._layout.param_layout import local_chunk
 from parallel3d.errors import PlanError
 from parallel3d.tp.collectives import SequenceLength, TpAxis
 
@@ -43,6 +44,14 @@ class ParamRule:
         """Whether a module that uses the parameter without a rule of its own would be wrong."""
         changed = self.tp_grad == "partial" or self.compute == "dtensor"
         return changed or isinstance(self.placement, Shard)
+
+    def part(self, whole: Tensor, size: int, rank: int) -> Tensor:
+        """Returns the part of a parameter, or of its gradient, that ``rank`` of ``size`` holds."""
+        if self.packing is not None:
+            return self.packing.take(whole, rank)
+        if isinstance(self.placement, Shard):
+            return local_chunk(whole, self.placement.dim, size, rank)
+        return whole
 
     def describe(self) -> str:
         """Returns the rule in words."""

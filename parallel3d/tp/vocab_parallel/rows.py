@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from threading import Event
 from typing import Any
 
@@ -29,10 +29,9 @@ class LogitsRows:
 
     Attributes:
         hidden: (rows, features); without a weight the logits.
-        weight: this rank's rows of the layer's, (classes, features), or None.
-        bias: (classes,) or None.
-        dtype: the dtype in which the layer computes under autocast, or None.
-        tokens: rows in a chunk, or None.
+        weight, bias: this rank's rows of the layer's, (classes, features) and (classes,).
+        dtype: the dtype in which the layer computes under autocast.
+        tokens: rows in a chunk.
         over: set when the backward has ended: the weight may be freed, or changed by an optimizer's step.
     """
 
@@ -48,15 +47,6 @@ class LogitsRows:
         """The tensors that get gradients."""
         return self.hidden, self.weight, self.bias
 
-    def of(self, hidden: Tensor, weight: Tensor | None, bias: Tensor | None) -> "LogitsRows":
-        """Returns the rows of other inputs."""
-        return replace(self, hidden=hidden, weight=weight, bias=bias)
-
-    @property
-    def count(self) -> int:
-        """The number of rows."""
-        return self.hidden.shape[0]
-
     def chunk(self, classes: int) -> int:
         """Returns the number of rows in a chunk."""
         if self.weight is None:
@@ -64,17 +54,11 @@ class LogitsRows:
         return self.tokens or max(self.hidden.numel() // max(classes, 1), _LEAST_ROWS)
 
     def get(self, where: Where) -> Tensor:
-        """Returns the logits of some rows.
-
-        Raises:
-            StateError: the weight is no longer that of the head's forward.
-        """
+        """Returns the logits of some rows; StateError if the weight is no longer that of the forward."""
         if self.weight is None:
             return self.hidden[where]
-        freed = any(
-            t.numel() and not t.untyped_storage().size() for t in inner_tensors(self.weight)
-        )
-        if freed or self.over.is_set():
+        storages = [t.untyped_storage() for t in inner_tensors(self.weight) if t.numel()]
+        if self.over.is_set() or not all(storage.size() for storage in storages):
             when = "the backward" if self.over.is_set() else "the head's weight was freed"
             raise StateError(
                 f'logits were asked for after {when}, but loss_parallel="chunked" makes them only when they '
@@ -115,17 +99,13 @@ class LogitsRows:
 
 @dataclass(frozen=True, eq=False)
 class LogitsView:
-    """Logits of some rows, after some elementwise functions.
+    """Logits of some rows, after some elementwise functions, ``ops``.
 
     Attributes:
-        rows: the rows.
         axis: the tp axis over which the vocabulary is split; None: it is whole.
-        vocab_size: the number of classes.
         lead: the shape without the vocabulary.
         at: the vocabulary's dim.
-        dtype: of the logits.
         index: the row at each place of ``lead``, of that shape; None: all rows in order.
-        ops: the functions.
     """
 
     rows: LogitsRows
@@ -145,7 +125,7 @@ class LogitsView:
     @property
     def count(self) -> int:
         """The number of rows."""
-        return self.rows.count if self.index is None else self.index.numel()
+        return self.rows.hidden.shape[0] if self.index is None else self.index.numel()
 
     def index_of_rows(self) -> Tensor:
         """Returns ``index``, also where it is None."""
@@ -184,12 +164,8 @@ def run(ops: tuple[Op, ...], x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class GradientSource:
-    """A gradient of ``view``'s logits, computed chunk by chunk.
-
-    Attributes:
-        gradient: a function of (a chunk's logits, the chunk) that returns their gradient, both (rows, local
-            classes).
-    """
+    """A gradient of ``view``'s logits, computed chunk by chunk: ``gradient`` is a function of (a chunk's
+    logits, the chunk) that returns their gradient, both (rows, local classes)."""
 
     view: LogitsView
     gradient: Callable[[Tensor, slice], Tensor]
