@@ -31,11 +31,12 @@ from parallel3d._torch.autograd import (
 from parallel3d._util.trees import map_tensors, tensors_in
 from parallel3d.errors import StateError
 from parallel3d.tp.collectives import TpAxis, gather_from_tp
-from parallel3d.tp.vocab_parallel.cross_entropy import CrossEntropy, LossOptions
 from parallel3d.tp.vocab_parallel.rows import (
+    CrossEntropy,
     GradientSource,
     LogitsRows,
     LogitsView,
+    LossOptions,
     pull_back,
     run,
 )
