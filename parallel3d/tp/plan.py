@@ -107,11 +107,8 @@ class ResolvedPlan:
         return "\n".join(lines)
 
     def __str__(self) -> str:
-        """Returns a table of the modules' styles, parameters and collectives.
-
-        Bytes are those of the whole tensor that is reduced or gathered, in the parameters' dtype, per token.
-        Modules that read the same tensor share its collective; here each counts its own.
-        """
+        """Returns a table of the modules' styles, parameters and collectives, with the bytes per token of the
+        whole tensor that is reduced or gathered, in the parameters' dtype."""
         rows = [tuple(_HEADER), *self._rows()]
         if not any(row[-1] for row in rows[1:]):
             rows = [row[:-1] for row in rows]
@@ -279,11 +276,8 @@ def _distribute(param: nn.Parameter, rule: ParamRule, axis: TpAxis) -> nn.Parame
 def _watch_unplanned(
     model: nn.Module, plan: ResolvedPlan, axis: TpAxis, sequence: SequenceLength
 ) -> None:
-    """Makes modules without a style raise for a part of the sequence in their first forward.
-
-    Such a module computes the right output, but its parameters get the gradient of this rank's part alone:
-    nothing fails, and the ranks' copies of them become different.
-    """
+    """Makes modules without a style raise for a part of the sequence in their first forward. Their output is
+    right, but their parameters get the gradient of this rank's part alone, and become different by rank."""
     splits = [p.style for p in plan.modules if p.style.splits_sequence]
     dims = {getattr(style, "sequence_dim", 1) for style in splits}
     if axis.size == 1 or not dims or not isinstance(axis.rank, int):  # simulated ranks
@@ -390,17 +384,11 @@ def resolve_plan(
         # Bytes of an element of what the module computes: of its parameters, or else of the model's.
         every = chain(ruled.module.parameters(), model.parameters())
         first = next((p for p in every if p.is_floating_point()), None)
-        modules.append(
-            PlannedModule(
-                ruled.name,
-                ruled.pattern,
-                ruled.style,
-                tuple(planned),
-                ruled.why,
-                ruled.style.traffic(ruled.module, tp_size) if tp_size > 1 else (),
-                4 if first is None else first.dtype.itemsize,
-            )
-        )
+        itemsize = 4 if first is None else first.dtype.itemsize
+        style = ruled.style
+        traffic = style.traffic(ruled.module, tp_size) if tp_size > 1 else ()
+        about = (tuple(planned), ruled.why, traffic, itemsize)
+        modules.append(PlannedModule(ruled.name, ruled.pattern, style, *about))
     return ResolvedPlan(
         tp_size,
         tuple(modules),

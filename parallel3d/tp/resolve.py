@@ -205,13 +205,11 @@ class Projection:
     """A linear of an attention layer that the plan splits.
 
     Attributes:
-        key: of its module in ``Resolution.ruled``.
         role: what it computes; ``"fused"``: several kinds; ``"latent"``: keys and values for each query
             head, as DeepSeek's kv_b_proj.
         size, dim: the number of features that the plan splits, and the weight's dim of them.
     """
 
-    key: int
     ruled: RuledModule
     role: Role
     size: int
@@ -478,9 +476,8 @@ class Resolution:
     def _check_inputs(self) -> None:
         prepared = [r.name for r in self.ruled.values() if isinstance(r.style, PrepareInput)]
         for ruled in self.ruled.values():
-            if getattr(ruled.style, "input", None) == "gathered" and not any(
-                name == "" or ruled.name.startswith(f"{name}.") for name in prepared
-            ):
+            around = any(_is_inside(ruled.name, name) for name in prepared)
+            if getattr(ruled.style, "input", None) == "gathered" and not around:
                 self.problems.append(
                     f"module {ruled.name!r} as {ruled.style}: no module around it has the style "
                     'PrepareInput, which prepares a "gathered" input'
@@ -507,13 +504,10 @@ class Resolution:
 
     def _split_inside(self, name: str) -> list[str]:
         """Returns the modules inside ``name`` whose style splits features."""
-        return [
-            r.name
-            for r in self.ruled.values()
-            if isinstance(r.style, (Colwise, Rowwise, SplitHeads))
-            and r.name != name
-            and (name == "" or r.name.startswith(f"{name}."))
-        ]
+        split = (
+            r for r in self.ruled.values() if isinstance(r.style, (Colwise, Rowwise, SplitHeads))
+        )
+        return [r.name for r in split if r.name != name and _is_inside(r.name, name)]
 
     def leave_fast_paths(self) -> None:
         """Makes torch's transformer encoders call the modules in them that are split."""
@@ -528,6 +522,10 @@ class Resolution:
         for path, owners in self._owners():
             if not any(name in self.rules.get(id(module), {}) for module, name in owners):
                 yield path
+
+
+def _is_inside(name: str, outer: str) -> bool:
+    return outer == "" or name.startswith(f"{outer}.")
 
 
 def _splits_vocabulary(ruled: RuledModule) -> bool:

@@ -66,8 +66,7 @@ class OwnCode:
 
     def runs_in(self, module: nn.Module) -> bool:
         """Whether ``module`` runs, or may run, code of other packages."""
-        patched = vars(module).get("forward")
-        if patched is not None and self._is(patched):
+        if self._is(vars(module).get("forward")):  # patched
             return True
         cls = type(module)
         if cls not in self._classes:
@@ -122,8 +121,7 @@ class LocalUse:
     Attributes:
         shape: of the parameter, or of what was computed from parameters alone.
         local_shape: of the local tensor, as in the plain model.
-        apart: whether the local tensor's heads are a dim of their own, so that its last dim isn't split.
-        sources: the modules by which it is local.
+        apart, sources: of the local tensor, as in ``_Value``.
     """
 
     shape: tuple[int, ...]
@@ -192,11 +190,9 @@ def trace_flow(
     """Runs a meta copy of ``model`` by ``call``, whose errors it raises, and records where local tensors of
     its ``styles`` (path of a module or a parameter -> style) are used."""
     with simulation_off():
-        memo: dict[int, Any] = {}
+        memo: dict[int, Any] = {id(b): torch.empty_like(b, device="meta") for b in model.buffers()}
         for p in model.parameters():
             memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
-        for buffer in model.buffers():
-            memo[id(buffer)] = torch.empty_like(buffer, device="meta")
         twin = copy.deepcopy(model, memo).eval()
         watch = _Watch(twin, styles, code)
         with torch.enable_grad(), watch:

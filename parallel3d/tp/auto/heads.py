@@ -62,17 +62,17 @@ def find_attention(
     ``Resolution``, ``modules`` are the model's by path."""
     colwise: dict[str, list[Projection]] = {}  # by parent
     rowwise: dict[str, list[Projection]] = {}
-    for key, one in ruled.items():
+    for one in ruled.values():
         parent, _, name = one.name.rpartition(".")
         try:
             kind = linear_kind(one.style, one.module)
         except PlanError:
             continue
         if isinstance(one.style, Colwise) and one.style.output == "shard":
-            made = Projection(key, one, _role(name), kind.out_features, kind.out_dim)
+            made = Projection(one, _role(name), kind.out_features, kind.out_dim)
             colwise.setdefault(parent, []).append(made)
         elif isinstance(one.style, Rowwise) and one.style.input == "shard":
-            made = Projection(key, one, "other", kind.in_features, kind.in_dim)
+            made = Projection(one, "other", kind.in_features, kind.in_dim)
             rowwise.setdefault(parent, []).append(made)
     for parent, inputs in colwise.items():
         roles = {p.role for p in inputs}
@@ -249,20 +249,15 @@ class _Alignment:
         """Gives each rank query heads, and the key and value heads that they attend to."""
         layer, tp = self.layer, self.tp
         query = share_out(self.heads, tp)
-        ends = list(accumulate(query))
         # [rank][local query head] -> the key and value head it attends to
         attended = [
             [head // layer.group for head in range(end - number, end)]
-            for end, number in zip(ends, query, strict=True)
+            for end, number in zip(accumulate(query), query, strict=True)
         ]
-        distinct = [sorted(set(heads)) for heads in attended]
-        groups = {
-            heads.count(head) for heads, kv in zip(attended, distinct, strict=True) for head in kv
-        }
+        kv_heads, group = attended, 1
+        groups = {heads.count(head) for heads in attended for head in heads}
         if len(groups) == 1:  # alike on all ranks: the module's own repetition does it
-            kv_heads, group = distinct, groups.pop()
-        else:
-            kv_heads, group = attended, 1
+            kv_heads, group = [sorted(set(heads)) for heads in attended], groups.pop()
         for p in layer.projections:
             if p.role in ("key", "value"):
                 style = p.ruled.style
@@ -273,7 +268,7 @@ class _Alignment:
                     kv_heads=self.kv_heads,
                     heads=tuple(map(tuple, kv_heads)),
                 )
-                self.resolution.ruled[p.key] = replace(p.ruled, style=made)
+                self.resolution.ruled[id(p.ruled.module)] = replace(p.ruled, style=made)
             elif self.heads % tp:
                 self.split_heads(p, self.heads)
         self.set_attributes(query, [len(heads) for heads in kv_heads], group)
@@ -296,7 +291,7 @@ class _Alignment:
 
     def inside(self) -> list[tuple[int, RuledModule]]:
         """Returns the modules with a style in the layer, the layer itself among them."""
-        name, outputs = self.layer.name, {p.key for p in self.layer.outputs}
+        name, outputs = self.layer.name, {id(p.ruled.module) for p in self.layer.outputs}
         return [
             (key, ruled)
             for key, ruled in self.resolution.ruled.items()
@@ -308,7 +303,7 @@ class _Alignment:
         sections = self.sections(p)
         packing = cut_sections(p.dim, sections, self.tp, tuple(n // heads for n in sections))
         style = replace(p.ruled.style, packed=packing, multiple_of=1)  # type: ignore[call-arg]
-        self.resolution.ruled[p.key] = replace(p.ruled, style=style)
+        self.resolution.ruled[id(p.ruled.module)] = replace(p.ruled, style=style)
 
     def sections(self, p: Projection) -> tuple[int, ...]:
         """Returns the sizes of the sections of a projection's features."""

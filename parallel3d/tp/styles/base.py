@@ -14,7 +14,6 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any, ClassVar, Literal
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
@@ -171,11 +170,7 @@ class LinearKind:
 
 
 def linear_kind(style: object, module: Any) -> LinearKind:
-    """Returns ``module`` as a linear layer, for ``style``.
-
-    Raises:
-        PlanError: it is no linear layer, or its forward computes something else.
-    """
+    """Returns ``module`` as a linear layer, for ``style``; PlanError if it computes something else."""
     if is_plain(module, nn.Linear) or calls_forward_of(module, nn.Linear):
         return LinearKind(
             module.out_features, module.in_features, "out_features", "in_features", 0, 1, nn.Linear
@@ -253,15 +248,12 @@ _ARITHMETIC = {"+", "-", "*", "/", "+=", "-=", "*=", "/="}
 def _is_arithmetic(forward: Callable[..., Any], module: nn.Module) -> bool:
     for name in set(forward.__code__.co_names) - _OF_ELEMENTS:
         value = getattr(module, name, None)
-        if isinstance(value, torch.Tensor):
-            if value.dim() or isinstance(value, nn.Parameter):
-                return False
-        elif not isinstance(value, (int, float)):
+        one = isinstance(value, Tensor) and not (value.dim() or isinstance(value, nn.Parameter))
+        if not one and not isinstance(value, (int, float)):
             return False
     for step in _steps(forward):
-        if any(part in step.opname for part in ("SUBSCR", "SLICE", "BUILD")):
-            return False
-        if step.opname == "BINARY_OP" and step.argrepr not in _ARITHMETIC:
+        selects = any(part in step.opname for part in ("SUBSCR", "SLICE", "BUILD"))
+        if selects or (step.opname == "BINARY_OP" and step.argrepr not in _ARITHMETIC):
             return False
     return True
 
@@ -271,9 +263,7 @@ class Traffic:
     """One collective of a module's forward or backward over ``tp``, for the report.
 
     Attributes:
-        op: ``"all-reduce"``, ``"all-gather"`` or ``"reduce-scatter"``; ``"torch's own"``: the collectives of
-            DTensors.
-        phase: when it runs.
+        op: ``"torch's own"``: the collectives of DTensors.
         elements: elements per token of the whole tensor that is reduced or gathered; None if that depends on
             the input.
     """
@@ -354,11 +344,8 @@ class Style(ABC):
         return {}
 
     def with_params(self, params: dict[str, "Style"]) -> "Style":
-        """Returns this style with rules for some of its module's own parameters, by name.
-
-        Raises:
-            PlanError: it has no field ``params``.
-        """
+        """Returns this style with rules for some of its module's own parameters, by name; PlanError if it
+        has no field ``params``."""
         if "params" in self.__dataclass_fields__:
             return replace(self, params=(*self.params, *params.items()))  # type: ignore[attr-defined,call-arg]
         raise PlanError(
