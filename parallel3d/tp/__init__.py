@@ -53,64 +53,22 @@ if TYPE_CHECKING:
     from parallel3d.tp.vocab_parallel.loss import linear_cross_entropy, vocab_parallel_cross_entropy
     from parallel3d.tp.vocab_parallel.vocab_logits import VocabLogits
 
-__all__ = [
-    "STYLE_NAMES",
-    "Colwise",
-    "Experts",
-    "HeadArguments",
-    "IdentityExpert",
-    "LocalParams",
-    "LocalSizes",
-    "LogitsHead",
-    "PlannedAttribute",
-    "PlannedModule",
-    "PlannedParam",
-    "PrepareInput",
-    "PrepareInputOutput",
-    "PrepareOutput",
-    "Replicated",
-    "ResolvedPlan",
-    "RopeOutput",
-    "Rowwise",
-    "SequenceParallel",
-    "SplitHeads",
-    "Style",
-    "TorchStyle",
-    "TpAxis",
-    "VocabLogits",
-    "VocabParallel",
-    "auto_plan",
-    "check_same_batch",
-    "copy_to_tp",
-    "gather_from_tp",
-    "gather_sequence",
-    "linear_cross_entropy",
-    "local_attributes",
-    "parse_style",
-    "reduce_from_tp",
-    "reduce_scatter_sequence",
-    "resolve_plan",
-    "scatter_sequence",
-    "split_to_tp",
-    "vocab_parallel_cross_entropy",
-]
+_EXPORTS = {
+    "tp.auto.derive": "auto_plan",
+    "tp.collectives": "TpAxis copy_to_tp gather_from_tp gather_sequence reduce_from_tp "
+    "reduce_scatter_sequence scatter_sequence split_to_tp",
+    "tp.local_attributes": "PlannedAttribute local_attributes",
+    "tp.plan": "PlannedModule PlannedParam ResolvedPlan resolve_plan",
+    "tp.resolve": "STYLE_NAMES parse_style",
+    "tp.same_batch": "check_same_batch",
+    "tp.styles": "Colwise Experts HeadArguments IdentityExpert LocalParams LocalSizes "
+    "PrepareInput PrepareInputOutput PrepareOutput Replicated RopeOutput Rowwise "
+    "SequenceParallel SplitHeads Style VocabParallel",
+    "tp.torch_styles": "TorchStyle",
+    "tp.vocab_parallel.head": "LogitsHead",
+    "tp.vocab_parallel.loss": "linear_cross_entropy vocab_parallel_cross_entropy",
+    "tp.vocab_parallel.vocab_logits": "VocabLogits",
+}
+__all__ = [name for names in _EXPORTS.values() for name in names.split()]
 
-export_lazily(
-    __name__,
-    {
-        "tp.auto.derive": "auto_plan",
-        "tp.collectives": "TpAxis copy_to_tp gather_from_tp gather_sequence reduce_from_tp "
-        "reduce_scatter_sequence scatter_sequence split_to_tp",
-        "tp.local_attributes": "PlannedAttribute local_attributes",
-        "tp.plan": "PlannedModule PlannedParam ResolvedPlan resolve_plan",
-        "tp.resolve": "STYLE_NAMES parse_style",
-        "tp.same_batch": "check_same_batch",
-        "tp.styles": "Colwise Experts HeadArguments IdentityExpert LocalParams LocalSizes "
-        "PrepareInput PrepareInputOutput PrepareOutput Replicated RopeOutput Rowwise "
-        "SequenceParallel SplitHeads Style VocabParallel",
-        "tp.torch_styles": "TorchStyle",
-        "tp.vocab_parallel.head": "LogitsHead",
-        "tp.vocab_parallel.loss": "linear_cross_entropy vocab_parallel_cross_entropy",
-        "tp.vocab_parallel.vocab_logits": "VocabLogits",
-    },
-)
+export_lazily(__name__, _EXPORTS)

@@ -73,6 +73,14 @@ class TpAxis:
         return smaller(size - smaller(self.rank * chunk, size), chunk)
 
 
+def copy_by_rank(x: Tensor, axis: TpAxis) -> Tensor:
+    """Returns ``x``, under simulated ranks a copy from which results that differ by rank can be computed."""
+    if not isinstance(axis.rank, torch.SymInt):
+        return x
+    # A factory call makes one tensor per simulated rank.
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
+
+
 def copy_to_tp(x: Tensor, axis: TpAxis) -> Tensor:
     """Returns ``x``; its gradient is summed over ``tp``."""
     return _apply(x, "copy", axis)

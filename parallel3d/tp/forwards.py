@@ -118,10 +118,7 @@ def split_features(x: Tensor, tp: TpState) -> Tensor:
 
 
 def map_first(
-    tp: TpState,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    fn: Callable[[Tensor], Tensor],
+    tp: TpState, args: tuple[Any, ...], kwargs: dict[str, Any], fn: Callable[[Tensor], Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Applies ``fn`` to the first positional tensor, or to the first argument when given by name."""
     for i, value in enumerate(args):
@@ -142,11 +139,8 @@ def map_first(
 def bind_base_forward(
     module: nn.Module, base: type[nn.Module], forward: Any, state: TpState
 ) -> None:
-    """Replaces ``base.forward`` by ``forward`` in the module.
-
-    A subclass with a forward of its own, such as an embedding that scales its output, goes on running it;
-    its ``super().forward(...)`` becomes ``forward``.
-    """
+    """Replaces ``base.forward`` by ``forward`` in the module. A subclass with a forward of its own (an
+    embedding that scales its output) goes on running it; its ``super().forward(...)`` becomes ``forward``."""
     cls = type(module)
     if cls.forward is base.forward or "forward" in module.__dict__:
         bind_forward(module, forward, state)

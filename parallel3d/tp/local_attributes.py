@@ -64,14 +64,14 @@ def local_attributes(
 
 def width_attributes(module: nn.Module, width: int) -> list[str]:
     """Returns the attributes with the value ``width`` that are named like a width and read in the forward."""
-    reads, names = reads_of(module), []
-    for name, value in vars(module).items():
+    reads = reads_of(module)
+
+    def is_width(name: str) -> bool:
         words = name.split("_")
-        is_width = any(map(_WIDTH.fullmatch, words)) and not any(map(_NO_WIDTH.fullmatch, words))
-        is_width |= name == "all_head_size"
-        if type(value) is int and value == width and is_width and (reads is None or name in reads):
-            names.append(name)
-    return names
+        named = any(map(_WIDTH.fullmatch, words)) and not any(map(_NO_WIDTH.fullmatch, words))
+        return (named or name == "all_head_size") and (reads is None or name in reads)
+
+    return [n for n, v in vars(module).items() if type(v) is int and v == width and is_width(n)]
 
 
 def describe_attributes(attributes: Sequence[PlannedAttribute]) -> Iterator[str]:
@@ -102,8 +102,7 @@ def _reads_of_class(cls: type) -> frozenset[str] | None:
             if name in NOT_COMPUTING or not inspect.isfunction(function):
                 continue
             try:
-                source = textwrap.dedent(inspect.getsource(function))
-                found.update(_reads(ast.parse(source)))
+                found.update(_reads(ast.parse(textwrap.dedent(inspect.getsource(function)))))
             except (OSError, TypeError, SyntaxError):
                 return None
     return frozenset(found)

@@ -151,11 +151,9 @@ def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     return grad.reshape(-1, grad.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
 
 
-# A linear layer on a gathered sequence, in chunks: one chunk is gathered while another is multiplied.
-#
-# For a layer that reads its input alone, such as a fused QKV or gate-up projection: modules that read one
-# tensor share one all-gather instead. It issues plain asynchronous collectives, so it runs on every backend;
-# it is faster where they run beside a matmul, on NCCL.
+# A linear layer on a gathered sequence, in chunks: one chunk is gathered while another is multiplied. For a
+# layer that alone reads its input, such as a fused QKV projection: modules that read one tensor share one
+# all-gather instead. It runs on every backend, and is faster where collectives run beside a matmul, on NCCL.
 
 
 def obstacle(x: Tensor, dim: int, global_size: int, axis: TpAxis) -> str:
@@ -174,11 +172,9 @@ def obstacle(x: Tensor, dim: int, global_size: int, axis: TpAxis) -> str:
 def gather_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, dim: int, chunks: int, axis: TpAxis
 ) -> Tensor:
-    """Returns ``F.linear`` of ``gather_sequence(x, dim, ...)``.
+    """Returns ``F.linear`` of ``gather_sequence(x, dim, ...)``, by at most ``chunks`` all-gathers.
 
-    Args:
-        x: this rank's part of the sequence, of one size on all ranks. See :func:`obstacle`.
-        chunks: the number of all-gathers, at most the rows of ``x``.
+    ``x`` is this rank's part of the sequence, of one size on all ranks. See :func:`obstacle`.
     """
     return _GatherLinear.apply(x, weight, bias, dim % x.dim(), chunks, axis)
 
@@ -199,9 +195,8 @@ class _GatherLinear(torch.autograd.Function):
         for chunk in x.tensor_split(min(chunks, x.shape[dim]), dim):
             chunk = chunk.contiguous()
             stacked = chunk.new_empty((axis.size, *chunk.shape))
-            works.append(
-                all_gather_single(stacked.view(-1), chunk.view(-1), group=axis.group, async_op=True)
-            )
+            flat = stacked.view(-1), chunk.view(-1)
+            works.append(all_gather_single(*flat, group=axis.group, async_op=True))
             gathered.append(stacked)
         products = []
         for stacked, work in zip(gathered, works, strict=True):
@@ -239,10 +234,8 @@ class _GatherLinear(torch.autograd.Function):
 
 # One copy or all-gather for all modules that read the same tensor: q, k and v; gate and up; experts.
 #
-# The result is kept with the input, and the next module that takes the same tensor *object*, unchanged and in
-# the same way, gets the same result. Its backward is one node, to which autograd gives the sum of the
-# readers' gradients, so that there is one reduction for all of them.
-#
+# The next module that takes the same tensor *object*, unchanged and in the same way, gets the same result.
+# Its backward is one node, to which autograd gives the sum of the readers' gradients: one reduction for all.
 # The axis lists the latest inputs, by weak references, with the results. An entry is dropped when its input
 # dies, when its backward has run or when newer inputs take its place. All three follow from the order of
 # the program, so ranks agree on the collectives that they issue. (A weak reference to the *result* would
@@ -287,11 +280,9 @@ def _not_shareable(x: Tensor) -> bool:
 
 
 class _Entry(weakref.ref[Tensor]):
-    """A weak reference to an input, and the result that was made of it.
-
-    ``state`` is compared with that of the input: how it was taken, and its node, storage and version (the
-    version doesn't change with ``x.detach_()`` or ``x.data = ...``).
-    """
+    """A weak reference to an input, and the result that was made of it. ``state`` is compared with that of
+    the input: how it was taken, and its node, storage and version (the version doesn't change with
+    ``x.detach_()`` or ``x.data = ...``)."""
 
     __slots__ = ("result", "result_version", "state")
 

@@ -15,7 +15,7 @@ from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from parallel3d._layout.packed import PackedShard
-from parallel3d._layout.param_layout import ParamLayout, local_chunk, set_param_layout
+from parallel3d._layout.param_layout import ParamLayout, set_param_layout
 from parallel3d._torch.dtensor import make_dtensor, make_spec
 from parallel3d._torch.simulated import ranks_are_simulated
 from parallel3d._util.replaced_params import marking_replaced
@@ -107,11 +107,8 @@ class ResolvedPlan:
         return "\n".join(lines)
 
     def __str__(self) -> str:
-        """Returns a table of the modules' styles, parameters and collectives.
-
-        Bytes are those of the whole tensor that is reduced or gathered, in the parameters' dtype, per token.
-        Modules that read the same tensor share its collective; here each counts its own.
-        """
+        """Returns a table of the modules' styles, parameters and collectives, with the bytes per token of the
+        whole tensor that is reduced or gathered, in the parameters' dtype."""
         rows = [tuple(_HEADER), *self._rows()]
         if not any(row[-1] for row in rows[1:]):
             rows = [row[:-1] for row in rows]
@@ -263,14 +260,11 @@ def _find_modules(plan: ResolvedPlan, model: nn.Module) -> list[nn.Module]:
 def _distribute(param: nn.Parameter, rule: ParamRule, axis: TpAxis) -> nn.Parameter:
     """Returns the parameter as a DTensor on ``tp``, of which this rank holds its part."""
     whole = param.detach()
-    if rule.packing is not None:
-        local = rule.packing.take(whole, axis.rank)
-    elif isinstance(rule.placement, Shard):
-        local = local_chunk(whole, rule.placement.dim, axis.size, axis.rank)
-    elif ranks_are_simulated():  # a factory call makes one tensor per simulated rank
+    local = rule.part(whole, axis.size, axis.rank)
+    if (
+        local is whole and ranks_are_simulated()
+    ):  # a factory call makes one tensor per simulated rank
         local = torch.empty(whole.shape, dtype=whole.dtype, device=whole.device).copy_(whole)
-    else:
-        local = whole
     placement = rule.placement if rule.packing is None else PackedShard(rule.packing)
     spec = make_spec(axis.mesh, (placement,), param.shape, param.dtype)
     new = nn.Parameter(make_dtensor(local, spec), requires_grad=param.requires_grad)
@@ -282,11 +276,8 @@ def _distribute(param: nn.Parameter, rule: ParamRule, axis: TpAxis) -> nn.Parame
 def _watch_unplanned(
     model: nn.Module, plan: ResolvedPlan, axis: TpAxis, sequence: SequenceLength
 ) -> None:
-    """Makes modules without a style raise for a part of the sequence in their first forward.
-
-    Such a module computes the right output, but its parameters get the gradient of this rank's part alone:
-    nothing fails, and the ranks' copies of them become different.
-    """
+    """Makes modules without a style raise for a part of the sequence in their first forward. Their output is
+    right, but their parameters get the gradient of this rank's part alone, and become different by rank."""
     splits = [p.style for p in plan.modules if p.style.splits_sequence]
     dims = {getattr(style, "sequence_dim", 1) for style in splits}
     if axis.size == 1 or not dims or not isinstance(axis.rank, int):  # simulated ranks
@@ -300,8 +291,7 @@ def _watch_unplanned(
 
 @dataclass
 class _CheckInput:
-    """The hook. It checks one forward: a module that always gets parts shows in it, and in later ones a whole
-    tensor may have a part's length by chance."""
+    """The hook. It checks one forward: in later ones a whole tensor may have a part's length by chance."""
 
     name: str
     axis: TpAxis
@@ -315,9 +305,9 @@ class _CheckInput:
         self.done = True
         length, x = self.sequence.length, args[0] if args else None
         trained = any(p.requires_grad for p in module.parameters(recurse=False))
-        if length is None or length <= 1 or not trained:
+        if length is None or length <= 1 or not trained or not isinstance(x, Tensor):
             return
-        if not isinstance(x, Tensor) or not x.is_floating_point():
+        if not x.is_floating_point():
             return
         rows = self.axis.rows(length)
         # The last dim is of features.
@@ -364,10 +354,7 @@ def resolve_plan(
             f"the model is parallel already: {parallel[0]} is a DTensor "
             f"({len(parallel)} parameters are); plans are for plain models"
         )
-    if isinstance(plan, str):
-        plan_source = choose(model, tp_size, example)
-    else:
-        plan_source = PlanSource(plan)
+    plan_source = choose(model, tp_size, example) if isinstance(plan, str) else PlanSource(plan)
     from_user = not plan_source.origin
     resolution = Resolution(model, tp_size)
     resolution.notes += plan_source.notes
@@ -395,21 +382,13 @@ def resolve_plan(
             for name, rule in resolution.rules[key].items()
         )
         # Bytes of an element of what the module computes: of its parameters, or else of the model's.
-        floats = (
-            p for p in chain(ruled.module.parameters(), model.parameters()) if p.is_floating_point()
-        )
-        first = next(floats, None)
-        modules.append(
-            PlannedModule(
-                ruled.name,
-                ruled.pattern,
-                ruled.style,
-                tuple(planned),
-                ruled.why,
-                ruled.style.traffic(ruled.module, tp_size) if tp_size > 1 else (),
-                4 if first is None else first.dtype.itemsize,
-            )
-        )
+        every = chain(ruled.module.parameters(), model.parameters())
+        first = next((p for p in every if p.is_floating_point()), None)
+        itemsize = 4 if first is None else first.dtype.itemsize
+        style = ruled.style
+        traffic = style.traffic(ruled.module, tp_size) if tp_size > 1 else ()
+        about = (tuple(planned), ruled.why, traffic, itemsize)
+        modules.append(PlannedModule(ruled.name, ruled.pattern, style, *about))
     return ResolvedPlan(
         tp_size,
         tuple(modules),

@@ -1,11 +1,10 @@
 """Random numbers under tensor parallelism: the same dropout on whole tensors, different dropout on parts.
 
 The ranks of a tp group are seeded alike (``torch.manual_seed`` with the *data* rank). Random numbers for
-whole activations must be equal on them, or they would compute different things from there on; those for their
-parts (heads, hidden features, a part of the sequence) must differ, or each mask would be used ``tp`` times.
-Dropout draws from the device's default generator, wherever it is in a model's code. So that generator is
-switched to a stream of this rank's own after a module of the plan that puts out parts, back after one that
-puts out a whole tensor, and in any case when the model's forward ends.
+whole activations must be equal on them; those for their parts (heads, hidden features, a part of the
+sequence) must differ, or each mask would be used ``tp`` times. Dropout draws from the device's default
+generator. That is switched to a stream of this rank's own after a module of the plan that puts out parts,
+back after one that puts out a whole tensor, and in any case when the model's forward ends.
 
 The generator's state has all that is needed, so activation checkpointing, which saves and restores it,
 recomputes the same masks, and a run resumed from a saved state continues as it would have::
@@ -201,7 +200,7 @@ def _to_parts(regions: _Regions) -> None:
 
     def switch(generator: torch.Generator, rank: int) -> None:
         if not _is_marked(generator):
-            s = _hash(_state(generator))
+            s = _hash_of_state(generator)
             generator.manual_seed(_MARK | ((s + rank * _STEP) & _FIELD))
 
     _switch(axis, switch)
@@ -240,9 +239,9 @@ def _generator(axis: TpAxis) -> torch.Generator | None:
     return device.default_generators[device.current_device()]
 
 
-def _state(generator: torch.Generator) -> bytes:
+def _hash_of_state(generator: torch.Generator) -> int:
     state = generator.get_state()  # on the CPU, also an accelerator's: no wait
-    return ctypes.string_at(state.data_ptr(), state.numel())
+    return _hash(ctypes.string_at(state.data_ptr(), state.numel()))
 
 
 def _hash(data: bytes) -> int:
@@ -254,7 +253,7 @@ def _compare(axis: TpAxis) -> None:
     generator = _generator(axis)
     if generator is None or ranks_are_simulated():  # simulated ranks begin alike
         return
-    own = _hash(_state(generator))
+    own = _hash_of_state(generator)
     # A fake group receives nothing: all stay equal.
     states = torch.full((axis.size,), own, dtype=torch.int64, device=axis.mesh.device_type)
     all_gather_single(states, states[axis.rank].view(1).clone(), group=axis.group)

@@ -37,8 +37,7 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 def expand(pattern: str) -> list[str]:
-    """Returns the patterns without brace sets that ``pattern`` stands for: ``"layers.*.{q,k,v}_proj"``
-    stands for three.
+    """Returns the patterns without brace sets that ``pattern`` stands for: three for ``"*.{q,k,v}_proj"``.
 
     Raises:
         PlanError: it is no string, or its braces are nested, unbalanced or hold an empty alternative.
@@ -78,8 +77,7 @@ def has_wildcard(pattern: str) -> bool:
 
 
 def specificity(pattern: str) -> tuple[int, int]:
-    """Returns the numbers of segments and of characters without wildcards, larger for a more specific
-    pattern."""
+    """Returns how many segments and characters are no wildcards: more in a more specific pattern."""
     literal = [segment for segment in pattern.split(".") if not has_wildcard(segment)]
     return len(literal), len(_WILDCARDS.sub("", pattern))
 
@@ -105,10 +103,9 @@ Plan = Mapping[str, Rule] | Literal["auto"]
 
 @dataclass(frozen=True)
 class PlanSource:
-    """The rules of a plan, and their origin.
+    """The rules of a plan, pattern -> rule, and their origin.
 
     Attributes:
-        rules: pattern -> rule.
         why: pattern -> the reason for the rule, for the report; patterns from the user have none.
         notes: what a reader of the rules should know.
         origin: where the rules come from; ``""``: from the user.
@@ -118,10 +115,6 @@ class PlanSource:
     why: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     origin: str = ""
-
-    def reason(self, pattern: str) -> str:
-        """Returns the reason for a pattern's rule; ``""``: the user gave it."""
-        return self.why.get(pattern, self.origin)
 
 
 def check_plan_type(plan: Any) -> None:
@@ -194,22 +187,14 @@ _HAS_FAST_PATH = (nn.TransformerEncoder, nn.TransformerEncoderLayer)
 
 @dataclass(frozen=True)
 class RuledModule:
-    """A module with the style that a rule gives it, and the reason for the rule if it isn't the user's."""
+    """A module with the style that a rule gives it, and the reason for the rule if it isn't the user's; or
+    the owner of a parameter with the parameter's style, and ``name`` is the parameter's path."""
 
     name: str
     pattern: str
     style: Style
     module: nn.Module
     why: str = ""
-
-
-@dataclass(frozen=True)
-class _ParamStyle:
-    """The style that a rule gives a single parameter, the rule's pattern, and why it applies."""
-
-    pattern: str
-    style: Style
-    why: str
 
 
 Role = Literal["query", "key", "value", "fused", "latent", "other"]
@@ -220,15 +205,11 @@ class Projection:
     """A linear of an attention layer that the plan splits.
 
     Attributes:
-        key: of its module in ``Resolution.ruled``.
-        ruled: the module and its style.
         role: what it computes; ``"fused"``: several kinds; ``"latent"``: keys and values for each query
             head, as DeepSeek's kv_b_proj.
-        size: the number of features that the plan splits.
-        dim: the weight's dim of these features.
+        size, dim: the number of features that the plan splits, and the weight's dim of them.
     """
 
-    key: int
     ruled: RuledModule
     role: Role
     size: int
@@ -237,11 +218,9 @@ class Projection:
 
 @dataclass(frozen=True)
 class Attention:
-    """An attention layer whose heads the plan splits.
+    """An attention layer whose heads the plan splits: the module that holds the projections.
 
     Attributes:
-        name: its path.
-        module: the module that holds the projections.
         inputs: projections split by output features: query, key, value and others, such as gates.
         outputs: projections split by input features.
         heads, kv_heads: the numbers of heads; None: unknown, ``why`` gives the reason.
@@ -298,7 +277,7 @@ class Resolution:
         self.local_sizes: set[str] = set()
         self._is_empty = True
         self._params = dict(model.named_parameters(remove_duplicate=False))
-        self._param_rules: dict[str, _ParamStyle] = {}
+        self._param_rules: dict[str, RuledModule] = {}
         self._first_path = {id(module): name for name, module in reversed(self.modules.items())}
 
     # ---- patterns -> modules and parameters ----
@@ -316,7 +295,7 @@ class Resolution:
             except PlanError as error:
                 self.problems.append(f"rule {pattern!r}: {error}")
                 continue
-            why = plan_source.reason(pattern)
+            why = plan_source.why.get(pattern, plan_source.origin)
             matched = [self._match(p) for p in simple]
             for one, (modules, params) in zip(simple, matched, strict=True):
                 if not modules and not params:
@@ -326,18 +305,20 @@ class Resolution:
                 for name in modules:
                     self._rule_module(name, pattern, style, why)
                 for path in params:
-                    rule = self._param_rules.setdefault(path, _ParamStyle(pattern, style, why))
+                    owner = self.modules[path.rpartition(".")[0]]
+                    made = RuledModule(path, pattern, style, owner, why)
+                    rule = self._param_rules.setdefault(path, made)
                     self._check_one_rule("parameter", path, rule, pattern, style)
-        by_owner: dict[str, dict[str, _ParamStyle]] = {}
+        by_owner: dict[str, dict[str, RuledModule]] = {}
         for path, rule in self._param_rules.items():
-            owner, _, name = path.rpartition(".")
-            by_owner.setdefault(owner, {})[name] = rule
-        for owner, rules in by_owner.items():
+            parent, _, name = path.rpartition(".")
+            by_owner.setdefault(parent, {})[name] = rule
+        for parent, rules in by_owner.items():
             try:
-                self._rule_params(owner, rules)
+                self._rule_params(parent, rules)
             except PlanError as error:
                 patterns = ", ".join(repr(rule.pattern) for rule in rules.values())
-                self.problems.append(f"rule {patterns} on {owner or 'the root'!r}: {error}")
+                self.problems.append(f"rule {patterns} on {parent or 'the root'!r}: {error}")
 
     def _match(self, pattern: str) -> tuple[list[str], list[str]]:
         """Returns the paths of the modules and of the parameters that ``pattern`` matches."""
@@ -361,7 +342,7 @@ class Resolution:
             self.ruled[id(child)] = RuledModule(path, pattern, inner_style, child, why)
 
     def _check_one_rule(
-        self, what: str, name: str, first: RuledModule | _ParamStyle, pattern: str, style: Style
+        self, what: str, name: str, first: RuledModule, pattern: str, style: Style
     ) -> None:
         if first.pattern != pattern:
             self.problems.append(
@@ -369,7 +350,7 @@ class Resolution:
                 f"{pattern!r} ({style}); keep one"
             )
 
-    def _rule_params(self, owner: str, rules: dict[str, _ParamStyle]) -> None:
+    def _rule_params(self, owner: str, rules: dict[str, RuledModule]) -> None:
         """Passes the rules of parameters to the style of the module that owns them."""
         module = self.modules[owner]
         ruled = self.ruled.get(id(module))
@@ -475,16 +456,13 @@ class Resolution:
         for _, owners in self._owners():
             if len(owners) == 1:
                 continue
-            by_path = {
-                f"{self._first_path[id(module)]}.{name}": self.rules[id(module)][name]
-                for module, name in owners
-                if name in self.rules.get(id(module), {})
-            }
-            free = [
-                f"{self._first_path[id(module)]}.{name}"
-                for module, name in owners
-                if id(module) not in self.ruled
-            ]
+            by_path, free = {}, []
+            for module, name in owners:
+                path = f"{self._first_path[id(module)]}.{name}"
+                if name in self.rules.get(id(module), {}):
+                    by_path[path] = self.rules[id(module)][name]
+                elif id(module) not in self.ruled:
+                    free.append(path)
             if len(set(by_path.values())) > 1:
                 how = ", ".join(f"{path} as {rule.describe()}" for path, rule in by_path.items())
                 self.problems.append(f"one parameter can't be held in two ways: {how}")
@@ -498,9 +476,8 @@ class Resolution:
     def _check_inputs(self) -> None:
         prepared = [r.name for r in self.ruled.values() if isinstance(r.style, PrepareInput)]
         for ruled in self.ruled.values():
-            if getattr(ruled.style, "input", None) == "gathered" and not any(
-                name == "" or ruled.name.startswith(f"{name}.") for name in prepared
-            ):
+            around = any(_is_inside(ruled.name, name) for name in prepared)
+            if getattr(ruled.style, "input", None) == "gathered" and not around:
                 self.problems.append(
                     f"module {ruled.name!r} as {ruled.style}: no module around it has the style "
                     'PrepareInput, which prepares a "gathered" input'
@@ -527,13 +504,10 @@ class Resolution:
 
     def _split_inside(self, name: str) -> list[str]:
         """Returns the modules inside ``name`` whose style splits features."""
-        return [
-            r.name
-            for r in self.ruled.values()
-            if isinstance(r.style, (Colwise, Rowwise, SplitHeads))
-            and r.name != name
-            and (name == "" or r.name.startswith(f"{name}."))
-        ]
+        split = (
+            r for r in self.ruled.values() if isinstance(r.style, (Colwise, Rowwise, SplitHeads))
+        )
+        return [r.name for r in split if r.name != name and _is_inside(r.name, name)]
 
     def leave_fast_paths(self) -> None:
         """Makes torch's transformer encoders call the modules in them that are split."""
@@ -548,6 +522,10 @@ class Resolution:
         for path, owners in self._owners():
             if not any(name in self.rules.get(id(module), {}) for module, name in owners):
                 yield path
+
+
+def _is_inside(name: str, outer: str) -> bool:
+    return outer == "" or name.startswith(f"{outer}.")
 
 
 def _splits_vocabulary(ruled: RuledModule) -> bool:

@@ -201,11 +201,10 @@ class _Check:
         index, number = divmod(place, 2 + _DIMS)
         if not names:
             self.fail(rank, what, here, there)
-        elif number == 0:
+        if number == 0:
             self.fail(rank, f"the dtype of {names[index]}", _DTYPES[here], _DTYPES[there])
-        elif number == 1:
-            self.fail(rank, f"the number of dims of {names[index]}", here, there)
-        self.fail(rank, f"the size of dim {number - 2} of {names[index]}", here, there)
+        what = "the number of dims" if number == 1 else f"the size of dim {number - 2}"
+        self.fail(rank, f"{what} of {names[index]}", here, there)
 
     def fail(self, rank: int, what: str, got: object, want: object) -> NoReturn:
         """Raises, naming the rank and the first of its tp group."""

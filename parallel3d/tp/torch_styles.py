@@ -103,10 +103,8 @@ class TorchStyle(Style):
         unchanged = self._split_dims(module) is None
         for name, p in own.items():
             got: Any = after.get(name)
-            if unchanged:
-                fits = got is stand_ins[name]
-            else:
-                fits = getattr(got, "placements", None) == p.placements  # type: ignore[attr-defined]
+            fits = getattr(got, "placements", None) == getattr(p, "placements", ())
+            fits = got is stand_ins[name] if unchanged else fits
             if not fits or made is not module:
                 raise PlanError(
                     f"{self} made of {name} of {type(module).__name__} what could not be foreseen: "
@@ -117,8 +115,7 @@ class TorchStyle(Style):
             raise PlanError(f"{self} changed parameters of modules inside {type(module).__name__}")
 
     def _watch_sequence(self, module: nn.Module, axis: TpAxis, sequence: SequenceLength) -> None:
-        """Registers hooks that run before torch's, and check the length of a sequence that it splits or of
-        which it takes parts."""
+        """Registers hooks, run before torch's, that check the length of a sequence of which it has parts."""
         check, dim = _CheckLength(sequence, axis.size), self._sequence_dim
         if dim is not None:
             module.register_forward_hook(_SetLength(check, dim))

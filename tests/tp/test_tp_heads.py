@@ -24,7 +24,7 @@ from _support.tp.head_models import (
 from _support.tp.tp_world import check_parity, real_world, tp_mesh
 from torch import Tensor, nn
 
-from parallel3d._layout.packing import Packing
+from parallel3d._layout.packing import Packing, cut_sections
 from parallel3d.errors import PlanError
 from parallel3d.parallelize import parallelize
 from parallel3d.testing.worlds import fake_world
@@ -40,7 +40,7 @@ from parallel3d.tp import (
     local_attributes,
     resolve_plan,
 )
-from parallel3d.tp.auto.heads import pack_heads, share_out
+from parallel3d.tp.auto.heads import share_out
 from parallel3d.tp.local_attributes import reads_of
 from parallel3d.tp.styles.linear import GroupedKv
 
@@ -113,10 +113,10 @@ def test_share_out():
     assert share_out(2, 4) == (1, 1, 0, 0)
 
 
-def test_pack_heads():
-    assert pack_heads(0, (12,), (2, 1)) == Packing(0, (((0, 8),), ((8, 4),)))
+def test_packing_of_heads():
+    assert cut_sections(0, (12,), 2, 4) == Packing(0, (((0, 8),), ((8, 4),)))
     # Six query heads that go with three heads of keys and values.
-    assert pack_heads(1, (12, 6, 6), (2, 1)).rows == (
+    assert cut_sections(1, (12, 6, 6), 2, (4, 2, 2)).rows == (
         ((0, 8), (12, 4), (18, 4)),
         ((8, 4), (16, 2), (22, 2)),
     )
@@ -287,7 +287,7 @@ def test_a_layer_that_cannot_even_be_whole_is_refused():
 
 
 def test_packings_of_the_plan_are_kept():
-    packed = Colwise(packed=pack_heads(0, (24,), (1, 2, 2, 1)))
+    packed = Colwise(packed=Packing(0, (((0, 4),), ((4, 8),), ((12, 8),), ((20, 4),))))
     plan = {"{q,k,v}": packed, "o": Rowwise(packed=replace(packed.packed, dim=1)), **NORMS}
     resolved = resolve_plan(CountsByShape(6, 6), plan, 4)
     assert styles(resolved)["q"] == packed

@@ -60,14 +60,8 @@ _MOST_TRIED = 5_000_000
 
 
 def check_groups(model: nn.Module, resolution: Resolution, example: Any = None) -> list[str]:
-    """Adds to the resolution's problems what the plan makes wrong.
-
-    Args:
-        example: ``(args, kwargs)`` of a small batch for the model's forward.
-
-    Returns:
-        Messages about what could not be checked.
-    """
+    """Adds to the resolution's problems what the plan makes wrong; returns messages about what could not be
+    checked."""
     if resolution.tp == 1:
         return []
     check = _Check(model, resolution)
@@ -122,8 +116,8 @@ class _Check:
 
     def run(self, example: Any) -> None:
         model = self.model
-        callable_ = type(model).forward is not nn.Module.forward or "forward" in vars(model)
-        if dry_run.active() or not callable_:
+        has_forward = type(model).forward is not nn.Module.forward or "forward" in vars(model)
+        if dry_run.active() or not has_forward:
             why = "a dry run" if dry_run.active() else "the model has no forward"
             self.unchecked.append(f"what lies between layers that are split: {why}")
             return
@@ -285,10 +279,9 @@ class _Check:
         return int(module.in_features if isinstance(module, nn.Linear) else module.nx)
 
     def prove(self, group: Group, trace: Trace) -> Proof:
-        owner: Any = self.modules.get(group.owner)
-        if owner is None or group.owner not in trace.calls:
+        if group.owner not in trace.calls:
             raise NotProven("the module around them wasn't called when the model ran")
-        size = sum(p.numel() for p in owner.parameters())
+        size = sum(p.numel() for p in self.modules[group.owner].parameters())
         if size > _MOST_PROVEN:
             raise NotProven(f"the module around them has {size} parameters, too many to compare")
         styles, rules = {}, {}
@@ -306,8 +299,8 @@ class _Check:
             path = self.paths[id(self.resolution.modules[attribute.module])]
             if _is_in(path, group.owner):
                 attributes.append(replace(attribute, module=inside(path, group.owner)))
-        prover = self.prover(group, trace)
-        return prover.prove_split(Split(styles, rules, tuple(attributes)))
+        split = Split(styles, rules, tuple(attributes))
+        return self.prover(group, trace).prove_split(split)
 
     def prover(self, group: Group, trace: Trace) -> Prover:
         owner, call = self.modules[group.owner], trace.calls[group.owner]
@@ -319,8 +312,8 @@ class _Check:
     # ---- what can't be proven ----
 
     def not_proven(self, group: Group, why: str) -> None:
-        """Accepts the group if the plan has its sizes, its heads are known, or it is likely elementwise;
-        otherwise adds a problem."""
+        """Adds a problem, unless the plan has the group's sizes, its heads are known, or it is likely
+        elementwise."""
         layer, described = self.attention_of(group), _describe(group)
         # The styles in the plan, before ``align_heads`` changed them.
         styles: list[Style] = [self.ups[n] for n in group.ups]
@@ -351,8 +344,8 @@ class _Check:
         return None
 
     def reads_unset(self, layer: Attention) -> str:
-        """Returns an attribute that the layer's forward reads, that may be a size of which a rank has a part,
-        and that keeps the plain model's value."""
+        """Returns an attribute that the layer's forward reads, that may be a size of what is split, and that
+        keeps the plain model's value."""
         reads = reads_of(layer.module)
         if reads is None:
             return ""

@@ -31,23 +31,20 @@ from parallel3d.tp.styles import Replicated, Style
 
 Rules = dict[str, Rule]
 Call = Callable[[nn.Module], Any]
+CallsOf = Callable[[nn.Module], Iterable[Call]]
 
 
 def complete(
-    model: nn.Module,
-    rules: Rules,
-    tp_size: int,
-    calls: Callable[[nn.Module], Iterable[Call]],
+    model: nn.Module, rules: Rules, tp_size: int, calls: CallsOf
 ) -> tuple[Rules, dict[str, str], list[str]]:
-    """Adds to ``rules`` what is missing and removes what can't be right.
+    """Adds to ``rules`` what is missing and removes what can't be right. When no call works the rules are
+    unchanged, and a note says why.
 
     Args:
-        rules: pattern -> style name.
         calls: returns, for a model, ways to run a copy of it on the meta device, of which one should work.
 
     Returns:
-        The rules, the reason for each added one, and notes. When no call works the rules are unchanged, and
-        a note says why they were not checked.
+        The rules, the reason for each added one, and notes.
 
     Raises:
         PlanError: an error lies in no block that could be left whole, or in every layer's.
@@ -98,16 +95,11 @@ _NOT_RUN = "the model can't be run on the meta device to look at it"
 
 
 def _trace(
-    model: nn.Module,
-    styles: dict[str, Style],
-    calls: Callable[[nn.Module], Iterable[Call]],
-    code: OwnCode,
+    model: nn.Module, styles: dict[str, Style], calls: CallsOf, code: OwnCode
 ) -> tuple[Flow | None, str]:
-    """Returns the flow of the first call that works, and ``""``.
-
-    Where the model itself can't be run, the models inside it that have a plan are run one by one; then the
-    second value is the error of the first call. The flow is None if one of these can't be run either.
-    """
+    """Returns the flow of the first call that works, and ``""``. Where the model can't be run, the models
+    inside it that have a plan are run instead, and the second value is the error of the first call; the
+    flow is None if one of these can't be run either."""
     trace = functools.partial(trace_flow, model, styles, code=code)
     flow, failed = _first(trace, calls(model), "")
     if flow is not None:
@@ -171,21 +163,19 @@ def styles_of(model: nn.Module, rules: Rules) -> dict[str, Style]:
 def _conflicts(
     model: nn.Module, styles: dict[str, Style], flow: Flow, tp_size: int
 ) -> list[Conflict]:
-    conflicts = list(flow.conflicts)
+    conflicts, both = list(flow.conflicts), []
     for path, uses in flow.local_uses.items():
+        owner = path.rpartition(".")[0]
         if _is_summed(path, styles):
-            continue
-        if path in flow.whole or _correction(model, path, uses, tp_size) is None:
+            if path in flow.whole:
+                text = f"{path!r} meets each rank's part, but is used alike on every rank too"
+                both.append(Conflict(text, frozenset([owner])))
+        elif path in flow.whole or _correction(model, path, uses, tp_size) is None:
             sources = frozenset[str]().union(*(use.sources for use in uses))
-            text = (
-                f"parameter {path!r} has no rule and meets each rank's part, of {quoted(sources)}"
-            )
-            conflicts.append(Conflict(text, sources | {path.rpartition(".")[0]}))
-    for path in flow.whole & flow.local_uses.keys():
-        if _is_summed(path, styles):
-            text = f"{path!r} meets each rank's part, but is used alike on every rank too"
-            conflicts.append(Conflict(text, frozenset([path.rpartition(".")[0]])))
-    return conflicts
+            of = quoted(sources)
+            text = f"parameter {path!r} has no rule and meets each rank's part, of {of}"
+            conflicts.append(Conflict(text, sources | {owner}))
+    return conflicts + both
 
 
 def _is_summed(path: str, styles: dict[str, Style]) -> bool:
@@ -276,10 +266,8 @@ def has_hf_plan(model: nn.Module) -> bool:
 
 
 def merged_plan(model: nn.Module) -> dict[str, str]:
-    """Returns the model's rules and those of the models inside it, with their paths in front.
-
-    Where two have the same pattern, the outer model's counts.
-    """
+    """Returns the model's rules and those of the models inside it, with their paths in front; where two have
+    the same pattern, the outer model's counts."""
     plan = _rules_of(model, "_tp_plan")
     config = getattr(model, "config", None)
     if getattr(model, "base_model", None) is model:
@@ -299,14 +287,8 @@ def _rules_of(owner: Any, attribute: str) -> dict[str, str]:
 
 
 def hf_plan(model: nn.Module, tp_size: int, example: Any = None) -> PlanSource:
-    """Returns the model's plan, without the rules that match nothing here, completed.
-
-    Args:
-        example: ``(args, kwargs)`` with which to run the model, where ``input_ids`` don't fit.
-
-    Raises:
-        PlanError: none of its rules matches, or it is wrong in a way that can't be corrected.
-    """
+    """Returns the model's plan, without the rules that match nothing here, completed. Raises PlanError if
+    none of its rules matches, or it is wrong in a way that can't be corrected."""
     own = merged_plan(model)
     names = _names(model)
     rules: Rules = _without_overlaps(own, names)
@@ -330,10 +312,8 @@ def _names(model: nn.Module) -> list[str]:
 
 
 def _without_overlaps(plan: Mapping[str, str], names: list[str]) -> Rules:
-    """Returns ``plan`` with one rule for each name: as in transformers the one whose ``*`` are all numbers.
-
-    Where two rules match, the more specific stays; the other is written out for the names it keeps.
-    """
+    """Returns ``plan`` with one rule for each name: as in transformers the one whose ``*`` are all numbers,
+    or else the more specific; the other is written out for the names it keeps."""
     kept: dict[str, list[str]] = {pattern: [] for pattern in plan}
     for name in names:
         matching = [pattern for pattern in plan if matches(pattern, name)]
@@ -366,7 +346,7 @@ def _call(example: Example) -> Call:
     args, kwargs = map_tensors(lambda t: t.to("meta"), example)
 
     def call(twin: nn.Module) -> Any:
-        # Attention in torch's functions; other kernels don't run on meta.
+        # Attention in torch's functions: other kernels don't run on meta.
         for module in twin.modules():
             config = getattr(module, "config", None)
             if config is not None and hasattr(config, "_attn_implementation"):

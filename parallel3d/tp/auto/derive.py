@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, islice
 from typing import Any
 
 import torch
@@ -50,13 +50,8 @@ from parallel3d.tp.styles.base import own_params
 
 @dataclass(frozen=True)
 class Group:
-    """Linear layers whose outputs are read by one other linear layer, and by nothing else.
-
-    Attributes:
-        owner: the innermost module around them that is called.
-        ups: the layers, to be split by output features.
-        down: the layer that reads them, to be split by input features.
-    """
+    """Linear layers, ``ups``, whose outputs are read by one other, ``down``, and by nothing else; to be split
+    by output and by input features. ``owner`` is the innermost module around them that is called."""
 
     owner: str
     ups: tuple[str, ...]
@@ -112,11 +107,7 @@ def owner_of(names: list[str], trace: Trace) -> str | None:
 
 
 class Kinds:
-    """Tells which groups are alike, so that one proof is enough for them.
-
-    Args:
-        modules: the model's, by path.
-    """
+    """Tells which groups are alike, so that one proof is enough for them."""
 
     def __init__(self, modules: Mapping[str, Any], trace: Trace) -> None:
         self._modules, self._trace = modules, trace
@@ -124,10 +115,9 @@ class Kinds:
 
     def of(self, group: Group) -> Any:
         """Returns a value that is equal for groups that are alike."""
-        owner = self._modules[group.owner]
         numbers = {int(part) for part in group.owner.split(".") if part.isdigit()}
         about = []
-        for name, module in owner.named_modules():
+        for name, module in self._modules[group.owner].named_modules():
             plain = tuple(
                 (key, value)
                 for key, value in sorted(vars(module).items())
@@ -158,26 +148,21 @@ def ways_to_split(
     """Yields ways to split the group, path in the model -> style, the most likely first. Most are wrong; the
     proof tells which is right."""
     modules = dict(model.named_modules())
-    cuts = list(_cuts(group, trace, layers))
-    features: list[dict[str, Style]] = [
-        {
-            **{n: Colwise(packed=cut[n]) if len(cut[n]) > 1 else Colwise() for n in group.ups},
-            group.down: Rowwise(),
-        }
-        for cut in cuts
-    ]
-    for styles in features:
+    features: list[tuple[set[int], dict[str, Style]]] = []
+    for cut in _cuts(group, trace, layers):
+        sizes = {n for name, sections in cut.items() for n in (*sections, layers[name].features)}
+        ups = {n: Colwise(packed=cut[n]) if len(cut[n]) > 1 else Colwise() for n in group.ups}
+        features.append((sizes, {**ups, group.down: Rowwise()}))
+    for _, styles in features:
         yield styles
         for style in _head_arguments(modules[group.owner], trace.calls[group.owner]):
             yield {group.owner: style, **styles}
-    count = 0
-    for cut, styles in zip(cuts, features, strict=True):
-        sizes = {n for name, sections in cut.items() for n in (*sections, layers[name].features)}
-        for local_sizes in _local_sizes(group, modules, sizes):
-            yield {**local_sizes, **styles}
-            count += 1
-            if count == _MOST_WAYS:
-                return
+    local = (
+        {**local_sizes, **styles}
+        for sizes, styles in features
+        for local_sizes in _local_sizes(group, modules, sizes)
+    )
+    yield from islice(local, _MOST_WAYS)
 
 
 def _head_arguments(owner: nn.Module, call: Call) -> Iterator[Style]:
@@ -211,11 +196,8 @@ def _cuts(
     if any(seen.values()):
         yield plain
     for parts in (3, 2):
-        packed = {
-            name: (layers[name].features // parts,) * parts
-            for name in group.ups
-            if layers[name].features % parts == 0
-        }
+        sizes = {name: divmod(layers[name].features, parts) for name in group.ups}
+        packed = {name: (size,) * parts for name, (size, rest) in sizes.items() if not rest}
         if packed and packed != seen:
             yield {**plain, **packed}
 
@@ -231,9 +213,9 @@ def _local_sizes(
             if type(value) is int and value > 1 and name not in _NEVER and not name.startswith("_"):
                 fits = value in sizes or ("head" in name and "dim" not in name)
                 (likely if fits else others).append((path, name))
-    tries = [c for number in (1, 2) for c in combinations(likely, number)]
+    tries = [*combinations(likely, 1), *combinations(likely, 2)]
     tries += [tuple(likely)] if likely else []
-    tries += [c for number in (1, 2) for c in combinations((*likely, *others), number)]
+    tries += [*combinations(likely + others, 1), *combinations(likely + others, 2)]
     for attributes in dict.fromkeys(tries):
         names: dict[str, tuple[str, ...]] = {}
         for path, name in attributes:
@@ -266,13 +248,7 @@ def derive_plan(model: nn.Module, tp_size: int, example: Any = None) -> PlanSour
     with the reason in the plan's notes. The vocabulary of the embedding, and of the head, is split too.
 
     Nothing depends on weights, time or the rank: all ranks derive the same plan. They needn't communicate,
-    and a process group may exist.
-
-    Args:
-        model: a plain model, possibly on the meta device; it isn't changed.
-        tp_size: the number of ranks of the ``tp`` axis.
-        example: ``(args, kwargs)`` for the model's forward, of a small batch. By default a Hugging Face
-            model's ``dummy_inputs``, or a guess from the first module with weights.
+    and a process group may exist. The arguments are those of :func:`auto_plan`.
 
     Raises:
         PlanError: the model can't be run, or nothing of it can be split; lists the reasons.
@@ -308,11 +284,7 @@ class DidNotRun(Exception):
 
 
 def run_once(model: nn.Module, layers: dict[str, Layer], example: Any = None) -> Trace:
-    """Returns the trace of ``model`` on ``example``, or else on an input that may fit it.
-
-    Raises:
-        DidNotRun: on none of them.
-    """
+    """Returns the trace of ``model`` on ``example``, or else on an input that may fit it; or DidNotRun."""
     inputs = [check_example(example)] if example is not None else list(examples(model))
     errors = []
     for args, kwargs in inputs:
@@ -421,18 +393,15 @@ class _Derivation:
         return f"{first}{second}"
 
     def _partial(self, owner: nn.Module, proof: Proof) -> dict[str, Style]:
-        """Returns styles for parameters that are used on each rank's part, whose gradients were partial in
-        the proof."""
+        """Returns styles for parameters whose gradients were partial in the proof."""
         modules = dict(owner.named_modules())
         styles: dict[str, Style] = {}
         for path in proof.partial:
             module = path.rpartition(".")[0]
-            beside = [join(module, name) for name in own_params(modules[module])]
-            beside = [name for name in beside if name not in proof.partial]
-            if beside:
-                raise NotEqual(
-                    f"the gradient of {path} is a part on each rank, that of {beside[0]} isn't"
-                )
+            for name in (join(module, name) for name in own_params(modules[module])):
+                if name not in proof.partial:
+                    why = f"the gradient of {path} is a part on each rank, that of {name} isn't"
+                    raise NotEqual(why)
             styles[module] = Replicated("partial")
         return styles
 
@@ -586,8 +555,8 @@ def auto_plan(model: nn.Module, tp_size: int, example: Any = None) -> dict[str, 
     Args:
         model: a plain model, possibly on the meta device.
         tp_size: the number of ranks of the ``tp`` axis.
-        example: ``(args, kwargs)`` of a small batch for the model's forward, where no input can be
-            guessed.
+        example: ``(args, kwargs)`` of a small batch for the model's forward. By default a Hugging Face
+            model's ``dummy_inputs``, or a guess from the first module with weights.
 
     Raises:
         PlanError: the model has no plan and none can be derived, or its plan would be wrong here.

@@ -53,14 +53,11 @@ def plan_packages(model: nn.Module) -> frozenset[str]:
 
 
 class OwnCode:
-    """Recognises code that a plan was not written for.
+    """Recognises code that a plan, which one of ``packages`` defines, was not written for.
 
     A plan is right only with its family's code between the split modules. A subclass with a forward of its
     own, a patched forward, a hook, or a registered attention function may mix heads or features of different
     ranks, which no rule shows.
-
-    Args:
-        packages: the packages that define the plans, from :func:`plan_packages`.
     """
 
     def __init__(self, packages: frozenset[str]) -> None:
@@ -69,8 +66,7 @@ class OwnCode:
 
     def runs_in(self, module: nn.Module) -> bool:
         """Whether ``module`` runs, or may run, code of other packages."""
-        patched = vars(module).get("forward")
-        if patched is not None and self._is(patched):
+        if self._is(vars(module).get("forward")):  # patched
             return True
         cls = type(module)
         if cls not in self._classes:
@@ -110,8 +106,7 @@ def _methods(cls: type) -> Iterator[Callable[..., Any]]:
 
 
 def _modules_of(function: Any) -> Iterator[str]:
-    """Yields the modules that define a function and all that it wraps. (``functools.wraps`` copies
-    ``__module__``.)"""
+    """Yields the modules that define a function and all that it wraps (``wraps`` copies ``__module__``)."""
     while function is not None:
         function = getattr(function, "__func__", function)
         scope = getattr(function, "__globals__", None)
@@ -126,8 +121,7 @@ class LocalUse:
     Attributes:
         shape: of the parameter, or of what was computed from parameters alone.
         local_shape: of the local tensor, as in the plain model.
-        apart: whether the local tensor's heads are a dim of their own, so that its last dim isn't split.
-        sources: the modules by which it is local.
+        apart, sources: of the local tensor, as in ``_Value``.
     """
 
     shape: tuple[int, ...]
@@ -193,22 +187,12 @@ def trace_flow(
     call: Callable[[nn.Module], Any],
     code: OwnCode,
 ) -> Flow:
-    """Runs a meta copy of ``model`` and records where local tensors of its ``styles`` are used.
-
-    Args:
-        styles: path -> style, for modules and for parameters.
-        call: runs the copy.
-        code: recognises code that the plan wasn't written for.
-
-    Raises:
-        Exception: any error of ``call``, such as that of code that needs values.
-    """
+    """Runs a meta copy of ``model`` by ``call``, whose errors it raises, and records where local tensors of
+    its ``styles`` (path of a module or a parameter -> style) are used."""
     with simulation_off():
-        memo: dict[int, Any] = {}
+        memo: dict[int, Any] = {id(b): torch.empty_like(b, device="meta") for b in model.buffers()}
         for p in model.parameters():
             memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
-        for buffer in model.buffers():
-            memo[id(buffer)] = torch.empty_like(buffer, device="meta")
         twin = copy.deepcopy(model, memo).eval()
         watch = _Watch(twin, styles, code)
         with torch.enable_grad(), watch:
@@ -245,8 +229,8 @@ class _Watch(TorchFunctionMode):
         return self._stack[-1][0] if self._stack else ""
 
     def _conflict(self, text: str, sources: frozenset[str], *modules: str) -> None:
-        """Records a conflict about local tensors of ``sources``, in ``modules``."""
-        text += f", of {quoted(sources)}"
+        """Records a conflict about local tensors of ``sources`` (none: about whole ones), in ``modules``."""
+        text += f", of {quoted(sources)}" if sources else ""
         self.flow.conflicts[Conflict(text, sources.union(modules))] = None
 
     # ---- modules ----
@@ -294,18 +278,17 @@ class _Watch(TorchFunctionMode):
         if isinstance(style, Rowwise) and style.input == "shard":
             if values and not values[0].sources:
                 text = f"{path!r} as {style} wants each rank's part, but its input is whole"
-                self.flow.conflicts[Conflict(text, frozenset([path]))] = None
+                self._conflict(text, frozenset(), path)
         elif isinstance(style, (Colwise, Rowwise, Experts, RopeOutput)):
             for sources in (value.sources for value in values if value.sources):
                 text = f"{path!r} as {style} wants a whole input, but gets parts"
                 self._conflict(text, sources, path)
 
     def _set_output(self, path: str, style: Any, output: Any) -> None:
+        local = isinstance(style, Colwise) and style.output == "shard"
+        sources = frozenset([path]) if local else frozenset[str]()
         for x in tensors_in(output):
-            local = isinstance(style, Colwise) and style.output == "shard"
-            sources = frozenset([path]) if local else frozenset[str]()
-            copied = isinstance(style, RopeOutput)
-            self._set(x, _Value(sources, False, None, copied, path))
+            self._set(x, _Value(sources, False, None, isinstance(style, RopeOutput), path))
 
     def check_result(self, result: Any) -> None:
         """Records a conflict if the model's output is local."""
@@ -346,7 +329,7 @@ class _Watch(TorchFunctionMode):
             if owner is not None and where not in self._holders.get(id(x), []):
                 name = getattr(func, "__name__", func)
                 text = f"{where or 'the model'!r} reads a parameter of {owner!r}, which is split, by {name}"
-                self.flow.conflicts[Conflict(text, frozenset([owner, where]))] = None
+                self._conflict(text, frozenset(), owner, where)
 
     def _check_reduction(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         """Records a conflict for a reduction over features of which each rank has a part."""

@@ -19,7 +19,7 @@ from itertools import accumulate
 
 from torch import Tensor, nn
 
-from parallel3d._layout.packing import Packing
+from parallel3d._layout.packing import Packing, cut_sections
 from parallel3d.errors import PlanError
 from parallel3d.tp.local_attributes import local_attributes, reads_of, width_attributes
 from parallel3d.tp.resolve import Attention, Projection, Resolution, Role, RuledModule, numberless
@@ -58,25 +58,21 @@ _ROLES: tuple[tuple[Role, set[str]], ...] = (
 def find_attention(
     ruled: dict[int, RuledModule], modules: dict[str, nn.Module]
 ) -> Iterator[Attention]:
-    """Yields the attention layers in which linears have Colwise with ``output="shard"``.
-
-    Args:
-        ruled: as in ``Resolution.ruled``.
-        modules: the model's, by path.
-    """
+    """Yields the attention layers in which linears have Colwise with ``output="shard"``; ``ruled`` is as in
+    ``Resolution``, ``modules`` are the model's by path."""
     colwise: dict[str, list[Projection]] = {}  # by parent
     rowwise: dict[str, list[Projection]] = {}
-    for key, one in ruled.items():
+    for one in ruled.values():
         parent, _, name = one.name.rpartition(".")
         try:
             kind = linear_kind(one.style, one.module)
         except PlanError:
             continue
         if isinstance(one.style, Colwise) and one.style.output == "shard":
-            made = Projection(key, one, _role(name), kind.out_features, kind.out_dim)
+            made = Projection(one, _role(name), kind.out_features, kind.out_dim)
             colwise.setdefault(parent, []).append(made)
         elif isinstance(one.style, Rowwise) and one.style.input == "shard":
-            made = Projection(key, one, "other", kind.in_features, kind.in_dim)
+            made = Projection(one, "other", kind.in_features, kind.in_dim)
             rowwise.setdefault(parent, []).append(made)
     for parent, inputs in colwise.items():
         roles = {p.role for p in inputs}
@@ -124,10 +120,8 @@ def _with_heads(layer: Attention) -> Attention:
         why = f"no number of heads fits its sizes; looked for {', '.join(NUMBERS)}"
         return replace(layer, why=why)
     kv = _kv_heads(layer, heads, size)
-    if kv is None:
-        why = f"no number of key and value heads, to {heads} heads, fits its sizes"
-        return replace(layer, heads=heads, why=why)
-    return replace(layer, heads=heads, kv_heads=kv)
+    why = f"no number of key and value heads, to {heads} heads, fits its sizes"
+    return replace(layer, heads=heads, kv_heads=kv, why=why if kv is None else "")
 
 
 def _kv_heads(layer: Attention, heads: int, size: int | None) -> int | None:
@@ -171,19 +165,6 @@ def _numbers(module: nn.Module, names: tuple[str, ...]) -> Iterator[int]:
 def share_out(number: int, ranks: int) -> tuple[int, ...]:
     """Splits ``number`` evenly; the first ranks get one more."""
     return tuple(number // ranks + (rank < number % ranks) for rank in range(ranks))
-
-
-def pack_heads(dim: int, sections: tuple[int, ...], heads: tuple[int, ...]) -> Packing:
-    """Returns the packing of ``sections`` along ``dim``, in each of which rank r has ``heads[r]`` heads."""
-    rows: list[list[tuple[int, int]]] = [[] for _ in heads]
-    at = 0
-    for section in sections:
-        unit = section // sum(heads)
-        for held, number in zip(rows, heads, strict=True):
-            if number:
-                held.append((at, number * unit))
-            at += number * unit
-    return Packing(dim, tuple(map(tuple, rows)))
 
 
 def align_heads(resolution: Resolution) -> None:
@@ -251,7 +232,7 @@ class _Alignment:
         try:
             if not even:
                 # First, as it changes nothing if a parameter that is split has no part for each head.
-                self.split_params(share_out(self.heads, self.tp) if shared else kv)
+                self.split_params(self.heads if shared else self.kv_heads)
         except _Unfit as unfit:
             self.keep_whole(str(unfit))
             return
@@ -260,7 +241,7 @@ class _Alignment:
             return
         if not even:
             for p in self.layer.projections:
-                self.split_heads(p, kv)
+                self.split_heads(p, self.kv_heads)
             self.note(f"{self.kv_heads} groups of heads as {kv}")
         self.set_attributes([n * self.layer.group for n in kv], kv)
 
@@ -268,20 +249,15 @@ class _Alignment:
         """Gives each rank query heads, and the key and value heads that they attend to."""
         layer, tp = self.layer, self.tp
         query = share_out(self.heads, tp)
-        ends = list(accumulate(query))
         # [rank][local query head] -> the key and value head it attends to
         attended = [
             [head // layer.group for head in range(end - number, end)]
-            for end, number in zip(ends, query, strict=True)
+            for end, number in zip(accumulate(query), query, strict=True)
         ]
-        distinct = [sorted(set(heads)) for heads in attended]
-        groups = {
-            heads.count(head) for heads, kv in zip(attended, distinct, strict=True) for head in kv
-        }
+        kv_heads, group = attended, 1
+        groups = {heads.count(head) for heads in attended for head in heads}
         if len(groups) == 1:  # alike on all ranks: the module's own repetition does it
-            kv_heads, group = distinct, groups.pop()
-        else:
-            kv_heads, group = attended, 1
+            kv_heads, group = [sorted(set(heads)) for heads in attended], groups.pop()
         for p in layer.projections:
             if p.role in ("key", "value"):
                 style = p.ruled.style
@@ -292,9 +268,9 @@ class _Alignment:
                     kv_heads=self.kv_heads,
                     heads=tuple(map(tuple, kv_heads)),
                 )
-                self.resolution.ruled[p.key] = replace(p.ruled, style=made)
+                self.resolution.ruled[id(p.ruled.module)] = replace(p.ruled, style=made)
             elif self.heads % tp:
-                self.split_heads(p, query)
+                self.split_heads(p, self.heads)
         self.set_attributes(query, [len(heads) for heads in kv_heads], group)
         self.note(f"ranks share key and value heads: {self.kv_heads} for {self.heads} query heads")
 
@@ -315,18 +291,19 @@ class _Alignment:
 
     def inside(self) -> list[tuple[int, RuledModule]]:
         """Returns the modules with a style in the layer, the layer itself among them."""
-        name, outputs = self.layer.name, {p.key for p in self.layer.outputs}
+        name, outputs = self.layer.name, {id(p.ruled.module) for p in self.layer.outputs}
         return [
             (key, ruled)
             for key, ruled in self.resolution.ruled.items()
             if name in ("", ruled.name) or ruled.name.startswith(f"{name}.") or key in outputs
         ]
 
-    def split_heads(self, p: Projection, heads: tuple[int, ...]) -> None:
-        """Gives rank r ``heads[r]`` heads, or groups of heads, of a projection."""
-        packing = pack_heads(p.dim, self.sections(p), heads)
+    def split_heads(self, p: Projection, heads: int) -> None:
+        """Gives each rank whole ones of a projection's ``heads``, or groups of heads."""
+        sections = self.sections(p)
+        packing = cut_sections(p.dim, sections, self.tp, tuple(n // heads for n in sections))
         style = replace(p.ruled.style, packed=packing, multiple_of=1)  # type: ignore[call-arg]
-        self.resolution.ruled[p.key] = replace(p.ruled, style=style)
+        self.resolution.ruled[id(p.ruled.module)] = replace(p.ruled, style=style)
 
     def sections(self, p: Projection) -> tuple[int, ...]:
         """Returns the sizes of the sections of a projection's features."""
@@ -334,16 +311,18 @@ class _Alignment:
         assert isinstance(style, (Colwise, Rowwise)) and not isinstance(style.packed, Packing)
         return sections_of(p.ruled.name, p.size, style.packed)
 
-    def split_params(self, heads: tuple[int, ...]) -> None:
-        """Gives rank r ``heads[r]`` heads' part of the layer's own parameters that the plan splits."""
+    def split_params(self, heads: int) -> None:
+        """Gives each rank its heads' part of the layer's own parameters that the plan splits."""
 
         def split(style: Style, param: Tensor | None) -> Style:
             if param is None or not isinstance(style, Colwise):
                 return style
             dim = max(param.dim() - 2, 0)
-            if param.shape[dim] % sum(heads):
+            size, rest = divmod(param.shape[dim], heads)
+            if rest:
                 raise _Unfit(f"a parameter of {tuple(param.shape)} has no part for each head")
-            return replace(style, packed=pack_heads(dim, (param.shape[dim],), heads))
+            packing = cut_sections(dim, (param.shape[dim],), self.tp, size)
+            return replace(style, packed=packing)
 
         for key, ruled in self.inside():
             if isinstance(ruled.style, LocalParams):

@@ -13,14 +13,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate
 
-from parallel3d._layout.param_layout import local_chunk
 from parallel3d._torch.autograd import TorchDispatchMode
-from parallel3d._util.trees import map_tensors, tensors_in
+from parallel3d._util.trees import tensors_in
 from parallel3d.errors import PlanError
 from parallel3d.tp.auto.heads import align_heads
-from parallel3d.tp.auto.trace import Call, copy_with, random_like
+from parallel3d.tp.auto.trace import Call, copy_with, map_once, random_like
 from parallel3d.tp.collectives import SequenceLength, TpAxis
 from parallel3d.tp.local_attributes import PlannedAttribute
 from parallel3d.tp.resolve import PlanSource, Resolution
@@ -105,11 +104,7 @@ class ThreadAxis(TpAxis):
 
 
 def run_ranks(size: int, run: Callable[[ThreadAxis], ResultT]) -> list[ResultT]:
-    """Returns ``run(axis)`` of each of ``size`` ranks, which run at once.
-
-    Raises:
-        Exception: the error of the first rank that failed; the others end too.
-    """
+    """Returns ``run(axis)`` of each of ``size`` ranks, which run at once; raises the first rank's error."""
     exchange = _Exchange(size)
     results: list[Any] = [None] * size
     errors: dict[int, Exception] = {}
@@ -136,6 +131,7 @@ def run_ranks(size: int, run: Callable[[ThreadAxis], ResultT]) -> list[ResultT]:
 
 
 _TOLERANCE = 1e-8
+_WHOLE = ParamRule(Replicate())
 
 
 class NotEqual(Exception):
@@ -260,7 +256,7 @@ class Prover:
             self._computed.add(id(made))
             return made
 
-        return _map_once(fresh, (self._call.args, self._call.kwargs))
+        return map_once(fresh, (self._call.args, self._call.kwargs))
 
     def _run(self, model: nn.Module, training: bool) -> _Result:
         model.double().train(training)
@@ -274,7 +270,7 @@ class Prover:
                 leaves.append(copy.requires_grad_())
             return copy
 
-        args, kwargs = _map_once(leaf, self._inputs)
+        args, kwargs = map_once(leaf, self._inputs)
         with torch.enable_grad(), _Deterministic():
             tensors = list(tensors_in(model(*args, **kwargs)))
             if len(tensors) != len(self._whole):
@@ -307,8 +303,8 @@ class Prover:
         names = {id(p): n for n, p in self._original.named_parameters()}
 
         def part(param: nn.Parameter) -> nn.Parameter:
-            whole = self._weights[names[id(param)]]
-            return nn.Parameter(_part(whole, by_param.get(id(param)), axis.size, axis.rank))
+            whole, rule = self._weights[names[id(param)]], by_param.get(id(param), _WHOLE)
+            return nn.Parameter(rule.part(whole, axis.size, axis.rank).detach())
 
         model = copy_with(self._original, part)
         modules = dict(model.named_modules(remove_duplicate=False))
@@ -337,14 +333,14 @@ class Prover:
         partial: set[str],
     ) -> float:
         """Returns the largest difference; adds those whose gradients must be summed to ``partial``."""
-        worst = 0.0
+        found = [0.0]
         for result in got:
             for i, (a, b) in enumerate(zip(result.outputs, want.outputs, strict=True)):
-                worst = max(worst, _difference(f"output {i}", a, b))
+                found.append(_difference(f"output {i}", a, b))
             for name, buffer in want.buffers.items():
-                worst = max(worst, _difference(f"buffer {name}", result.buffers.get(name), buffer))
+                found.append(_difference(f"buffer {name}", result.buffers.get(name), buffer))
             for i, (x, y) in enumerate(zip(result.input_grads, want.input_grads, strict=True)):
-                worst = max(worst, _difference(f"the gradient of input {i}", x, y))
+                found.append(_difference(f"the gradient of input {i}", x, y))
         planned = {  # path in the module -> rule
             f"{module}.{name}".lstrip("."): rule
             for module, own in rules.items()
@@ -367,12 +363,12 @@ class Prover:
             if summed:
                 parts = [g for g in grads if g is not None]
                 total = torch.stack(parts).sum(0) if parts else None
-                worst = max(worst, _difference(what, total, grad))
+                found.append(_difference(what, total, grad))
                 continue
             for rank, g in enumerate(grads):
-                wanted = None if grad is None else _part(grad, rule, len(got), rank)
-                worst = max(worst, _difference(what, g, wanted))
-        return worst
+                wanted = None if grad is None else (rule or _WHOLE).part(grad, len(got), rank)
+                found.append(_difference(what, g, wanted))
+        return max(found)
 
 
 def _take_buffers(model: nn.Module, before: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -387,27 +383,6 @@ def _take_buffers(model: nn.Module, before: dict[str, Tensor]) -> dict[str, Tens
     return changed
 
 
-def _map_once(fn: Any, tree: Any) -> Any:
-    """``map_tensors`` that replaces all occurrences of a tensor by one tensor."""
-    made: dict[int, Tensor] = {}
-
-    def once(tensor: Tensor) -> Tensor:
-        if id(tensor) not in made:
-            made[id(tensor)] = fn(tensor)
-        return made[id(tensor)]
-
-    return map_tensors(once, tree)
-
-
-def _part(whole: Tensor, rule: ParamRule | None, size: int, rank: int) -> Tensor:
-    """Returns a rank's part of a parameter."""
-    if rule is None or not isinstance(rule.placement, Shard):
-        return whole.detach()
-    if rule.packing is not None:
-        return rule.packing.take(whole, rank)
-    return local_chunk(whole, rule.placement.dim, size, rank)
-
-
 def _differs(got: Tensor | None, want: Tensor | None) -> bool:
     try:
         _difference("", got, want)
@@ -417,8 +392,7 @@ def _differs(got: Tensor | None, want: Tensor | None) -> bool:
 
 
 def _difference(what: str, got: Tensor | None, want: Tensor | None) -> float:
-    """Returns the largest difference, relative to the largest number of ``want``; raises NotEqual if it is
-    above the tolerance."""
+    """Returns the largest difference relative to the largest number of ``want``, or raises NotEqual."""
     if want is None or got is None:
         there = got if want is None else want
         if there is not None and _largest(there) > 0:
@@ -451,10 +425,10 @@ class _Deterministic(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         name = func._schema.name
         if name in ("aten::bernoulli_", "aten::bernoulli"):
-            mean = (
-                args[1] if len(args) > 1 else kwargs.get("p", 0.5 if name[-1] == "_" else args[0])
-            )
-            drawn = args[0] if name[-1] == "_" else args[0].clone()
+            in_place = name[-1] == "_"
+            default = 0.5 if in_place else args[0]
+            mean = args[1] if len(args) > 1 else kwargs.get("p", default)
+            drawn = args[0] if in_place else args[0].clone()
             return drawn.copy_(mean) if isinstance(mean, Tensor) else drawn.fill_(mean)
         if name == "aten::native_dropout":
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)

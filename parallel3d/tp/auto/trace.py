@@ -31,8 +31,7 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 def copy_with(module: ModuleT, make: Callable[[nn.Parameter], nn.Parameter]) -> ModuleT:
     """Returns a copy of ``module`` on the CPU with ``make(p)`` in the place of each parameter ``p``; ties
-    stay. Buffers are copied; those on the meta device, which have no values, are random, the same ones in
-    all copies."""
+    stay. Buffers are copied; those on meta, without values, are random, the same ones in all copies."""
     memo: dict[int, object] = {id(param): make(param) for param in module.parameters()}
     generator = torch.Generator().manual_seed(0)
     for whole in module.buffers():
@@ -61,18 +60,25 @@ def random_like(param: nn.Parameter, generator: torch.Generator) -> Tensor:
     return made.uniform_(-bound, bound, generator=generator)
 
 
+def map_once(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """``map_tensors`` that replaces all occurrences of a tensor by one tensor."""
+    once: dict[int, Tensor] = {}
+
+    def made(tensor: Tensor) -> Tensor:
+        if id(tensor) not in once:
+            once[id(tensor)] = fn(tensor)
+        return once[id(tensor)]
+
+    return map_tensors(made, tree)
+
+
 INPUT, OUTPUT = "(the model's input)", "the model's output"
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A module that the trace runs as one operation.
-
-    Attributes:
-        kind: ``"linear"``, ``"embedding"``, ``"attention"`` (``nn.MultiheadAttention``) or ``"norm"``, whose
-            output has the size of its input.
-        features: the last size of its output; of a norm 0.
-    """
+    """A module that the trace runs as one operation: ``"linear"``, ``"embedding"``, ``"attention"``
+    (``nn.MultiheadAttention``) or ``"norm"``. ``features`` is the last size of its output; of a norm 0."""
 
     kind: str
     features: int
@@ -124,11 +130,7 @@ class Trace:
 def trace(
     model: nn.Module, layers: dict[str, Layer], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Trace:
-    """Runs a copy of ``model`` without weights on ``args`` and ``kwargs``.
-
-    Args:
-        layers: path -> layer, of the modules that run as one operation.
-    """
+    """Runs a copy of ``model`` without weights; ``layers``, path -> layer, run as one operation."""
     copied = copy_with(model, weightless).eval()
     for module in copied.modules():
         for name, buffer in module._buffers.items():
@@ -226,12 +228,12 @@ class _Recorder(TorchDispatchMode):
             self.trace.reads[name] = self.trace.reads.get(name, frozenset()) | sources
             self.give(output, frozenset({name}))
             self._direct[_place(output)] = name
-            if layer.kind == "attention":
-                # Attention weights, if returned, have no known reader: they are compared.
-                wants = kwargs.get("need_weights", args[4] if len(args) > 4 else True)
-                self.trace.calls[name].outputs = [frozenset({name})] * (2 if wants else 1)
-                return output, output.new_zeros(()) if wants else None
-            return output
+            if layer.kind != "attention":
+                return output
+            # Attention weights, if returned, have no known reader: they are compared.
+            wants = kwargs.get("need_weights", args[4] if len(args) > 4 else True)
+            self.trace.calls[name].outputs = [frozenset({name})] * (2 if wants else 1)
+            return output, output.new_zeros(()) if wants else None
 
         module.forward = forward
 
@@ -251,19 +253,17 @@ class _Recorder(TorchDispatchMode):
         module.register_forward_hook(after, with_kwargs=True)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        copies: dict[int, Tensor] = {}
         computed: set[int] = set()
 
         def note(tensor: Tensor) -> Tensor:
-            if id(tensor) not in copies:
-                copies[id(tensor)] = made = tensor.detach().clone()
-                if self.of(tensor):
-                    computed.add(id(made))
-            return copies[id(tensor)]
+            made = tensor.detach().clone()
+            if self.of(tensor):
+                computed.add(id(made))
+            return made
 
-        kept = map_tensors(note, (args, kwargs))
         self._kept.append((args, kwargs))
-        return Call(kept[0], kept[1], computed)
+        kept_args, kept_kwargs = map_once(note, (args, kwargs))
+        return Call(kept_args, kept_kwargs, computed)
 
 
 _COPIES = {"detach", "clone", "alias", "_to_copy", "lift_fresh", "contiguous", "empty_like"}
@@ -316,8 +316,8 @@ def _hugging_face(model: Any) -> Iterator[Example]:
     extra = {"use_cache": False} if getattr(config, "use_cache", None) is not None else {}
     if name == "pixel_values":
         size = getattr(config, "image_size", 32)
-        height, width = size if isinstance(size, (tuple, list)) else (size, size)
-        yield (), {name: torch.randn(_BATCH, getattr(config, "num_channels", 3), height, width)}
+        sizes = size if isinstance(size, (tuple, list)) else (size, size)
+        yield (), {name: torch.randn(_BATCH, getattr(config, "num_channels", 3), *sizes)}
         return
     inputs = dict(model.dummy_inputs)
     if name == "input_ids" and getattr(config, "is_encoder_decoder", False):
@@ -341,11 +341,9 @@ def _inputs_for(model: nn.Module) -> Iterator[torch.Tensor]:
                 yield torch.randn(_BATCH, module.in_channels, *(k * times for k in kernel))
             for size in (224, 32, 28, 64, 256, 384):
                 yield torch.randn(_BATCH, module.in_channels, size, size)
-        else:
-            features = _features(module)
-            if features:
-                yield torch.randn(_BATCH, _LENGTH, features)
-                yield torch.randn(_BATCH, features)
+        elif features := _features(module):
+            yield torch.randn(_BATCH, _LENGTH, features)
+            yield torch.randn(_BATCH, features)
 
 
 def _features(module: Any) -> int | None:
@@ -382,8 +380,8 @@ def find_layers(model: nn.Module) -> dict[str, Layer]:
 def with_patterns(
     styles: Mapping[str, Style], why: Mapping[str, str], modules: Mapping[str, nn.Module]
 ) -> tuple[dict[str, str | Style], dict[str, str]]:
-    """Merges the rules of modules that differ only in numbers into one, where it matches no other module.
-    Returns the rules and their reasons."""
+    """Returns the rules and their reasons; modules that differ only in numbers have one rule, where it
+    matches no other module."""
     rules: dict[str, str | Style] = {}
     reasons: dict[str, str] = {}
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.nn import functional as F
 
-from parallel3d._layout.packing import Packing, cut_sections
+from parallel3d._layout.packing import cut_sections
 from parallel3d.errors import PlanError
 from parallel3d.tp.collectives import (
     SequenceLength,
@@ -42,6 +42,7 @@ class SplitHeads(Style):
     """
 
     random_before: ClassVar = True  # dropout inside is on this rank's heads
+    random_after: ClassVar[RandomLayout] = "whole"
 
     def plan(self, module: Any, tp: int) -> dict[str, ParamRule]:
         if not is_plain(module, nn.MultiheadAttention):
@@ -65,9 +66,8 @@ class SplitHeads(Style):
         )
 
     def inside(self, module: Any) -> dict[str, Style]:
-        if not is_plain(module, nn.MultiheadAttention):
-            return {}
-        return {"out_proj": _OutProjection(module.num_heads)}
+        plain = is_plain(module, nn.MultiheadAttention)
+        return {"out_proj": _OutProjection(module.num_heads)} if plain else {}
 
     def install(self, module: nn.Module, axis: TpAxis, sequence: SequenceLength) -> None:
         bind_forward(module, split_heads, TpState(self, axis, sequence))
@@ -75,10 +75,6 @@ class SplitHeads(Style):
     def traffic(self, module: Any, tp: int) -> tuple[Traffic, ...]:
         size = module.embed_dim
         return *sum_traffic("replicate", size), *input_traffic("replicate", size)
-
-    @property
-    def random_after(self) -> RandomLayout:
-        return "whole"
 
 
 @dataclass(frozen=True)
@@ -94,8 +90,7 @@ class _OutProjection(Style):
 
 @dataclass(frozen=True)
 class NoFastPath(Style):
-    """Makes torch's transformer encoder and its layers call the modules inside them in inference too, where
-    they otherwise read whole weights by themselves."""
+    """Makes torch's transformer encoder and its layers call the modules inside them in inference too."""
 
     def plan(self, module: nn.Module, tp: int) -> dict[str, ParamRule]:
         return {}
@@ -160,7 +155,7 @@ def split_heads(
     if weights is not None and average_attn_weights:  # (B, h, L, S) -> (B, L, S)
         weights = reduce_from_tp(weights.sum(1) / self.num_heads, tp.axis, in_place=True)
     elif weights is not None:  # (B, h, L, S) -> (B, heads, L, S)
-        weights = gather_packed(weights, _local_heads(self.num_heads, tp), tp.axis)
+        weights = gather_packed(weights, cut_sections(1, (self.num_heads,), tp.axis.size), tp.axis)
     if not batched:
         return out.squeeze(0), None if weights is None else weights.squeeze(0)
     return (out if self.batch_first else out.transpose(0, 1)), weights
@@ -198,7 +193,7 @@ def _merge_masks(
         if mask.dim() == 3:
             # One mask for each head.
             mask = mask.unflatten(0, (-1, self.num_heads))
-            mask = _local_heads(self.num_heads, tp).take(mask, tp.axis.rank)
+            mask = cut_sections(1, (self.num_heads,), tp.axis.size).take(mask, tp.axis.rank)
         elif mask.dim() != 2:
             raise RuntimeError(f"attn_mask has {mask.dim()} dims; it must have 2 or 3")
     if padding is not None:
@@ -215,11 +210,6 @@ def _as_numbers(name: str, mask: Tensor, like: Tensor) -> Tensor:
         raise RuntimeError(f"{name} is {mask.dtype}; it must be bool or floating-point")
     zeros = torch.zeros(mask.shape, dtype=like.dtype, device=mask.device)
     return zeros.masked_fill(mask, float("-inf"))
-
-
-def _local_heads(heads: int, tp: TpState) -> Packing:
-    """The heads of each rank, as a packing of dim 1."""
-    return cut_sections(1, (heads,), tp.axis.size)
 
 
 @dataclass(frozen=True)

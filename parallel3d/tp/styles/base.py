@@ -14,13 +14,13 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any, ClassVar, Literal
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 
 from parallel3d._layout.packing import Packing
+from parallel3d._layout.param_layout import local_chunk
 from parallel3d.errors import PlanError
 from parallel3d.tp.collectives import SequenceLength, TpAxis
 
@@ -43,6 +43,14 @@ class ParamRule:
         """Whether a module that uses the parameter without a rule of its own would be wrong."""
         changed = self.tp_grad == "partial" or self.compute == "dtensor"
         return changed or isinstance(self.placement, Shard)
+
+    def part(self, whole: Tensor, size: int, rank: int) -> Tensor:
+        """Returns the part of a parameter, or of its gradient, that ``rank`` of ``size`` holds."""
+        if self.packing is not None:
+            return self.packing.take(whole, rank)
+        if isinstance(self.placement, Shard):
+            return local_chunk(whole, self.placement.dim, size, rank)
+        return whole
 
     def describe(self) -> str:
         """Returns the rule in words."""
@@ -162,11 +170,7 @@ class LinearKind:
 
 
 def linear_kind(style: object, module: Any) -> LinearKind:
-    """Returns ``module`` as a linear layer, for ``style``.
-
-    Raises:
-        PlanError: it is no linear layer, or its forward computes something else.
-    """
+    """Returns ``module`` as a linear layer, for ``style``; PlanError if it computes something else."""
     if is_plain(module, nn.Linear) or calls_forward_of(module, nn.Linear):
         return LinearKind(
             module.out_features, module.in_features, "out_features", "in_features", 0, 1, nn.Linear
@@ -244,15 +248,12 @@ _ARITHMETIC = {"+", "-", "*", "/", "+=", "-=", "*=", "/="}
 def _is_arithmetic(forward: Callable[..., Any], module: nn.Module) -> bool:
     for name in set(forward.__code__.co_names) - _OF_ELEMENTS:
         value = getattr(module, name, None)
-        if isinstance(value, torch.Tensor):
-            if value.dim() or isinstance(value, nn.Parameter):
-                return False
-        elif not isinstance(value, (int, float)):
+        one = isinstance(value, Tensor) and not (value.dim() or isinstance(value, nn.Parameter))
+        if not one and not isinstance(value, (int, float)):
             return False
     for step in _steps(forward):
-        if any(part in step.opname for part in ("SUBSCR", "SLICE", "BUILD")):
-            return False
-        if step.opname == "BINARY_OP" and step.argrepr not in _ARITHMETIC:
+        selects = any(part in step.opname for part in ("SUBSCR", "SLICE", "BUILD"))
+        if selects or (step.opname == "BINARY_OP" and step.argrepr not in _ARITHMETIC):
             return False
     return True
 
@@ -262,9 +263,7 @@ class Traffic:
     """One collective of a module's forward or backward over ``tp``, for the report.
 
     Attributes:
-        op: ``"all-reduce"``, ``"all-gather"`` or ``"reduce-scatter"``; ``"torch's own"``: the collectives of
-            DTensors.
-        phase: when it runs.
+        op: ``"torch's own"``: the collectives of DTensors.
         elements: elements per token of the whole tensor that is reduced or gathered; None if that depends on
             the input.
     """
@@ -345,11 +344,8 @@ class Style(ABC):
         return {}
 
     def with_params(self, params: dict[str, "Style"]) -> "Style":
-        """Returns this style with rules for some of its module's own parameters, by name.
-
-        Raises:
-            PlanError: it has no field ``params``.
-        """
+        """Returns this style with rules for some of its module's own parameters, by name; PlanError if it
+        has no field ``params``."""
         if "params" in self.__dataclass_fields__:
             return replace(self, params=(*self.params, *params.items()))  # type: ignore[attr-defined,call-arg]
         raise PlanError(

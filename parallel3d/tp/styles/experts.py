@@ -39,6 +39,7 @@ class Experts(Style):
     """
 
     random_before: ClassVar = True
+    random_after: ClassVar[RandomLayout] = "whole"
 
     params: tuple[tuple[str, Style], ...] = ()
 
@@ -105,12 +106,11 @@ class Experts(Style):
         return found
 
     def install(self, module: nn.Module, axis: TpAxis, sequence: SequenceLength) -> None:
-        once = tuple(  # biases that every rank holds whole
+        biases = {name: p for name, p in own_params(module).items() if name.endswith("bias")}
+        once = tuple(  # those that every rank holds whole
             name
-            for name, param in own_params(module).items()
-            if name.endswith("bias")
-            and isinstance(param, DTensor)
-            and isinstance(param.placements[0], Replicate)
+            for name, p in biases.items()
+            if isinstance(p, DTensor) and isinstance(p.placements[0], Replicate)
         )
         bind_forward(module, experts, TpState(self, axis, sequence, once=once))
 
@@ -123,10 +123,6 @@ class Experts(Style):
             if size is None and isinstance(rule.placement, Shard) and len(shape) == 3:
                 size = int(shape[3 - rule.placement.dim])
         return *sum_traffic("replicate", size), *input_traffic("replicate", size)
-
-    @property
-    def random_after(self) -> RandomLayout:
-        return "whole"
 
 
 @dataclass(frozen=True)
@@ -170,9 +166,8 @@ def identity_expert(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _copy(value: Any, tp: TpState) -> Any:
-    if isinstance(value, Tensor) and value.is_floating_point():
-        return take_input(value, "replicate", 0, tp)
-    return value
+    is_activation = isinstance(value, Tensor) and value.is_floating_point()
+    return take_input(value, "replicate", 0, tp) if is_activation else value
 
 
 # Words in the names of attributes that hold an expert's width, where another size is the same number.

@@ -14,7 +14,7 @@ from parallel3d._layout.packing import Packing, cut_sections, pick_by_rank
 from parallel3d._torch.autograd import assert_async
 from parallel3d._torch.simulated import combine_ranks, ranks_of, value_on_rank
 from parallel3d.errors import PlanError, StateError
-from parallel3d.tp.collectives import SequenceLength, TpAxis
+from parallel3d.tp.collectives import SequenceLength, TpAxis, copy_by_rank
 from parallel3d.tp.forwards import (
     TpState,
     bind_base_forward,
@@ -92,9 +92,7 @@ def vocab_parallel_embedding(self: Any, input: Tensor) -> Tensor:
     tp: TpState = self._parallel3d_tp
     size, chunk = self.num_embeddings, tp.axis.chunk(self.num_embeddings)
     start = tp.axis.rank * chunk
-    ids = input
-    if isinstance(start, torch.SymInt):  # simulated ranks: a factory call makes one tensor each
-        ids = torch.empty(ids.shape, dtype=ids.dtype, device=ids.device).copy_(ids)
+    ids = copy_by_rank(input, tp.axis)
     assert_async(((ids >= 0) & (ids < size)).all(), f"an id is outside the vocabulary of {size}")
     local = ids - start
     elsewhere = (local < 0) | (local >= chunk)

@@ -1,9 +1,8 @@
 """Loss parallel: an output head that keeps its logits split, or computes them only when they are needed."""
 
-import dataclasses
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,7 +43,7 @@ class LogitsHead(Style):
     def traffic(self, module: nn.Module, tp: int) -> tuple[Traffic, ...]:
         # The loss reduces two numbers a token.
         loss = (Traffic("all-reduce", "forward", 1),) * 2
-        return *dataclasses.replace(self.head, output="shard").traffic(module, tp), *loss
+        return *replace(self.head, output="shard").traffic(module, tp), *loss
 
     @property
     def takes_parts(self) -> bool:
@@ -90,17 +89,13 @@ def chunk_whole_head(model: nn.Module, plan: ResolvedPlan | None) -> None:
 
 
 def with_loss_parallel(plan: ResolvedPlan, model: nn.Module, *, chunked: bool) -> ResolvedPlan:
-    """Returns ``plan`` with its output head under loss parallel.
-
-    Raises:
-        PlanError: the plan has no column-parallel head, or several that may be it.
-    """
+    """Returns ``plan`` with its output head, which :func:`find_head` finds, under loss parallel."""
     modules = {planned.name: planned for planned in plan.modules}
     name = find_head(model, plan)
     style = LogitsHead(modules[name].style, chunked)  # type: ignore[arg-type]
     traffic = style.traffic(model.get_submodule(name), plan.tp_size) if plan.tp_size > 1 else ()
-    modules[name] = dataclasses.replace(modules[name], style=style, traffic=traffic)
-    return dataclasses.replace(plan, modules=tuple(modules.values()))
+    modules[name] = replace(modules[name], style=style, traffic=traffic)
+    return replace(plan, modules=tuple(modules.values()))
 
 
 def find_head(model: nn.Module, plan: ResolvedPlan | None) -> str:
@@ -114,15 +109,10 @@ def find_head(model: nn.Module, plan: ResolvedPlan | None) -> str:
         PlanError: there is none, or several.
     """
     modules = dict(model.named_modules())
+    split = {n for n, m in modules.items() if is_plain(m, nn.Linear)}
     if plan is not None:
-        split = {
-            planned.name
-            for planned in plan.modules
-            if isinstance(planned.style, Colwise)
-            and all(p.rule.packing is None for p in planned.params)
-        }
-    else:
-        split = {n for n, m in modules.items() if is_plain(m, nn.Linear)}
+        colwise = (planned for planned in plan.modules if isinstance(planned.style, Colwise))
+        split = {one.name for one in colwise if all(p.rule.packing is None for p in one.params)}
     heads = {n: m for n, m in modules.items() if isinstance(m, nn.Linear) and n in split}
     method, own = getattr(model, "get_output_embeddings", None), None
     # transformers' base class raises for a model without a head.

@@ -6,7 +6,7 @@ from torch import Tensor
 from parallel3d._torch.autograd import untraced
 from parallel3d.errors import Parallel3dError
 from parallel3d.tp.collectives import TpAxis, copy_to_tp
-from parallel3d.tp.vocab_parallel.cross_entropy import LossOptions
+from parallel3d.tp.vocab_parallel.rows import LossOptions
 from parallel3d.tp.vocab_parallel.vocab_logits import (
     VocabLogits,
     lazy_logits,

@@ -31,24 +31,20 @@ from parallel3d._torch.autograd import (
 from parallel3d._util.trees import map_tensors, tensors_in
 from parallel3d.errors import StateError
 from parallel3d.tp.collectives import TpAxis, gather_from_tp
-from parallel3d.tp.vocab_parallel.cross_entropy import CrossEntropy, LossOptions
 from parallel3d.tp.vocab_parallel.rows import (
+    CrossEntropy,
     GradientSource,
     LogitsRows,
     LogitsView,
+    LossOptions,
     pull_back,
     run,
 )
 
 
 def sharded_logits(local: Tensor, vocab_size: int, axis: TpAxis | None) -> "VocabLogits":
-    """Returns logits of which each rank has a chunk of the classes.
-
-    Args:
-        local: (..., classes on this rank), the chunk that ``torch.chunk`` cuts.
-        vocab_size: the number of classes.
-        axis: the tp axis; None: ``local`` has all classes.
-    """
+    """Returns the logits of which ``local``, (..., classes on this rank), is the chunk that ``torch.chunk``
+    cuts; without ``axis`` it has all classes."""
     lead = tuple(local.shape[:-1])
     flat = local.reshape(math.prod(lead), local.shape[-1])
     view = LogitsView(LogitsRows(flat.detach()), axis, vocab_size, lead, len(lead), local.dtype)
@@ -68,10 +64,7 @@ def lazy_logits(
 
     Args:
         hidden: (..., features), one copy per rank: its gradients are partial sums.
-        weight: (classes on this rank, features).
-        bias: (classes on this rank,) or None.
-        vocab_size: the number of classes.
-        axis: the tp axis; None: ``weight`` has all classes.
+        weight, bias: of the classes on this rank; without ``axis`` of all.
         tokens: the number of rows in a chunk.
     """
     lead = tuple(hidden.shape[:-1])
@@ -246,7 +239,8 @@ class _Make(torch.autograd.Function):
     @staticmethod
     @_once
     def backward(ctx: Any, view: LogitsView, grad: Tensor) -> tuple[Any, ...]:
-        rows = view.rows.of(*ctx.saved_tensors)
+        hidden, weight, bias = ctx.saved_tensors
+        rows = replace(view.rows, hidden=hidden, weight=weight, bias=bias)
         grads = _input_gradients(rows, _sources_of(grad, view), ctx.needs_input_grad[1:])
         if not graph_is_kept():
             view.rows.over.set()
@@ -358,7 +352,7 @@ def _whole_gradient(grad: VocabGrad) -> Tensor:
             x = run(view.ops, view.rows.get(where))
             grad_part = pull_back(source, x, part, done=len(view.ops))
             if total is None:
-                total = grad_part.new_zeros(view.rows.count, grad_part.shape[1])
+                total = grad_part.new_zeros(view.rows.hidden.shape[0], grad_part.shape[1])
             total.index_add_(0, source.view.index_of_rows().reshape(-1)[part], grad_part)
     assert total is not None
     total = total[view.where(slice(None))]
@@ -409,11 +403,8 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _on_plain(func: Any, args: Any, kwargs: Any, given: list[VocabLogits]) -> Any:
-    """Calls ``func`` with the plain logits.
-
-    They replace the tensor where something may write to them later: if ``func`` writes to them, or returns a
-    view of them.
-    """
+    """Calls ``func`` with the plain logits, which replace the tensor where something may write to them later:
+    if ``func`` writes to them, or returns a view of them."""
     written = _written(func, args, kwargs)
     # In inference mode a tensor doesn't show that it is a view.
     keep = func in _EXPOSING or torch.is_inference_mode_enabled()
