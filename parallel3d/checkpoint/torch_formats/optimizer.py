@@ -177,8 +177,8 @@ class Kind:
     """An entry of a parameter's state."""
 
     dims: tuple[int | None, ...] | None
-    """For each dim of a tensor, the parameter's dim of the same size, or None for size 1. None: a number, or a
-    tensor without dims."""
+    """For each dim of a tensor, the parameter's dim of the same size, or None for size 1. None: a number, or
+    a tensor without dims."""
     category: str  # of its dtype
 
     def shape(self, param: Tensor) -> tuple[int, ...]:
