@@ -254,7 +254,7 @@ class _Load:
     def _prepare(
         self, model: nn.Module, optimizers: list[Optimizer], extra: Mapping[str, Any] | None
     ) -> dict[str, object]:
-        """Finds the targets, checks that everything fits, and reads what every rank needs (random states,
+        """Finds the targets and checks that everything fits; reads what each rank reads whole (random states,
         extra state, extra). Returns the arguments that must be the same on all ranks."""
         if self.wrong is not None:
             raise self.wrong

@@ -65,23 +65,26 @@ def tile(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A box of a global tensor that this rank holds, and its values, a view of the local tensor."""
+class Boxed:
+    """A part of a tensor."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    local: Tensor
 
     @property
     def box(self) -> Box:
         return self.offsets, self.sizes
 
 
-def pieces_of(tensor: Tensor) -> list[Piece]:
-    """Returns what this rank holds of ``tensor``, in the order of its local rows, without empty pieces.
+@dataclass(frozen=True)
+class Piece(Boxed):
+    """A box of a global tensor that this rank holds, and its values, a view of the local tensor."""
 
-    Raises CheckpointError for a partial placement, or a local tensor of another shape than placements say.
-    """
+    local: Tensor
+
+
+def pieces_of(tensor: Tensor) -> list[Piece]:
+    """Returns what this rank holds of ``tensor``, in the order of its local rows, without empty pieces."""
     if not isinstance(tensor, DTensor):
         return [Piece(*whole_box(tensor.shape), tensor.detach())]
     coordinate = tensor.device_mesh.get_coordinate()

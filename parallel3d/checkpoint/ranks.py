@@ -56,10 +56,8 @@ class Ranks:
         return self.rank == 0
 
     def all(self, function: Callable[[], T]) -> list[T]:
-        """Calls ``function`` on every rank and returns the results of all ranks, on every rank.
-
-        If it raises on any, all raise a CheckpointError, a CorruptCheckpointError if all errors were.
-        """
+        """Calls ``function`` on every rank and returns the results of all ranks, on every rank; if it raises
+        on any, all raise a CheckpointError, a CorruptCheckpointError if all errors were."""
         value: T | None = None
         problem: Exception | None = None
         try:

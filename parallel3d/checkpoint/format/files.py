@@ -72,10 +72,7 @@ def check_file(path: Path, size: int | None = None) -> None:
 
 
 def file_in(folder: Path, name: str, links_to: Path | None = None) -> Path:
-    """Returns the path of the file ``name``, which a file of ``folder`` names.
-
-    Raises CorruptCheckpointError if it is not a file, or outside the folder: links may lead to ``links_to``.
-    """
+    """Returns the path of the file ``name``, which must be in ``folder``; links may lead to ``links_to``."""
     pure, windows = PurePosixPath(name), PureWindowsPath(name)
     absolute = pure.is_absolute() or windows.drive or windows.root
     if not name or "\0" in name or absolute or ".." in (*pure.parts, *windows.parts):

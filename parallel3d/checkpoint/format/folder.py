@@ -299,10 +299,8 @@ def note_newest(run: Path) -> None:
 
 
 def check_alone(run: Path) -> None:
-    """Checks that no other job, unless it has ended, has saved into ``run`` since this process last looked.
-
-    If one has, the job that started first warns, and the one that started later raises a CheckpointError.
-    """
+    """Checks that no other job, unless it has ended, has saved into ``run`` since this process last looked:
+    if one has, the job that started first warns, and the one that started later raises a CheckpointError."""
     known = _known.get(_key(run))
     if known is None:
         return

@@ -16,7 +16,7 @@ import torch
 
 from parallel3d.checkpoint.format.files import BLOCK, loads, shown
 from parallel3d.checkpoint.format.safetensors_file import DTYPES, MAX_DIMS, NAMES
-from parallel3d.checkpoint.pieces import Box, tile
+from parallel3d.checkpoint.pieces import Boxed, tile
 from parallel3d.errors import CorruptCheckpointError
 
 _FILE = re.compile(r"rank-[0-9]{5,9}\.safetensors")
@@ -29,18 +29,12 @@ def file_name(rank: int) -> str:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class Chunk(Boxed):
     """A box of a tensor, stored contiguously."""
 
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
     file: str
     begin: int  # its first byte in the file
     crc: tuple[int, ...]  # CRC-32 of each of its blocks
-
-    @property
-    def box(self) -> Box:
-        return self.offsets, self.sizes
 
     def nbytes(self, dtype: torch.dtype) -> int:
         return prod(self.sizes) * dtype.itemsize

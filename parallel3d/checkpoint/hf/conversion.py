@@ -212,11 +212,6 @@ def ignored(model: Any, kind: str) -> Callable[[str], bool]:
     return lambda name: regex.search(name) is not None
 
 
-def tied_away(model: Any) -> set[str]:
-    """Returns names that a checkpoint omits because transformers ties them to another name's weights."""
-    return set(getattr(model, "all_tied_weights_keys", None) or ())
-
-
 def _tools(model: Any) -> tuple[Any, Any, list[Any]]:
     """Returns transformers' loading module, the model as it expects it, and its conversion mapping."""
     if getattr(model, "hf_quantizer", None) is not None:

@@ -34,7 +34,6 @@ from parallel3d.checkpoint.hf.conversion import (
     file_names,
     is_transformers,
     plain_class,
-    tied_away,
     to_file,
 )
 from parallel3d.checkpoint.hf.layout import Layout, Patch, in_source, whole_of, within_source
@@ -276,10 +275,11 @@ def _tensors(
     tensors: dict[str, Tensor] = {}
     entries = entries_of(model)
     with_transformers = names is None and is_transformers(model)
-    omitted = tied_away(model) if with_transformers else set()
+    # Names that transformers ties to another name's weights are omitted.
+    tied = getattr(model, "all_tied_weights_keys", None) if with_transformers else None
     never = getattr(model, "_keys_to_ignore_on_save", None) if with_transformers else None
     for entry in entries:
-        kept = [name for name in entry.names if name not in omitted] or list(entry.names[:1])
+        kept = [name for name in entry.names if name not in (tied or ())] or list(entry.names[:1])
         if not with_transformers:  # load_hf, its only reader, knows which weights are tied
             kept = kept[:1]
         tensors |= {name: entry.tensor for name in kept if name not in (never or ())}

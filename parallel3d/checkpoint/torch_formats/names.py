@@ -56,10 +56,8 @@ def find_model(names: Collection[str], stored: Collection[str], *, given: str | 
 
 
 def find_optimizer(stored: Collection[str], *, given: str | None, model: str) -> str:
-    """Returns the prefix before "state." and "param_groups." of an optimizer among ``stored``.
-
-    One next to the model, after the prefix ``model``, is preferred.
-    """
+    """Returns the prefix before "state." and "param_groups." of an optimizer among ``stored``; one next to
+    the model, after the prefix ``model``, is preferred."""
     if given is not None:
         return _dotted(given)
     prefixes = {

@@ -23,7 +23,15 @@ import torch
 from torch import Tensor
 
 from parallel3d.checkpoint.format.files import crc_of, file_in, read_into, read_strided
-from parallel3d.checkpoint.pieces import Box, intersection, pieces_of, slices_of, tile, whole_box
+from parallel3d.checkpoint.pieces import (
+    Box,
+    Boxed,
+    intersection,
+    pieces_of,
+    slices_of,
+    tile,
+    whole_box,
+)
 from parallel3d.checkpoint.torch_formats.pickled import (
     DCP_METADATA,
     PROTO,
@@ -195,11 +203,8 @@ class Archive:
             read_strided(file.fileno(), begin, dtype, offset, stride, target, entry.what)
 
     def with_tensors(self, value: Any) -> Any:
-        """Returns a copy of ``value``, a part of ``self.value``, with its tensors read and verified.
-
-        Raises CorruptCheckpointError if it is nested too deep or, as a tree and with all that was copied
-        before, has more than a million values.
-        """
+        """Returns a copy of ``value``, a part of ``self.value``, with its tensors read and verified. As a
+        tree, and with all that was copied before, it may have a million values."""
         result, count = self._copied(value, 0)
         self._values_left -= count
         if self._values_left < 0:
@@ -291,16 +296,10 @@ class StoredAt:
 
 
 @dataclass(frozen=True)
-class StoredChunk:
+class StoredChunk(Boxed):
     """A box of a tensor, and where it is stored; ``at`` is None if it is listed but not stored."""
 
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
     at: StoredAt | None
-
-    @property
-    def box(self) -> Box:
-        return self.offsets, self.sizes
 
 
 @dataclass(frozen=True)
