@@ -39,12 +39,10 @@ from parallel3d.mesh.store import next_table, others
 def compare_whole_gradients(model: nn.Module) -> None:
     """Checks that gradients which are not sharded over tp are equal on all ranks of each tp group.
 
-    Every rank of the model's mesh must call it, after a backward. Ranks compare with the first of their
-    group.
+    Every rank of the model's mesh must call it, after a backward.
 
     Raises:
-        AgreementError: on every rank, naming the first parameter whose gradients differ by more than
-            rounding.
+        AgreementError: on every rank, with the first parameter whose gradients differ by more than rounding.
     """
     meshes = (p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
     mesh = next((mesh for mesh in meshes if "tp" in (mesh.mesh_dim_names or ())), None)

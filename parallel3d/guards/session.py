@@ -184,10 +184,7 @@ class Monitor(threading.Thread):
             self._wake()
 
     def _watch_store(self, silence: float) -> None:
-        """Gives the store up when it has not answered for ``silence`` seconds.
-
-        The thread that asked it waits in the kernel, possibly for many minutes.
-        """
+        """Gives the store up if a thread that asked it waits for ``silence`` seconds, in the kernel."""
         while not self._closed.wait(min(1.0, silence / 6)):
             since = self._asked
             if since is not None and time.monotonic() - since > silence:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import sysconfig
+import traceback
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -77,16 +78,16 @@ _LIBRARIES = tuple(
 )
 
 
-def stack_of(thread: int, most: int = 3) -> str:
-    """Returns a thread's innermost frames outside torch and Python's library, innermost first."""
-    frame = sys._current_frames().get(thread)
-    frames: list[str] = []
-    while frame is not None and len(frames) < most:
-        code = frame.f_code
-        if not code.co_filename.startswith((*_LIBRARIES, "<frozen")):
-            frames.append(f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_name}")
-        frame = frame.f_back
-    return ", called by ".join(frames) or "unknown"
+def stack_of(thread: int) -> str:
+    """Returns a thread's innermost three frames outside torch and Python's library, innermost first."""
+    innermost = sys._current_frames().get(thread)
+    frames = [] if innermost is None else traceback.walk_stack(innermost)
+    own = [
+        f"{Path(frame.f_code.co_filename).name}:{line} {frame.f_code.co_name}"
+        for frame, line in frames
+        if not frame.f_code.co_filename.startswith((*_LIBRARIES, "<frozen"))
+    ]
+    return ", called by ".join(own[:3]) or "unknown"
 
 
 @dataclass(frozen=True, kw_only=True)
