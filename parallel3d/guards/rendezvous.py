@@ -397,9 +397,5 @@ def compare_digests(
     values = texts()
     digest = hashlib.sha256(json.dumps([*values.items()]).encode()).hexdigest()
     check_agreement(
-        topic,
-        {"digest": digest},
-        ranks=ranks,
-        timeout=group_timeout(),
-        details=lambda: values,
+        topic, {"digest": digest}, ranks=ranks, timeout=group_timeout(), details=lambda: values
     )

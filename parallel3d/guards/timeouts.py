@@ -8,7 +8,7 @@ import traceback
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -90,6 +90,17 @@ def stack_of(thread: int) -> str:
     return ", called by ".join(own[:3]) or "unknown"
 
 
+def check_duration(name: str, value: object, *, or_none: bool = False) -> None:
+    """Raises Parallel3dError unless ``value`` is a positive timedelta, or None if that is allowed."""
+    if value is None and or_none:
+        return
+    if not (isinstance(value, timedelta) and value > timedelta(0)):
+        raise Parallel3dError(
+            f"{name} is {value!r}; it must be a positive datetime.timedelta, such as "
+            f"timedelta(seconds=100){', or None' if or_none else ''}"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Timeouts:
     """How long a collective may take in each phase of a job; None leaves the groups' timeouts.
@@ -109,13 +120,8 @@ class Timeouts:
     save: timedelta | None = None
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value is not None and not (isinstance(value, timedelta) and value > timedelta(0)):
-                raise Parallel3dError(
-                    f"Timeouts: {field.name} is {value!r}; it must be a positive datetime.timedelta, such "
-                    "as timedelta(seconds=100)"
-                )
+        for name, value in vars(self).items():
+            check_duration(f"Timeouts: {name}", value, or_none=True)
 
 
 class Schedule:

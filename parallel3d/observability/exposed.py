@@ -290,17 +290,13 @@ class ExposedTime:
 
 
 class _Thread(threading.local):
-    """State of each thread.
-
-    Attributes:
-        counts: whether it is the thread that enters, or one of autograd's, which Python has not started. A
-            thread that writes a checkpoint is neither.
-        inside: whether it is in a measured call, whose own calls are part of it.
-    """
+    """State of each thread."""
 
     def __init__(self, entered: int) -> None:  # called once in each thread
         here = threading.get_ident()
-        self.inside = False
-        # Dummy threads are ones that Python only knows of, such as autograd's after logging in a hook.
+        self.inside = False  # whether it is in a measured call, whose own calls are part of it
+        # Whether it is the thread that enters, or one of autograd's, which Python has not started. A thread
+        # that writes a checkpoint is neither. Dummy threads are ones that Python only knows of, such as
+        # autograd's after logging in a hook.
         started = (t for t in threading.enumerate() if not isinstance(t, threading._DummyThread))
         self.counts = here == entered or all(here != thread.ident for thread in started)

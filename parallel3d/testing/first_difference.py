@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed import DeviceMesh
 
 from parallel3d._torch.simulated import for_each_rank, ranks_are_simulated
-from parallel3d._util.trees import tensors_in
+from parallel3d._util.trees import cast_floats, tensors_in
 from parallel3d.errors import Parallel3dError
 from parallel3d.mesh import MeshLayout
 from parallel3d.mesh.seeding import StepSeed, number_at
@@ -424,9 +424,8 @@ def _check_plain(setup: Setup, run: Run) -> None:
     model = model.to(run.dtype)
     with _named("making the inputs of sample 0"):
         inputs = setup.batch(0)
-    cast = (t.to(run.dtype) if t.is_floating_point() else t for t in inputs)
     with DropoutMode(), _named("the plain model's loss"):
-        loss = setup.loss(model, *cast)
+        loss = setup.loss(model, *cast_floats(inputs, run.dtype))
     if not isinstance(loss, torch.Tensor) or loss.dim() != 0 or not loss.requires_grad:
         shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise Parallel3dError(f"the loss is {shape}: a scalar tensor with a gradient is needed")

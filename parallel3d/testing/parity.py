@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from parallel3d._layout.packed import PackedDTensor, packed_boxes
 from parallel3d._torch.dtensor import dtensor_shard_box, get_local_tensor, root_mesh
 from parallel3d._torch.simulated import ranks_are_simulated, tensors_by_rank
+from parallel3d._util.trees import cast_floats
 from parallel3d.fsdp import FSDPModule
 from parallel3d.mesh import MeshLayout, build_mesh
 from parallel3d.optim import accumulate
@@ -211,8 +212,7 @@ class Case:
         """Returns the inputs of one data rank."""
         size = self.setup.layout.data_size
         value = self.setup.batch((step * self.setup.micro_batches + micro) * size + data_rank)
-        tensors = value if isinstance(value, tuple) else (value,)
-        return tuple(t.to(self.run.dtype) if t.is_floating_point() else t for t in tensors)
+        return cast_floats(value if isinstance(value, tuple) else (value,), self.run.dtype)
 
     def parallel_inputs(self, step: int, micro: int) -> tuple[torch.Tensor, ...]:
         """Returns this rank's inputs, or those of all simulated ranks. Called inside the simulation."""
