@@ -21,8 +21,5 @@ __all__ = ["Diagnosis", "Timeouts", "debug", "diagnose", "phase", "watch"]
 
 export_lazily(
     __name__,
-    {
-        "guards.debugging": "Diagnosis debug diagnose watch",
-        "guards.timeouts": "Timeouts phase",
-    },
+    {"guards.debugging": "Diagnosis debug diagnose watch", "guards.timeouts": "Timeouts phase"},
 )

@@ -29,9 +29,8 @@ class Note:
         kind: ``failed``: it raised an error of its own; ``lost``: a collective of its failed; ``left``: it
             left the watched block; ``roll``: it calls the roll, which live ranks answer; ``end``: it has its
             answer.
-        rank: the rank that posts it.
         error: type and text of the exception.
-        where: the step, phase and unit it was in, in words.
+        where: the step, phase and unit that ``rank`` was in, in words.
         step: the step as a number.
     """
 

@@ -30,7 +30,7 @@ from parallel3d.guards.rendezvous import (
     read_journals,
 )
 from parallel3d.guards.session import at_begin, current_session, short, watch
-from parallel3d.guards.timeouts import here
+from parallel3d.guards.timeouts import check_duration, here
 from parallel3d.mesh.agreement import name_ranks
 from parallel3d.mesh.store import next_table, others
 
@@ -39,12 +39,10 @@ from parallel3d.mesh.store import next_table, others
 def compare_whole_gradients(model: nn.Module) -> None:
     """Checks that gradients which are not sharded over tp are equal on all ranks of each tp group.
 
-    Every rank of the model's mesh must call it, after a backward. Ranks compare with the first of their
-    group.
+    Every rank of the model's mesh must call it, after a backward.
 
     Raises:
-        AgreementError: on every rank, naming the first parameter whose gradients differ by more than
-            rounding.
+        AgreementError: on every rank, with the first parameter whose gradients differ by more than rounding.
     """
     meshes = (p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
     mesh = next((mesh for mesh in meshes if "tp" in (mesh.mesh_dim_names or ())), None)
@@ -134,8 +132,7 @@ def debug(
     """
     if model is not None and not isinstance(model, nn.Module):
         raise Parallel3dError(f"debug: model is {model!r}; it must be an nn.Module or None")
-    if not (isinstance(timeout, timedelta) and timeout > timedelta(0)):
-        raise Parallel3dError(f"debug: timeout is {timeout!r}; it must be a positive timedelta")
+    check_duration("debug: timeout", timeout)
     if not isinstance(keep, int) or keep < 1:
         raise Parallel3dError(f"debug: keep is {keep!r}; it must be a positive integer")
     params = () if model is None else model.parameters()
@@ -186,20 +183,16 @@ class Debugger:
     def _open(self) -> Rendezvous | None:
         """Makes the rendezvous as soon as there are other ranks."""
         if self.rendezvous is None and (peers := others()) is not None:
-            store, rank, world_size = peers
-            self.rank = rank
-            table = next_table(store, "guards/debug", rank)
+            store, self.rank, world_size = peers
+            table = next_table(store, "guards/debug", self.rank)
             scope = self._ranks or range(world_size)
-            self.rendezvous = Rendezvous(
-                table, rank, scope, self.journal, self._keep, self._timeout
+            self.rendezvous = rendezvous = Rendezvous(
+                table, self.rank, scope, self.journal, self._keep, self._timeout
             )
             session = current_session()
             if session is not None:
-                session.last_known = self._last_known
+                session.last_known = lambda rank: str(rendezvous.at(rank) or "")
         return self.rendezvous
-
-    def _last_known(self, rank: int) -> str:
-        return str(self.rendezvous.at(rank) or "") if self.rendezvous is not None else ""
 
     def before_collective(self, call: Collective, group: ProcessGroup, uneven: bool) -> None:
         """Called by the recorder."""
@@ -291,12 +284,8 @@ def diagnose(folder: str | os.PathLike[str] | None = None, *, keep: int = KEEP) 
         Parallel3dError: there is nothing to read.
     """
     events = _from_store() if folder is None else read_journals(folder, keep)
-    last = {rank: log[-1].what for rank, log in events.items() if log}
-    failures = {
-        rank: what.removeprefix("left: ")
-        for rank, what in last.items()
-        if what.startswith("left: ")
-    }
+    last = {rank: log[-1].what.partition("left: ")[2] for rank, log in events.items() if log}
+    failures = {rank: error for rank, error in last.items() if error}
     return Diagnosis(events, failures, find_divergence(events))
 
 

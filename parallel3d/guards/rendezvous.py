@@ -73,10 +73,8 @@ class Event:
     @property
     def key(self) -> str:
         """Identifies the axis and ranks in the store."""
-        value = 0  # a hash, for ranks with the same first, last and number
-        for rank in self.ranks:
-            value = (value * 1_000_003 + rank + 1) % (1 << 61)
-        return f"{self.axis} {self.ranks[0]}-{self.ranks[-1]}/{len(self.ranks)} {value:x}"
+        ranks = hashlib.sha256(repr(self.ranks).encode()).hexdigest()
+        return f"{self.axis} {ranks[:16]}"
 
     def agrees_with(self, other: Event) -> bool:
         """Whether another rank's event is the same operation."""
@@ -110,24 +108,23 @@ class Journal:
 
     def __init__(self, rank: int, keep: int, folder: str | os.PathLike[str] | None) -> None:
         self.events: deque[Event] = deque(maxlen=keep)
-        self._path = None if folder is None else Path(folder) / f"rank{rank}.jsonl"
         self._file: TextIO | None = None
-        if self._path is not None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("w", encoding="utf-8")
+        if folder is not None:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            self._file = (Path(folder) / f"rank{rank}.jsonl").open("w", encoding="utf-8")
 
     def note(self, event: Event) -> None:
         """Adds ``event``."""
         self.events.append(event)
         if self._file is None:
             return
-        assert self._path is not None
         self._file.write(event.to_json() + "\n")
         self._file.flush()
         if self._file.tell() > _MOST_BYTES:
             self._file.close()
-            os.replace(self._path, self._path.with_suffix(".before.jsonl"))
-            self._file = self._path.open("w", encoding="utf-8")
+            path = Path(self._file.name)
+            path.replace(path.with_suffix(".before.jsonl"))
+            self._file = path.open("w", encoding="utf-8")
 
     def close(self) -> None:
         """Closes the file."""
@@ -150,9 +147,7 @@ def read_journals(folder: str | os.PathLike[str], keep: int) -> dict[int, list[E
         if not number.isdecimal():
             continue
         events: deque[Event] = deque(maxlen=keep)
-        for file in (path.with_suffix(".before.jsonl"), path):
-            if not file.exists():
-                continue
+        for file in filter(Path.exists, (path.with_suffix(".before.jsonl"), path)):
             with file.open(encoding="utf-8", errors="replace") as lines:
                 for line in lines:
                     with suppress(ValueError, TypeError, KeyError):
@@ -180,13 +175,9 @@ _SETTLE = 1.0  # seconds that ranks get to come to their next wait before an err
 
 
 class Rendezvous:
-    """One rank's access to the events of the others.
+    """One rank's access, through ``table`` in the store, to the last ``keep`` events of the others.
 
-    Args:
-        table: the part of the store that the ranks share.
-        scope: the ranks that run the same program, which are compared with each other.
-        keep: number of events of each rank in the store.
-        timeout: how long a rank waits for another that does not come.
+    ``scope`` are the ranks that run the same program, which are compared with each other.
     """
 
     def __init__(
@@ -198,12 +189,9 @@ class Rendezvous:
         keep: int,
         timeout: timedelta,
     ) -> None:
-        self._table = table
-        self.rank = rank
-        self.scope = list(scope)
-        self._journal = journal
-        self._keep = keep
-        self._timeout = timeout
+        self.rank, self.scope = rank, list(scope)
+        self._table, self._journal = table, journal
+        self._keep, self._timeout = keep, timeout
 
     def note(self, event: Event, *more: str) -> None:
         """Writes ``event`` into the journal and the store, there also under the keys ``more``."""
@@ -255,7 +243,6 @@ class Rendezvous:
         end = time.monotonic() + self._timeout.total_seconds()
         circle: object = None
         while not self._have_come(event, keys):
-            self._check(event)
             before, circle = circle, self._find_circle(event)
             if circle is not None and circle == before:  # unchanged: no rank was on the way
                 self._fail_apart(event)
@@ -280,12 +267,6 @@ class Rendezvous:
             return False
         finally:
             while_waiting.remove(look)
-
-    def _check(self, event: Event) -> None:
-        """Raises if there is a verdict, or another rank has failed."""
-        self._raise_verdict(event)
-        for look in while_waiting:
-            look()
 
     def _missing(self, event: Event) -> list[int]:
         """Returns the ranks that have not come to ``event``."""
@@ -319,7 +300,9 @@ class Rendezvous:
     def _fail_apart(self, event: Event) -> NoReturn:
         """Raises, as all that wait do, an error that says where each rank is."""
         time.sleep(_SETTLE)
-        self._check(event)
+        self._raise_verdict(event)
+        for look in while_waiting:  # another rank may have failed
+            look()
         now = {rank: str(self.at(rank) or "nothing yet") for rank in self.scope}
         logs = {rank: self.log(rank) for rank in self.scope}
         first, odd = first_difference(logs)
@@ -370,9 +353,7 @@ class Rendezvous:
             raise AgreementError(f"{verdict}\nRank {self.rank} was about to issue {event}.")
 
 
-def first_difference(
-    logs: Mapping[int, Sequence[Event]],
-) -> tuple[dict[int, str], list[int]]:
+def first_difference(logs: Mapping[int, Sequence[Event]]) -> tuple[dict[int, str], list[int]]:
     """Returns (each rank's event, the odd ranks) where sequences of one program first differ, or empty.
 
     Sends and receives are not compared: ranks have different numbers of them.
@@ -397,7 +378,7 @@ def first_difference(
 def compare_digests(
     topic: str, ranks: Sequence[int], texts: Callable[[], Mapping[str, str]]
 ) -> None:
-    """Checks that all of ``ranks`` have the same ``texts``; each of them must call it.
+    """Checks that all of ``ranks`` have the same ``texts``; each of them must call it with the same list.
 
     Ranks compare digests, and texts only if the digests differ. It takes one round trip to the store. Ranks
     wait for each other as long as the process group's timeout allows, as one may have data to read. It does
@@ -405,7 +386,6 @@ def compare_digests(
 
     Args:
         topic: what is compared, as errors name it.
-        ranks: the same list on each of them.
         texts: returns name -> value of all that must be equal.
 
     Raises:
@@ -415,13 +395,7 @@ def compare_digests(
     if others() is None or len(ranks) < 2:
         return
     values = texts()
-    digest = hashlib.sha256()
-    for name, text in values.items():
-        digest.update(f"{len(name)} {name} {len(text)} {text}".encode())
+    digest = hashlib.sha256(json.dumps([*values.items()]).encode()).hexdigest()
     check_agreement(
-        topic,
-        {"digest": digest.hexdigest()},
-        ranks=ranks,
-        timeout=group_timeout(),
-        details=lambda: values,
+        topic, {"digest": digest}, ranks=ranks, timeout=group_timeout(), details=lambda: values
     )

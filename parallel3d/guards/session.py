@@ -24,7 +24,7 @@ from parallel3d._util.trace import issuing
 from parallel3d.errors import Parallel3dError, PeerFailureError, StateError
 from parallel3d.guards import timeouts as _timeouts
 from parallel3d.guards.board import Board, Note, Pulse
-from parallel3d.guards.timeouts import Schedule, Timeouts, here, stack_of
+from parallel3d.guards.timeouts import Schedule, Timeouts, check_duration, here, stack_of
 from parallel3d.mesh.agreement import name_ranks, seconds
 from parallel3d.mesh.store import next_table, others, while_waiting
 
@@ -184,10 +184,7 @@ class Monitor(threading.Thread):
             self._wake()
 
     def _watch_store(self, silence: float) -> None:
-        """Gives the store up when it has not answered for ``silence`` seconds.
-
-        The thread that asked it waits in the kernel, possibly for many minutes.
-        """
+        """Gives the store up if a thread that asked it waits for ``silence`` seconds, in the kernel."""
         while not self._closed.wait(min(1.0, silence / 6)):
             since = self._asked
             if since is not None and time.monotonic() - since > silence:
@@ -454,13 +451,8 @@ def watch(
         raise Parallel3dError(
             f"watch: timeouts is {timeouts!r}; it must be a guards.Timeouts(start=, step=, save=)"
         )
-    for name, value, rest in (("grace", grace, ""), ("silence", silence, ", or None")):
-        if value is None and rest:
-            continue
-        if not (isinstance(value, timedelta) and value > timedelta(0)):
-            raise Parallel3dError(
-                f"watch: {name} is {value!r}; it must be a positive datetime.timedelta{rest}"
-            )
+    check_duration("watch: grace", grace)
+    check_duration("watch: silence", silence, or_none=True)
     return Watch(timeouts, grace, silence)
 
 

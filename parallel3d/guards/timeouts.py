@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 import sysconfig
+import traceback
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -77,16 +78,27 @@ _LIBRARIES = tuple(
 )
 
 
-def stack_of(thread: int, most: int = 3) -> str:
-    """Returns a thread's innermost frames outside torch and Python's library, innermost first."""
-    frame = sys._current_frames().get(thread)
-    frames: list[str] = []
-    while frame is not None and len(frames) < most:
-        code = frame.f_code
-        if not code.co_filename.startswith((*_LIBRARIES, "<frozen")):
-            frames.append(f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_name}")
-        frame = frame.f_back
-    return ", called by ".join(frames) or "unknown"
+def stack_of(thread: int) -> str:
+    """Returns a thread's innermost three frames outside torch and Python's library, innermost first."""
+    innermost = sys._current_frames().get(thread)
+    frames = [] if innermost is None else traceback.walk_stack(innermost)
+    own = [
+        f"{Path(frame.f_code.co_filename).name}:{line} {frame.f_code.co_name}"
+        for frame, line in frames
+        if not frame.f_code.co_filename.startswith((*_LIBRARIES, "<frozen"))
+    ]
+    return ", called by ".join(own[:3]) or "unknown"
+
+
+def check_duration(name: str, value: object, *, or_none: bool = False) -> None:
+    """Raises Parallel3dError unless ``value`` is a positive timedelta, or None if that is allowed."""
+    if value is None and or_none:
+        return
+    if not (isinstance(value, timedelta) and value > timedelta(0)):
+        raise Parallel3dError(
+            f"{name} is {value!r}; it must be a positive datetime.timedelta, such as "
+            f"timedelta(seconds=100){', or None' if or_none else ''}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,13 +120,8 @@ class Timeouts:
     save: timedelta | None = None
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value is not None and not (isinstance(value, timedelta) and value > timedelta(0)):
-                raise Parallel3dError(
-                    f"Timeouts: {field.name} is {value!r}; it must be a positive datetime.timedelta, such "
-                    "as timedelta(seconds=100)"
-                )
+        for name, value in vars(self).items():
+            check_duration(f"Timeouts: {name}", value, or_none=True)
 
 
 class Schedule:

@@ -88,7 +88,9 @@ class HostClock:
         return self.now() - self.began, dict(self.seconds)
 
 
-_AXIS = "_parallel3d_axis"  # of an event: axis of the last collective on its stream when it was recorded
+_AXIS = (
+    "_parallel3d_axis"  # of an event: axis of the last collective issued on its stream before it
+)
 
 
 class StreamClock(HostClock):
@@ -170,6 +172,11 @@ class StreamClock(HostClock):
         return wait_event
 
 
+def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
+    """Returns the names of the mesh's axes, or "0", "1", ..."""
+    return mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
+
+
 class ExposedTime:
     """Measures the waits in ``with meter:``, on the thread that enters it and on autograd's threads.
 
@@ -201,7 +208,7 @@ class ExposedTime:
         self.total = 0.0
         self._kinds: set[type] = set()
         for mesh in meshes:
-            for at, axis in enumerate(mesh.mesh_dim_names or map(str, range(mesh.ndim))):
+            for at, axis in enumerate(axis_names(mesh)):
                 group = mesh.get_group(at)
                 self._add(group, axis)
                 self._ranks.setdefault(axis, set(dist.get_process_group_ranks(group)))
@@ -256,13 +263,10 @@ class ExposedTime:
         return self._measured(original, self._axis_of, issued)
 
     def _wait(self, original: Any) -> Callable[..., Any]:
-        return self._measured(original, lambda work: self._works.get(work, OTHER), None)
+        return self._measured(original, lambda work: self._works.get(work, OTHER), lambda *_: None)
 
     def _measured(
-        self,
-        original: Any,
-        axis_of: Callable[[Any], str],
-        issued: Callable[[Any, str], None] | None,
+        self, original: Any, axis_of: Callable[[Any], str], issued: Callable[[Any, str], None]
     ) -> Callable[..., Any]:
         """Returns a method that calls ``original``, measures it, and then calls ``issued``."""
         clock = self.clock
@@ -279,25 +283,20 @@ class ExposedTime:
             finally:
                 clock.stop(started, axis)
                 thread.inside = False
-            if issued is not None:
-                issued(result, axis)
+            issued(result, axis)
             return result
 
         return call
 
 
 class _Thread(threading.local):
-    """State of each thread.
-
-    Attributes:
-        counts: whether it is the thread that enters, or one of autograd's, which Python has not started. A
-            thread that writes a checkpoint is neither.
-        inside: whether it is in a measured call, whose own calls are part of it.
-    """
+    """State of each thread."""
 
     def __init__(self, entered: int) -> None:  # called once in each thread
         here = threading.get_ident()
-        self.inside = False
-        # Dummy threads are ones that Python only knows of, such as autograd's after logging in a hook.
+        self.inside = False  # whether it is in a measured call, whose own calls are part of it
+        # Whether it is the thread that enters, or one of autograd's, which Python has not started. A thread
+        # that writes a checkpoint is neither. Dummy threads are ones that Python only knows of, such as
+        # autograd's after logging in a hook.
         started = (t for t in threading.enumerate() if not isinstance(t, threading._DummyThread))
         self.counts = here == entered or all(here != thread.ident for thread in started)

@@ -23,7 +23,7 @@ from parallel3d._util.dry_run import active
 from parallel3d._util.version import __version__
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.mesh.agreement import check_agreement
-from parallel3d.observability.exposed import OTHER, WORLD, ExposedTime
+from parallel3d.observability.exposed import OTHER, WORLD, ExposedTime, axis_names
 from parallel3d.observability.flops import CONVENTION, ModelFlops, peak_of_device
 from parallel3d.observability.profiling import ProfilerWindow
 from parallel3d.observability.stragglers import find_stragglers
@@ -81,19 +81,17 @@ class Gathering:
     """Gathers a few numbers of all ranks of ``mesh`` on each of them.
 
     It uses one all-gather over the default group if the mesh contains all its ranks, otherwise one per axis.
-
-    Attributes:
-        ranks: global ranks in the mesh's order.
+    ``ranks`` are the global ranks in the mesh's order.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
         self.ranks: list[int] = mesh.mesh.flatten().tolist()
-        whole = sorted(self.ranks) == list(range(dist.get_world_size()))
-        self._groups = [dist.group.WORLD] if whole else []
-        if not whole:  # innermost first, so that the result is in the mesh's order
-            self._groups = [mesh.get_group(axis) for axis in reversed(range(mesh.ndim))]
-        self._order = self.ranks if whole else range(len(self.ranks))
+        if sorted(self.ranks) == list(range(dist.get_world_size())):
+            self._groups, self._order = [dist.group.WORLD], self.ranks
+        else:  # innermost first, so that the result is in the mesh's order
+            self._groups = [*reversed(mesh.get_all_groups())]
+            self._order = list(range(len(self.ranks)))
 
     def __call__(self, numbers: Sequence[float]) -> list[list[float]] | None:
         """Returns each rank's numbers in the mesh's order; None in a dry run. Collective."""
@@ -111,11 +109,7 @@ class Gathering:
 
 
 def read_memory(device_type: str) -> dict[str, int]:
-    """Returns this rank's memory fields of a record.
-
-    On CUDA peaks are since ``torch.cuda.reset_peak_memory_stats`` and counts since the process began. On a
-    CPU there is only the largest resident size of the process so far.
-    """
+    """Returns this rank's memory fields of a record, see ``FIELDS``."""
     if device_type == "cuda":
         stats = torch.cuda.memory_stats()
         return {
@@ -255,6 +249,7 @@ class Metrics:
         self.flops, self.slow, self.samples = flops, slow, samples
         self.profiler, self.snapshots = profiler, snapshots
         self.device_type = mesh.device_type
+        self.axes = dict(zip(axis_names(mesh), mesh.shape, strict=True))
         self.rank = dist.get_rank()
         self.gathering = Gathering(mesh)
         self.is_first = self.rank == self.gathering.ranks[0]
@@ -321,12 +316,6 @@ class Metrics:
             about["mfu_convention"] = CONVENTION
         return about
 
-    @property
-    def axes(self) -> dict[str, int]:
-        """Name -> size of the mesh's axes."""
-        names = self.mesh.mesh_dim_names or tuple(map(str, range(self.mesh.ndim)))
-        return dict(zip(names, self.mesh.shape, strict=True))
-
     # -- a step ----------------------------------------------------------------------------------------
 
     @contextmanager
@@ -357,16 +346,14 @@ class Metrics:
                 yield self
                 seconds = time.perf_counter() - began
         except BaseException as error:
-            self._current = None
-            if self.profiler is not None:
-                self.profiler.end(number)
             if self.snapshots is not None and isinstance(error, torch.OutOfMemoryError):
                 self.snapshots.save(number, self.rank)
             self._logged = between
             raise
-        self._current = None
-        if self.profiler is not None:
-            self.profiler.end(number)
+        finally:
+            self._current = None
+            if self.profiler is not None:
+                self.profiler.end(number)
         self.record = {"step": number, "time": time.time(), **self._logged}
         self._logged = {}
         self.record |= {"step_seconds": seconds, "data_seconds": self._loading}
@@ -415,8 +402,7 @@ class Metrics:
     def _sample(self, meter: ExposedTime, memory: int) -> dict[str, Any]:
         """Returns the sampled fields. Collective."""
         self._own.append((meter.own, self._loading))
-        axes = [axis for axis, size in self.axes.items() if size > 1]
-        axes += [WORLD, OTHER]
+        axes = [*(axis for axis, size in self.axes.items() if size > 1), WORLD, OTHER]
         waits = [meter.seconds.get(axis, 0.0) for axis in axes]
         table = self.gathering([*min(self._own), memory, *waits])
         if table is None:  # a dry run, where nobody waits
@@ -436,9 +422,7 @@ class Metrics:
             "memory_peak_max_rank": self.gathering.ranks[largest],
             "own_seconds_max": max(own),
             "own_seconds_median": median_low(own),
-            "stragglers": [
-                {**straggler.to_dict(), "text": str(straggler)} for straggler in stragglers
-            ],
+            "stragglers": [{**each.to_dict(), "text": str(each)} for each in stragglers],
         }
 
     def _call_sinks(self, method: str, *args: Any) -> None:

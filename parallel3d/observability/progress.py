@@ -19,9 +19,23 @@ try:
     from rich.progress import Progress as Bar
     from rich.table import Column
 except ImportError:  # rich comes with the extra cli; without it there is no live line
-    from parallel3d.observability.plain_lines import Bar, Console  # type: ignore[assignment]
 
-    BarColumn = MofNCompleteColumn = TextColumn = TimeRemainingColumn = Column = Bar  # type: ignore
+    class Console:  # type: ignore[no-redef]
+        """Prints lines as rich's console does."""
+
+        is_terminal = is_dumb_terminal = False
+
+        def __init__(self, *, quiet: bool, **options: Any) -> None:
+            self.quiet = quiet
+
+        def print(self, line: str) -> None:
+            try:
+                if not self.quiet:
+                    print(line, flush=True)
+            except BrokenPipeError:
+                self.on_broken_pipe()
+
+        def on_broken_pipe(self) -> None: ...
 
 
 WINDOW = 20
@@ -67,34 +81,41 @@ class Progress:
         self.began = time.perf_counter()
         self.console = _Console(quiet=quiet, highlight=False, markup=False, soft_wrap=True)
         able = self.console.is_terminal and not self.console.is_dumb_terminal
-        self.live = able and not quiet
+        self.bar = self._live_line() if able and not quiet else None
+        self._total_memory: int | None = None
+        self._exposed = ""
+
+    def _live_line(self) -> Bar:
         # The text gets the width that is left and is cut; by default it would displace other columns.
         rest = Column(no_wrap=True, ratio=1)
-        self.bar = Bar(
+        bar = Bar(
             MofNCompleteColumn(table_column=Column(no_wrap=True)),
             *((BarColumn(20),) if self.console.width >= WIDE else ()),
             TextColumn("{task.description}", markup=False, table_column=rest),
             TimeRemainingColumn(table_column=Column(no_wrap=True)),
             console=self.console,
-            disable=not self.live,
             expand=True,
             speed_estimate_period=SPEED_PERIOD,
         )
-        self.task = self.bar.add_task("", total=steps)
-        self._total_memory: int | None = None
-        self._exposed = ""
+        bar.add_task("", total=self.steps)
+        return bar
 
     def __enter__(self) -> Progress:
-        self.bar.start()
+        if self.bar is not None:
+            self.bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.bar.stop()
+        self.close()
 
     def go_on_from(self, step: int) -> None:
         """Says that ``step`` steps were done before."""
         self.done = step
-        self.bar.update(self.task, completed=step)
+        self._update()
+
+    def _update(self, **fields: Any) -> None:
+        if self.bar is not None:
+            self.bar.update(self.bar.task_ids[0], completed=self.done, **fields)
 
     def print(self, line: object) -> None:
         """Prints ``line`` above the live line."""
@@ -109,7 +130,7 @@ class Progress:
     def start(self, about: Mapping[str, Any]) -> None:
         """Starts the live line."""
         self._total_memory = about.get("memory_total")
-        self.bar.start()
+        self.__enter__()
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Updates the live line, or prints a line for every ``WINDOW``-th step."""
@@ -122,9 +143,9 @@ class Progress:
         if "exposed_seconds" in record:
             self._exposed = _shares(record["exposed_seconds"], seconds)
         line = self._line(record)
-        self.bar.update(self.task, completed=self.done, description=line)
+        self._update(description=line)
         regular = first or self.done % WINDOW == 0 or self.done == self.steps
-        lines = [line] if regular and not self.live else []
+        lines = [line] if regular and self.bar is None else []
         slow = record.get("stragglers", ())
         lines += [straggler["text"] for straggler in slow[:SHOWN_STRAGGLERS]]
         if len(slow) > SHOWN_STRAGGLERS:
@@ -155,7 +176,8 @@ class Progress:
 
     def close(self) -> None:
         """Ends the live line."""
-        self.bar.stop()
+        if self.bar is not None:
+            self.bar.stop()
 
     @property
     def tokens_per_second(self) -> float:

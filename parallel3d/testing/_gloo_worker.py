@@ -59,7 +59,6 @@ class Failure:
     """The failure of one rank.
 
     Attributes:
-        rank: the rank.
         summary: type and message of the exception, or how the process ended.
         traceback: the remote traceback; empty if the process died or was ended.
         exception: the exception, or None if it can't be pickled and loaded here.

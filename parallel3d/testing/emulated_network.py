@@ -181,13 +181,9 @@ class CpuLine:
 class CudaLine:
     """Carries tensors on a GPU: a stream sleeps for a transfer's time, and ``wait`` is a wait for its event.
 
-    The stream itself keeps the transfers in order. Their times are read from events, which synchronizes. The
-    methods are those of ``CpuLine``.
-
-    Args:
-        clock: the network's clock, to which times of the GPU are converted.
-        device: ``torch.cuda``, or a stand-in in tests.
-        sleep: occupies the current stream for a number of cycles.
+    The stream itself keeps the transfers in order. Their times are read from events, which synchronizes, and
+    converted to those of ``clock``. ``sleep`` occupies the current stream for a number of cycles. The methods
+    are those of ``CpuLine``.
     """
 
     def __init__(
@@ -201,8 +197,9 @@ class CudaLine:
         self.zero.record()
         self.zero_time = clock.now()
 
-    def _calibrate(self, cycles: int = 20_000_000) -> float:
+    def _calibrate(self) -> float:
         """Measures the second of two sleeps: the first also wakes the GPU up."""
+        cycles = 20_000_000
         begin, end = (self.device.Event(enable_timing=True) for _ in range(2))
         self.sleep(cycles)
         begin.record()

@@ -10,11 +10,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import distributed as dist
 from torch import nn
 from torch.distributed import DeviceMesh
 
 from parallel3d._torch.simulated import for_each_rank, ranks_are_simulated
-from parallel3d._util.trees import tensors_in
+from parallel3d._util.trees import cast_floats, tensors_in
 from parallel3d.errors import Parallel3dError
 from parallel3d.mesh import MeshLayout
 from parallel3d.mesh.seeding import StepSeed, number_at
@@ -22,7 +23,7 @@ from parallel3d.parallelize import parallelize
 from parallel3d.testing.differences.dropout import DropoutMode, first_in_dropout
 from parallel3d.testing.differences.fit import WHOLE, Comparison, Gap, Group
 from parallel3d.testing.differences.forward import Backward, Difference, Forward, owner_of
-from parallel3d.testing.differences.record import Recorder, Trace, Values, merged, own_ranks
+from parallel3d.testing.differences.record import Recorder, Trace, Values, merged
 from parallel3d.testing.differences.state import State, gathered, joined
 from parallel3d.testing.parity import Case, LossFn, Parity, Run, Setup, compare, inside, runs_of
 
@@ -148,10 +149,7 @@ def _unlocated(error: Exception) -> Difference:
 def _search(
     setup: Setup, run: Run, steps: int, seed_of: SeedOf | None
 ) -> tuple[Verification, bool]:
-    """Trains both models, recorded, until the first difference.
-
-    The second result is whether ranks hold parts of parameters as plain tensors.
-    """
+    """Returns the result up to the first difference, and whether ranks hold shards as plain tensors."""
     dropouts = 0
     with setup.case(run) as case:
         types = {name: type(module).__name__ for name, module in case.plain.named_modules()}
@@ -168,10 +166,10 @@ def _search(
 
 def _applied(apply: Callable[[nn.Module, DeviceMesh], nn.Module]) -> Callable[..., nn.Module]:
     """Returns ``apply``, after which each simulated rank has its own copy of every parameter."""
-    guarded = _guarded(apply, "making the model parallel")
 
     def parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        made = guarded(model, mesh)
+        with _named("making the model parallel"):
+            made = apply(model, mesh)
         if not isinstance(made, nn.Module):
             raise Parallel3dError(
                 f"the function that makes the model parallel returned {type(made).__name__}, no nn.Module"
@@ -214,21 +212,17 @@ def step_seed(layout: MeshLayout, rank: int, step: int) -> int:
 
 
 class Pair:
-    """Both models of a case. Methods run outside the simulation and enter it for the parallel model.
+    """Both models of a case, with recorders. Methods are called outside the simulation.
 
-    Args:
-        case: the run, with both models.
-        seed_of: returns the seed of a rank's generators in a step.
-
-    Attributes:
-        without_gradient: the plain model's parameters that the loss of the first step does not reach.
+    ``without_gradient`` are the plain model's parameters that the loss of the first step does not reach.
     """
 
     def __init__(self, case: Case, seed_of: SeedOf | None) -> None:
-        layout = case.layout
+        layout = case.setup.layout
         self.case, self.plain, self.parallel = case, case.plain, case.parallel
         self.seed_of = seed_of or step_seed
-        self.own = own_ranks(None if case.world is None else case.world.size)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        self.own = (rank,) if case.world is None else tuple(range(case.world.size))
         self.groups = [
             Group(d, tuple(r for r in range(layout.world_size) if layout.data_rank(r) == d))
             for d in range(layout.data_size)
@@ -260,7 +254,7 @@ class Pair:
         difference = self._in_forward(step, plain_losses, losses, error)
         if difference is None:
             gaps = self.state.gaps("gradient", self.bound)
-            difference = Backward(self.forward, self.case.layout.data_size).first(gaps, step)
+            difference = Backward(self.forward, self.case.setup.layout.data_size).first(gaps, step)
             # A later module may undo a wrong output, as a norm does with a factor, but not its gradient.
             if difference is not None:
                 difference = (
@@ -307,7 +301,7 @@ class Pair:
         masks = Trace()
         mode = DropoutMode(self.recorders[1], masks=True)
         with inside(self.case.world), mode, self._recording_parallel(masks, 0):
-            self.case.loss(self.parallel, *self.case.parallel_inputs(0, 0))
+            self.case.setup.loss(self.parallel, *self.case.parallel_inputs(0, 0))
         return first_in_dropout(self.forward, merged(gathered(masks)))
 
     def _run_plain(self, step: int) -> list[Values]:
@@ -351,24 +345,21 @@ class Pair:
             yield
 
     def _seed(self, rank: int, step: int) -> None:
-        torch.default_generator.manual_seed(self.seed_of(self.case.layout, rank, step))
+        torch.default_generator.manual_seed(self.seed_of(self.case.setup.layout, rank, step))
 
 
 # ---- inputs and losses ----
 
 
-def _guarded(fn: Callable[..., Any], what: str) -> Callable[..., Any]:
-    """Returns ``fn``; its errors become Parallel3dErrors, which say where they were raised."""
-
-    def guarded(*args: Any) -> Any:
-        try:
-            return fn(*args)
-        except Parallel3dError:
-            raise
-        except Exception as error:
-            raise Parallel3dError(f"{what} raised {type(error).__name__}: {error}") from error
-
-    return guarded
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Errors of the body become Parallel3dErrors, which say that ``what`` raised them."""
+    try:
+        yield
+    except Parallel3dError:
+        raise
+    except Exception as error:
+        raise Parallel3dError(f"{what} raised {type(error).__name__}: {error}") from error
 
 
 def _tuples(batch: Callable[[int], Any], names: list[str]) -> Callable[[int], Any]:
@@ -426,14 +417,15 @@ def default_loss(model: nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) 
 def _check_plain(setup: Setup, run: Run) -> None:
     """Raises if the plain model, its inputs or its loss can't be used for a comparison."""
     torch.manual_seed(setup.seed)
-    model = _guarded(setup.build, "building the model")()
+    with _named("building the model"):
+        model = setup.build()
     if not isinstance(model, nn.Module):
         raise Parallel3dError(f"the model that was built is a {type(model).__name__}, no nn.Module")
     model = model.to(run.dtype)
-    inputs = _guarded(setup.batch, "making the inputs of sample 0")(0)
-    cast = (t.to(run.dtype) if t.is_floating_point() else t for t in inputs)
-    with DropoutMode():
-        loss = _guarded(setup.loss, "the plain model's loss")(model, *cast)
+    with _named("making the inputs of sample 0"):
+        inputs = setup.batch(0)
+    with DropoutMode(), _named("the plain model's loss"):
+        loss = setup.loss(model, *cast_floats(inputs, run.dtype))
     if not isinstance(loss, torch.Tensor) or loss.dim() != 0 or not loss.requires_grad:
         shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise Parallel3dError(f"the loss is {shape}: a scalar tensor with a gradient is needed")

@@ -79,12 +79,10 @@ class _Worker:
     def end(self) -> None:
         """Ends the process, which may hang in a collective."""
         self.connection.close()
-        if self.process.is_alive():
-            self.process.terminate()
+        for signal in (self.process.terminate, self.process.kill):
+            if self.process.is_alive():
+                signal()
             self.process.join(5)
-        if self.process.is_alive():
-            self.process.kill()
-        self.process.join(5)
 
 
 class GlooPool:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from parallel3d._layout.packed import PackedDTensor, packed_boxes
 from parallel3d._torch.dtensor import dtensor_shard_box, get_local_tensor, root_mesh
 from parallel3d._torch.simulated import ranks_are_simulated, tensors_by_rank
+from parallel3d._util.trees import cast_floats
 from parallel3d.fsdp import FSDPModule
 from parallel3d.mesh import MeshLayout, build_mesh
 from parallel3d.optim import accumulate
@@ -47,6 +48,11 @@ class Run:
     optimizer: Callable[..., torch.optim.Optimizer]
     grads: float
     weights: float
+
+    @property
+    def name(self) -> str:
+        """Name of the dtype, such as ``float64``."""
+        return str(self.dtype).removeprefix("torch.")
 
 
 def adamw(params: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
@@ -187,42 +193,35 @@ def compare(setup: Setup, runs: Sequence[Run], steps: int) -> Parity:
             case.compare(steps)
         kinds = ("loss", result.loss), ("gradient", result.grads), ("weight", result.weights)
         for what, by_dtype in kinds:
-            by_dtype[case.name] = case.worst.get(what, 0.0)
+            by_dtype[run.name] = case.worst.get(what, 0.0)
     return result
 
 
+@dataclass
 class Case:
     """Both models in one run. Methods are called outside the simulation, unless they say otherwise."""
 
-    def __init__(
-        self,
-        setup: Setup,
-        run: Run,
-        world: LocalWorld | None,
-        plain: nn.Module,
-        parallel: nn.Module,
-    ) -> None:
-        self.run, self.world, self.plain, self.parallel = run, world, plain, parallel
-        self.batch, self.loss, self.layout = setup.batch, setup.loss, setup.layout
-        self.micro_batches, self.defer = setup.micro_batches, setup.defer
-        self.name = str(run.dtype).removeprefix("torch.")
-        self.worst: dict[str, float] = {}  # "loss", "gradient", "weight" -> largest difference
+    setup: Setup
+    run: Run
+    world: LocalWorld | None
+    plain: nn.Module
+    parallel: nn.Module
+    worst: dict[str, float] = field(default_factory=dict)  # largest differences, see ``compare``
 
     def inputs(self, step: int, micro: int, data_rank: int) -> tuple[torch.Tensor, ...]:
         """Returns the inputs of one data rank."""
-        size = self.layout.data_size
-        value = self.batch((step * self.micro_batches + micro) * size + data_rank)
-        tensors = value if isinstance(value, tuple) else (value,)
-        return tuple(t.to(self.run.dtype) if t.is_floating_point() else t for t in tensors)
+        size = self.setup.layout.data_size
+        value = self.setup.batch((step * self.setup.micro_batches + micro) * size + data_rank)
+        return cast_floats(value if isinstance(value, tuple) else (value,), self.run.dtype)
 
     def parallel_inputs(self, step: int, micro: int) -> tuple[torch.Tensor, ...]:
         """Returns this rank's inputs, or those of all simulated ranks. Called inside the simulation."""
         if self.world is None:
-            return self.inputs(step, micro, self.layout.data_rank(dist.get_rank()))
+            return self.inputs(step, micro, self.setup.layout.data_rank(dist.get_rank()))
         with self.world.paused():
             by_rank = [
-                self.inputs(step, micro, self.layout.data_rank(rank))
-                for rank in range(self.layout.world_size)
+                self.inputs(step, micro, self.setup.layout.data_rank(rank))
+                for rank in range(self.setup.layout.world_size)
             ]
         by_input = list(zip(*by_rank, strict=True))
         return tuple(self.world.map(tensors.__getitem__) for tensors in by_input)
@@ -247,12 +246,12 @@ class Case:
 
         Returns the losses by micro-batch and data rank.
         """
-        count = self.layout.data_size * self.micro_batches
-        losses: list[dict[int, torch.Tensor]] = [{} for _ in range(self.micro_batches)]
-        for data_rank in range(self.layout.data_size):
+        count = self.setup.layout.data_size * self.setup.micro_batches
+        losses: list[dict[int, torch.Tensor]] = [{} for _ in range(self.setup.micro_batches)]
+        for data_rank in range(self.setup.layout.data_size):
             for micro, by_rank in enumerate(losses):
                 with around(data_rank):
-                    loss = self.loss(self.plain, *self.inputs(step, micro, data_rank))
+                    loss = self.setup.loss(self.plain, *self.inputs(step, micro, data_rank))
                 (loss / count).backward()
                 by_rank[data_rank] = loss.detach()
         return losses
@@ -260,16 +259,17 @@ class Case:
     def parallel_step(self, step: int, around: Around = nullcontext) -> Iterator[torch.Tensor]:
         """Yields each micro-batch's loss after its backward. Called inside the simulation."""
         model = self.parallel
-        indices: Iterable[int] = range(self.micro_batches)
-        if self.defer == "all_reduce" and any(isinstance(m, FSDPModule) for m in model.modules()):
+        indices: Iterable[int] = range(self.setup.micro_batches)
+        sharded = any(isinstance(m, FSDPModule) for m in model.modules())
+        if self.setup.defer == "all_reduce" and sharded:
             indices = accumulate(model, indices)
         for micro in indices:
-            if self.defer == "sync":
-                last = micro == self.micro_batches - 1
+            if self.setup.defer == "sync":
+                last = micro == self.setup.micro_batches - 1
                 model.set_requires_gradient_sync(last)  # type: ignore[operator]
             with around(step):
-                loss = self.loss(model, *self.parallel_inputs(step, micro))
-            (loss / self.micro_batches).backward()
+                loss = self.setup.loss(model, *self.parallel_inputs(step, micro))
+            (loss / self.setup.micro_batches).backward()
             yield loss.detach()
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -291,7 +291,7 @@ class Case:
         """Compares each rank's loss with that of the sample it read."""
         for expected, losses in zip(plain, parallel, strict=True):
             for rank, loss in _by_rank(losses):
-                want = expected[self.layout.data_rank(rank)]
+                want = expected[self.setup.layout.data_rank(rank)]
                 difference = float((loss - want).abs() / want.abs().clamp(min=1e-30))
                 self._check("loss", "loss", rank, difference)
 
@@ -338,8 +338,8 @@ class Case:
         bound = self.run.weights if what == "weight" else self.run.grads
         if not difference <= bound:  # nan is not
             raise AssertionError(
-                f"{self.layout}, {self.name}: {what} of {name} on rank {rank} differs from the plain "
-                f"model's by {difference:.3g} (relative), more than {bound:g}"
+                f"{self.setup.layout}, {self.run.name}: {what} of {name} on rank {rank} differs from the "
+                f"plain model's by {difference:.3g} (relative), more than {bound:g}"
             )
         self.worst[what] = max(self.worst.get(what, 0.0), difference)
 

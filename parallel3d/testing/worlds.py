@@ -7,7 +7,7 @@ destroy their process group on exit, also when the body raises.
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -224,11 +224,9 @@ class LocalWorld:
         inner = list(inner_tensors(tensor))
         return inner if isinstance(tensor, LocalTensor) else inner * self.size
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """Suspends the simulation, so that a plain model is built and runs fast."""
-        with self._mode.disable():
-            yield
+        return self._mode.disable()
 
     @contextmanager
     def resumed(self) -> Iterator[None]:

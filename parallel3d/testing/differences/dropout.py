@@ -29,12 +29,7 @@ _MHA_RATE, _MHA_TRAINING = 10, 13
 
 
 class DropoutMode(TorchFunctionMode):
-    """Switches dropout off; or, with ``masks``, leaves it on and records the masks.
-
-    Args:
-        recorder: records every call of dropout.
-        masks: whether to drop elements.
-    """
+    """Switches dropout off; or, with ``masks``, leaves it on. ``recorder`` records the calls and masks."""
 
     def __init__(self, recorder: Recorder | None = None, *, masks: bool = False) -> None:
         super().__init__()
@@ -113,9 +108,7 @@ def _without_rate(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float,
 def first_in_dropout(forward: Forward, masks: Trace) -> tuple[Difference | None, int]:
     """Returns the first dropout with a wrong rate or mask, and how many masks were compared.
 
-    Args:
-        forward: recorded without dropout.
-        masks: the parallel model's calls, recorded with dropout.
+    ``forward`` was recorded without dropout, ``masks``, of the parallel model only, with it.
     """
     plain, parallel, count = forward.plain, forward.parallel, 0
     for what, key in plain.events:
@@ -145,14 +138,13 @@ def _in_one_model(plain: Trace, parallel: Trace) -> Difference | None:
     added = {key: rate for key, rate in rates.items() if key not in plain.calls}
     for key, rate in removed.items():
         if not _among(rate, added.values()):
-            text = f"it drops nothing, in the plain model {rate:g} of the elements"
-            return _difference(key, text)
+            drops = f"it drops nothing, in the plain model {rate:g} of the elements"
+            return _difference(key, drops)
     for key, rate in added.items():
         of_module = [r for k, r in plain_rates.items() if k[0] == key[0]]
         if not _among(rate, [*removed.values(), *of_module]):
-            return _difference(
-                key, f"it drops {rate:g} of the elements, in the plain model nothing"
-            )
+            drops = f"it drops {rate:g} of the elements, in the plain model nothing"
+            return _difference(key, drops)
     return None
 
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 _SINGLE = 1e-6  # relative differences below this may be float32's rounding
 
-
 Kind = Literal["whole", "shard", "slices", "partial"]
 ALL: frozenset[str] = frozenset({"whole", "shard", "slices", "partial"})
 WHOLE: frozenset[str] = frozenset({"whole"})

@@ -86,10 +86,8 @@ Event = tuple[str, Key]
 class Forward:
     """The forward of one step: how the parallel model's tensors make up the plain model's.
 
-    Attributes:
-        plain, parallel: the recorded traces.
-        fits: the forms of the inputs and outputs of modules.
-        bad: the events with a tensor that no form fits.
+    ``fits`` are the forms of the inputs and outputs of modules, ``bad`` the events with a tensor that no form
+    fits.
     """
 
     def __init__(

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch import distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from parallel3d._torch.dtensor import get_local_tensor
@@ -39,8 +38,7 @@ class Call:
         reads: (number of an input, an earlier place of the same tensor).
         inputs, outputs, input_grads, output_grads: tensors by position, then by rank.
         kinds: the forms (see ``fit``) that an output may have, where they are known.
-        rate: of a dropout: its probability, 0 in evaluation mode.
-        mask: of a dropout: the elements it kept, if recorded.
+        rate, mask: of a dropout: its probability, 0 in evaluation mode; the elements it kept, if recorded.
         done: whether it returned.
     """
 
@@ -242,10 +240,3 @@ def _known_kinds(module: nn.Module, output: Tensor) -> frozenset[str] | None:
         return None
     after = style.random_after  # type: ignore[union-attr]
     return {"whole": WHOLE, "": ALL - {"partial"}}.get(after, cut)
-
-
-def own_ranks(simulated: int | None) -> tuple[int, ...]:
-    """Returns the ranks that hold an ordinary tensor of this process: all simulated ones, or its own."""
-    if simulated is not None:
-        return tuple(range(simulated))
-    return (dist.get_rank() if dist.is_initialized() else 0,)

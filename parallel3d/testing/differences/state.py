@@ -36,11 +36,7 @@ def joined(values: Values) -> Values:
 
 
 class State:
-    """The parameters and buffers of both models.
-
-    Attributes:
-        forms: how ranks hold the parameters that are not DTensors, by name.
-    """
+    """The parameters and buffers of both models; ``forms`` says how ranks hold those that are no DTensors."""
 
     def __init__(
         self, plain: nn.Module, parallel: nn.Module, groups: Sequence[Group], own: tuple[int, ...]
