@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from operator import attrgetter, is_
 from typing import Any, cast
@@ -290,7 +290,17 @@ def by_bucket(params: Sequence[torch.Tensor]) -> list[Bucket | torch.Tensor]:
     They are in the order of each one's first parameter. Buckets of all-gather extensions are left out, since
     their parameters don't share the flat buffer.
     """
-    buckets = _buckets_of(params)
+    by_param: dict[int, Bucket] = {}
+    units: set[int] = set()
+    for param in params:
+        owner = owner_of(param)
+        unit = owner.unit() if owner is not None and owner.unit is not None else None
+        if unit is not None and id(unit) not in units:
+            units.add(id(unit))
+            for bucket in unit.group.buckets:
+                if not isinstance(bucket, ExtensionBucket):
+                    by_param.update((id(p.sharded), bucket) for p in bucket.params)
+    buckets = [by_param.get(id(param)) for param in params]
     present = Counter(id(bucket) for bucket in buckets if bucket is not None)
     result: list[Bucket | torch.Tensor] = []
     taken: set[int] = set()
@@ -300,23 +310,6 @@ def by_bucket(params: Sequence[torch.Tensor]) -> list[Bucket | torch.Tensor]:
         elif id(bucket) not in taken:
             taken.add(id(bucket))
             result.append(bucket)
-    return result
-
-
-def _buckets_of(params: Iterable[torch.Tensor]) -> list[Bucket | None]:
-    """Returns the bucket of each parameter."""
-    by_param: dict[int, Bucket] = {}
-    units: set[int] = set()
-    result = []
-    for param in params:
-        owner = owner_of(param)
-        unit = owner.unit() if owner is not None and owner.unit is not None else None
-        if unit is not None and id(unit) not in units:
-            units.add(id(unit))
-            for bucket in unit.group.buckets:
-                if not isinstance(bucket, ExtensionBucket):
-                    by_param.update((id(p.sharded), bucket) for p in bucket.params)
-        result.append(by_param.get(id(param)))
     return result
 
 
