@@ -160,10 +160,11 @@ def _check_alone(plan: str | None, loss_parallel: bool, checkpointing: bool) -> 
         "--loss-parallel": loss_parallel,
         "--activation-checkpointing": checkpointing,
     }
-    for name in filter(options.get, options):
-        raise Parallel3dError(
-            f"{name} is for parallel3d.parallelize: leave it out with --parallelize"
-        )
+    for name, is_set in options.items():
+        if is_set:
+            raise Parallel3dError(
+                f"{name} is for parallel3d.parallelize: leave it out with --parallelize"
+            )
 
 
 def _function(what: str, text: str) -> Any:
