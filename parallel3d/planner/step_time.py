@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import log2
-from typing import Any
 
 from parallel3d.mesh.axes import AXES
 from parallel3d.planner.cluster import AxisLink, collective_time, link_of
