@@ -54,7 +54,7 @@ def _encoded(value: Any) -> Any:
     """Returns records as dicts and tuples of records as tables."""
     if is_dataclass(value):
         return {field.name: _encoded(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, tuple) and value and is_dataclass(value[0]):
+    if isinstance(value, list | tuple) and value and is_dataclass(value[0]):
         names = [field.name for field in fields(value[0])]
         rows = [[_encoded(getattr(item, name)) for name in names] for item in value]
         return {"columns": names, "rows": rows}

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from typing import NamedTuple
 
 import torch
@@ -169,14 +170,10 @@ def memory_over_time(
         by_kind = {kind: now[kind] for kind in KINDS if now[kind]}
         samples[count] = MemorySample(change.operation, by_kind)
         top = total
-    begin = next(
-        (i for i, each in enumerate(operations) if each.phase == "forward"), len(operations)
-    )
-    in_steps = {count: sample for count, sample in samples.items() if sample.operation >= begin}
+    begin = next((i for i, each in enumerate(operations) if each.phase == "forward"), inf)
+    in_steps = {n: s for n, s in samples.items() if s.operation >= begin and s.by_kind}
     peak = _peak(ledger, operations, samples or {0: MemorySample(0, {})})
-    step_peak = (
-        _peak(ledger, operations, in_steps) if any(s.by_kind for s in in_steps.values()) else None
-    )
+    step_peak = _peak(ledger, operations, in_steps) if in_steps else None
     return tuple(samples.values()), peak, step_peak
 
 

@@ -32,9 +32,8 @@ from parallel3d._util.trace import issuing
 from parallel3d._util.trees import map_tensors, tensors_in
 from parallel3d.errors import DryRunError
 from parallel3d.tools.dryrun.memory import Held, Ledger
-from parallel3d.tools.dryrun.place import Place
+from parallel3d.tools.dryrun.place import Place, Streams
 from parallel3d.tools.dryrun.result import Operation
-from parallel3d.tools.dryrun.streams import Streams
 from parallel3d.tools.dryrun.unknown import caller
 
 

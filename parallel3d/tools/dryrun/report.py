@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from html import escape
 from os import PathLike
@@ -96,9 +95,7 @@ def _timeline_chart(times: Timeline) -> Figure:
     """The shown step, with a row for each stream."""
     begin, _ = times.bounds()
     spans = times.of_step()
-    by_kind: dict[str, list[Bar]] = defaultdict(list)
-    for bar in merged(spans, _MOST_BARS):
-        by_kind[bar.kind].append(bar)
+    by_kind = grouped(merged(spans, _MOST_BARS), lambda bar: bar.kind)
     # A bar is at least a pixel wide: the kind with most time is drawn last, so that it isn't covered.
     ordered = sorted(by_kind.items(), key=lambda item: sum(bar.busy for bar in item[1]))
     traces = [

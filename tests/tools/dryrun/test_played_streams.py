@@ -11,8 +11,8 @@ from parallel3d.fsdp.comm import StreamComm
 from parallel3d.mesh import MeshLayout
 from parallel3d.testing import fake_world
 from parallel3d.tools.dryrun import record, timeline
+from parallel3d.tools.dryrun.place import Streams
 from parallel3d.tools.dryrun.result import DryRun
-from parallel3d.tools.dryrun.streams import Streams
 
 CASES = [
     Training((2, 2, 2), sequence=True),
