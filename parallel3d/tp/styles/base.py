@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args, get_origin
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -71,14 +71,6 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
         and "forward" not in module.__dict__
         and not isinstance(module, NonDynamicallyQuantizableLinear)
     )
-
-
-def check_count(what: str, size: int, multiple_of: int) -> None:
-    """Raises PlanError for a size, named ``what``, that isn't a multiple of ``multiple_of``."""
-    if type(multiple_of) is not int or multiple_of < 1:
-        raise PlanError(f"multiple_of={multiple_of!r}: it must be an int, 1 or more")
-    if size % multiple_of:
-        raise PlanError(f"{what} {size} is not a multiple of multiple_of={multiple_of}")
 
 
 def refuse_lookup_options(module: Any, *, scale_grad_by_freq: bool) -> None:
@@ -301,23 +293,22 @@ RANDOM_LAYOUTS: dict[str, RandomLayout] = {
 
 @dataclass(frozen=True)
 class Style(ABC):
-    """Base class of the styles. ``str()`` shows the fields that differ from their defaults.
+    """Base class of the styles. ``str()`` shows the fields that differ from their defaults; fields whose type
+    is a ``Literal`` are checked.
 
     Attributes:
-        choices: field -> its valid values.
         random_before: whether the module computes on parts though its input is whole.
     """
 
-    choices: ClassVar[dict[str, tuple[str, ...]]] = {}
     random_before: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        for name, allowed in self.choices.items():
-            value = getattr(self, name)
-            if value not in allowed:
+        for f in fields(self):
+            value, allowed = getattr(self, f.name), get_args(f.type)
+            if get_origin(f.type) is Literal and value not in allowed:
                 near = difflib.get_close_matches(str(value), allowed, 1, 0.0)[0]
                 raise PlanError(
-                    f"{type(self).__name__}({name}={value!r}): {name} is one of "
+                    f"{type(self).__name__}({f.name}={value!r}): {f.name} is one of "
                     f"{', '.join(map(repr, allowed))}. Did you mean {near!r}?"
                 )
 

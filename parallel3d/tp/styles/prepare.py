@@ -79,8 +79,6 @@ class Replicated(Style):
             on this rank's heads), so gradients are summed over ``tp``.
     """
 
-    choices: ClassVar = {"tp_grad": ("whole", "partial")}
-
     tp_grad: Literal["whole", "partial"] = "whole"
 
     def plan(self, module: nn.Module, tp: int) -> dict[str, ParamRule]:
@@ -135,7 +133,6 @@ class SequenceParallel(LayoutStyle):
         output: ``"sequence"``: a part. ``"replicate"``: gathered, for the modules after the last layer.
     """
 
-    choices: ClassVar = {"input": ("sequence", "replicate"), "output": ("sequence", "replicate")}
     random_before: ClassVar = True
 
     sequence_dim: int = 1
@@ -184,11 +181,6 @@ class PrepareOutput(Style):
         features: the size of the last dim of the whole, when ``given="shard"``.
         sequence_dim: the sequence dim of the output.
     """
-
-    choices: ClassVar = {
-        "given": ("partial", "replicate", "sequence", "shard"),
-        "wanted": ("replicate", "sequence", "shard"),
-    }
 
     given: Literal["partial", "replicate", "sequence", "shard"] = "partial"
     wanted: Literal["replicate", "sequence", "shard"] = "replicate"
@@ -351,8 +343,6 @@ class PrepareInput(Style):
             computes the same from it, and children that are split take copies of their own.
         params: the rules of the module's own parameters, (name, style).
     """
-
-    choices: ClassVar = {"layout": ("replicate", "sequence"), "wanted": ("copy", "whole")}
 
     layout: Layout = "replicate"
     keywords: tuple[str | tuple[str, Layout], ...] = ()
