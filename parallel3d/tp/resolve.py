@@ -38,10 +38,7 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 def expand(pattern: str) -> list[str]:
     """Returns the patterns without brace sets that ``pattern`` stands for: three for ``"*.{q,k,v}_proj"``.
-
-    Raises:
-        PlanError: it is no string, or its braces are nested, unbalanced or hold an empty alternative.
-    """
+    Raises PlanError if it is no string, or its braces are nested, unbalanced or hold an empty alternative."""
     if not isinstance(pattern, str):
         raise PlanError(
             f"a pattern is a module's path such as 'layers.*.wq', not {type(pattern).__name__}"

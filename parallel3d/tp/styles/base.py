@@ -27,11 +27,8 @@ from parallel3d.tp.collectives import SequenceLength, TpAxis
 
 @dataclass(frozen=True)
 class ParamRule:
-    """The placement of one parameter on ``tp``; ``tp_grad`` and ``compute`` are those of ``ParamLayout``.
-
-    Attributes:
-        packing: the rows of ``placement.dim`` that each rank holds, if not those of ``torch.chunk``.
-    """
+    """The placement of one parameter on ``tp``; ``tp_grad`` and ``compute`` are those of ``ParamLayout``, and
+    ``packing`` has the rows of ``placement.dim`` on each rank, if they aren't those of ``torch.chunk``."""
 
     placement: Shard | Replicate
     tp_grad: Literal["whole", "partial"] = "whole"
@@ -91,11 +88,8 @@ def own_params(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def fit_rules(module: nn.Module, **rules: ParamRule) -> dict[str, ParamRule]:
-    """Returns the rules of the parameters that the module has.
-
-    Raises:
-        PlanError: a parameter without a rule, no weight, or a parameter that can't be split.
-    """
+    """Returns the rules of the parameters that the module has; PlanError for a parameter without a rule or
+    that can't be split, or if there is no weight."""
     own = own_params(module)
     extra = [name for name in own if name not in rules]
     if extra or ("weight" in rules and "weight" not in own):
@@ -350,11 +344,8 @@ class Style(ABC):
 
     @abstractmethod
     def plan(self, module: nn.Module, tp: int) -> dict[str, ParamRule]:
-        """Returns the rule of each of the module's own parameters, by name.
-
-        Raises:
-            PlanError: the style can't split this type of module, or this size over ``tp`` ranks.
-        """
+        """Returns the rule of each of the module's own parameters, by name; PlanError if the style can't
+        split this type of module, or this size over ``tp`` ranks."""
 
     def install(  # noqa: B027 (optional)
         self, module: nn.Module, axis: TpAxis, sequence: SequenceLength

@@ -112,10 +112,8 @@ def cut_features(
 
     Each section is split as ``torch.chunk`` does, so that the layer that reads a product of sections (down
     after gate and up) is split alike without sections. Where that would cut a group of ``multiple_of``,
-    ranks get whole groups, the first ranks one more.
-
-    Raises:
-        PlanError: the sections don't add up to ``size``, or don't consist of whole groups.
+    ranks get whole groups, the first ranks one more. Raises PlanError if the sections don't add up to
+    ``size``, or don't consist of whole groups.
     """
     if isinstance(packed, Packing):
         if len(packed.rows) != tp or packed.size != size:
