@@ -412,10 +412,10 @@ class Resolution:
         whole = isinstance(partner, VocabParallel) and partner.output == "replicate"
         return Colwise(output="replicate") if whole and is_plain(module, nn.Linear) else None
 
-    def ruled_in_order(self) -> list[tuple[int, RuledModule]]:
+    def ruled_in_order(self) -> list[RuledModule]:
         """Returns the modules with a style, in the model's order, whatever the order of the rules."""
         place = {name: i for i, name in enumerate(self.modules)}
-        return sorted(self.ruled.items(), key=lambda item: place[item[1].name])
+        return sorted(self.ruled.values(), key=lambda ruled: place[ruled.name])
 
     # ---- rules of parameters, and checks ----
 

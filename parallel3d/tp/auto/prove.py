@@ -171,8 +171,8 @@ def resolve_split(module: nn.Module, styles: Mapping[str, Style], tp: int) -> Sp
         raise PlanError(resolution.problems[0])
     ruled = resolution.ruled_in_order()
     return Split(
-        {one.name: one.style for _, one in ruled},
-        {one.name: resolution.rules[key] for key, one in ruled},
+        {one.name: one.style for one in ruled},
+        {one.name: resolution.rules[id(one.module)] for one in ruled},
         tuple(resolution.attributes),
     )
 
