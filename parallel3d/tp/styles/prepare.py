@@ -254,9 +254,8 @@ def _change_layout(y: Any, style: PrepareOutput, tp: TpState) -> Any:
         parts = y if type(y) in (tuple, list) else ()
         first = next((i for i, part in enumerate(parts) if isinstance(part, Tensor)), None)
         if first is None:
-            raise StateError(
-                f"{tp.style} got a {type(y).__name__}: no tensor, nor a tuple with one"
-            )
+            kind = type(y).__name__
+            raise StateError(f"{tp.style} got a {kind}: no tensor, nor a tuple with one")
         return type(y)([*y[:first], _change_layout(y[first], style, tp), *y[first + 1 :]])
     dim = style.sequence_dim
     if style.given == "partial" and style.wanted == "replicate":
@@ -393,9 +392,6 @@ class PrepareInput(Style):
         return "sequence" in self.layouts
 
 
-_SUMMED = PrepareOutput()
-
-
 @dataclass(frozen=True)
 class PrepareInputOutput(PrepareInput):
     """:class:`PrepareInput` and :class:`PrepareOutput` on one module.
@@ -407,7 +403,7 @@ class PrepareInputOutput(PrepareInput):
         output: the layouts of the output.
     """
 
-    output: PrepareOutput = _SUMMED
+    output: PrepareOutput = PrepareOutput()
 
     def traffic(self, module: nn.Module, tp: int) -> tuple[Traffic, ...]:
         return *super().traffic(module, tp), *self.output.traffic(module, tp)
