@@ -49,8 +49,11 @@ if TYPE_CHECKING:
         VocabParallel,
     )
     from parallel3d.tp.torch_styles import TorchStyle
-    from parallel3d.tp.vocab_parallel.head import LogitsHead
-    from parallel3d.tp.vocab_parallel.loss import linear_cross_entropy, vocab_parallel_cross_entropy
+    from parallel3d.tp.vocab_parallel.head import (
+        LogitsHead,
+        linear_cross_entropy,
+        vocab_parallel_cross_entropy,
+    )
     from parallel3d.tp.vocab_parallel.vocab_logits import VocabLogits
 
 _EXPORTS = {
@@ -65,8 +68,7 @@ _EXPORTS = {
     "PrepareInput PrepareInputOutput PrepareOutput Replicated RopeOutput Rowwise "
     "SequenceParallel SplitHeads Style VocabParallel",
     "tp.torch_styles": "TorchStyle",
-    "tp.vocab_parallel.head": "LogitsHead",
-    "tp.vocab_parallel.loss": "linear_cross_entropy vocab_parallel_cross_entropy",
+    "tp.vocab_parallel.head": "LogitsHead linear_cross_entropy vocab_parallel_cross_entropy",
     "tp.vocab_parallel.vocab_logits": "VocabLogits",
 }
 __all__ = [name for names in _EXPORTS.values() for name in names.split()]

@@ -276,11 +276,8 @@ class SequenceLength:
     length: int | None = None
 
     def of(self, part: Tensor, dim: int, axis: TpAxis) -> int:
-        """Returns the global length of the sequence of which ``part`` is this rank's chunk along ``dim``.
-
-        Raises:
-            StateError: no module has split a sequence yet, or the last one had another length.
-        """
+        """Returns the global length of the sequence of which ``part`` is this rank's chunk along ``dim``;
+        StateError if no module has split a sequence yet, or the last one had another length."""
         if axis.size == 1:
             return part.shape[dim]
         if self.length is None:

@@ -36,12 +36,9 @@ class TpState:
     """The data of a module's tensor-parallel forward.
 
     Attributes:
-        style: the module's style.
-        axis: the tp axis.
         sequence: shared by all modules of one ``apply``.
         inner: the forward that the module had, a function of the module and its arguments.
-        names: the arguments of that forward, in order.
-        first: the name of its first argument; ``""`` when it takes none.
+        names, first: the arguments of that forward in order, and the first that may be positional, or ``""``.
         packing: how the style splits features, if not as ``torch.chunk`` does.
         once: parameters that every rank holds and only the first rank adds.
         index: an index that a forward keeps; it is made on the device of the first call.

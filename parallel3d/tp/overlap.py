@@ -42,18 +42,13 @@ WORTHWHILE = {"cpu": 2**24, "other": 2**32}
 
 @dataclass(slots=True)
 class Pending:
-    """A sum over ``tp`` that a backward has started.
-
-    Attributes:
-        order: the sequence number of the nodes that compute the weights' gradients.
-        work: the collective while it is under way.
-    """
+    """A sum over ``tp`` that a backward has started, ``work`` while it is under way; ``order`` is the
+    sequence number of the nodes that compute the weights' gradients."""
 
     order: int = 0
     work: Any = None
 
     def wait(self) -> None:
-        """Waits for the sum if it is under way."""
         work, self.work = self.work, None
         if work is not None:
             work.wait()
@@ -104,10 +99,8 @@ class _Finish(torch.autograd.Function):
 
 
 class _Weights(torch.autograd.Function):
-    """Returns a token that connects a linear to the node that computes its weights' gradients.
-
-    ``deferred`` gets the linear's output gradient and its input from the linear's backward.
-    """
+    """Returns a token that connects a linear to the node that computes its weights' gradients, from the
+    output gradient and the input that the linear's backward puts into ``deferred``."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, bias: Tensor | None, deferred: list[Tensor]) -> Tensor:

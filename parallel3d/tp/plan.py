@@ -375,20 +375,19 @@ def resolve_plan(
         raise PlanError(f"{count} problem{'s'[: count > 1]} in the tensor-parallel plan:{listed}")
 
     modules = []
-    for key, ruled in resolution.ruled_in_order():
+    for ruled in resolution.ruled_in_order():
         params = dict(ruled.module.named_parameters(recurse=False, remove_duplicate=False))
-        planned = (
-            PlannedParam(name, tuple(params[name].shape), rule)
-            for name, rule in resolution.rules[key].items()
-        )
+        rules = resolution.rules[id(ruled.module)].items()
+        planned = tuple(PlannedParam(name, tuple(params[name].shape), r) for name, r in rules)
         # Bytes of an element of what the module computes: of its parameters, or else of the model's.
         every = chain(ruled.module.parameters(), model.parameters())
         first = next((p for p in every if p.is_floating_point()), None)
         itemsize = 4 if first is None else first.dtype.itemsize
         style = ruled.style
         traffic = style.traffic(ruled.module, tp_size) if tp_size > 1 else ()
-        about = (tuple(planned), ruled.why, traffic, itemsize)
-        modules.append(PlannedModule(ruled.name, ruled.pattern, style, *about))
+        modules.append(
+            PlannedModule(ruled.name, ruled.pattern, style, planned, ruled.why, traffic, itemsize)
+        )
     return ResolvedPlan(
         tp_size,
         tuple(modules),

@@ -38,10 +38,7 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 def expand(pattern: str) -> list[str]:
     """Returns the patterns without brace sets that ``pattern`` stands for: three for ``"*.{q,k,v}_proj"``.
-
-    Raises:
-        PlanError: it is no string, or its braces are nested, unbalanced or hold an empty alternative.
-    """
+    Raises PlanError if it is no string, or its braces are nested, unbalanced or hold an empty alternative."""
     if not isinstance(pattern, str):
         raise PlanError(
             f"a pattern is a module's path such as 'layers.*.wq', not {type(pattern).__name__}"
@@ -61,10 +58,8 @@ def expand(pattern: str) -> list[str]:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a pattern without brace sets matches a path, segment by segment; ``""`` is the root.
-
-    ``*`` matches any characters within one segment, ``?`` one character and ``[...]`` one of a set.
-    """
+    """Whether a pattern without brace sets matches a path, segment by segment: ``*`` any characters within
+    one segment, ``?`` one character and ``[...]`` one of a set. ``""`` is the root."""
     if pattern == "" or name == "":
         return pattern == name
     # fnmatch's wildcards match dots too; with as many dots in both, none does.
@@ -254,12 +249,10 @@ class Resolution:
     """A plan being resolved against a model. Problems are collected, so that all are raised at once.
 
     Attributes:
-        tp: the number of ranks of the ``tp`` axis.
         modules: the model's modules, by each of their paths.
         ruled: the modules with a style, by identity, so that one with two paths counts once.
         rules: the rules of their own parameters, by the same key; set by ``finish``.
-        problems: messages about what is wrong.
-        notes: messages about what was done that the plan doesn't contain.
+        problems, notes: messages about what is wrong, and about what was done that the plan doesn't contain.
         attributes: the values of modules' attributes on each rank.
         attentions: the attention layers that the plan splits, as ``align_heads`` found them.
         local_sizes: paths of the modules to which the plan gives ``LocalSizes``.
@@ -283,11 +276,8 @@ class Resolution:
     # ---- patterns -> modules and parameters ----
 
     def add_plan(self, plan_source: PlanSource, *, strict: bool) -> None:
-        """Gives modules and parameters the styles of the plan's rules.
-
-        Args:
-            strict: whether a rule that matches nothing is a problem; otherwise it is a note.
-        """
+        """Gives modules and parameters the styles of the plan's rules; with ``strict`` a rule that matches
+        nothing is a problem, otherwise a note."""
         self._is_empty = not plan_source.rules
         for pattern, value in plan_source.rules.items():
             try:
@@ -296,8 +286,11 @@ class Resolution:
                 self.problems.append(f"rule {pattern!r}: {error}")
                 continue
             why = plan_source.why.get(pattern, plan_source.origin)
-            matched = [self._match(p) for p in simple]
-            for one, (modules, params) in zip(simple, matched, strict=True):
+            for one in simple:
+                modules = [name for name in self.modules if matches(one, name)]
+                # "mlp.*" means modules, not parameters beside them.
+                params = [path for path in self._params if matches(one, path)]
+                params = [] if has_wildcard(one.rpartition(".")[2]) else params
                 if not modules and not params:
                     which = f"rule {pattern!r}" + (f": {one!r}" if one != pattern else "")
                     message = f"{which} matches no module and no parameter; {self._nearest(one)}"
@@ -319,14 +312,6 @@ class Resolution:
             except PlanError as error:
                 patterns = ", ".join(repr(rule.pattern) for rule in rules.values())
                 self.problems.append(f"rule {patterns} on {parent or 'the root'!r}: {error}")
-
-    def _match(self, pattern: str) -> tuple[list[str], list[str]]:
-        """Returns the paths of the modules and of the parameters that ``pattern`` matches."""
-        modules = [name for name in self.modules if matches(pattern, name)]
-        # "mlp.*" means modules, not parameters beside them.
-        if has_wildcard(pattern.rpartition(".")[2]):
-            return modules, []
-        return modules, [path for path in self._params if matches(pattern, path)]
 
     def _rule_module(self, name: str, pattern: str, style: Style, why: str) -> None:
         module = self.modules[name]
@@ -427,10 +412,10 @@ class Resolution:
         whole = isinstance(partner, VocabParallel) and partner.output == "replicate"
         return Colwise(output="replicate") if whole and is_plain(module, nn.Linear) else None
 
-    def ruled_in_order(self) -> list[tuple[int, RuledModule]]:
+    def ruled_in_order(self) -> list[RuledModule]:
         """Returns the modules with a style, in the model's order, whatever the order of the rules."""
         place = {name: i for i, name in enumerate(self.modules)}
-        return sorted(self.ruled.items(), key=lambda item: place[item[1].name])
+        return sorted(self.ruled.values(), key=lambda ruled: place[ruled.name])
 
     # ---- rules of parameters, and checks ----
 

@@ -31,7 +31,7 @@ def test_layers_of_a_kind_are_proven_once(monkeypatch: pytest.MonkeyPatch) -> No
     prove = _Derivation._prove
 
     def counted(self: _Derivation, group: Group) -> object:
-        proven.append(group.down)
+        proven.extend(group.downs)
         return prove(self, group)
 
     monkeypatch.setattr(_Derivation, "_prove", counted)

@@ -90,9 +90,8 @@ class _Check:
     def __post_init__(self) -> None:
         self.paths = {id(module): name for name, module in self.model.named_modules()}
         self.modules = dict(self.model.named_modules())
-        self.ruled = {
-            self.paths[id(one.module)]: one for _, one in self.resolution.ruled_in_order()
-        }
+        ruled = self.resolution.ruled_in_order()
+        self.ruled = {self.paths[id(one.module)]: one for one in ruled}
         # Norms too: sequence parallelism begins and ends at them.
         norms = [n for n, one in self.ruled.items() if isinstance(one.style, SequenceParallel)]
         self.layers = dict.fromkeys(norms, Layer("norm", 0)) | find_layers(self.model)
@@ -212,33 +211,31 @@ class _Check:
         for ups, downs in joined:
             # The root may not be called by itself. A layer between two others may be in ups and downs.
             owner = owner_of([*sorted(ups), *sorted(downs)], trace) or ""
-            yield Group(owner, tuple(n for n in self.ups if n in ups), ", ".join(sorted(downs)))
+            yield Group(owner, tuple(n for n in self.ups if n in ups), tuple(sorted(downs)))
 
     def by_structure(self) -> Iterator[Group]:
         """Yields groups by the modules' places, without a trace."""
         attention: set[str] = set()
         for layer in self.resolution.attentions:
-            ups = tuple(
-                n for p in layer.inputs if (n := self.paths[id(p.ruled.module)]) in self.ups
-            )
-            downs = [
-                n for p in layer.outputs if (n := self.paths[id(p.ruled.module)]) in self.downs
-            ]
+            inputs = [self.paths[id(p.ruled.module)] for p in layer.inputs]
+            outputs = [self.paths[id(p.ruled.module)] for p in layer.outputs]
+            ups = tuple(name for name in inputs if name in self.ups)
+            downs = tuple(name for name in outputs if name in self.downs)
             if ups and downs:
                 attention.update(ups)
-                yield Group(self.paths[id(layer.module)], ups, ", ".join(downs))
+                yield Group(self.paths[id(layer.module)], ups, downs)
         parents: dict[str, list[str]] = {}
         for up in self.ups:
             if up not in attention:
                 parents.setdefault(up.rpartition(".")[0], []).append(up)
         for parent, names in parents.items():
-            downs = [n for n in self.downs if n.rpartition(".")[0] == parent]
+            downs = tuple(n for n in self.downs if n.rpartition(".")[0] == parent)
             if downs:
-                yield Group(parent, tuple(names), ", ".join(downs))
+                yield Group(parent, tuple(names), downs)
 
     def check_group(self, group: Group, trace: Trace) -> None:
         by_element = not any(name in trace.mixes for name in group.ups)
-        split = all(name in self.downs for name in _downs(group))
+        split = all(name in self.downs for name in group.downs)
         if by_element and split and self.split_alike(group):
             return
         try:
@@ -264,7 +261,7 @@ class _Check:
     def split_alike(self, group: Group) -> bool:
         """Whether every layer of the group is split at the same features."""
         cuts = set()
-        for name in (*group.ups, *_downs(group)):
+        for name in group.members:
             rule = self.resolution.rules[id(self.modules[name])].get("weight")
             if rule is None or not isinstance(rule.placement, Shard):
                 return False
@@ -337,7 +334,7 @@ class _Check:
             )
 
     def attention_of(self, group: Group) -> Attention | None:
-        members = {*group.ups, *_downs(group)}
+        members = set(group.members)
         for layer in self.resolution.attentions:
             if any(self.paths[id(p.ruled.module)] in members for p in layer.inputs):
                 return layer
@@ -362,7 +359,7 @@ class _Check:
         return ""
 
     def looks_like_attention(self, group: Group) -> bool:
-        downs = [name for name in _downs(group) if name in self.downs]
+        downs = [name for name in group.downs if name in self.downs]
         if len(group.ups) > 2 or len({self.size_of(name) for name in (*group.ups, *downs)}) > 1:
             return True
         owner: Any = type(self.modules[group.owner])
@@ -378,7 +375,7 @@ class _Check:
     def proven_way(self, group: Group, trace: Trace) -> str:
         """Returns rules that are proven right, for a module that is quickly compared, or ``""``."""
         size = sum(p.numel() for p in self.modules[group.owner].parameters())
-        if group.down not in self.downs or size > _MOST_TRIED:
+        if not (len(group.downs) == 1 and group.downs[0] in self.downs) or size > _MOST_TRIED:
             return ""
         prover = self.prover(group, trace)
         for way in ways_to_split(group, self.model, trace, self.layers):
@@ -399,14 +396,9 @@ class _Check:
 _KNOWN = {*NUMBERS, *KV_NUMBERS, *GROUP_SIZES, *HEAD_SIZES, "training", "layer_idx", "layer_id"}
 
 
-def _downs(group: Group) -> list[str]:
-    """The layers that read a group's outputs, of which a checked plan may have several."""
-    return group.down.split(", ")
-
-
 def _describe(group: Group) -> str:
     ups, downs = (
-        ", ".join(inside(n, group.owner) for n in names) for names in (group.ups, _downs(group))
+        ", ".join(inside(n, group.owner) for n in names) for names in (group.ups, group.downs)
     )
     return numberless(f"{numberless(group.owner) or 'the model'!s}: {ups} -> {downs}")
 

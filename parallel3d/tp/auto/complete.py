@@ -76,7 +76,9 @@ def complete(
             added, why, more = _param_rules(model, rules, styles, flow, tp_size)
             return {**rules, **added}, why, [*notes, *more]
         # One block at a time: a part that is used wrongly in one causes conflicts in others.
-        block = _block(conflicts[0])
+        paths = list(conflicts[0].modules)
+        around = common_path(paths) if len(paths) > 1 else paths[0].rpartition(".")[0]
+        block = numberless(around)  # the smallest module around all of a conflict's
         dropped = [pattern for pattern in rules if _inside(model, pattern, block)]
         if not dropped:
             raise PlanError(f"the plan {type(model).__name__} brings is wrong: {conflicts[0].text}")
@@ -181,12 +183,6 @@ def _conflicts(
 def _is_summed(path: str, styles: dict[str, Style]) -> bool:
     style = styles.get(path, styles.get(path.rpartition(".")[0]))
     return isinstance(style, Replicated) and style.tp_grad == "partial"
-
-
-def _block(conflict: Conflict) -> str:
-    """Returns the pattern of the smallest module around all of a conflict's; ``""``: the whole model."""
-    paths = list(conflict.modules)
-    return numberless(common_path(paths) if len(paths) > 1 else paths[0].rpartition(".")[0])
 
 
 def _inside(model: nn.Module, pattern: str, block: str) -> bool:

@@ -50,16 +50,17 @@ from parallel3d.tp.styles.base import own_params
 
 @dataclass(frozen=True)
 class Group:
-    """Linear layers, ``ups``, whose outputs are read by one other, ``down``, and by nothing else; to be split
-    by output and by input features. ``owner`` is the innermost module around them that is called."""
+    """Linear layers, ``ups``, whose outputs are read by others, ``downs``, and by nothing else; to be split
+    by output and by input features. A derived plan's group has one of ``downs``. ``owner`` is the innermost
+    module around them that is called."""
 
     owner: str
     ups: tuple[str, ...]
-    down: str
+    downs: tuple[str, ...]
 
     @property
     def members(self) -> tuple[str, ...]:
-        return (*self.ups, self.down)
+        return self.ups + self.downs
 
 
 def find_groups(trace: Trace, layers: dict[str, Layer]) -> tuple[list[Group], dict[str, str]]:
@@ -78,7 +79,7 @@ def find_groups(trace: Trace, layers: dict[str, Layer]) -> tuple[list[Group], di
         else:
             why_not[name] = _why_alone(readers)
     groups = [
-        Group(owner, tuple(names), down)
+        Group(owner, tuple(names), (down,))
         for down, names in ups.items()
         if (owner := owner_of([*names, down], trace)) is not None
     ]
@@ -152,7 +153,7 @@ def ways_to_split(
     for cut in _cuts(group, trace, layers):
         sizes = {n for name, sections in cut.items() for n in (*sections, layers[name].features)}
         ups = {n: Colwise(packed=cut[n]) if len(cut[n]) > 1 else Colwise() for n in group.ups}
-        features.append((sizes, {**ups, group.down: Rowwise()}))
+        features.append((sizes, {**ups, **dict.fromkeys(group.downs, Rowwise())}))
     for _, styles in features:
         yield styles
         for style in _head_arguments(modules[group.owner], trace.calls[group.owner]):
@@ -353,7 +354,7 @@ class _Derivation:
         for name in self.trace.reads:
             if name not in self.layers or self.layers[name].kind != "attention":
                 continue
-            key = self._kinds.of(Group(name, (), name))
+            key = self._kinds.of(Group(name, (), (name,)))
             if key not in proven:
                 try:
                     prover = Prover(self.modules[name], self.trace.calls[name], self.tp)
@@ -421,8 +422,8 @@ class _Derivation:
             self.refused.pop(own, None)
 
     def _reason(self, name: str, style: Style, group: Group) -> str:
-        down = inside(group.down, group.owner)
-        if name == group.down:
+        down = inside(group.downs[0], group.owner)
+        if name in group.downs:
             return f"reads {', '.join(inside(n, group.owner) for n in group.ups)} and nothing else split"
         if name in group.ups:
             passed = dict.fromkeys(op.strip("_") for op in self.trace.passes.get(name, {}))

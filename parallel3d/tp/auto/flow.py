@@ -140,13 +140,8 @@ class Conflict:
 
 @dataclass
 class Flow:
-    """The record of one forward.
-
-    Attributes:
-        local_uses: path of a parameter -> its uses with local tensors.
-        whole: paths of the parameters that are used with whole activations.
-        conflicts: errors with all rules for parameters.
-    """
+    """The record of one forward: the uses of parameters, by path, with local tensors; the parameters that are
+    used with whole activations; and errors with all rules for parameters."""
 
     local_uses: dict[str, list[LocalUse]] = field(default_factory=dict)
     whole: set[str] = field(default_factory=set)
@@ -161,14 +156,13 @@ class Flow:
 
 @dataclass(frozen=True)
 class _Value:
-    """What is known of a tensor.
+    """What is known of a tensor, which the module ``maker`` computed.
 
     Attributes:
         sources: modules (or split parameters) by which it is local; empty: it is whole.
         apart: whether the last dim, which those split, became two: heads and the features of each.
         params: the parameters from which alone it is computed; ``None``: it is an activation.
         copied: whether its gradient is summed where it was made, so that it may be used with local tensors.
-        maker: the module that computed it.
     """
 
     sources: frozenset[str] = frozenset()

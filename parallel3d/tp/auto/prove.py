@@ -144,12 +144,8 @@ class NotProven(NotEqual):
 
 @dataclass(frozen=True)
 class Proof:
-    """The result of a comparison that found no difference.
-
-    Attributes:
-        difference: the largest one, relative to the largest number of its tensor.
-        partial: parameters without a style, by path in the module, whose gradient is partial on each rank.
-    """
+    """The result of a comparison: the largest ``difference``, relative to the largest number of its tensor,
+    and the parameters without a style, by path in the module, whose gradient is ``partial`` on each rank."""
 
     difference: float
     partial: tuple[str, ...]
@@ -175,8 +171,8 @@ def resolve_split(module: nn.Module, styles: Mapping[str, Style], tp: int) -> Sp
         raise PlanError(resolution.problems[0])
     ruled = resolution.ruled_in_order()
     return Split(
-        {one.name: one.style for _, one in ruled},
-        {one.name: resolution.rules[key] for key, one in ruled},
+        {one.name: one.style for one in ruled},
+        {one.name: resolution.rules[id(one.module)] for one in ruled},
         tuple(resolution.attributes),
     )
 
@@ -190,12 +186,10 @@ class _Result:
 
 
 class Prover:
-    """Compares ``module``, split in one way or another, with the plain one.
+    """Compares ``module``, split in one way or another, with the plain one, on the arguments of ``call``.
 
-    Args:
-        call: its arguments.
-        internal: layers whose outputs may differ by rank; outputs of the module that depend on them aren't
-            compared, because nothing outside it reads them.
+    The outputs of the layers ``internal`` may differ by rank; outputs of the module that depend on them
+    aren't compared, because nothing outside it reads them.
     """
 
     def __init__(
@@ -220,12 +214,8 @@ class Prover:
         self._results: dict[bool, _Result] = {}
 
     def prove(self, styles: Mapping[str, Style]) -> Proof:
-        """Shows that the module under ``styles``, by path in it, computes the same.
-
-        Raises:
-            NotEqual: outputs or gradients differ, or the split module raised.
-            PlanError: a style doesn't fit its module.
-        """
+        """Shows that the module under ``styles``, by path in it, computes the same. Raises NotEqual if
+        outputs or gradients differ or the split module raised, PlanError if a style doesn't fit."""
         return self.prove_split(resolve_split(self._original, styles, self._tp))
 
     def prove_split(self, split: Split) -> Proof:

@@ -86,12 +86,11 @@ class Layer:
 
 @dataclass
 class Call:
-    """The first call of a module.
+    """The first call of a module, with copies of tensors.
 
     Attributes:
-        args, kwargs: its arguments, with copies of tensors.
-        computed: ids of those tensors among them that depend on weights or on the model's own input; others
-            (masks, positions) are the same for all weights.
+        computed: ids of the tensors among the arguments that depend on weights or on the model's own input;
+            others (masks, positions) are the same for all weights.
         outputs: the sources of each tensor of the output.
     """
 

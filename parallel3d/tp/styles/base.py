@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args, get_origin
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -27,11 +27,8 @@ from parallel3d.tp.collectives import SequenceLength, TpAxis
 
 @dataclass(frozen=True)
 class ParamRule:
-    """The placement of one parameter on ``tp``; ``tp_grad`` and ``compute`` are those of ``ParamLayout``.
-
-    Attributes:
-        packing: the rows of ``placement.dim`` that each rank holds, if not those of ``torch.chunk``.
-    """
+    """The placement of one parameter on ``tp``; ``tp_grad`` and ``compute`` are those of ``ParamLayout``, and
+    ``packing`` has the rows of ``placement.dim`` on each rank, if they aren't those of ``torch.chunk``."""
 
     placement: Shard | Replicate
     tp_grad: Literal["whole", "partial"] = "whole"
@@ -73,14 +70,6 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
     )
 
 
-def check_count(what: str, size: int, multiple_of: int) -> None:
-    """Raises PlanError for a size, named ``what``, that isn't a multiple of ``multiple_of``."""
-    if type(multiple_of) is not int or multiple_of < 1:
-        raise PlanError(f"multiple_of={multiple_of!r}: it must be an int, 1 or more")
-    if size % multiple_of:
-        raise PlanError(f"{what} {size} is not a multiple of multiple_of={multiple_of}")
-
-
 def refuse_lookup_options(module: Any, *, scale_grad_by_freq: bool) -> None:
     """Raises PlanError for embedding options that need whole rows, or counts of ids on other ranks."""
     refused = {
@@ -99,11 +88,8 @@ def own_params(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def fit_rules(module: nn.Module, **rules: ParamRule) -> dict[str, ParamRule]:
-    """Returns the rules of the parameters that the module has.
-
-    Raises:
-        PlanError: a parameter without a rule, no weight, or a parameter that can't be split.
-    """
+    """Returns the rules of the parameters that the module has; PlanError for a parameter without a rule or
+    that can't be split, or if there is no weight."""
     own = own_params(module)
     extra = [name for name in own if name not in rules]
     if extra or ("weight" in rules and "weight" not in own):
@@ -301,23 +287,22 @@ RANDOM_LAYOUTS: dict[str, RandomLayout] = {
 
 @dataclass(frozen=True)
 class Style(ABC):
-    """Base class of the styles. ``str()`` shows the fields that differ from their defaults.
+    """Base class of the styles. ``str()`` shows the fields that differ from their defaults; fields whose type
+    is a ``Literal`` are checked.
 
     Attributes:
-        choices: field -> its valid values.
         random_before: whether the module computes on parts though its input is whole.
     """
 
-    choices: ClassVar[dict[str, tuple[str, ...]]] = {}
     random_before: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        for name, allowed in self.choices.items():
-            value = getattr(self, name)
-            if value not in allowed:
+        for f in fields(self):
+            value, allowed = getattr(self, f.name), get_args(f.type)
+            if get_origin(f.type) is Literal and value not in allowed:
                 near = difflib.get_close_matches(str(value), allowed, 1, 0.0)[0]
                 raise PlanError(
-                    f"{type(self).__name__}({name}={value!r}): {name} is one of "
+                    f"{type(self).__name__}({f.name}={value!r}): {f.name} is one of "
                     f"{', '.join(map(repr, allowed))}. Did you mean {near!r}?"
                 )
 
@@ -359,11 +344,8 @@ class Style(ABC):
 
     @abstractmethod
     def plan(self, module: nn.Module, tp: int) -> dict[str, ParamRule]:
-        """Returns the rule of each of the module's own parameters, by name.
-
-        Raises:
-            PlanError: the style can't split this type of module, or this size over ``tp`` ranks.
-        """
+        """Returns the rule of each of the module's own parameters, by name; PlanError if the style can't
+        split this type of module, or this size over ``tp`` ranks."""
 
     def install(  # noqa: B027 (optional)
         self, module: nn.Module, axis: TpAxis, sequence: SequenceLength

@@ -2,7 +2,7 @@
 
 import warnings
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,6 @@ from parallel3d.tp.styles.base import (
     RandomLayout,
     Style,
     Traffic,
-    check_count,
     fit_rules,
     input_traffic,
     is_embedding,
@@ -50,8 +49,6 @@ class VocabParallel(LayoutStyle):
         output: ``"replicate"``: whole. ``"sequence"``: this rank's part along ``sequence_dim``.
         sequence_dim: the sequence dim of the output, when ``output="sequence"``.
     """
-
-    choices: ClassVar = {"output": ("replicate", "sequence")}
 
     output: Literal["replicate", "sequence"] = "replicate"
     sequence_dim: int = 1
@@ -85,10 +82,8 @@ def colwise_embedding(self: Any, input: Tensor) -> Tensor:
 
 
 def vocab_parallel_embedding(self: Any, input: Tensor) -> Tensor:
-    """(...) ids -> (..., width): each rank looks up the ids that it holds, and zeros for the others.
-
-    An id outside the vocabulary is an error on every rank, as in the plain module.
-    """
+    """(...) ids -> (..., width): each rank looks up the ids that it holds, and zeros for the others. An id
+    outside the vocabulary is an error on every rank, as in the plain module."""
     tp: TpState = self._parallel3d_tp
     size, chunk = self.num_embeddings, tp.axis.chunk(self.num_embeddings)
     start = tp.axis.rank * chunk
@@ -117,10 +112,8 @@ def cut_features(
 
     Each section is split as ``torch.chunk`` does, so that the layer that reads a product of sections (down
     after gate and up) is split alike without sections. Where that would cut a group of ``multiple_of``,
-    ranks get whole groups, the first ranks one more.
-
-    Raises:
-        PlanError: the sections don't add up to ``size``, or don't consist of whole groups.
+    ranks get whole groups, the first ranks one more. Raises PlanError if the sections don't add up to
+    ``size``, or don't consist of whole groups.
     """
     if isinstance(packed, Packing):
         if len(packed.rows) != tp or packed.size != size:
@@ -138,7 +131,10 @@ def cut_features(
         )
     for index, (section, group) in enumerate(zip(sections, groups, strict=True)):
         name = what if len(sections) == 1 else f"section {index} of {what}"
-        check_count(name, section, group)
+        if type(group) is not int or group < 1:
+            raise PlanError(f"multiple_of={group!r}: it must be an int, 1 or more")
+        if section % group:
+            raise PlanError(f"{name} {section} is not a multiple of multiple_of={group}")
     if any(g > 1 and n % (g * tp) for n, g in zip(sections, groups, strict=True)):
         # Chunks would cut a group.
         return ParamRule(Shard(dim), packing=cut_sections(dim, sections, tp, groups))
@@ -192,11 +188,6 @@ class Colwise(LayoutStyle):
             Warns where that is impossible (``tp`` doesn't divide the sequence, autocast); an error with
             ``parallelize(compile=...)`` of its block.
     """
-
-    choices: ClassVar = {
-        "input": ("replicate", "sequence", "gathered"),
-        "output": ("shard", "replicate"),
-    }
 
     input: Literal["replicate", "sequence", "gathered"] = "replicate"
     output: Literal["shard", "replicate"] = "shard"
@@ -277,8 +268,6 @@ class Rowwise(LayoutStyle):
         multiple_of, packed: as in :class:`Colwise`, for the input features.
         sequence_dim: the sequence dim of the output, when ``output="sequence"``.
     """
-
-    choices: ClassVar = {"input": ("shard", "replicate"), "output": ("replicate", "sequence")}
 
     input: Literal["shard", "replicate"] = "shard"
     output: Literal["replicate", "sequence"] = "replicate"

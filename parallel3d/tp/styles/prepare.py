@@ -79,8 +79,6 @@ class Replicated(Style):
             on this rank's heads), so gradients are summed over ``tp``.
     """
 
-    choices: ClassVar = {"tp_grad": ("whole", "partial")}
-
     tp_grad: Literal["whole", "partial"] = "whole"
 
     def plan(self, module: nn.Module, tp: int) -> dict[str, ParamRule]:
@@ -135,7 +133,6 @@ class SequenceParallel(LayoutStyle):
         output: ``"sequence"``: a part. ``"replicate"``: gathered, for the modules after the last layer.
     """
 
-    choices: ClassVar = {"input": ("sequence", "replicate"), "output": ("sequence", "replicate")}
     random_before: ClassVar = True
 
     sequence_dim: int = 1
@@ -184,11 +181,6 @@ class PrepareOutput(Style):
         features: the size of the last dim of the whole, when ``given="shard"``.
         sequence_dim: the sequence dim of the output.
     """
-
-    choices: ClassVar = {
-        "given": ("partial", "replicate", "sequence", "shard"),
-        "wanted": ("replicate", "sequence", "shard"),
-    }
 
     given: Literal["partial", "replicate", "sequence", "shard"] = "partial"
     wanted: Literal["replicate", "sequence", "shard"] = "replicate"
@@ -262,9 +254,8 @@ def _change_layout(y: Any, style: PrepareOutput, tp: TpState) -> Any:
         parts = y if type(y) in (tuple, list) else ()
         first = next((i for i, part in enumerate(parts) if isinstance(part, Tensor)), None)
         if first is None:
-            raise StateError(
-                f"{tp.style} got a {type(y).__name__}: no tensor, nor a tuple with one"
-            )
+            kind = type(y).__name__
+            raise StateError(f"{tp.style} got a {kind}: no tensor, nor a tuple with one")
         return type(y)([*y[:first], _change_layout(y[first], style, tp), *y[first + 1 :]])
     dim = style.sequence_dim
     if style.given == "partial" and style.wanted == "replicate":
@@ -352,8 +343,6 @@ class PrepareInput(Style):
         params: the rules of the module's own parameters, (name, style).
     """
 
-    choices: ClassVar = {"layout": ("replicate", "sequence"), "wanted": ("copy", "whole")}
-
     layout: Layout = "replicate"
     keywords: tuple[str | tuple[str, Layout], ...] = ()
     sequence_dim: int = 1
@@ -403,9 +392,6 @@ class PrepareInput(Style):
         return "sequence" in self.layouts
 
 
-_SUMMED = PrepareOutput()
-
-
 @dataclass(frozen=True)
 class PrepareInputOutput(PrepareInput):
     """:class:`PrepareInput` and :class:`PrepareOutput` on one module.
@@ -417,7 +403,7 @@ class PrepareInputOutput(PrepareInput):
         output: the layouts of the output.
     """
 
-    output: PrepareOutput = _SUMMED
+    output: PrepareOutput = PrepareOutput()
 
     def traffic(self, module: nn.Module, tp: int) -> tuple[Traffic, ...]:
         return *super().traffic(module, tp), *self.output.traffic(module, tp)
