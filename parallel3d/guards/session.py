@@ -405,10 +405,8 @@ def _more_forwards(counts: Mapping[int, tuple[int, int]]) -> str:
     return ""
 
 
-GRACE = timedelta(seconds=5)
-"""Default time that ranks get to post their notes."""
-SILENCE = timedelta(minutes=1)
-"""Default time without a sign of life after which a rank is given up."""
+GRACE = timedelta(seconds=5)  # default time that ranks get to post their notes
+SILENCE = timedelta(minutes=1)  # default time without a sign of life after which a rank is given up
 
 
 def watch(
@@ -522,8 +520,8 @@ class Session:
 
 _sessions: list[Session] = []
 
+# Called with the outermost watch's stack when it is entered.
 at_begin: list[Callable[[ExitStack], None]] = []
-"""Called with the outermost watch's stack when it is entered."""
 
 
 def current_session() -> Session | None:

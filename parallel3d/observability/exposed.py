@@ -1,8 +1,7 @@
 """ExposedTime: measures how long a step waits for communication that computation does not hide, by mesh axis.
 
-Nothing is measured, and nothing costs anything, outside ``with meter:``. Within it, the methods of process
-groups that issue a collective, and ``wait`` of the works that they return, are replaced by methods that
-measure time.
+Within ``with meter:`` the methods of process groups that issue a collective, and ``wait`` of the works that
+they return, are replaced by methods that measure time. Outside, nothing is measured and nothing costs time.
 """
 
 from __future__ import annotations
@@ -22,10 +21,8 @@ from torch.distributed import DeviceMesh
 from parallel3d._torch.groups import COLLECTIVES
 from parallel3d._util.dry_run import active
 
-WORLD = "world"
-"""Name of the default group if no axis has it."""
-OTHER = "other"
-"""Name of groups whose ranks are not those of one axis."""
+WORLD = "world"  # name of the default group if no axis has it
+OTHER = "other"  # name of groups whose ranks are not those of one axis
 
 
 class Patch:

@@ -38,8 +38,7 @@ except ImportError:  # rich comes with the extra cli; without it there is no liv
         def on_broken_pipe(self) -> None: ...
 
 
-WINDOW = 20
-"""Number of steps over which loss and speed are averaged, and between two lines."""
+WINDOW = 20  # steps over which loss and speed are averaged, and between two lines
 SHOWN_STRAGGLERS = 4  # lines per step
 WIDE = 100  # least columns of a terminal for a bar
 SPEED_PERIOD = 600  # seconds of past steps from which the remaining time is estimated
