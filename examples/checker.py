@@ -20,6 +20,7 @@ class Checker:
     Args:
         dtype: of the plain model's weights.
         seed: of its weights.
+        tolerance: largest difference of the losses that is still equal.
     """
 
     def __init__(
@@ -30,7 +31,9 @@ class Checker:
         schedule: Schedule,
         *,
         seed: int,
+        tolerance: float,
     ) -> None:
+        self.tolerance, self.steps = tolerance, 0
         self.plain: Trainer | None = None
         self.largest = {"loss": 0.0, "grad_norm": 0.0, "weights": 0.0}
         if dist.get_rank() == 0:
@@ -41,6 +44,7 @@ class Checker:
 
     def step(self, tokens: Tensor, loss: float, norm: float) -> None:
         """Trains the plain model for a step and compares it with the parallel one's results."""
+        self.steps += 1
         if self.plain is not None:
             plain_loss, plain_norm = self.plain.step(tokens)
             self._note("loss", abs(loss - plain_loss.item()))
@@ -55,17 +59,22 @@ class Checker:
             if self.plain is not None:
                 self._note("weights", (whole - plain[name]).abs().max().item())
 
-    def failed(self, tolerance: float) -> bool:
-        """Whether the loss went its own way; NaN counts as that."""
-        return not self.largest["loss"] <= tolerance
+    @property
+    def failed(self) -> bool:
+        """Whether the losses differ by more than the tolerance, or one is NaN."""
+        return not self.largest["loss"] <= self.tolerance
 
     @property
-    def result(self) -> str:
-        return "".join(f" check_{name}={value:.2e}" for name, value in self.largest.items())
+    def result(self) -> dict[str, float]:
+        """The largest differences, for programs."""
+        return {f"check_{name}": value for name, value in self.largest.items()}
 
     def __str__(self) -> str:
-        differences = (f"{name} {value:.2e}" for name, value in self.largest.items())
-        return f"check: largest difference to the plain model: {', '.join(differences)}"
+        found = ", ".join(
+            f"{name.replace('_', ' ')} {value:.0e}" for name, value in self.largest.items()
+        )
+        equal, verdict = ("NOT equal", "FAILED") if self.failed else ("equal", "OK")
+        return f"{equal} to the plain model over {self.steps} steps: {found}: {verdict}"
 
     def _note(self, name: str, difference: float) -> None:
         if not difference <= self.largest[name]:  # so that a NaN stays

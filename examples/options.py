@@ -7,16 +7,24 @@ from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
+from time import sleep
 from types import NoneType
 from typing import Annotated, Any, get_args, get_type_hints
 
 import torch
 from llama import LlamaConfig
+from starting import is_first_rank
 from trainer import WARMUP_STEPS
 
 import parallel3d as p3d
 
-__all__ = ["DTYPES", "Options", "Size", "parse"]
+__all__ = ["DTYPES", "Options", "Size", "UsageError", "parse"]
+
+
+class UsageError(p3d.Parallel3dError):
+    """Options that can't be: every rank reads the same, so that one of a machine says it."""
+
+    on_all_ranks = True
 
 
 @dataclass(frozen=True)
@@ -125,6 +133,10 @@ class Options:
         bool, Option(help="Write what memory held when there was too little.")
     ] = False
     traces: Annotated[Path, Option(help="Folder for traces and snapshots.")] = Path("traces")
+    show_plan: Annotated[bool, Option(help="Print every module of the plan.")] = False
+    json: Annotated[
+        bool, Option(help="Print nothing but the result, as one line of JSON, for programs.")
+    ] = False
     step_log: Annotated[
         Path | None, Option(help="File to append to: what each step consumed, and its loss.")
     ] = None
@@ -155,7 +167,7 @@ class Options:
                 self.traces, first, last, ranks=None if ranks is None else set(ranks)
             )
         except ValueError:
-            raise p3d.Parallel3dError(
+            raise UsageError(
                 f"--profile-ranks {self.profile_ranks}: give ranks with commas, such as 0,3, or all"
             ) from None
 
@@ -169,20 +181,20 @@ class Options:
         """Refuses what the mesh does not divide: rows of the batch by data ranks, heads by tp ranks."""
         if self.batch % layout.data_size:
             nearest = math.ceil(self.batch / layout.data_size) * layout.data_size
-            raise p3d.Parallel3dError(
+            raise UsageError(
                 f"--batch {self.batch} is not divisible by the {layout.data_size} data ranks "
                 f"(replicate x shard) of {layout}; the next that is: {nearest}"
             )
         rows = self.batch // layout.data_size
         if self.micro_batch is not None and rows % self.micro_batch:
             fits = max(n for n in range(1, self.micro_batch) if rows % n == 0)
-            raise p3d.Parallel3dError(
+            raise UsageError(
                 f"--micro-batch {self.micro_batch} does not divide the {rows} sequences that each data rank "
                 f"has of --batch {self.batch}; the next below that does: {fits}"
             )
         heads = self.model.n_kv_heads
         if heads % layout.tp:
-            raise p3d.Parallel3dError(
+            raise UsageError(
                 f"--tp {layout.tp}: the model's {heads} key and value heads can't be "
                 f"shared evenly; --tp must divide {heads}"
             )
@@ -208,6 +220,8 @@ def parse(description: str, words: Sequence[str] | None = None) -> Options:
             metavar="|".join(kind) if issubclass(kind, StrEnum) else kind.__name__.upper(),
             help=f"{option.help}{shown}".replace("%", "%%"),
         )
+    if not is_first_rank():  # which says what is wrong, or helps: all read the same words
+        parser._print_message = lambda *_: sleep(1)  # type: ignore[method-assign]
     return Options(**vars(parser.parse_args(words)))
 
 

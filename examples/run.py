@@ -4,6 +4,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from starting import command
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -101,4 +102,4 @@ class Run:
         """What has become of the last step."""
         if self.folder is None:
             return "nothing is saved without --checkpoint"
-        return f"saved in {self.folder}; the same command goes on"
+        return f"saved {self.step} in {self.folder}; to go on: {command()}"

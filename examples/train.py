@@ -11,15 +11,23 @@ mesh. No sample is consumed twice or left out. SIGTERM and SIGUSR1 (SLURM's ``--
 ``--signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1``) lead to a last checkpoint and a clean end.
 """
 
+import json
 import logging
+import signal
 import sys
+import time
 from functools import partial
 from pathlib import Path
+
+from starting import announce, command, is_first_rank, since_start
+
+if __name__ == "__main__":
+    announce()
 
 import torch
 from checker import CHECK_STEPS, Checker
 from llama import Llama
-from options import LossParallel, Options, Recompute, parse
+from options import LossParallel, Options, Recompute, UsageError, parse
 from plans import LLAMA_SEQUENCE_PLAN, LLAMA_TP_PLAN
 from run import Run
 from step_log import StepLog
@@ -67,11 +75,20 @@ def main(options: Options) -> None:
     )
     options.check_sizes(layout)
 
-    report = Progress(steps, quiet=rank != 0)
-    report.print(f"{layout}, {device.type}")
-    model, flops = build_model(options, mesh, report)
+    report = Progress(steps, quiet=rank != 0 or options.json)
+
+    def say(text: str) -> None:
+        report.print(since_start(text))
+
+    say(f"mesh: {layout}, {device.type}")
+    say(f"text: {len(samples.text):,} bytes, {len(samples):,} sequences of {samples.seq_len}")
+    model, flops, plan = build_model(options, mesh)
+    if plan is not None:
+        say(f"plan: {plan.summary()}")
+        if options.show_plan:
+            report.print(plan)
     p3d.materialize(model, device=device, seed=seed)
-    report.print(describe_parameters(model, device))
+    say(f"weights: {describe_parameters(model, device)}")
 
     schedule = Schedule(options.lr, steps, options.warmup_steps)
     trainer = Trainer(
@@ -94,17 +111,24 @@ def main(options: Options) -> None:
     )
     resumed = run.resume(*trainer.state)
     if resumed:
-        report.print(f"goes on from {resumed}")
+        say(f"continues {resumed}")
         report.go_on_from(run.step)
     if run.step >= steps:
-        report.print(f"nothing to do: all {steps} steps are done")
+        say(f"nothing to do: all {steps} steps are done")
         StepLog(options.step_log, layout, device).end(run.step, run.samples, model)
         dist.destroy_process_group()
         return
     first_steps = options.check and not resumed  # the plain model starts from the beginning
     checker = None
     if first_steps:
-        checker = Checker(config, device, options.torch_dtype, schedule, seed=seed)
+        checker = Checker(
+            config,
+            device,
+            options.torch_dtype,
+            schedule,
+            seed=seed,
+            tolerance=5e-2 if options.mixed_precision else 1e-4,
+        )
 
     consumed = StepLog(options.step_log, layout, device)
     rows, data_rank = options.batch // layout.data_size, layout.data_rank(rank)
@@ -135,18 +159,27 @@ def main(options: Options) -> None:
                 break
         run.wait()
     consumed.end(run.step, run.samples, model)
-    if stopping:
-        report.print(f"asked to stop: after step {run.step}, {run.where}")
-    report.print(f"result {report.result}{checker.result if checker else ''}")
+    if rank == 0:
+        result = {**report.result, **(checker.result if checker else {})}
+        if options.json:
+            print(json.dumps(result), flush=True)
+        report.print(
+            f"stopped after step {run.step}; {run.where}"
+            if stopping
+            else f"done: {run.step} steps, loss {result['loss']:.4f}, "
+            f"{result['tokens_per_second']:,.0f} tokens/s, {result['seconds']:.0f} s"
+        )
     dist.destroy_process_group()
-    if checker and checker.failed(tolerance=5e-2 if options.mixed_precision else 1e-4):
-        sys.exit(f"error: the parallel model does not follow the plain one: {checker}")
+    if checker and checker.failed:
+        sys.exit(1)
+    if stop.received is signal.SIGINT:
+        sys.exit(128 + signal.SIGINT)
 
 
 def build_model(
-    options: Options, mesh: DeviceMesh, report: Progress
-) -> tuple[nn.Module, ModelFlops | None]:
-    """The parallel model, still without values, and its FLOPs if someone asks; prints the plan."""
+    options: Options, mesh: DeviceMesh
+) -> tuple[nn.Module, ModelFlops | None, p3d.tp.ResolvedPlan | None]:
+    """The parallel model, still without values, its FLOPs if someone asks, and the plan if tp splits it."""
     with torch.device("meta"):
         model = Llama(options.model).to(options.torch_dtype)
     flops = None
@@ -154,8 +187,7 @@ def build_model(
     if known_peak and dist.get_rank() == 0 and not active():
         flops = model_flops(model, options.model.max_seq_len)
     plan = LLAMA_SEQUENCE_PLAN if options.sequence_parallel else LLAMA_TP_PLAN
-    if options.tp > 1:
-        report.print(p3d.resolve_plan(model, plan, tp_size=options.tp))
+    resolved = p3d.resolve_plan(model, plan, tp_size=options.tp) if options.tp > 1 else None
     p3d.parallelize(
         model,
         mesh,
@@ -167,7 +199,7 @@ def build_model(
         compile=options.compile,
         loss_parallel=LOSS_PARALLEL[options.loss_parallel],
     )
-    return model, flops
+    return model, flops, resolved
 
 
 def make_metrics(
@@ -196,11 +228,9 @@ def read_text_for(seq_len: int, path: Path | None) -> bytes:
     try:
         text = read_text(path)
     except FileNotFoundError as error:
-        raise p3d.Parallel3dError(f"--data: {error}") from None
+        raise UsageError(f"--data: {error}") from None
     if len(text) <= seq_len:
-        raise p3d.Parallel3dError(
-            f"--data {path}: {len(text)} bytes, but a sequence takes {seq_len + 1}"
-        )
+        raise UsageError(f"--data {path}: {len(text)} bytes, but a sequence takes {seq_len + 1}")
     return text
 
 
@@ -238,4 +268,10 @@ if __name__ == "__main__":
             )
         )
     except p3d.Parallel3dError as error:
-        sys.exit(f"error: {error}")
+        if error.on_all_ranks and not is_first_rank():
+            time.sleep(
+                1
+            )  # until the first rank has said it: a launcher ends all when one has ended
+        else:
+            print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,8 +1,38 @@
 """The exceptions that parallel3d raises for user mistakes: one family, all of them ``ValueError``."""
 
+import sys
+import time
+from types import TracebackType
+
+_PRINTING = 1.0  # seconds that a launcher, which ends all ranks when one has ended, leaves the first rank to print
+
 
 class Parallel3dError(ValueError):
-    """Base of every error of parallel3d; the message names the value, the rule and a remedy."""
+    """Base of every error of parallel3d; the message names the value, the rule and a remedy.
+
+    Attributes:
+        on_all_ranks: whether every rank raises the same; uncaught, it is then printed by the first only.
+    """
+
+    on_all_ranks = False
+
+
+def print_once(error: Exception, *, first: bool) -> None:
+    """Notes that every rank raises the same ``error``: if nobody catches it, only the ``first`` prints it."""
+    error.on_all_ranks = True  # type: ignore[attr-defined]
+    if first:
+        return
+    before = sys.excepthook
+
+    def hook(
+        kind: type[BaseException], raised: BaseException, traceback: TracebackType | None
+    ) -> None:
+        if raised is error:
+            time.sleep(_PRINTING)
+        else:
+            before(kind, raised, traceback)
+
+    sys.excepthook = hook
 
 
 class MeshError(Parallel3dError):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+import time
 from types import FrameType
 from typing import Any
 
@@ -14,8 +16,14 @@ from parallel3d._util import dry_run
 from parallel3d.errors import Parallel3dError, StateError
 
 
+_DEFAULT = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_ONE_PRESS = (
+    0.5  # seconds within which a second SIGINT is the first one, which a launcher has sent on
+)
+
+
 class StopSignal:
-    """Lets SIGTERM and SIGUSR1 end the training after the current step, with a last checkpoint::
+    """Lets Ctrl-C, SIGTERM and SIGUSR1 end the training after the current step, with a last checkpoint::
 
         with StopSignal() as stop:
             for step in range(steps):
@@ -28,20 +36,23 @@ class StopSignal:
     may receive it, also twice. torchrun sends the SIGTERM that it receives to all its workers and kills those
     that still run after ``--shutdown-timeout`` seconds (30 by default). SLURM's ``--signal=USR1@120`` sends
     SIGUSR1 120 s before the time limit; torchrun then needs ``--signals-to-handle
-    SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1``. Outside the block the previous handlers are in place. Enter it
+    SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1``. A second Ctrl-C (SIGINT) ends the process at once, with exit
+    code 130 and without a traceback; torchrun repeats the first, which counts as one within half a second.
+    Outside the block the previous handlers are in place. Enter it
     when there is something to save: before that, a process that waits for missing peers should end at once.
     In nested blocks both StopSignals receive the signal. Entering it again resets ``requested``.
 
     Args:
-        signals: SIGTERM and SIGUSR1 by default.
+        signals: SIGINT, SIGTERM and SIGUSR1 by default.
 
     Raises:
         Parallel3dError: if one is not a signal, or one that no process can handle (SIGKILL, SIGSTOP).
     """
 
     def __init__(self, *signals: signal.Signals) -> None:
-        self.signals = tuple(map(_as_signal, signals)) or (signal.SIGTERM, signal.SIGUSR1)
+        self.signals = tuple(map(_as_signal, signals)) or _DEFAULT
         self.received: signal.Signals | None = None
+        self._at = 0.0  # when
         self._before: dict[signal.Signals, Any] = {}
 
     @property
@@ -96,8 +107,11 @@ class StopSignal:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
         if self.received is None:
-            self.received = signal.Signals(number)
+            self.received, self._at = signal.Signals(number), now
+        elif number == signal.SIGINT and now - self._at > _ONE_PRESS:
+            os._exit(128 + number)  # no traceback, and no waiting for peers in a collective
         before = self._before.get(signal.Signals(number))
         if isinstance(getattr(before, "__self__", None), StopSignal):
             before(number, frame)  # type: ignore[misc]  # of an enclosing StopSignal

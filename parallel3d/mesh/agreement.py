@@ -15,7 +15,7 @@ from itertools import groupby, takewhile
 
 from torch import distributed as dist
 
-from parallel3d.errors import AgreementError, PeerFailureError, StateError
+from parallel3d.errors import AgreementError, PeerFailureError, StateError, print_once
 from parallel3d.mesh.store import next_table, others, ranks_are_played, wait_for
 
 DEFAULT_TIMEOUT = timedelta(seconds=30)
@@ -177,7 +177,9 @@ def check_agreement(
     if verdict.warning is not None and rank == members[0]:
         warnings.warn(verdict.warning, stacklevel=2)
     if verdict.error is not None:
-        raise AgreementError(verdict.error)
+        error = AgreementError(verdict.error)
+        print_once(error, first=rank == members[0])
+        raise error
 
 
 def _report_key(rank: int) -> str:

@@ -24,6 +24,7 @@ except ImportError:  # rich comes with the extra cli; without it there is no liv
         """Prints lines as rich's console does."""
 
         is_terminal = is_dumb_terminal = False
+        width = 80
 
         def __init__(self, *, quiet: bool, **options: Any) -> None:
             self.quiet = quiet
@@ -150,28 +151,36 @@ class Progress:
         if len(slow) > SHOWN_STRAGGLERS:
             lines.append(f"and {len(slow) - SHOWN_STRAGGLERS} more parts of the mesh are slow")
         for text in lines:
-            self.print(f"step {self.done:4d}/{self.steps}  {text}")
+            self.print(f"{self._step()}  {text}")
 
     def _line(self, record: Mapping[str, Any]) -> str:
         parts = []
         if "loss" in record:
             parts.append(f"loss {record['loss']:.4f}")
-        if "grad_norm" in record:
-            parts.append(f"grad norm {record['grad_norm']:.3f}")
+        norm = f"grad norm {record['grad_norm']:.3f}" if "grad_norm" in record else ""
         if active():  # speed and memory of a dry run are not the program's
-            return "  ".join(parts)
+            return "  ".join(filter(None, [*parts, norm]))
         parts.append(f"{self.tokens_per_second:,.0f} tokens/s")
         if "mfu" in record:
             # Averaged over the same steps as the speed.
             mfu = record["mfu"] / record["tokens_per_second"] * self.tokens_per_second
             parts.append(f"MFU {mfu:.1%}")
+        parts.append(self._exposed)
         if "memory_peak" in record:
             total = self._total_memory
             share = f" ({record['memory_peak'] / total:.0%})" if total else ""
             parts.append(f"{record['memory_peak'] / 2**30:.2f} GiB{share}")
-        if self._exposed:
-            parts.append(self._exposed)
-        return "  ".join(parts)
+        # The first that matter stay where the screen is narrow.
+        line = ""
+        for part in filter(None, [*parts, norm]):
+            longer = f"{line}  {part}" if line else part
+            if len(longer) > self.console.width - len(self._step()) - 2:
+                break
+            line = longer
+        return line
+
+    def _step(self) -> str:
+        return f"step {self.done:4d}/{self.steps}"
 
     def close(self) -> None:
         """Ends the live line."""
@@ -185,19 +194,18 @@ class Progress:
         return sum(tokens for tokens, _ in self.speeds) / max(seconds, 1e-9)
 
     @property
-    def result(self) -> str:
-        """The run's figures as name=value, separated by spaces."""
-        values = {"steps": f"{self.done}"}
+    def result(self) -> dict[str, float]:
+        """The run's figures: steps, loss and its mean over the last steps, tokens per second, seconds."""
+        values: dict[str, float] = {"steps": self.done}
         if self.losses:
-            smoothed = sum(self.losses) / len(self.losses)
-            values |= {"loss": f"{self.losses[-1]:.6f}", "smoothed_loss": f"{smoothed:.6f}"}
-        values["tokens_per_second"] = f"{self.tokens_per_second:.0f}"
-        values["seconds"] = f"{time.perf_counter() - self.began:.1f}"
-        return " ".join(f"{name}={value}" for name, value in values.items())
+            values["loss"] = self.losses[-1]
+            values["smoothed_loss"] = sum(self.losses) / len(self.losses)
+        seconds = time.perf_counter() - self.began
+        return {**values, "tokens_per_second": self.tokens_per_second, "seconds": seconds}
 
 
 def _shares(exposed: Mapping[str, float], seconds: float) -> str:
-    """Returns ``waits: shard 4%, tp 12%`` of the step, without axes below half a percent."""
+    """Returns ``waits shard 4% tp 12%`` of the step, without axes below half a percent."""
     shares = {axis: waited / seconds for axis, waited in exposed.items() if seconds}
     shown = [f"{axis} {share:.0%}" for axis, share in shares.items() if share >= 0.005]
-    return f"waits: {', '.join(shown)}" if shown else ""
+    return f"waits {' '.join(shown)}" if shown else ""

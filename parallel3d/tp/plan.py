@@ -119,7 +119,10 @@ class ResolvedPlan:
         ]
         lines.insert(0, f"Tensor parallel over {self.tp_size} ranks")
         lines.insert(2, "  ".join("-" * width for width in widths))
-        lines += _totals(self)
+        lines += [
+            f"Communicated {line}; modules that read one tensor share its collective, here each counts its own"
+            for line in _traffic(self)
+        ]
         names = list(dict.fromkeys(map(numberless, self.unplanned)))
         if names:
             shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
@@ -130,6 +133,25 @@ class ResolvedPlan:
         lines += [f"Note: {note}" for note in self.notes]
         lines += [f"Not checked: {message}" for message in self.unchecked]
         return "\n".join(lines)
+
+    def summary(self) -> str:
+        """Returns what a start of training shows of the plan: three lines of at most 80 characters.
+
+        They give the modules and parameters counted, each style with its modules' last names, and the bytes
+        and collectives per token; ``str(plan)`` has every module.
+        """
+        styles: dict[str, dict[str, None]] = {}
+        for m in self.modules:
+            *parents, last = m.name.split(".")
+            name = ".".join(parents[-1:] + [last]) if last.isdecimal() else last
+            styles.setdefault(type(m.style).__name__, {})[name or "(root)"] = None
+        named = "; ".join(f"{style}: {', '.join(names)}" for style, names in styles.items())
+        lines = [
+            f"{len(self.modules)} modules split over {self.tp_size} tp ranks, "
+            f"{len(self.unplanned)} parameters whole on each",
+            named if len(named) <= 80 else f"{named[:77]}...",
+        ]
+        return "\n".join(lines + list(_traffic(self)))
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
         """Yields the table's rows; modules that differ only in the number of their layer share one."""
@@ -206,7 +228,7 @@ def _describe_traffic(m: PlannedModule, phase: str) -> str:
     return ", ".join(cells) or "-"
 
 
-def _totals(plan: ResolvedPlan) -> Iterator[str]:
+def _traffic(plan: ResolvedPlan) -> Iterator[str]:
     collectives = [(t, m.itemsize) for m in plan.modules for t in m.traffic]
     if not collectives:
         return
@@ -215,11 +237,8 @@ def _totals(plan: ResolvedPlan) -> Iterator[str]:
     for phase in ("forward", "backward"):
         sizes = [(t.elements or 0) * size for t, size in collectives if t.phase == phase]
         parts.append(f"{phase} {_bytes(sum(sizes))} in {len(sizes)}")
-    more = f", and {unknown} of a size that the input has" if unknown else ""
-    yield (
-        f"Communicated for each token, as whole tensors: {', '.join(parts)} collectives{more}; modules that "
-        "read one tensor share its collective, here each counts its own"
-    )
+    more = f", and {unknown} of the input's size" if unknown else ""
+    yield f"per token, of whole tensors: {', '.join(parts)} collectives{more}"
 
 
 def _bytes(count: int) -> str:

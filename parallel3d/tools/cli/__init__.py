@@ -2,11 +2,19 @@
 
 import sys
 
+from parallel3d.tools.launch.local import demo, run
+
 __all__ = ["main"]
+
+LOCAL = {"run": run, "demo": demo}
+"""Commands that hand their arguments on, and need no extra."""
 
 
 def main() -> None:
     """The entry point: runs the command of ``sys.argv``, exits with 2 for a user's mistake."""
+    command, *arguments = sys.argv[1:] or [""]
+    if command in LOCAL and not {"--help", "-h"} & set(arguments[:1]):
+        sys.exit(LOCAL[command](arguments))
     try:
         from parallel3d.tools.cli.app import app
     except ModuleNotFoundError as error:

@@ -1,0 +1,100 @@
+"""``parallel3d run`` and ``parallel3d demo``: processes on this machine, without frames of the launcher.
+
+They need no extra: ``parallel3d demo`` is what someone tries right after installing the package.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+__all__ = ["demo", "examples_folder", "run"]
+
+DEMO_MESH = {"--replicate": 2, "--shard": 2, "--tp": 2}
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs a program on several processes: ``torchrun``, that ends in a line in place of a traceback.
+
+    Args:
+        arguments: torchrun's own options, the program and its options:
+            ``["--nproc-per-node", "8", "train.py"]``.
+
+    Returns:
+        The exit code: 0; 130 after Ctrl-C, when the processes have ended; else that of the first process
+        that failed, or 128 and the number of the signal that ended it or this one.
+    """
+    import logging
+
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    # What the processes have to say they say themselves.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    os.environ.setdefault(
+        "OMP_NUM_THREADS", "1"
+    )  # as torchrun sets it, which explains itself at length
+    try:
+        torchrun.main(list(arguments))
+    except SignalException as stopped:
+        return 128 + stopped.sigval
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        code = failure.exitcode
+        how = f"exit code {code}" if code >= 0 else f"signal {failure.signal_name()}"
+        if code not in (2, 130):  # a user's mistake, Ctrl-C: the program has said it
+            print(f"parallel3d run: rank {rank} ended first, with {how}", file=sys.stderr)
+        return code if code >= 0 else 128 - code
+    return 0
+
+
+def demo(arguments: Sequence[str]) -> int:
+    """Trains the small Llama of ``examples/train.py`` on a (2, 2, 2) mesh of eight local processes.
+
+    Its first 20 steps are compared with the plain model's.
+
+    Args:
+        arguments: more options of ``train.py``. With a mesh of its own as many processes start as it has
+            ranks.
+
+    Returns:
+        The exit code, as ``run`` does.
+    """
+    given = dict(zip(arguments, arguments[1:], strict=False))
+    axes = list(DEMO_MESH)
+    mesh = {axis: given[axis] for axis in axes if axis in given} or DEMO_MESH
+    ranks = 1
+    for axis, size in mesh.items():
+        if not str(size).isdecimal() or int(size) < 1:
+            print(f"parallel3d demo: {axis} {size}: give a number from 1 on", file=sys.stderr)
+            return 2
+        ranks *= int(size)
+    rest = [word for at, word in enumerate(arguments) if not _of_mesh(arguments, at, axes)]
+    sizes = [word for axis in axes for word in (axis, str(mesh.get(axis, 1)))]
+    print(f"starting {ranks} processes: torch is imported in each", flush=True)
+    program = examples_folder() / "train.py"
+    options = [] if {"--check", "--help", "-h"} & set(rest) else ["--steps", "60", "--check"]
+    return run(["--nproc-per-node", str(ranks), str(program), *sizes, *options, *rest])
+
+
+def examples_folder() -> Path:
+    """Where the examples are: in an installed package, or beside it in a checkout.
+
+    Raises:
+        FileNotFoundError: in neither.
+    """
+    package = Path(__file__).resolve().parents[2]
+    places = package / "_examples", package.parent / "examples"
+    for place in places:
+        if (place / "train.py").is_file():
+            return place
+    raise FileNotFoundError(
+        f"no train.py in {' or '.join(map(str, places))}: install the package anew"
+    )
+
+
+def _of_mesh(arguments: Sequence[str], at: int, axes: Sequence[str]) -> bool:
+    return arguments[at] in axes or (at > 0 and arguments[at - 1] in axes)
