@@ -19,7 +19,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from starting import announce, command, is_first_rank, since_start
+from starting import announce, is_first_rank, since_start
 
 if __name__ == "__main__":
     announce()

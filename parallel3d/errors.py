@@ -4,7 +4,7 @@ import sys
 import time
 from types import TracebackType
 
-_PRINTING = 1.0  # seconds that a launcher, which ends all ranks when one has ended, leaves the first rank to print
+_PRINTING = 1.0  # seconds for the first rank to print: a launcher ends all ranks when one has ended
 
 
 class Parallel3dError(ValueError):

@@ -120,7 +120,7 @@ class ResolvedPlan:
         lines.insert(0, f"Tensor parallel over {self.tp_size} ranks")
         lines.insert(2, "  ".join("-" * width for width in widths))
         lines += [
-            f"Communicated {line}; modules that read one tensor share its collective, here each counts its own"
+            f"Communicated {line}; where modules read one tensor, they share its collective"
             for line in _traffic(self)
         ]
         names = list(dict.fromkeys(map(numberless, self.unplanned)))

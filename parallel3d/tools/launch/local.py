@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 __all__ = ["demo", "examples_folder", "run"]
@@ -32,8 +33,10 @@ def run(arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    # What the processes have to say they say themselves.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    # What the processes have to say they say themselves; torch sets the level of each of its loggers.
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault(
         "OMP_NUM_THREADS", "1"
     )  # as torchrun sets it, which explains itself at length
@@ -63,7 +66,7 @@ def demo(arguments: Sequence[str]) -> int:
     Returns:
         The exit code, as ``run`` does.
     """
-    given = dict(zip(arguments, arguments[1:], strict=False))
+    given = dict(pairwise(arguments))
     axes = list(DEMO_MESH)
     mesh = {axis: given[axis] for axis in axes if axis in given} or DEMO_MESH
     ranks = 1
