@@ -19,6 +19,7 @@ from torch.distributed import DeviceMesh
 
 from parallel3d._torch.groups import all_gather_single
 from parallel3d._torch.memory import dump_snapshot, record_history
+from parallel3d._util.arguments import as_count, is_positive
 from parallel3d._util.dry_run import active
 from parallel3d._util.version import __version__
 from parallel3d.errors import Parallel3dError, StateError
@@ -227,15 +228,15 @@ class Metrics:
         profiler: ProfilerWindow | None = None,
         snapshots: OomSnapshots | None = None,
     ) -> None:
+        as_count("Metrics: tokens_per_step", tokens_per_step, 1)
+        as_count("Metrics: samples", samples, 1)
+        as_count("Metrics: every", every)
         for name, value, valid, rule in (
-            ("tokens_per_step", tokens_per_step, _is_int(tokens_per_step, 1), "an int, 1 or more"),
-            ("samples", samples, _is_int(samples, 1), "an int, 1 or more"),
-            ("every", every, _is_int(every, 0), "an int: 0 for no samples"),
-            ("slow", slow, _is_above(slow, 1), "a number above 1"),
+            ("slow", slow, is_positive(slow) and slow > 1, "a number above 1"),
             (
                 "peak_tflops",
                 peak_tflops,
-                peak_tflops is None or _is_above(peak_tflops, 0),
+                peak_tflops is None or is_positive(peak_tflops),
                 "above 0",
             ),
             ("flops", flops, isinstance(flops, ModelFlops | None), "what model_flops returns"),
@@ -440,11 +441,3 @@ class Metrics:
                     f"{sink} can't {method} and is left out from now on: {type(error).__name__}: {error}",
                     stacklevel=2,
                 )
-
-
-def _is_int(value: object, least: int) -> bool:
-    return isinstance(value, int) and value >= least
-
-
-def _is_above(value: object, bound: float) -> bool:
-    return isinstance(value, int | float) and value > bound

@@ -66,7 +66,10 @@ def dryrun_command(
 
     world = _world_size(world_size, nodes, gpus_per_node)
     check_rank(rank, world)
-    _check_against(against, rank, world)
+    if against == rank:
+        raise DryRunError(f"--against {against} is the same rank as --rank {rank}; give another")
+    if against is not None and not 0 <= against < world:
+        raise DryRunError(f"--against {against}: it must be a rank from 0 to {world - 1}")
     _check_files(html=html, trace=trace)
     program = as_program(script, arguments or [])
     cluster = Cluster.of(gpu, max(-(-world // gpus_per_node), 1), gpus_per_node, nic, profile)
@@ -109,16 +112,6 @@ def _world_size(world_size: int | None, nodes: int | None, gpus_per_node: int) -
             f"{product}; leave one out"
         )
     return world_size
-
-
-def _check_against(against: int | None, rank: int, world: int) -> None:
-    """Called before the program runs, which may take a minute."""
-    if against is None:
-        return
-    if not 0 <= against < world:
-        raise DryRunError(f"--against {against}: it must be a rank from 0 to {world - 1}")
-    if against == rank:
-        raise DryRunError(f"--against {against} is the same rank as --rank {rank}; give another")
 
 
 def _check_files(**files: Path | None) -> None:

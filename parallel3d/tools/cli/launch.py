@@ -7,9 +7,8 @@ from typing import Annotated
 
 import typer
 
-from parallel3d.mesh.layout import MeshLayout
 from parallel3d.tools.cli.options import fields_among, panel, plain
-from parallel3d.tools.launch.job import LaunchError, LaunchJob
+from parallel3d.tools.launch.job import LaunchError, LaunchJob, mesh_of
 from parallel3d.tools.launch.targets import MARK, TARGETS, launch_file, target_named
 
 _mesh, _place = panel("Mesh"), panel("For some targets")
@@ -51,7 +50,7 @@ def launch_command(
     """Prints or writes the launch file of a training script, with a reason for each setting."""
     given = fields_among(LaunchJob, ctx.params)
     given |= {"command": tuple(command or ()), "env": _variables(env or [])}
-    job = LaunchJob(layout=_layout(replicate, shard, tp), **given)
+    job = LaunchJob(layout=mesh_of({"replicate": replicate, "shard": shard, "tp": tp}), **given)
     text = launch_file(to, job)
     if out is None:
         typer.echo(text, nl=False)
@@ -59,15 +58,6 @@ def launch_command(
     target = target_named(to)
     path = _write(out, f"{name}{target.suffix}", text, executable=bool(target.head))
     typer.echo(f"wrote {path}; start it with: {target.start.format(file=path)}", err=True)
-
-
-def _layout(replicate: int | None, shard: int | None, tp: int | None) -> MeshLayout | None:
-    """The mesh of the options, if there are any; shard defaults to what the other axes leave."""
-    if replicate is None and shard is None and tp is None:
-        return None
-    if shard is None:
-        shard = 1 if -1 in (replicate, tp) else -1
-    return MeshLayout(1 if replicate is None else replicate, shard, 1 if tp is None else tp)
 
 
 def _variables(settings: list[str]) -> dict[str, str]:

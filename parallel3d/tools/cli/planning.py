@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from configparser import ConfigParser
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
@@ -38,7 +39,11 @@ from parallel3d.tools.terminal import output, titled_table
 
 # ``--model``: a name, a config.json, or shapes.
 
-_FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+_KINDS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "int": (int, "an int"),
+    "bool": (lambda text: ConfigParser.BOOLEAN_STATES[text.lower()], "true or false"),
+    "str": (str, "text"),
+}
 
 
 def read_model(text: str | None, seq_len: int | None = None) -> ModelSpec:
@@ -60,25 +65,15 @@ def _of_shapes(text: str, seq_len: int | None) -> ModelSpec:
             raise PlanningError(
                 f"--model has {part!r}; shapes are name=value, the nearest: {', '.join(near)}"
             )
-        shapes[name] = _value(name, value, known[name].annotation)
+        convert, what = _KINDS[known[name].annotation.removesuffix(" | None")]
+        try:
+            shapes[name] = convert(value)
+        except (ValueError, KeyError):
+            raise PlanningError(f"--model has {name}={value}; it must be {what}") from None
     needed = [n for n, p in known.items() if p.default is inspect.Parameter.empty]
     if missing := [name for name in needed if name not in shapes]:
         raise PlanningError(f"--model lacks {', '.join(missing)}: shapes need {', '.join(needed)}")
-    shapes.setdefault("seq_len", seq_len or 0)
-    return spec_from_shapes(**shapes)
-
-
-def _value(name: str, text: str, kind: str) -> int | bool | str:
-    if kind == "str":
-        return text
-    if kind == "bool":
-        if text.lower() not in _FLAGS:
-            raise PlanningError(f"--model has {name}={text}; it must be true or false")
-        return _FLAGS[text.lower()]
-    try:
-        return int(text.replace("_", ""))
-    except ValueError:
-        raise PlanningError(f"--model has {name}={text}; it must be an int") from None
+    return spec_from_shapes(**{"seq_len": seq_len or 0, **shapes})
 
 
 def plan_command(

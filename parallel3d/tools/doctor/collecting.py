@@ -13,6 +13,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -127,9 +128,12 @@ def read_limits() -> Limits:
     """Returns the limits of this process."""
     nofile, nofile_hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    memory, available = _memory()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    kib = {line.partition(":")[0]: int(line.split()[1]) for line in _lines(Path("/proc/meminfo"))}
     quota, memory_limit = read_cgroup()
-    shm, shm_free = _space(Path("/dev/shm"))
+    shm = shm_free = -1
+    with suppress(OSError):  # there is no /dev/shm
+        shm, _, shm_free = shutil.disk_usage("/dev/shm")
     affinity = getattr(os, "sched_getaffinity", None)
     return Limits(
         nofile=_HUGE if nofile == resource.RLIM_INFINITY else nofile,
@@ -138,21 +142,11 @@ def read_limits() -> Limits:
         cpus=len(affinity(0)) if affinity else os.cpu_count() or 1,
         quota=quota,
         memory=memory,
-        available=available,
+        available=kib["MemAvailable"] * 1024 if kib else memory,
         memory_limit=0 if memory_limit >= memory else memory_limit,
         shm=shm,
         shm_free=shm_free,
     )
-
-
-def _memory() -> tuple[int, int]:
-    """Returns the machine's memory and the available part in bytes."""
-    lines = _lines(Path("/proc/meminfo"))
-    if not lines:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return total, total
-    found = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines}
-    return found["MemTotal"], found.get("MemAvailable", found["MemFree"])
 
 
 def read_cgroup(
@@ -191,15 +185,6 @@ def _lines(path: Path) -> list[str]:
 
 def _words(path: Path) -> list[str]:
     return " ".join(_lines(path)).split()
-
-
-def _space(path: Path) -> tuple[int, int]:
-    """Returns size and free bytes of the file system; (-1, -1) if there is no ``path``."""
-    try:
-        usage = shutil.disk_usage(path)
-    except OSError:
-        return -1, -1
-    return usage.total, usage.free
 
 
 def read_disk(folder: Path) -> Disk:

@@ -36,6 +36,10 @@ class Place:
         return -(-self.world_size // max(self.local_world_size, 1))
 
 
+def is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
+
+
 @dataclass(frozen=True)
 class Interface:
     """A network interface.
@@ -51,7 +55,7 @@ class Interface:
 
     @property
     def is_loopback(self) -> bool:
-        return self.name == "lo" or any(a.startswith("127.") or a == "::1" for a in self.addresses)
+        return self.name == "lo" or any(map(is_loopback, self.addresses))
 
     @property
     def is_of_containers(self) -> bool:

@@ -14,23 +14,13 @@ from parallel3d.tools.launch.job import LaunchJob
 
 # Quoting: any text as one word of a shell command, a value of a YAML file, an argument of a launcher.
 
-_BASH = {"\n": "\\n", "\t": "\\t", "\r": "\\r", "\\": "\\\\", "'": "\\'"}
-
 
 def shell_word(text: str) -> str:
     """Quotes ``text`` as one word of bash on one line: nothing in it is expanded or ends the word."""
     if text.isprintable():
         return shlex.quote(text)
-    return "$'" + "".join(map(_bash_escape, text)) + "'"
-
-
-def _bash_escape(letter: str) -> str:
-    if letter in _BASH:
-        return _BASH[letter]
-    if letter.isprintable():
-        return letter
-    # as bytes: in the locale C bash would not expand \u
-    return "".join(f"\\x{byte:02x}" for byte in letter.encode())
+    # bytes, as in the locale C bash would not expand \u; the first letter makes Python escape each '
+    return "$'" + repr(b'"' + text.encode())[3:]
 
 
 def shell_command(words: Sequence[str], indent: str) -> str:
