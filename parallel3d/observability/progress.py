@@ -29,13 +29,8 @@ except ImportError:  # rich comes with the extra cli; without it there is no liv
             self.quiet = quiet
 
         def print(self, line: str) -> None:
-            try:
-                if not self.quiet:
-                    print(line, flush=True)
-            except BrokenPipeError:
-                self.on_broken_pipe()
-
-        def on_broken_pipe(self) -> None: ...
+            if not self.quiet:
+                print(line, flush=True)
 
 
 WINDOW = 20  # steps over which loss and speed are averaged, and between two lines

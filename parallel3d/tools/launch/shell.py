@@ -58,11 +58,6 @@ def for_torchrun(text: str) -> str:
 Variable = tuple[str, str, str]
 """Name, value, reason."""
 
-_ALWAYS: list[Variable] = [
-    ("PYTHONUNBUFFERED", "1", "a killed process's last lines are in the log too"),
-    ("PYTHONFAULTHANDLER", "1", "a crash in C code prints Python's stack"),
-]
-_THREADS = "torchrun would set 1, and all cores are too many for each process"
 _ON_GPUS: list[Variable] = [
     ("CUDA_DEVICE_MAX_CONNECTIONS", "32", "with 1, as for Megatron, FSDP and tp could not overlap"),
     ("PYTORCH_ALLOC_CONF", "expandable_segments:True", "unsharded parameters fragment memory less"),
@@ -70,19 +65,22 @@ _ON_GPUS: list[Variable] = [
     ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", "a hang leaves a record of what each rank waited for"),
     ("TORCH_FR_BUFFER_SIZE", "2000", "number of collectives in that record"),
 ]
-_RESTARTED: Variable = (
-    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
-    "1",
-    "a torchrun that is restarted while another continues would wait forever (torch 2.13)",
-)
 
 
 def variables(job: LaunchJob) -> list[Variable]:
     """Returns the training processes' variables: our settings, then ``job.env``, which overrides them."""
     cuda = job.device == "cuda"
-    ours = [*_ALWAYS, ("OMP_NUM_THREADS", "8" if cuda else "1", _THREADS)]
-    ours += _ON_GPUS if cuda else []
-    ours += [_RESTARTED] if job.nodes > 1 and job.max_restarts > 0 else []
+    threads = "torchrun would set 1, and all cores are too many for each process"
+    ours = [
+        ("PYTHONUNBUFFERED", "1", "a killed process's last lines are in the log too"),
+        ("PYTHONFAULTHANDLER", "1", "a crash in C code prints Python's stack"),
+        ("OMP_NUM_THREADS", "8" if cuda else "1", threads),
+    ]
+    if cuda:
+        ours += _ON_GPUS
+    if job.nodes > 1 and job.max_restarts > 0:
+        why = "a torchrun that is restarted while another continues would wait forever (torch 2.13)"
+        ours.append(("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1", why))
     own = [(name, value, "") for name, value in job.env.items()]
     return [variable for variable in ours if variable[0] not in job.env] + own
 
