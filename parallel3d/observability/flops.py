@@ -1,7 +1,5 @@
 """Model FLOPs, by the planner's count and by the common formula, and the peak FLOP/s of a device."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Any

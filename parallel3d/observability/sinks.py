@@ -1,7 +1,5 @@
 """Sinks: JsonLines, one JSON object per line, and TensorBoard."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """``parallel3d doctor``: finds what is wrong with this machine, or with the nodes of a job."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

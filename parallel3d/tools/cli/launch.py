@@ -1,7 +1,5 @@
 """``parallel3d launch``: the file that starts a job with torchrun, SLURM, Kubernetes, SkyPilot or Ray."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 
@@ -55,9 +53,7 @@ def launch_command(
 def _variables(settings: list[str]) -> dict[str, str]:
     for setting in settings:
         if "=" not in setting:
-            raise LaunchError(
-                f"--env {setting!r} has no '='; give NAME=VALUE, such as {setting}=1"
-            )
+            raise LaunchError(f"--env {setting!r} has no '='; give NAME=VALUE, such as {setting}=1")
     return dict(setting.split("=", 1) for setting in settings)
 
 

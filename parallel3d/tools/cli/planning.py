@@ -1,7 +1,5 @@
 """``parallel3d plan``, ``parallel3d predict`` and ``parallel3d calibrate``."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import os
@@ -13,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
 from parallel3d.errors import PlanningError
@@ -39,10 +37,9 @@ from parallel3d.tools.terminal import output, titled_table
 
 # ``--model``: a name, a config.json, or shapes.
 
-_KINDS: dict[str, tuple[Callable[[str], Any], str]] = {
-    "int": (int, "an int"),
-    "bool": (lambda text: ConfigParser.BOOLEAN_STATES[text.lower()], "true or false"),
-    "str": (str, "text"),
+_KINDS: dict[Any, tuple[Callable[[str], Any], str]] = {
+    str: (str, "text"),
+    bool: (lambda text: ConfigParser.BOOLEAN_STATES[text.lower()], "true or false"),
 }
 
 
@@ -56,7 +53,7 @@ def read_model(text: str | None, seq_len: int | None = None) -> ModelSpec:
 
 
 def _of_shapes(text: str, seq_len: int | None) -> ModelSpec:
-    known = inspect.signature(spec_from_shapes).parameters
+    known = inspect.signature(spec_from_shapes, eval_str=True).parameters
     shapes: dict[str, Any] = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
         name, equals, value = (p.strip() for p in part.partition("="))
@@ -65,7 +62,7 @@ def _of_shapes(text: str, seq_len: int | None) -> ModelSpec:
             raise PlanningError(
                 f"--model has {part!r}; shapes are name=value, the nearest: {', '.join(near)}"
             )
-        convert, what = _KINDS[known[name].annotation.removesuffix(" | None")]
+        convert, what = _KINDS.get(known[name].annotation, (int, "an int"))
         try:
             shapes[name] = convert(value)
         except (ValueError, KeyError):
@@ -216,16 +213,14 @@ def _predict_runs(runs: Path | None, models: Path | None, out: Path | None, as_j
         raise PlanningError(f"--runs, --models and --out go together; not given: {missing}")
     count = write_predictions(runs, models, out)
     if as_json:
-        typer.echo(json.dumps({"rows": count, "out": str(out)}))
+        _echo_json({"rows": count, "out": str(out)})
     else:
         typer.echo(f"{count} predictions in {out}")
 
 
 def calibrate_command(
     out: Annotated[Path, o.plain("The profile to write.")] = Path("profile.toml"),
-    name: Annotated[
-        str | None, o.plain("Name of the GPU in the profile; the device's own by default.")
-    ] = None,
+    name: Annotated[str | None, o.plain("The GPU's name; the device's own by default.")] = None,
     device: Annotated[str | None, o.plain("cuda or cpu; the device there is by default.")] = None,
     largest: Annotated[int, o.plain("Rows of the largest matmul.", min=512)] = 8192,
     seconds: Annotated[float, o.plain("Seconds after which no more matmuls are measured.")] = 60.0,
@@ -252,8 +247,7 @@ def calibrate_command(
 
 
 def _show_gpu(found: Gpu) -> None:
-    columns = "measured", Column("", justify="right")
-    table = Table(*columns, title=f"{found.name}: {found.source}")
+    table = titled_table(f"{found.name}: {found.source}", "measured", "")
     table.add_row("peak, TFLOP/s", f"{found.peak:.4g}")
     table.add_row("matmul efficiency", f"{found.gemm_efficiency:.3f}")
     table.add_row("matmul start, us", f"{found.gemm_start_us:.2f}")
@@ -263,7 +257,7 @@ def _show_gpu(found: Gpu) -> None:
         for ranks, (start, bandwidth, _) in sizes.items():
             seconds = f"{start:.0f} us + bytes / {bandwidth:.3g} GB/s"
             table.add_row(f"{kind}, {ranks} ranks", seconds)
-    Console().print(table)
+    output().print(table)
 
 
 # What the commands print.

@@ -211,10 +211,9 @@ def _show(found: Verification, model: str, parallelize: str) -> None:
             f"largest relative differences in {dtype}: loss {loss:.1e}, gradients "
             f"{parity.grads[dtype]:.1e}, weights {parity.weights[dtype]:.1e}"
         )
-    if found.dropouts == 1:
-        console.print("1 call of dropout draws as it must")
-    elif found.dropouts:
-        console.print(f"{found.dropouts} calls of dropout draw as they must")
+    if calls := found.dropouts:
+        one = "1 call of dropout draws as it must"
+        console.print(one if calls == 1 else f"{calls} calls of dropout draw as they must")
     if names := found.without_gradient:
         more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
         text = (

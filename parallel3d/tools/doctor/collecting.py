@@ -1,7 +1,5 @@
 """collect: reads the Facts of this process."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import platform
@@ -102,21 +100,18 @@ def parse_health(text: str) -> dict[str, Device]:
         words = [word.strip() for word in line.split(",")]
         if len(words) != 8:
             continue
-        uuid, persistence, errors, total, used, *slowed = words
-        reasons = [why for why, word in zip(_SLOWED, slowed, strict=True) if word == "Active"]
+        uuid, persistence, errors = words[:3]
+        total, used = (int(word) * 2**20 if word.isdigit() else 0 for word in words[3:5])
+        reasons = [why for why, word in zip(_SLOWED, words[5:], strict=True) if word == "Active"]
         found[uuid.removeprefix("GPU-")] = Device(
             "",
-            total=_mib(total),
-            free=_mib(total) - _mib(used),
+            total=total,
+            free=total - used,
             persistence=persistence != "Disabled",
             errors=int(errors) if errors.isdigit() else 0,
             slowed=", ".join(reasons),
         )
     return found
-
-
-def _mib(word: str) -> int:
-    return int(word) * 2**20 if word.isdigit() else 0
 
 
 # Limits of this process and its container, memory, and the disk for checkpoints.
@@ -291,8 +286,10 @@ def try_store(address: str, port: int, seconds: float) -> str:
         return f"{address}:{port}: {why}"
 
 
-_PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "TORCHELASTIC_", "PYTORCH_", "CUDA_", "OMP_", "SLURM_NODE")
-_NAMES = ("MASTER_ADDR", "MASTER_PORT")
+_READ = (
+    *("NCCL_", "GLOO_", "TORCH_", "TORCHELASTIC_", "PYTORCH_", "CUDA_", "OMP_"),
+    *("SLURM_NODE", "MASTER_ADDR", "MASTER_PORT"),
+)
 
 
 def collect(folder: Path | None = None, environment: Mapping[str, str] | None = None) -> Facts:
@@ -327,8 +324,4 @@ def collect(folder: Path | None = None, environment: Mapping[str, str] | None = 
 
 def relevant_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables that affect communication and memory, sorted by name."""
-    return {
-        name: value
-        for name, value in sorted(environment.items())
-        if name.startswith(_PREFIXES) or name in _NAMES
-    }
+    return {name: environment[name] for name in sorted(environment) if name.startswith(_READ)}

@@ -1,7 +1,5 @@
 """Times collectives on every axis of the mesh, and checks the times."""
 
-from __future__ import annotations
-
 import statistics
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field

@@ -1,7 +1,5 @@
 """Facts: what one process reads of its machine and settings, as plain values, so that checks are pure."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import socket
@@ -224,13 +222,12 @@ def adopt_slurm(environment: MutableMapping[str, str]) -> bool:
         return next((environment[name] for name in names if environment.get(name)), default)
 
     on_nodes = first_set("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", default=tasks)
-    on_this_node = re.match(r"\d+", on_nodes)
     environment.update(
         RANK=environment["SLURM_PROCID"],
         WORLD_SIZE=tasks,
         LOCAL_RANK=environment.get("SLURM_LOCALID", "0"),
         GROUP_RANK=environment.get("SLURM_NODEID", "0"),
-        LOCAL_WORLD_SIZE=on_this_node.group() if on_this_node else tasks,
+        LOCAL_WORLD_SIZE=re.split(r"\D", on_nodes)[0] or tasks,
     )
     if not environment.get("MASTER_ADDR"):
         nodes = first_set("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", default="")
@@ -247,5 +244,4 @@ def first_host(nodes: str) -> str:
         output = subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.split()
         if output:
             return output[0]
-    match = re.match(r"([^\[,]*)(?:\[([^\],-]*)[^\]]*\])?([^,]*)", nodes)
-    return "".join(part or "" for part in match.groups()) if match else nodes
+    return re.sub(r"^([^\[,]*)(?:\[([^\],-]*)[^\]]*\])?([^,]*).*", r"\1\2\3", nodes)

@@ -3,8 +3,6 @@
 Every wait has a limit, after which the missing ranks are named.
 """
 
-from __future__ import annotations
-
 import json
 import socket
 import time

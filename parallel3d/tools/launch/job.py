@@ -1,7 +1,5 @@
 """LaunchJob: the program to launch and its machines, checked, so that targets only write it down."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """torchrun on machines that a person can log in to, and the text that other targets share with it."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Checks of network interfaces and host names, and of differences between ranks or nodes."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
