@@ -37,7 +37,7 @@ def dryrun_command(
     backend: Annotated[str, _world("Backend of the collectives: nccl or gloo.")] = "nccl",
     gpu: Annotated[str, _costs("For example h100-80gb-sxm, a100, h200.")] = "h100-80gb-sxm",
     nic: Annotated[float | None, _costs("GB/s from each GPU to other nodes.")] = None,
-    profile: Annotated[Path | None, _costs("A TOML file with more GPUs, as of calibrate.")] = None,
+    profile: Annotated[Path | None, _costs("A TOML file with more GPUs, from calibrate.")] = None,
     json: Json = False,
     html: Html = None,
     trace: Annotated[Path | None, _show("Write a trace for Perfetto or chrome://tracing.")] = None,
