@@ -13,36 +13,15 @@ if TYPE_CHECKING:
     from parallel3d.observability.sinks import JsonLines, TensorBoard, read_json_lines
     from parallel3d.observability.stragglers import Straggler, find_stragglers
 
-__all__ = [
-    "FIELDS",
-    "START_FIELDS",
-    "ExposedTime",
-    "HostClock",
-    "JsonLines",
-    "Metrics",
-    "ModelFlops",
-    "OomSnapshots",
-    "ProfilerWindow",
-    "Progress",
-    "Sink",
-    "Straggler",
-    "StreamClock",
-    "TensorBoard",
-    "find_stragglers",
-    "model_flops",
-    "parse_steps",
-    "read_json_lines",
-]
+_EXPORTS = {
+    "observability.exposed": "ExposedTime HostClock StreamClock",
+    "observability.flops": "ModelFlops model_flops",
+    "observability.metrics": "FIELDS Metrics OomSnapshots START_FIELDS Sink",
+    "observability.profiling": "ProfilerWindow parse_steps",
+    "observability.progress": "Progress",
+    "observability.sinks": "JsonLines TensorBoard read_json_lines",
+    "observability.stragglers": "Straggler find_stragglers",
+}
+__all__ = [name for names in _EXPORTS.values() for name in names.split()]
 
-export_lazily(
-    __name__,
-    {
-        "observability.exposed": "ExposedTime HostClock StreamClock",
-        "observability.flops": "ModelFlops model_flops",
-        "observability.metrics": "FIELDS Metrics OomSnapshots START_FIELDS Sink",
-        "observability.profiling": "ProfilerWindow parse_steps",
-        "observability.progress": "Progress",
-        "observability.sinks": "JsonLines TensorBoard read_json_lines",
-        "observability.stragglers": "Straggler find_stragglers",
-    },
-)
+export_lazily(__name__, _EXPORTS)
