@@ -73,12 +73,16 @@ def imported(name: str, path: Path, known: Iterable[str]) -> Iterator[tuple[str,
 
 @lru_cache
 def public(package: str) -> frozenset[str]:
-    """``__all__`` of a package."""
+    """``__all__`` of a package, listed or computed from ``_EXPORTS`` (module -> names)."""
     path = PACKAGE.joinpath(*filter(None, package.split("."))) / "__init__.py"
-    for node in ast.parse(path.read_text()).body if path.exists() else ():
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            return frozenset(ast.literal_eval(node.value))
-    return frozenset()
+    given = {
+        ast.unparse(node.targets[0]): node.value
+        for node in (ast.parse(path.read_text()).body if path.exists() else ())
+        if isinstance(node, ast.Assign)
+    }
+    if "_EXPORTS" in given:
+        return frozenset(" ".join(ast.literal_eval(given["_EXPORTS"]).values()).split())
+    return frozenset(ast.literal_eval(given["__all__"]) if "__all__" in given else ())
 
 
 def graph() -> dict[str, dict[str, int]]:
