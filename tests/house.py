@@ -11,6 +11,7 @@ import ast
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -73,16 +74,16 @@ def imported(name: str, path: Path, known: Iterable[str]) -> Iterator[tuple[str,
 
 @lru_cache
 def public(package: str) -> frozenset[str]:
-    """``__all__`` of a package, listed or computed from ``_EXPORTS`` (module -> names)."""
+    """``__all__`` of a package, listed or, as ``export_lazily`` finds it, under ``if TYPE_CHECKING``."""
     path = PACKAGE.joinpath(*filter(None, package.split("."))) / "__init__.py"
-    given = {
-        ast.unparse(node.targets[0]): node.value
-        for node in (ast.parse(path.read_text()).body if path.exists() else ())
-        if isinstance(node, ast.Assign)
-    }
-    if "_EXPORTS" in given:
-        return frozenset(" ".join(ast.literal_eval(given["_EXPORTS"]).values()).split())
-    return frozenset(ast.literal_eval(given["__all__"]) if "__all__" in given else ())
+    body = ast.parse(path.read_text()).body if path.exists() else []
+    for node in body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            with suppress(ValueError):  # computed
+                return frozenset(ast.literal_eval(node.value))
+    blocks = (node for node in body if isinstance(node, ast.If))
+    imports = (each for block in blocks for each in block.body if isinstance(each, ast.ImportFrom))
+    return frozenset(alias.name for each in imports for alias in each.names)
 
 
 def graph() -> dict[str, dict[str, int]]:
