@@ -11,7 +11,6 @@ import ast
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -74,13 +73,9 @@ def imported(name: str, path: Path, known: Iterable[str]) -> Iterator[tuple[str,
 
 @lru_cache
 def public(package: str) -> frozenset[str]:
-    """``__all__`` of a package, listed or, as ``export_lazily`` finds it, under ``if TYPE_CHECKING``."""
+    """``__all__`` of a package: as ``export_lazily`` finds it, what is under ``if TYPE_CHECKING``."""
     path = PACKAGE.joinpath(*filter(None, package.split("."))) / "__init__.py"
     body = ast.parse(path.read_text()).body if path.exists() else []
-    for node in body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            with suppress(ValueError):  # computed
-                return frozenset(ast.literal_eval(node.value))
     blocks = (node for node in body if isinstance(node, ast.If))
     imports = (each for block in blocks for each in block.body if isinstance(each, ast.ImportFrom))
     return frozenset(alias.name for each in imports for alias in each.names)

@@ -49,7 +49,7 @@ class _LazyPackage(ModuleType):
         return sorted({*vars(self), *self._exports})
 
 
-def export_lazily(package: str, exports: Mapping[str, str] | None = None) -> None:
+def export_lazily(package: str) -> None:
     """Gives the calling package, of this ``__name__``, what its source imports under ``if TYPE_CHECKING``.
 
     These names are its ``__all__``; each is imported on first access.
@@ -60,8 +60,7 @@ def export_lazily(package: str, exports: Mapping[str, str] | None = None) -> Non
         for node in block.body if isinstance(block, ast.If) else ():
             assert isinstance(node, ast.ImportFrom) and node.module is not None
             where |= {alias.name: node.module for alias in node.names}
-    if exports is None:
-        vars(module)["__all__"] = list(where)
+    vars(module)["__all__"] = list(where)
     vars(module)["_exports"] = {name: at for name, at in where.items() if at != package}
     module.__class__ = _LazyPackage
 
