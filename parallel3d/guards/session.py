@@ -25,7 +25,7 @@ from parallel3d.errors import Parallel3dError, PeerFailureError, StateError
 from parallel3d.guards import timeouts as _timeouts
 from parallel3d.guards.board import Board, Note, Pulse
 from parallel3d.guards.timeouts import Schedule, Timeouts, check_duration, here, stack_of
-from parallel3d.mesh.agreement import name_ranks, seconds
+from parallel3d.mesh.agreement import name_ranks, ranks_by_value, seconds
 from parallel3d.mesh.store import next_table, others, while_waiting
 
 
@@ -340,9 +340,7 @@ def _blame_the_silent(
     if timed_out:
         waited = f"did not come within {seconds(group_timeout())}"
     hosts = monitor.facts("host", lost)
-    by_host: dict[str, list[int]] = {}
-    for rank in lost:
-        by_host.setdefault(hosts.get(rank, ""), []).append(rank)
+    by_host = ranks_by_value({rank: hosts.get(rank, "") for rank in lost})
     lines = [_lost(monitor, host, ranks, last_known) for host, ranks in by_host.items()]
     for rank, state in hung.items():
         lines.append(

@@ -7,11 +7,12 @@ The store is a key-value server that exists before any process group: no collect
 import hashlib
 import json
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from itertools import groupby, takewhile
+from typing import TypeVar
 
 from torch import distributed as dist
 
@@ -28,10 +29,10 @@ _GRACE = timedelta(seconds=5)
 _MOST_LINES = 16  # a model in another dtype differs in every parameter
 _UNSET = "(not set)"
 
+T = TypeVar("T", bound=Hashable)
 RanksOf = Mapping[str, list[int]]  # value of a setting -> the ranks that have it
-_Report = tuple[
-    dict[str, str], list[str]
-]  # one rank's settings; names where a difference is a warning
+# One rank's settings; names where a difference is a warning.
+_Report = tuple[dict[str, str], list[str]]
 _Explain = Mapping[str, Callable[[RanksOf], str]]
 
 
@@ -82,6 +83,14 @@ def name_ranks(ranks: Iterable[int], most: int = 8) -> str:
     rest = sum(map(len, runs[most:]))
     more = f" and {rest} more" if rest else ""
     return f"{'rank' if len(ordered) == 1 else 'ranks'} {', '.join(parts)}{more}"
+
+
+def ranks_by_value(values: Mapping[int, T]) -> dict[T, list[int]]:
+    """Returns value -> the ranks that have it, for rank -> value; in the order of first appearance."""
+    found: dict[T, list[int]] = {}
+    for rank, value in values.items():
+        found.setdefault(value, []).append(rank)
+    return found
 
 
 def seconds(time: timedelta) -> str:
@@ -275,9 +284,7 @@ class _Comparison:
         notices: dict[str, RanksOf] = {}
         # Names in the order of their first appearance.
         for name in dict.fromkeys(name for settings, _ in reports.values() for name in settings):
-            ranks_of: dict[str, list[int]] = {}
-            for rank, (settings, _) in reports.items():
-                ranks_of.setdefault(settings.get(name, _UNSET), []).append(rank)
+            ranks_of = ranks_by_value({r: s.get(name, _UNSET) for r, (s, _) in reports.items()})
             if len(ranks_of) > 1:
                 (notices if name in tolerated else errors)[name] = ranks_of
         error = warning = None
