@@ -99,7 +99,7 @@ def parallelize(
             or options.
     """
     policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
-    switches = {
+    switches: dict[str, Any] = {
         "strict": strict,
         "shard_optimizer_over_replicate": shard_optimizer_over_replicate,
         "activation_checkpointing": activation_checkpointing,
@@ -128,7 +128,7 @@ def parallelize(
         _check_chunks(plan, found, compile)
         settings = _settings(model, plan, found, mesh, policy)
         switches |= {"fsdp": bool(fsdp), "reshard_after_forward": reshard}
-        settings |= {"compile": str(compile), "loss_parallel": str(loss_parallel)}
+        switches |= {"compile": compile, "loss_parallel": loss_parallel}
         settings |= {k: str(v) for k, v in switches.items()}
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
         if not dist.is_initialized():

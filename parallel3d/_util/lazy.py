@@ -60,7 +60,7 @@ def export_lazily(package: str) -> None:
         for node in block.body if isinstance(block, ast.If) else ():
             assert isinstance(node, ast.ImportFrom) and node.module is not None
             where |= {alias.name: node.module for alias in node.names}
-    vars(module)["__all__"] = list(where)
+    vars(module)["__all__"] = sorted(where)
     vars(module)["_exports"] = {name: at for name, at in where.items() if at != package}
     module.__class__ = _LazyPackage
 
@@ -71,19 +71,15 @@ class _Aliases(MetaPathFinder, Loader):
     def __init__(self, aliases: dict[str, str]) -> None:
         self._aliases = aliases
 
-    def _real(self, name: str) -> str | None:
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         for alias, real in self._aliases.items():
             if name == alias or name.startswith(f"{alias}."):
-                return real + name[len(alias) :]
+                return spec_from_loader(name, self, origin=real + name[len(alias) :])
         return None
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        return spec_from_loader(name, self) if self._real(name) is not None else None
-
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        real = self._real(spec.name)
-        assert real is not None
-        module = importlib.import_module(real)
+        assert spec.origin is not None
+        module = importlib.import_module(spec.origin)
         self._own = module.__spec__
         return module
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ContextDecorator, ExitStack, suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -527,16 +528,15 @@ def current_session() -> Session | None:
     return _sessions[-1] if _sessions else None
 
 
+@dataclass(eq=False)
 class Watch(ContextDecorator):
     """The context manager that ``watch`` returns."""
 
-    def __init__(
-        self, timeouts: Timeouts | None, grace: timedelta, silence: timedelta | None
-    ) -> None:
-        self._timeouts = timeouts
-        self._grace, self._silence = grace, silence
-        self._session: Session | None = None
-        self._stack: ExitStack | None = None
+    _timeouts: Timeouts | None
+    _grace: timedelta
+    _silence: timedelta | None
+    _session: Session | None = field(default=None, init=False)
+    _stack: ExitStack | None = field(default=None, init=False)
 
     def _recreate_cm(self) -> Watch:
         return Watch(self._timeouts, self._grace, self._silence)

@@ -153,8 +153,8 @@ def check_agreement(
     if store is None:
         if not dist.is_initialized():
             raise StateError(
-                "check_agreement needs the default process group, or a store with rank= and "
-                "world_size=. Call build_mesh or torch.distributed.init_process_group first."
+                "check_agreement needs the default process group, or a store with rank= and world_size=. "
+                "Call build_mesh or torch.distributed.init_process_group first."
             )
         found = others()
         if found is None:
@@ -189,10 +189,6 @@ def check_agreement(
         raise AgreementError(verdict.error)
 
 
-def _report_key(rank: int) -> str:
-    return f"report/{rank}"
-
-
 @dataclass(frozen=True)
 class _Comparison:
     """One comparison of the reports of ``members``, on one of them."""
@@ -207,7 +203,7 @@ class _Comparison:
     def run(self, report: _Report) -> _Verdict:
         """Writes this rank's report and returns the first member's verdict on all of them."""
         table = next_table(self.store, f"agreement/{self.topic}", self.rank)
-        table.set(_report_key(self.rank), json.dumps(report))
+        table.set(f"report/{self.rank}", json.dumps(report))
         if self.rank == self.members[0]:
             verdict = self._judge(table)
             table.set("verdict", json.dumps(asdict(verdict)))
@@ -220,12 +216,12 @@ class _Comparison:
         """Collects and compares the reports, on the first member."""
         present = list(self.members)
         try:
-            wait_for(table, list(map(_report_key, present)), self.timeout)
+            wait_for(table, [f"report/{rank}" for rank in present], self.timeout)
         except PeerFailureError:
             raise
         except RuntimeError:  # the stores share no narrower type for a timeout
-            present = [rank for rank in present if table.check([_report_key(rank)])]
-        reports = {rank: json.loads(table.get(_report_key(rank))) for rank in present}
+            present = [rank for rank in present if table.check([f"report/{rank}"])]
+        reports = {rank: json.loads(table.get(f"report/{rank}")) for rank in present}
         error, warning = self._compare(reports)
         missing = sorted({*self.members} - {*present})
         if not missing:
@@ -242,7 +238,7 @@ class _Comparison:
         """Reads the verdict, on the other members. Its timeout starts when the first has reported."""
         first = self.members[0]
         steps = (
-            (_report_key(first), self.timeout, "did not report"),
+            (f"report/{first}", self.timeout, "did not report"),
             ("verdict", self.timeout + _GRACE, "reported but gave no verdict on"),
         )
         for key, limit, what in steps:
@@ -264,7 +260,7 @@ class _Comparison:
         Keys that nobody reads any more are deleted, since checks may be repeated in each step. Where a rank
         was missing they stay, for it to find out why it is late.
         """
-        own, is_first = _report_key(self.rank), self.rank == self.members[0]
+        own, is_first = f"report/{self.rank}", self.rank == self.members[0]
         # The verdict is known: a store or a rank that has ended since doesn't change it.
         with suppress(RuntimeError):
             if not is_first:
