@@ -6,74 +6,36 @@ from parallel3d._util.lazy import alias_packages, export_lazily
 from parallel3d._util.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from parallel3d import checkpoint, fsdp, guards, observability, optim, planner, tp
-    from parallel3d.errors import (
-        AgreementError,
-        CheckpointError,
-        CorruptCheckpointError,
-        DryRunError,
-        MeshError,
-        Parallel3dError,
-        PeerFailureError,
-        PlanError,
-        PlanningError,
-        StateError,
-        WrongTypeError,
-    )
-    from parallel3d.fsdp import MixedPrecisionPolicy, fully_shard
-    from parallel3d.guards import diagnose
-    from parallel3d.materialize import materialize
-    from parallel3d.mesh import MeshLayout, build_mesh
-    from parallel3d.mesh.seeding import seed_step
-    from parallel3d.parallelize import parallelize
-    from parallel3d.tools import dryrun
-    from parallel3d.tp import resolve_plan
+    from parallel3d import checkpoint as checkpoint
+    from parallel3d import fsdp as fsdp
+    from parallel3d import guards as guards
+    from parallel3d import observability as observability
+    from parallel3d import optim as optim
+    from parallel3d import planner as planner
+    from parallel3d import tp as tp
+    from parallel3d.errors import AgreementError as AgreementError
+    from parallel3d.errors import CheckpointError as CheckpointError
+    from parallel3d.errors import CorruptCheckpointError as CorruptCheckpointError
+    from parallel3d.errors import DryRunError as DryRunError
+    from parallel3d.errors import MeshError as MeshError
+    from parallel3d.errors import Parallel3dError as Parallel3dError
+    from parallel3d.errors import PeerFailureError as PeerFailureError
+    from parallel3d.errors import PlanError as PlanError
+    from parallel3d.errors import PlanningError as PlanningError
+    from parallel3d.errors import StateError as StateError
+    from parallel3d.errors import WrongTypeError as WrongTypeError
+    from parallel3d.fsdp import MixedPrecisionPolicy as MixedPrecisionPolicy
+    from parallel3d.fsdp import fully_shard as fully_shard
+    from parallel3d.guards import diagnose as diagnose
+    from parallel3d.materialize import materialize as materialize
+    from parallel3d.mesh import MeshLayout as MeshLayout
+    from parallel3d.mesh import build_mesh as build_mesh
+    from parallel3d.mesh.seeding import seed_step as seed_step
+    from parallel3d.parallelize import parallelize as parallelize
+    from parallel3d.tools import dryrun as dryrun
+    from parallel3d.tp import resolve_plan as resolve_plan
 
-__all__ = [
-    "AgreementError",
-    "CheckpointError",
-    "CorruptCheckpointError",
-    "DryRunError",
-    "MeshError",
-    "MeshLayout",
-    "MixedPrecisionPolicy",
-    "Parallel3dError",
-    "PeerFailureError",
-    "PlanError",
-    "PlanningError",
-    "StateError",
-    "WrongTypeError",
-    "build_mesh",
-    "checkpoint",
-    "diagnose",
-    "dryrun",
-    "fsdp",
-    "fully_shard",
-    "guards",
-    "materialize",
-    "observability",
-    "optim",
-    "parallelize",
-    "planner",
-    "resolve_plan",
-    "seed_step",
-    "tp",
-]
-
-export_lazily(
-    __name__,
-    {
-        "errors": "AgreementError CheckpointError CorruptCheckpointError DryRunError MeshError "
-        "Parallel3dError PeerFailureError PlanError PlanningError StateError WrongTypeError",
-        "fsdp": "MixedPrecisionPolicy fully_shard",
-        "guards": "diagnose",
-        "materialize": "materialize",
-        "mesh": "MeshLayout build_mesh",
-        "parallelize": "parallelize",
-        "mesh.seeding": "seed_step",
-        "tp": "resolve_plan",
-    },
-)
+export_lazily(__name__)
 alias_packages(
     __name__,
     {

@@ -126,30 +126,22 @@ def check_can_initialise(model: nn.Module, modules: Sequence[tuple[str, nn.Modul
     )
 
 
-def _build_shards(
-    model: nn.Module, device: torch.device
-) -> dict[int, tuple[torch.Tensor, ShardedParam]]:
-    """Allocates the units' buffers; returns id of a sharded Parameter -> (its local view, the parameter)."""
-    shards = {}
-    units = {id(unit): unit for module in model.modules() if (unit := unit_of(module))}
-    for unit in units.values():
-        for bucket in unit.group.buckets:
-            if bucket.flat.device.type == "meta":
-                bucket.build(device)
-            for param, view in zip(bucket.params, bucket.local_views, strict=True):
-                shards[id(param.sharded)] = (view, param)
-        unit.group.refresh()
-    return shards
-
-
 class _Materialization:
-    """One call of ``materialize``: initializes whole tensors and keeps the shards."""
+    """One call of ``materialize``: allocates the units' buffers, initializes whole tensors, keeps shards."""
 
     def __init__(self, model: nn.Module, device: torch.device, seed: int) -> None:
         self.model = model
         self.device = device
         self.seed = seed
-        self.shards = _build_shards(model, device)
+        # Id of a sharded Parameter -> (its local view, the parameter).
+        self.shards: dict[int, tuple[torch.Tensor, ShardedParam]] = {}
+        for unit in dict.fromkeys(filter(None, map(unit_of, model.modules()))):
+            for bucket in unit.group.buckets:
+                if bucket.flat.device.type == "meta":
+                    bucket.build(device)
+                for param, view in zip(bucket.params, bucket.local_views, strict=True):
+                    self.shards[id(param.sharded)] = (view, param)
+            unit.group.refresh()
         self.done: set[int] = set()  # ids of sharded Parameters that have their values
         self.plain: dict[int, nn.Parameter] = {}  # id of a meta Parameter -> the one in its place
 

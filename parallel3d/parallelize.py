@@ -8,6 +8,7 @@ import inspect
 import itertools
 import textwrap
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, TypeVar
@@ -98,7 +99,7 @@ def parallelize(
             or options.
     """
     policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
-    switches = {
+    switches: dict[str, Any] = {
         "strict": strict,
         "shard_optimizer_over_replicate": shard_optimizer_over_replicate,
         "activation_checkpointing": activation_checkpointing,
@@ -127,7 +128,7 @@ def parallelize(
         _check_chunks(plan, found, compile)
         settings = _settings(model, plan, found, mesh, policy)
         switches |= {"fsdp": bool(fsdp), "reshard_after_forward": reshard}
-        settings |= {"compile": str(compile), "loss_parallel": str(loss_parallel)}
+        switches |= {"compile": compile, "loss_parallel": loss_parallel}
         settings |= {k: str(v) for k, v in switches.items()}
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
         if not dist.is_initialized():
@@ -234,21 +235,21 @@ def _check_model(model: nn.Module) -> None:
                 "parallelize the nn.Module it was scripted from"
             )
         if unit_of(module) is not None or _WRAPPERS & {c.__name__ for c in type(module).__mro__}:
-            raise Parallel3dError(
-                f"the model is parallel already: {name or 'it'} is a {kind}; give parallelize the plain "
-                "model, once"
-            )
+            raise _parallel_already(f"{name or 'it'} is a {kind}")
     for name, param in model.named_parameters():
         if isinstance(param, DTensor):
-            raise Parallel3dError(
-                f"the model is parallel already: parameter {name} is a DTensor; give parallelize the "
-                "plain model, once"
-            )
+            raise _parallel_already(f"parameter {name} is a DTensor")
         check_param(name, param)
-    if not _has_params(model):
+    if next(model.parameters(), None) is None:
         raise Parallel3dError(
             f"{type(model).__name__} has no parameters; there is nothing to shard"
         )
+
+
+def _parallel_already(why: str) -> Parallel3dError:
+    return Parallel3dError(
+        f"the model is parallel already: {why}; give parallelize the plain model, once"
+    )
 
 
 def _check_switches(**switches: bool) -> None:
@@ -401,7 +402,7 @@ def find_units(model: nn.Module, patterns: Sequence[str] | None = None) -> Units
     """
     blocks = _matching(model, patterns) if patterns is not None else _listed(model)
     inside = {id(m) for _, block in blocks for m in block.modules()}
-    shared = _modules_with_shared_params(model)
+    users = Counter(param for m in model.modules() for param in {*m._parameters.values()})
     read = _weights_read_in_code(model)
     embeddings: list[tuple[str, nn.Module]] = []
     final: list[tuple[str, nn.Module]] = []
@@ -410,22 +411,20 @@ def find_units(model: nn.Module, patterns: Sequence[str] | None = None) -> Units
         if id(module) in inside:
             past_blocks = True
             continue
-        has_params = any(p is not None for p in module._parameters.values())
+        own = [param for param in module._parameters.values() if param is not None]
+        is_shared = any(users[param] > 1 for param in own)
         # Parameters beside submodules are the root's.
-        leaf = has_params and not any(True for _ in module.children())
-        if not name or not leaf or id(module) in shared or name.rpartition(".")[2] in read:
+        if not name or not own or any(True for _ in module.children()) or is_shared:
+            continue
+        if name.rpartition(".")[2] in read:
             continue
         if past_blocks:
             final.append((name, module))
-        elif _is_plain_embedding(module):
+        elif isinstance(module, nn.Embedding) and (
+            type(module).forward is nn.Embedding.forward and "forward" not in vars(module)
+        ):  # it only looks rows up: its backward doesn't read the weight
             embeddings.append((name, module))
     return Units(blocks, embeddings, final)
-
-
-def _is_plain_embedding(module: nn.Module) -> bool:
-    """Whether the module only looks rows up, so that its backward doesn't read the weight."""
-    own_forward = type(module).forward is nn.Embedding.forward and "forward" not in vars(module)
-    return isinstance(module, nn.Embedding) and own_forward
 
 
 # Prefixes of methods that are not part of a forward.
@@ -472,7 +471,8 @@ def _listed(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _repeated(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Returns the children of ``module`` that are repeated blocks."""
-    children = [(n, child) for n, child in module.named_children() if _has_params(child)]
+    named = module.named_children()
+    children = [(n, child) for n, child in named if next(child.parameters(), None) is not None]
     if isinstance(module, nn.ModuleList):
         return children
     found: list[tuple[str, nn.Module]] = []
@@ -491,10 +491,6 @@ def _repeated(module: nn.Module) -> list[tuple[str, nn.Module]]:
     # Children that hold lists of blocks are too large: the lists' members are the blocks.
     lists = (nn.ModuleList, nn.ModuleDict)
     return [] if any(isinstance(m, lists) for _, child in found for m in child.modules()) else found
-
-
-def _has_params(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters())
 
 
 def _matching(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Module]]:
@@ -530,15 +526,6 @@ def _matching(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.M
 def _matches(name: str, pattern: str) -> bool:
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
-
-
-def _modules_with_shared_params(model: nn.Module) -> set[int]:
-    users: dict[int, set[int]] = {}
-    for module in model.modules():
-        for param in module._parameters.values():
-            if param is not None:
-                users.setdefault(id(param), set()).add(id(module))
-    return {module for modules in users.values() if len(modules) > 1 for module in modules}
 
 
 _LARGE = 100_000_000

@@ -73,12 +73,12 @@ def imported(name: str, path: Path, known: Iterable[str]) -> Iterator[tuple[str,
 
 @lru_cache
 def public(package: str) -> frozenset[str]:
-    """``__all__`` of a package."""
+    """``__all__`` of a package: as ``export_lazily`` finds it, what is under ``if TYPE_CHECKING``."""
     path = PACKAGE.joinpath(*filter(None, package.split("."))) / "__init__.py"
-    for node in ast.parse(path.read_text()).body if path.exists() else ():
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            return frozenset(ast.literal_eval(node.value))
-    return frozenset()
+    body = ast.parse(path.read_text()).body if path.exists() else []
+    blocks = (node for node in body if isinstance(node, ast.If))
+    imports = (each for block in blocks for each in block.body if isinstance(each, ast.ImportFrom))
+    return frozenset(alias.name for each in imports for alias in each.names)
 
 
 def graph() -> dict[str, dict[str, int]]:

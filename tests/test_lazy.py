@@ -57,6 +57,8 @@ def test_what_type_checkers_read_is_what_python_finds(package: str) -> None:
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
+    # As type checkers want it of a name that is public.
+    assert all(alias.asname == alias.name for node in block.body for alias in node.names)
     assert set(read) == set(module.__all__)
     for name, where in read.items():
         found = getattr(module, name)

@@ -20,7 +20,6 @@ from parallel3d._layout.param_layout import strided_chunk
 from parallel3d._torch.dtensor import (
     DTensorSpec,
     StridedShard,
-    call_torch_dispatch_of,
     dtensor_shard_box,
     get_local_tensor,
     make_dtensor,
@@ -28,6 +27,7 @@ from parallel3d._torch.dtensor import (
     spec_of,
 )
 from parallel3d._torch.groups import all_gather_single
+from parallel3d._torch.v2_11 import call_torch_dispatch_of
 from parallel3d.errors import Parallel3dError
 
 
@@ -301,14 +301,12 @@ def _neutral_of_norm(args: Any, kwargs: Any) -> float | None:
 
 def _with_one_more(local: Tensor, value: float) -> Tensor:
     """Returns all values of ``local`` and one more, in as many dims."""
-    if local.dtype.is_floating_point:
-        more = local.new_full((1,), value)
-    elif local.dtype is torch.bool:
-        more = local.new_full((1,), value > 0)
-    else:
+    if local.dtype is torch.bool:
+        value = value > 0
+    elif not local.dtype.is_floating_point:
         info = torch.iinfo(local.dtype)
-        more = local.new_full((1,), info.max if value > 0 else info.min)
-    flat = torch.cat([local.flatten(), more])
+        value = info.max if value > 0 else info.min
+    flat = torch.cat([local.flatten(), local.new_full((1,), value)])
     return flat.view(*(1,) * (local.dim() - 1), -1)
 
 

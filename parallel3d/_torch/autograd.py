@@ -8,9 +8,10 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.distributed import fsdp as torch_fsdp
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # noqa: F401
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+from parallel3d._torch.v2_11 import IS_2_11
 
 
 def preserved_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
@@ -87,16 +88,13 @@ def has_tensor_hooks(param: torch.Tensor) -> bool:
     return bool(param._backward_hooks)
 
 
-_copies_outputs = not hasattr(torch_fsdp, "DataParallelMeshDims")  # 2.11
-
-
 def for_compiled_function(output: torch.Tensor) -> torch.Tensor:
     """What an autograd function may return that a collective has written to ``output``.
 
     In a graph that torch 2.11 compiles, the gradient of an output that was written in place comes to nothing:
     there it is a copy.
     """
-    return output.clone() if _copies_outputs and torch.compiler.is_compiling() else output
+    return output.clone() if IS_2_11 and torch.compiler.is_compiling() else output
 
 
 _FunctionT = TypeVar("_FunctionT", bound=Callable[..., Any])

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch._ops import OpOverload as OpOverload
 from torch.distributed import DeviceMesh
-from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.tensor import DTensor, _collective_utils, _redistribute, _sharding_prop
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta
@@ -16,14 +15,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import Placement
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard  # noqa: F401
 
-
-def call_torch_dispatch_of(kind: type[DTensor]) -> None:
-    """Sees to it that operations on tensors of class ``kind`` go to its ``__torch_dispatch__``."""
-    if not hasattr(torch_fsdp, "DataParallelMeshDims"):  # 2.11
-        from parallel3d._torch.v2_11 import call_torch_dispatch_of
-
-        call_torch_dispatch_of(kind)
-
+from parallel3d._torch.v2_11 import IS_2_11
 
 root_mesh: Callable[[DeviceMesh], DeviceMesh] = DeviceMesh._get_root_mesh
 """The mesh that a mesh was sliced from, or the mesh itself."""
@@ -93,7 +85,7 @@ def spec_of(tensor: DTensor) -> DTensorSpec:
 
 def keep_partial_gradients(param: torch.Tensor) -> None:
     """Sees to it that a partial gradient of ``param`` is partial still in ``param.grad``."""
-    if isinstance(param, DTensor) and not hasattr(torch_fsdp, "DataParallelMeshDims"):
+    if IS_2_11 and isinstance(param, DTensor):
         # 2.11 copies a gradient of other strides than the parameter's into a new DTensor, and sums it.
         param.register_hook(torch.Tensor.contiguous)
 

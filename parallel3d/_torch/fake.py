@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.distributed import ProcessGroup
-from torch.distributed import fsdp as torch_fsdp
 from torch.utils.data import dataloader as _dataloader
 
 # Raised by fake tensors where an operation needs values.
@@ -71,15 +70,6 @@ def init_fake_group(rank: int, world_size: int) -> None:
     # Importing the module registers the backend; init_process_group does so itself on 2.13 only.
     importlib.import_module("torch.testing._internal.distributed.fake_pg")
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=dist.HashStore())
-
-
-def fake_outputs_written() -> AbstractContextManager[None]:
-    """Returns a context in which the fake group's collectives write their outputs, on every torch version."""
-    if hasattr(torch_fsdp, "DataParallelMeshDims"):  # since 2.12
-        return nullcontext()
-    from parallel3d._torch.v2_11 import fake_outputs_written
-
-    return fake_outputs_written()
 
 
 def add_fake_backend(group: ProcessGroup) -> None:

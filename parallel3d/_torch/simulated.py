@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.distributed import fsdp as torch_fsdp
 from torch.distributed._local_tensor import (
     LocalIntNode,
     LocalTensor,
@@ -116,15 +115,6 @@ def for_each_rank(fn: Callable[[int], None]) -> None:
         fn(rank)
         mode._per_rank_rng_states[rank] = (torch.get_rng_state(), devices)
     torch.set_rng_state(before)
-
-
-def uneven_matmuls() -> AbstractContextManager[Any]:
-    """Returns a context in which matrix products of simulated ranks may have sizes that differ by rank."""
-    if hasattr(torch_fsdp, "DataParallelMeshDims"):  # since 2.12
-        return nullcontext()
-    from parallel3d._torch.v2_11 import MatmulsOfSimulatedRanks
-
-    return MatmulsOfSimulatedRanks()
 
 
 def simulation_off() -> AbstractContextManager[None]:

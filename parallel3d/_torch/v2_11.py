@@ -1,4 +1,4 @@
-"""Features of torch 2.13 that torch 2.11 lacks.
+"""Features of torch 2.13 that torch 2.11 lacks. On a later one the functions do nothing.
 
 Two classes, DTensor subclasses with operations of their own, matrix products of simulated ranks of uneven
 sizes, and outputs of the fake group.
@@ -6,17 +6,20 @@ sizes, and outputs of the fake group.
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import FakeWork
+from torch.distributed import fsdp as torch_fsdp
 from torch.distributed._local_tensor import LocalTensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+
+IS_2_11 = not hasattr(torch_fsdp, "DataParallelMeshDims")
 
 
 @dataclass
@@ -66,6 +69,8 @@ def call_torch_dispatch_of(kind: type[DTensor]) -> None:
     always so for a placement of ours, it calls two methods of its dispatcher, and returns what the second one
     returns unless that is an ``OutputSharding``.
     """
+    if not IS_2_11:
+        return
     dispatcher: Any = DTensor._op_dispatcher
     unwrap = dispatcher.unwrap_to_op_info
     propagate = dispatcher._propagate_op_sharding_dispatch_slow_path
@@ -107,6 +112,9 @@ def fake_outputs_written() -> Iterator[None]:
 
     2.11's leave the output, which may be uninitialized memory, as it was.
     """
+    if not IS_2_11:
+        yield
+        return
     library = torch.library.Library("c10d", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a kernel is replaced
@@ -138,6 +146,11 @@ _FAKES = {
     "_reduce_scatter_base_": _write_and_return,
     "reduce_scatter_tensor_coalesced_": _write,
 }
+
+
+def uneven_matmuls() -> AbstractContextManager[Any]:
+    """Returns a context in which matrix products of simulated ranks may have sizes that differ by rank."""
+    return MatmulsOfSimulatedRanks() if IS_2_11 else nullcontext()
 
 
 class MatmulsOfSimulatedRanks(TorchFunctionMode):

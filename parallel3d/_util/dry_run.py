@@ -6,34 +6,31 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-_active = False
-_accelerator: Any = None
-_unrecorded: Callable[[], AbstractContextManager[None]] = nullcontext
+Unrecorded = Callable[[], AbstractContextManager[None]]
+_run: tuple[Any, Unrecorded] | None = None  # what ``running`` was given
 
 
 def active() -> bool:
     """Whether this process is in a dry run, where tensors have no values and there are no other ranks."""
-    return _active
+    return _run is not None
 
 
 def accelerator() -> Any:
     """Returns the stand-in for ``torch.cuda``'s streams in a dry run of GPUs, else None."""
-    return _accelerator
+    return None if _run is None else _run[0]
 
 
 def real() -> AbstractContextManager[None]:
     """Returns a context in which a dry run executes operations for real and doesn't record them."""
-    return _unrecorded()
+    return nullcontext() if _run is None else _run[1]()
 
 
 @contextmanager
-def running(
-    accelerator: Any, unrecorded: Callable[[], AbstractContextManager[None]]
-) -> Iterator[None]:
+def running(accelerator: Any, unrecorded: Unrecorded) -> Iterator[None]:
     """Makes the body a dry run; the arguments are what ``accelerator()`` and ``real()`` return in it."""
-    global _active, _accelerator, _unrecorded
-    _active, _accelerator, _unrecorded = True, accelerator, unrecorded
+    global _run
+    _run = accelerator, unrecorded
     try:
         yield
     finally:
-        _active, _accelerator, _unrecorded = False, None, nullcontext
+        _run = None

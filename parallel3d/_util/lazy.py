@@ -1,11 +1,13 @@
 """Public names that are imported on first access.
 
 ``import parallel3d`` must add almost nothing to ``import torch``. Most of what it would load is torch's own:
-DTensor alone imports sympy, which takes half a second. A package lists its exports twice: under
-``if TYPE_CHECKING`` for readers and type checkers, and for ``export_lazily``.
+DTensor alone imports sympy, which takes half a second. A package lists its exports once, as type checkers
+read them: ``from ... import name as name`` under ``if TYPE_CHECKING``.
 """
 
+import ast
 import importlib
+import inspect
 import sys
 from collections.abc import Mapping
 from importlib.abc import Loader, MetaPathFinder
@@ -47,17 +49,19 @@ class _LazyPackage(ModuleType):
         return sorted({*vars(self), *self._exports})
 
 
-def export_lazily(package: str, exports: Mapping[str, str]) -> None:
-    """Gives ``package`` the names of ``exports``, imported on first access.
+def export_lazily(package: str) -> None:
+    """Gives the calling package, of this ``__name__``, what its source imports under ``if TYPE_CHECKING``.
 
-    Args:
-        package: ``__name__`` of the calling package.
-        exports: module, without ``parallel3d.`` -> names that it defines, separated by spaces.
+    These names are its ``__all__``; each is imported on first access.
     """
     module = sys.modules[package]
-    root = package.partition(".")[0]
-    where = {name: f"{root}.{at}" for at, names in exports.items() for name in names.split()}
-    vars(module)["_exports"] = where
+    where: dict[str, str] = {}
+    for block in ast.parse(inspect.getsource(module)).body:
+        for node in block.body if isinstance(block, ast.If) else ():
+            assert isinstance(node, ast.ImportFrom) and node.module is not None
+            where |= {alias.name: node.module for alias in node.names}
+    vars(module)["__all__"] = sorted(where)
+    vars(module)["_exports"] = {name: at for name, at in where.items() if at != package}
     module.__class__ = _LazyPackage
 
 
@@ -67,19 +71,15 @@ class _Aliases(MetaPathFinder, Loader):
     def __init__(self, aliases: dict[str, str]) -> None:
         self._aliases = aliases
 
-    def _real(self, name: str) -> str | None:
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         for alias, real in self._aliases.items():
             if name == alias or name.startswith(f"{alias}."):
-                return real + name[len(alias) :]
+                return spec_from_loader(name, self, origin=real + name[len(alias) :])
         return None
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        return spec_from_loader(name, self) if self._real(name) is not None else None
-
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        real = self._real(spec.name)
-        assert real is not None
-        module = importlib.import_module(real)
+        assert spec.origin is not None
+        module = importlib.import_module(spec.origin)
         self._own = module.__spec__
         return module
 

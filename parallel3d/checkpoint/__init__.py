@@ -5,43 +5,20 @@ from typing import TYPE_CHECKING
 from parallel3d._util.lazy import export_lazily
 
 if TYPE_CHECKING:
-    from parallel3d.checkpoint.dcp import load_dcp, save_dcp
-    from parallel3d.checkpoint.format.storage import LoadPlanner, Reader, SavePlanner, Writer
-    from parallel3d.checkpoint.hf.load import load_hf
-    from parallel3d.checkpoint.hf.save import save_hf
-    from parallel3d.checkpoint.loading import Info, latest, load
-    from parallel3d.checkpoint.saving import save
-    from parallel3d.checkpoint.stop import StopSignal
-    from parallel3d.checkpoint.torch_file import load_torch, save_torch
+    from parallel3d.checkpoint.dcp import load_dcp as load_dcp
+    from parallel3d.checkpoint.dcp import save_dcp as save_dcp
+    from parallel3d.checkpoint.format.storage import LoadPlanner as LoadPlanner
+    from parallel3d.checkpoint.format.storage import Reader as Reader
+    from parallel3d.checkpoint.format.storage import SavePlanner as SavePlanner
+    from parallel3d.checkpoint.format.storage import Writer as Writer
+    from parallel3d.checkpoint.hf.load import load_hf as load_hf
+    from parallel3d.checkpoint.hf.save import save_hf as save_hf
+    from parallel3d.checkpoint.loading import Info as Info
+    from parallel3d.checkpoint.loading import latest as latest
+    from parallel3d.checkpoint.loading import load as load
+    from parallel3d.checkpoint.saving import save as save
+    from parallel3d.checkpoint.stop import StopSignal as StopSignal
+    from parallel3d.checkpoint.torch_file import load_torch as load_torch
+    from parallel3d.checkpoint.torch_file import save_torch as save_torch
 
-__all__ = [
-    "Info",
-    "LoadPlanner",
-    "Reader",
-    "SavePlanner",
-    "StopSignal",
-    "Writer",
-    "latest",
-    "load",
-    "load_dcp",
-    "load_hf",
-    "load_torch",
-    "save",
-    "save_dcp",
-    "save_hf",
-    "save_torch",
-]
-
-export_lazily(
-    __name__,
-    {
-        "checkpoint.dcp": "load_dcp save_dcp",
-        "checkpoint.format.storage": "LoadPlanner Reader SavePlanner Writer",
-        "checkpoint.hf.load": "load_hf",
-        "checkpoint.hf.save": "save_hf",
-        "checkpoint.loading": "Info latest load",
-        "checkpoint.saving": "save",
-        "checkpoint.stop": "StopSignal",
-        "checkpoint.torch_file": "load_torch save_torch",
-    },
-)
+export_lazily(__name__)

@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING
 from parallel3d._util.lazy import export_lazily
 
 if TYPE_CHECKING:
-    from parallel3d.guards.debugging import Diagnosis, debug, diagnose, watch
-    from parallel3d.guards.timeouts import Timeouts, phase
+    from parallel3d.guards.debugging import Diagnosis as Diagnosis
+    from parallel3d.guards.debugging import debug as debug
+    from parallel3d.guards.debugging import diagnose as diagnose
+    from parallel3d.guards.debugging import watch as watch
+    from parallel3d.guards.timeouts import Timeouts as Timeouts
+    from parallel3d.guards.timeouts import phase as phase
 
-__all__ = ["Diagnosis", "Timeouts", "debug", "diagnose", "phase", "watch"]
-
-export_lazily(
-    __name__,
-    {"guards.debugging": "Diagnosis debug diagnose watch", "guards.timeouts": "Timeouts phase"},
-)
+export_lazily(__name__)

@@ -201,24 +201,23 @@ class Debugger:
             self.recorder.clear()
         axis = call.axis or (group.group_desc or "a group").removeprefix("mesh_")
         ranks = () if call.op in MESSAGES else tuple(dist.get_process_group_ranks(group))
-        self._meet(call.op, axis, call.unit, None if uneven else call.bytes, ranks)
+        size = None if uneven else call.bytes
+        self._meet(call.op, axis, ranks, unit=call.unit, bytes=size)
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Called before each step of an optimizer."""
         rendezvous = self._open()
         ranks = () if rendezvous is None else tuple(rendezvous.scope)
-        self._meet(f"optimizer step ({type(optimizer).__name__})", "", "", None, ranks)
+        self._meet(f"optimizer step ({type(optimizer).__name__})", "", ranks)
         model, self._model = self._model, None
         if model is not None and rendezvous is not None:
             compare_whole_gradients(model)
 
-    def _meet(
-        self, what: str, axis: str, unit: str, size: int | None, ranks: tuple[int, ...]
-    ) -> None:
+    def _meet(self, what: str, axis: str, ranks: tuple[int, ...], **fields: Any) -> None:
         rendezvous = self._open()
         self._places[axis, ranks] += 1
-        place = self._places[axis, ranks]
-        event = self._event(what, axis=axis, unit=unit, bytes=size, ranks=ranks, place=place)
+        fields |= {"axis": axis, "ranks": ranks, "place": self._places[axis, ranks]}
+        event = self._event(what, **fields)
         if rendezvous is None:
             self.journal.note(event)
         else:
@@ -283,27 +282,25 @@ def diagnose(folder: str | os.PathLike[str] | None = None, *, keep: int = KEEP) 
     Raises:
         Parallel3dError: there is nothing to read.
     """
-    events = _from_store() if folder is None else read_journals(folder, keep)
-    last = {rank: log[-1].what.partition("left: ")[2] for rank, log in events.items() if log}
-    failures = {rank: error for rank, error in last.items() if error}
-    return Diagnosis(events, failures, find_divergence(events))
-
-
-def _from_store() -> dict[int, list[Event]]:
-    if not _last:
+    if folder is not None:
+        events = read_journals(folder, keep)
+    elif not _last:
         raise Parallel3dError(
             "diagnose: this process was in no guards.debug(); give the folder that debug(folder=) wrote into"
         )
-    debugger, rendezvous = _last[0], _last[0].rendezvous
-    if rendezvous is None:
-        return {debugger.rank: list(debugger.journal.events)}
-    try:
-        return {rank: rendezvous.log(rank) for rank in rendezvous.scope}
-    except RuntimeError as error:
-        raise Parallel3dError(
-            "diagnose: the store is gone, as the process that hosted it has ended; give the folder that "
-            "debug(folder=) wrote into"
-        ) from error
+    elif (rendezvous := _last[0].rendezvous) is None:
+        events = {_last[0].rank: list(_last[0].journal.events)}
+    else:
+        try:
+            events = {rank: rendezvous.log(rank) for rank in rendezvous.scope}
+        except RuntimeError as error:
+            raise Parallel3dError(
+                "diagnose: the store is gone, as the process that hosted it has ended; give the folder that "
+                "debug(folder=) wrote into"
+            ) from error
+    last = {rank: log[-1].what.partition("left: ")[2] for rank, log in events.items() if log}
+    failures = {rank: error for rank, error in last.items() if error}
+    return Diagnosis(events, failures, find_divergence(events))
 
 
 def find_divergence(events: Mapping[int, Sequence[Event]]) -> str:

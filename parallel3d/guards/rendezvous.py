@@ -25,7 +25,7 @@ from torch import distributed as dist
 
 from parallel3d._torch.groups import group_timeout, set_keys
 from parallel3d.errors import AgreementError, Parallel3dError, PeerFailureError
-from parallel3d.mesh.agreement import check_agreement, name_ranks, seconds
+from parallel3d.mesh.agreement import check_agreement, name_ranks, ranks_by_value, seconds
 from parallel3d.mesh.store import others, wait_for, while_waiting
 
 MESSAGES = ("send", "recv")  # not compared: their two ranks do different things
@@ -163,10 +163,7 @@ def read_journals(folder: str | os.PathLike[str], keep: int) -> dict[int, list[E
 
 def describe_places(events: Mapping[int, str]) -> str:
     """Returns lines such as ``ranks 0-1, 3: ...``, one per text, the one of the fewest ranks first."""
-    ranks_of: dict[str, list[int]] = {}
-    for rank, text in events.items():
-        ranks_of.setdefault(text, []).append(rank)
-    ordered = sorted(ranks_of.items(), key=lambda item: len(item[1]))
+    ordered = sorted(ranks_by_value(events).items(), key=lambda item: len(item[1]))
     return "".join(f"\n  {name_ranks(ranks)}: {text}" for text, ranks in ordered)
 
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ContextDecorator, ExitStack, suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -25,7 +26,7 @@ from parallel3d.errors import Parallel3dError, PeerFailureError, StateError
 from parallel3d.guards import timeouts as _timeouts
 from parallel3d.guards.board import Board, Note, Pulse
 from parallel3d.guards.timeouts import Schedule, Timeouts, check_duration, here, stack_of
-from parallel3d.mesh.agreement import name_ranks, seconds
+from parallel3d.mesh.agreement import name_ranks, ranks_by_value, seconds
 from parallel3d.mesh.store import next_table, others, while_waiting
 
 
@@ -340,9 +341,7 @@ def _blame_the_silent(
     if timed_out:
         waited = f"did not come within {seconds(group_timeout())}"
     hosts = monitor.facts("host", lost)
-    by_host: dict[str, list[int]] = {}
-    for rank in lost:
-        by_host.setdefault(hosts.get(rank, ""), []).append(rank)
+    by_host = ranks_by_value({rank: hosts.get(rank, "") for rank in lost})
     lines = [_lost(monitor, host, ranks, last_known) for host, ranks in by_host.items()]
     for rank, state in hung.items():
         lines.append(
@@ -529,16 +528,15 @@ def current_session() -> Session | None:
     return _sessions[-1] if _sessions else None
 
 
+@dataclass(eq=False)
 class Watch(ContextDecorator):
     """The context manager that ``watch`` returns."""
 
-    def __init__(
-        self, timeouts: Timeouts | None, grace: timedelta, silence: timedelta | None
-    ) -> None:
-        self._timeouts = timeouts
-        self._grace, self._silence = grace, silence
-        self._session: Session | None = None
-        self._stack: ExitStack | None = None
+    _timeouts: Timeouts | None
+    _grace: timedelta
+    _silence: timedelta | None
+    _session: Session | None = field(default=None, init=False)
+    _stack: ExitStack | None = field(default=None, init=False)
 
     def _recreate_cm(self) -> Watch:
         return Watch(self._timeouts, self._grace, self._silence)

@@ -7,11 +7,12 @@ The store is a key-value server that exists before any process group: no collect
 import hashlib
 import json
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from itertools import groupby, takewhile
+from typing import TypeVar
 
 from torch import distributed as dist
 
@@ -28,10 +29,10 @@ _GRACE = timedelta(seconds=5)
 _MOST_LINES = 16  # a model in another dtype differs in every parameter
 _UNSET = "(not set)"
 
+T = TypeVar("T", bound=Hashable)
 RanksOf = Mapping[str, list[int]]  # value of a setting -> the ranks that have it
-_Report = tuple[
-    dict[str, str], list[str]
-]  # one rank's settings; names where a difference is a warning
+# One rank's settings; names where a difference is a warning.
+_Report = tuple[dict[str, str], list[str]]
 _Explain = Mapping[str, Callable[[RanksOf], str]]
 
 
@@ -82,6 +83,14 @@ def name_ranks(ranks: Iterable[int], most: int = 8) -> str:
     rest = sum(map(len, runs[most:]))
     more = f" and {rest} more" if rest else ""
     return f"{'rank' if len(ordered) == 1 else 'ranks'} {', '.join(parts)}{more}"
+
+
+def ranks_by_value(values: Mapping[int, T]) -> dict[T, list[int]]:
+    """Returns value -> the ranks that have it, for rank -> value; in the order of first appearance."""
+    found: dict[T, list[int]] = {}
+    for rank, value in values.items():
+        found.setdefault(value, []).append(rank)
+    return found
 
 
 def seconds(time: timedelta) -> str:
@@ -144,8 +153,8 @@ def check_agreement(
     if store is None:
         if not dist.is_initialized():
             raise StateError(
-                "check_agreement needs the default process group, or a store with rank= and "
-                "world_size=. Call build_mesh or torch.distributed.init_process_group first."
+                "check_agreement needs the default process group, or a store with rank= and world_size=. "
+                "Call build_mesh or torch.distributed.init_process_group first."
             )
         found = others()
         if found is None:
@@ -182,10 +191,6 @@ def check_agreement(
         raise error
 
 
-def _report_key(rank: int) -> str:
-    return f"report/{rank}"
-
-
 @dataclass(frozen=True)
 class _Comparison:
     """One comparison of the reports of ``members``, on one of them."""
@@ -200,7 +205,7 @@ class _Comparison:
     def run(self, report: _Report) -> _Verdict:
         """Writes this rank's report and returns the first member's verdict on all of them."""
         table = next_table(self.store, f"agreement/{self.topic}", self.rank)
-        table.set(_report_key(self.rank), json.dumps(report))
+        table.set(f"report/{self.rank}", json.dumps(report))
         if self.rank == self.members[0]:
             verdict = self._judge(table)
             table.set("verdict", json.dumps(asdict(verdict)))
@@ -213,12 +218,12 @@ class _Comparison:
         """Collects and compares the reports, on the first member."""
         present = list(self.members)
         try:
-            wait_for(table, list(map(_report_key, present)), self.timeout)
+            wait_for(table, [f"report/{rank}" for rank in present], self.timeout)
         except PeerFailureError:
             raise
         except RuntimeError:  # the stores share no narrower type for a timeout
-            present = [rank for rank in present if table.check([_report_key(rank)])]
-        reports = {rank: json.loads(table.get(_report_key(rank))) for rank in present}
+            present = [rank for rank in present if table.check([f"report/{rank}"])]
+        reports = {rank: json.loads(table.get(f"report/{rank}")) for rank in present}
         error, warning = self._compare(reports)
         missing = sorted({*self.members} - {*present})
         if not missing:
@@ -235,7 +240,7 @@ class _Comparison:
         """Reads the verdict, on the other members. Its timeout starts when the first has reported."""
         first = self.members[0]
         steps = (
-            (_report_key(first), self.timeout, "did not report"),
+            (f"report/{first}", self.timeout, "did not report"),
             ("verdict", self.timeout + _GRACE, "reported but gave no verdict on"),
         )
         for key, limit, what in steps:
@@ -257,7 +262,7 @@ class _Comparison:
         Keys that nobody reads any more are deleted, since checks may be repeated in each step. Where a rank
         was missing they stay, for it to find out why it is late.
         """
-        own, is_first = _report_key(self.rank), self.rank == self.members[0]
+        own, is_first = f"report/{self.rank}", self.rank == self.members[0]
         # The verdict is known: a store or a rank that has ended since doesn't change it.
         with suppress(RuntimeError):
             if not is_first:
@@ -277,9 +282,7 @@ class _Comparison:
         notices: dict[str, RanksOf] = {}
         # Names in the order of their first appearance.
         for name in dict.fromkeys(name for settings, _ in reports.values() for name in settings):
-            ranks_of: dict[str, list[int]] = {}
-            for rank, (settings, _) in reports.items():
-                ranks_of.setdefault(settings.get(name, _UNSET), []).append(rank)
+            ranks_of = ranks_by_value({r: s.get(name, _UNSET) for r, (s, _) in reports.items()})
             if len(ranks_of) > 1:
                 (notices if name in tolerated else errors)[name] = ranks_of
         error = warning = None

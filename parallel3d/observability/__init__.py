@@ -5,44 +5,23 @@ from typing import TYPE_CHECKING
 from parallel3d._util.lazy import export_lazily
 
 if TYPE_CHECKING:
-    from parallel3d.observability.exposed import ExposedTime, HostClock, StreamClock
-    from parallel3d.observability.flops import ModelFlops, model_flops
-    from parallel3d.observability.metrics import FIELDS, START_FIELDS, Metrics, OomSnapshots, Sink
-    from parallel3d.observability.profiling import ProfilerWindow, parse_steps
-    from parallel3d.observability.progress import Progress
-    from parallel3d.observability.sinks import JsonLines, TensorBoard, read_json_lines
-    from parallel3d.observability.stragglers import Straggler, find_stragglers
+    from parallel3d.observability.exposed import ExposedTime as ExposedTime
+    from parallel3d.observability.exposed import HostClock as HostClock
+    from parallel3d.observability.exposed import StreamClock as StreamClock
+    from parallel3d.observability.flops import ModelFlops as ModelFlops
+    from parallel3d.observability.flops import model_flops as model_flops
+    from parallel3d.observability.metrics import FIELDS as FIELDS
+    from parallel3d.observability.metrics import START_FIELDS as START_FIELDS
+    from parallel3d.observability.metrics import Metrics as Metrics
+    from parallel3d.observability.metrics import OomSnapshots as OomSnapshots
+    from parallel3d.observability.metrics import Sink as Sink
+    from parallel3d.observability.profiling import ProfilerWindow as ProfilerWindow
+    from parallel3d.observability.profiling import parse_steps as parse_steps
+    from parallel3d.observability.progress import Progress as Progress
+    from parallel3d.observability.sinks import JsonLines as JsonLines
+    from parallel3d.observability.sinks import TensorBoard as TensorBoard
+    from parallel3d.observability.sinks import read_json_lines as read_json_lines
+    from parallel3d.observability.stragglers import Straggler as Straggler
+    from parallel3d.observability.stragglers import find_stragglers as find_stragglers
 
-__all__ = [
-    "FIELDS",
-    "START_FIELDS",
-    "ExposedTime",
-    "HostClock",
-    "JsonLines",
-    "Metrics",
-    "ModelFlops",
-    "OomSnapshots",
-    "ProfilerWindow",
-    "Progress",
-    "Sink",
-    "Straggler",
-    "StreamClock",
-    "TensorBoard",
-    "find_stragglers",
-    "model_flops",
-    "parse_steps",
-    "read_json_lines",
-]
-
-export_lazily(
-    __name__,
-    {
-        "observability.exposed": "ExposedTime HostClock StreamClock",
-        "observability.flops": "ModelFlops model_flops",
-        "observability.metrics": "FIELDS Metrics OomSnapshots START_FIELDS Sink",
-        "observability.profiling": "ProfilerWindow parse_steps",
-        "observability.progress": "Progress",
-        "observability.sinks": "JsonLines TensorBoard read_json_lines",
-        "observability.stragglers": "Straggler find_stragglers",
-    },
-)
+export_lazily(__name__)

@@ -29,21 +29,20 @@ class Patch:
     """Replaces methods of classes until ``undo``."""
 
     def __init__(self) -> None:
-        self._originals: list[tuple[type, str, Any]] = []
+        self._originals: dict[tuple[type, str], Any] = {}
 
     def __call__(self, kind: type, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
         """Replaces the method that ``kind`` has or inherits by ``make(method)``, once."""
         owner = next((c for c in kind.__mro__ if name in vars(c)), None)
-        if owner is None or any(o is owner and n == name for o, n, _ in self._originals):
-            return
-        original = vars(owner)[name]
-        self._originals.append((owner, name, original))
-        setattr(owner, name, make(original))
+        if owner is not None and (owner, name) not in self._originals:
+            self._originals[owner, name] = original = vars(owner)[name]
+            setattr(owner, name, make(original))
 
     def undo(self) -> None:
         """Restores all methods."""
-        while self._originals:
-            setattr(*self._originals.pop())
+        for (owner, name), original in self._originals.items():
+            setattr(owner, name, original)
+        self._originals.clear()
 
 
 class HostClock:
@@ -85,9 +84,8 @@ class HostClock:
         return self.now() - self.began, dict(self.seconds)
 
 
-_AXIS = (
-    "_parallel3d_axis"  # of an event: axis of the last collective issued on its stream before it
-)
+# Of an event: the axis of the last collective issued on its stream before it.
+_AXIS = "_parallel3d_axis"
 
 
 class StreamClock(HostClock):

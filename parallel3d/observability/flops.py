@@ -1,7 +1,5 @@
 """Model FLOPs, by the planner's count and by the common formula, and the peak FLOP/s of a device."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallel3d.planner import ModelSpec, gpu, spec_from_module
+from parallel3d.planner import ModelSpec, gpus, spec_from_module
+from parallel3d.planner.cluster import Gpu
 from parallel3d.planner.constants import constant
 
 CONVENTION = (
@@ -55,34 +54,20 @@ def model_flops(model: nn.Module | ModelSpec, seq_len: int, **options: Any) -> M
     return ModelFlops(exact, 6.0 * spec.numel + scores)
 
 
-_NAMES = (
-    (r"\bmig\b", None),  # a slice of a device
-    ("gb300", None),
-    ("mi355x", "mi355x"),
-    ("mi325x", "mi325x"),
-    ("mi300x", "mi300x"),
-    ("gb200", "gb200"),
-    ("gh200", "gh200"),
-    ("b300", "b300"),
-    ("b200", "b200"),
-    ("h200 nvl", None),
-    ("h200", "h200"),
-    ("h800.*pcie", None),
-    ("h800", "h800"),
-    ("h100 nvl", "h100-nvl"),
-    ("h100 pcie", "h100-pcie"),
-    ("h100 80gb", "h100"),
-    ("h100", "h100-96gb-sxm-500w"),
-    ("h20(?![0-9])", "h20"),
-    ("a800.*pcie", None),
-    ("a800", "a800"),
-    ("a100.*pcie.*40gb", "a100-40gb-pcie"),
-    ("a100.*(pcie|80gb pcie)", "a100-80gb-pcie"),
-    ("a100.*40gb", "a100-40gb"),
-    ("a100", "a100-80gb"),
-    ("l40s", "l40s"),
-)
-"""(pattern of torch's device name, the planner's name or None); the first that matches counts."""
+_FORMS = ("pcie", "nvl", "sxm")
+
+
+def gpus_called(device: str) -> list[Gpu]:
+    """Returns the planner's GPUs of the family and the form of the one that torch calls ``device``."""
+    words = re.split("[-_ ]", device.lower())
+    form = next((f for f in _FORMS if any(word.startswith(f) for word in words)), "sxm")
+    return [
+        gpu
+        for gpu in gpus().values()
+        if gpu.family in words
+        and "mig" not in words  # a slice of a device
+        and (form in gpu.name or not any(f in gpu.name for f in _FORMS))
+    ]
 
 
 def peak_of_device(device_type: str) -> float | None:
@@ -93,5 +78,5 @@ def peak_of_device(device_type: str) -> float | None:
 
 def peak_by_name(name: str) -> float | None:
     """Returns the same for the device that torch calls ``name``."""
-    known = next((known for pattern, known in _NAMES if re.search(pattern, name.lower())), None)
-    return None if known is None else gpu(known).peak * 1e12
+    peaks = {gpu.peak for gpu in gpus_called(name)}
+    return peaks.pop() * 1e12 if len(peaks) == 1 else None

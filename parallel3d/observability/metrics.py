@@ -19,6 +19,7 @@ from torch.distributed import DeviceMesh
 
 from parallel3d._torch.groups import all_gather_single
 from parallel3d._torch.memory import dump_snapshot, record_history
+from parallel3d._util.arguments import as_count, is_positive
 from parallel3d._util.dry_run import active
 from parallel3d._util.version import __version__
 from parallel3d.errors import Parallel3dError, StateError
@@ -75,37 +76,6 @@ START_FIELDS = {
     "peak_flops": "FLOP/s of one device, as `mfu` takes it",
 }
 """Fields of the first line of a run: name -> meaning. docs/observability.md has both tables."""
-
-
-class Gathering:
-    """Gathers a few numbers of all ranks of ``mesh`` on each of them.
-
-    It uses one all-gather over the default group if the mesh contains all its ranks, otherwise one per axis.
-    ``ranks`` are the global ranks in the mesh's order.
-    """
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh = mesh
-        self.ranks: list[int] = mesh.mesh.flatten().tolist()
-        if sorted(self.ranks) == list(range(dist.get_world_size())):
-            self._groups, self._order = [dist.group.WORLD], self.ranks
-        else:  # innermost first, so that the result is in the mesh's order
-            self._groups = [*reversed(mesh.get_all_groups())]
-            self._order = list(range(len(self.ranks)))
-
-    def __call__(self, numbers: Sequence[float]) -> list[list[float]] | None:
-        """Returns each rank's numbers in the mesh's order; None in a dry run. Collective."""
-        table = torch.tensor(numbers, dtype=torch.float64, device=self.mesh.device_type)
-        for group in self._groups:
-            if group is None or group.size() == 1:
-                continue
-            whole = table.new_empty(group.size() * table.numel())
-            all_gather_single(whole, table.flatten(), group=group)
-            table = whole
-        if active():
-            return None
-        rows = table.view(-1, len(numbers)).tolist()
-        return [rows[at] for at in self._order]
 
 
 def read_memory(device_type: str) -> dict[str, int]:
@@ -227,15 +197,15 @@ class Metrics:
         profiler: ProfilerWindow | None = None,
         snapshots: OomSnapshots | None = None,
     ) -> None:
+        as_count("Metrics: tokens_per_step", tokens_per_step, 1)
+        as_count("Metrics: samples", samples, 1)
+        as_count("Metrics: every", every)
         for name, value, valid, rule in (
-            ("tokens_per_step", tokens_per_step, _is_int(tokens_per_step, 1), "an int, 1 or more"),
-            ("samples", samples, _is_int(samples, 1), "an int, 1 or more"),
-            ("every", every, _is_int(every, 0), "an int: 0 for no samples"),
-            ("slow", slow, _is_above(slow, 1), "a number above 1"),
+            ("slow", slow, is_positive(slow) and slow > 1, "a number above 1"),
             (
                 "peak_tflops",
                 peak_tflops,
-                peak_tflops is None or _is_above(peak_tflops, 0),
+                peak_tflops is None or is_positive(peak_tflops),
                 "above 0",
             ),
             ("flops", flops, isinstance(flops, ModelFlops | None), "what model_flops returns"),
@@ -251,8 +221,8 @@ class Metrics:
         self.device_type = mesh.device_type
         self.axes = dict(zip(axis_names(mesh), mesh.shape, strict=True))
         self.rank = dist.get_rank()
-        self.gathering = Gathering(mesh)
-        self.is_first = self.rank == self.gathering.ranks[0]
+        self.ranks: list[int] = mesh.mesh.flatten().tolist()  # global ranks in the mesh's order
+        self.is_first = self.rank == self.ranks[0]
         peak = peak_of_device(mesh.device_type) if peak_tflops is None else peak_tflops * 1e12
         self.peak_flops = peak
         self.record: dict[str, Any] = {}
@@ -266,7 +236,7 @@ class Metrics:
         self._current: int | None = None  # the step under way
         if profiler is not None and self.is_first:
             profiler.check_ranks(dist.get_world_size())
-        check_agreement("observability", {"every": str(every)}, ranks=self.gathering.ranks)
+        check_agreement("observability", {"every": str(every)}, ranks=self.ranks)
 
     # -- the run ---------------------------------------------------------------------------------------
 
@@ -299,7 +269,7 @@ class Metrics:
             "time": time.time(),
             "version": __version__,
             "torch": torch.__version__,
-            "world_size": len(self.gathering.ranks),
+            "world_size": len(self.ranks),
             "mesh": self.axes,
             "device": self.device_type,
             "tokens_per_step": self.tokens_per_step,
@@ -392,20 +362,37 @@ class Metrics:
         tokens = self.tokens_per_step / seconds
         fields = {"tokens_per_second": tokens}
         if self.flops is not None:
-            per_rank = tokens / len(self.gathering.ranks)
+            per_rank = tokens / len(self.ranks)
             fields["tflops_per_rank"] = per_rank * self.flops.per_token / 1e12
             if self.peak_flops is not None:
                 fields["mfu"] = per_rank * self.flops.per_token / self.peak_flops
                 fields["mfu_6n"] = per_rank * self.flops.per_token_6n / self.peak_flops
         return fields
 
+    def _gather(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Returns each rank's numbers in the mesh's order; none in a dry run. Collective.
+
+        One all-gather over the default group if the mesh contains all its ranks, otherwise one per axis.
+        """
+        is_whole = len(self.ranks) == dist.get_world_size()
+        # Innermost first, so that the result is in the mesh's order.
+        groups = [dist.group.WORLD] if is_whole else [*reversed(self.mesh.get_all_groups())]
+        table = torch.tensor(numbers, dtype=torch.float64, device=self.device_type)
+        for group in groups:
+            if group is not None and group.size() > 1:
+                whole = table.new_empty(group.size() * table.numel())
+                all_gather_single(whole, table.flatten(), group=group)
+                table = whole
+        rows = [] if active() else table.view(-1, len(numbers)).tolist()
+        return [rows[rank] for rank in self.ranks] if is_whole and rows else rows
+
     def _sample(self, meter: ExposedTime, memory: int) -> dict[str, Any]:
         """Returns the sampled fields. Collective."""
         self._own.append((meter.own, self._loading))
         axes = [*(axis for axis, size in self.axes.items() if size > 1), WORLD, OTHER]
         waits = [meter.seconds.get(axis, 0.0) for axis in axes]
-        table = self.gathering([*min(self._own), memory, *waits])
-        if table is None:  # a dry run, where nobody waits
+        table = self._gather([*min(self._own), memory, *waits])
+        if not table:  # a dry run, where nobody waits
             return {}
         fields: dict[str, Any] = {"exposed_seconds": meter.seconds, "own_seconds": meter.own}
         if not self.is_first:
@@ -419,7 +406,7 @@ class Metrics:
         return fields | {
             "exposed_seconds_mean": {axis: mean for axis, mean in means.items() if mean > 0},
             "memory_peak_max": int(peaks[largest]),
-            "memory_peak_max_rank": self.gathering.ranks[largest],
+            "memory_peak_max_rank": self.ranks[largest],
             "own_seconds_max": max(own),
             "own_seconds_median": median_low(own),
             "stragglers": [{**each.to_dict(), "text": str(each)} for each in stragglers],
@@ -440,11 +427,3 @@ class Metrics:
                     f"{sink} can't {method} and is left out from now on: {type(error).__name__}: {error}",
                     stacklevel=2,
                 )
-
-
-def _is_int(value: object, least: int) -> bool:
-    return isinstance(value, int) and value >= least
-
-
-def _is_above(value: object, bound: float) -> bool:
-    return isinstance(value, int | float) and value > bound

@@ -1,7 +1,5 @@
 """ProfilerWindow: runs torch.profiler for some steps of a run and writes a trace for Perfetto."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Callable, Collection

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import time
 import warnings
@@ -19,24 +20,13 @@ try:
     from rich.progress import Progress as Bar
     from rich.table import Column
 except ImportError:  # rich comes with the extra cli; without it there is no live line
+    Bar = None  # type: ignore[assignment, misc]
+else:
 
-    class Console:  # type: ignore[no-redef]
-        """Prints lines as rich's console does."""
-
-        is_terminal = is_dumb_terminal = False
-        width = 80
-
-        def __init__(self, *, quiet: bool, **options: Any) -> None:
-            self.quiet = quiet
-
-        def print(self, line: str) -> None:
-            try:
-                if not self.quiet:
-                    print(line, flush=True)
-            except BrokenPipeError:
-                self.on_broken_pipe()
-
-        def on_broken_pipe(self) -> None: ...
+    class _Console(Console):
+        def on_broken_pipe(self) -> None:
+            self.quiet = True
+            _give_up("nobody reads standard output")
 
 
 WINDOW = 20  # steps over which loss and speed are averaged, and between two lines
@@ -45,20 +35,13 @@ WIDE = 100  # least columns of a terminal for a bar
 SPEED_PERIOD = 600  # seconds of past steps from which the remaining time is estimated
 
 
-class _Console(Console):
-    """A console that goes silent if its reader has ended, as ``head`` does, or its disk is full."""
-
-    def on_broken_pipe(self) -> None:
-        self.give_up("nobody reads standard output")
-
-    def give_up(self, why: object) -> None:
-        """Shows nothing any more, and warns."""
-        self.quiet = True
-        with suppress(OSError):  # else Python writes again when it ends, and fails
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, sys.stdout.fileno())
-            os.close(nowhere)
-        warnings.warn(f"progress is shown no more: {why}", stacklevel=2)
+def _give_up(why: object) -> None:
+    """Sends standard output nowhere, if its reader has ended, as ``head`` does, or its disk is full."""
+    with suppress(OSError):  # else Python writes again when it ends, and fails
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+    warnings.warn(f"progress is shown no more: {why}", stacklevel=3)
 
 
 class Progress:
@@ -79,21 +62,23 @@ class Progress:
         self.losses: deque[float] = deque(maxlen=WINDOW)
         self.speeds: deque[tuple[float, float]] = deque(maxlen=WINDOW)  # (tokens, seconds)
         self.began = time.perf_counter()
-        self.console = _Console(quiet=quiet, highlight=False, markup=False, soft_wrap=True)
-        able = self.console.is_terminal and not self.console.is_dumb_terminal
-        self.bar = self._live_line() if able and not quiet else None
+        self.quiet = quiet
+        self.bar = None if quiet or Bar is None else self._live_line()
         self._total_memory: int | None = None
         self._exposed = ""
 
-    def _live_line(self) -> Bar:
+    def _live_line(self) -> Bar | None:
+        console = _Console(highlight=False, markup=False, soft_wrap=True)
+        if not console.is_terminal or console.is_dumb_terminal:
+            return None
         # The text gets the width that is left and is cut; by default it would displace other columns.
         rest = Column(no_wrap=True, ratio=1)
         bar = Bar(
             MofNCompleteColumn(table_column=Column(no_wrap=True)),
-            *((BarColumn(20),) if self.console.width >= WIDE else ()),
+            *((BarColumn(20),) if console.width >= WIDE else ()),
             TextColumn("{task.description}", markup=False, table_column=rest),
             TimeRemainingColumn(table_column=Column(no_wrap=True)),
-            console=self.console,
+            console=console,
             expand=True,
             speed_estimate_period=SPEED_PERIOD,
         )
@@ -120,9 +105,15 @@ class Progress:
     def print(self, line: object) -> None:
         """Prints ``line`` above the live line."""
         try:
-            self.console.print(str(line))
+            if self.bar is not None:
+                self.bar.console.print(str(line))
+            elif not self.quiet:
+                print(line, flush=True)
         except OSError as error:
-            self.console.give_up(error)
+            self.quiet = True
+            _give_up(
+                "nobody reads standard output" if isinstance(error, BrokenPipeError) else error
+            )
 
     def __repr__(self) -> str:
         return f"Progress({self.steps})"
@@ -170,14 +161,14 @@ class Progress:
             total = self._total_memory
             share = f" ({record['memory_peak'] / total:.0%})" if total else ""
             parts.append(f"{record['memory_peak'] / 2**30:.2f} GiB{share}")
-        # The first that matter stay where the screen is narrow.
-        line = ""
+        # The first of them stay where the screen is narrow; 16 columns have the steps and the time left.
+        room = shutil.get_terminal_size().columns - max(16, len(self._step()) + 2)
+        shown: list[str] = []
         for part in filter(None, [*parts, norm]):
-            longer = f"{line}  {part}" if line else part
-            if len(longer) > self.console.width - len(self._step()) - 2:
+            if sum(map(len, shown)) + 2 * len(shown) + len(part) > room:
                 break
-            line = longer
-        return line
+            shown.append(part)
+        return "  ".join(shown)
 
     def _step(self) -> str:
         return f"step {self.done:4d}/{self.steps}"

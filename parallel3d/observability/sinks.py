@@ -1,11 +1,10 @@
 """Sinks: JsonLines, one JSON object per line, and TensorBoard."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
 from collections.abc import Iterator, Mapping
+from mmap import MAP_PRIVATE, PROT_READ, mmap
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -40,13 +39,13 @@ class JsonLines:
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        size = os.fstat(self._file).st_size
-        if size and os.pread(self._file, _BLOCK, 0).lstrip()[:1] not in (b"", b"{"):
-            raise Parallel3dError(
-                f"{self.path} is there already and is no file of JSON lines; give another one"
-            )
-        complete = _end_of_last_line(self._file)
-        if complete < size:
+        if os.fstat(self._file).st_size:
+            with mmap(self._file, 0, flags=MAP_PRIVATE, prot=PROT_READ) as text:
+                is_ours, complete = text[:_BLOCK].lstrip()[:1] in (b"", b"{"), text.rfind(b"\n") + 1
+            if not is_ours:
+                raise Parallel3dError(
+                    f"{self.path} is there already and is no file of JSON lines; give another one"
+                )
             os.ftruncate(self._file, complete)
         self.write({"event": "start", **about})
 
@@ -91,18 +90,6 @@ def read_json_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
                 yield json.loads(line)
             except json.JSONDecodeError as error:
                 raise Parallel3dError(f"{path}, line {number}: no JSON ({error})") from None
-
-
-def _end_of_last_line(file: int) -> int:
-    """Returns the number of bytes up to and including the last newline."""
-    end = os.fstat(file).st_size
-    while end > 0:
-        begin = max(0, end - _BLOCK)
-        newline = os.pread(file, end - begin, begin).rfind(b"\n")
-        if newline >= 0:
-            return begin + newline + 1
-        end = begin
-    return 0
 
 
 def _plain(value: Any) -> Any:

@@ -1,7 +1,5 @@
 """find_stragglers: finds slow coordinates of mesh axes from the time each rank took without waits."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -5,41 +5,20 @@ from typing import TYPE_CHECKING
 from parallel3d._util.lazy import export_lazily
 
 if TYPE_CHECKING:
-    from parallel3d.planner.cluster import Cluster, Gpu, gpu, gpus
-    from parallel3d.planner.from_module import spec_from_module
-    from parallel3d.planner.hf_config import known_models, spec_from_hf_config
-    from parallel3d.planner.model_spec import ModelSpec, spec_from_shapes
-    from parallel3d.planner.planning import MeshPlan, plan
-    from parallel3d.planner.prediction import Prediction, predict
-    from parallel3d.planner.workload import CHECKPOINTING, Workload
+    from parallel3d.planner.cluster import Cluster as Cluster
+    from parallel3d.planner.cluster import Gpu as Gpu
+    from parallel3d.planner.cluster import gpu as gpu
+    from parallel3d.planner.cluster import gpus as gpus
+    from parallel3d.planner.from_module import spec_from_module as spec_from_module
+    from parallel3d.planner.hf_config import known_models as known_models
+    from parallel3d.planner.hf_config import spec_from_hf_config as spec_from_hf_config
+    from parallel3d.planner.model_spec import ModelSpec as ModelSpec
+    from parallel3d.planner.model_spec import spec_from_shapes as spec_from_shapes
+    from parallel3d.planner.planning import MeshPlan as MeshPlan
+    from parallel3d.planner.planning import plan as plan
+    from parallel3d.planner.prediction import Prediction as Prediction
+    from parallel3d.planner.prediction import predict as predict
+    from parallel3d.planner.workload import CHECKPOINTING as CHECKPOINTING
+    from parallel3d.planner.workload import Workload as Workload
 
-__all__ = [
-    "CHECKPOINTING",
-    "Cluster",
-    "Gpu",
-    "MeshPlan",
-    "ModelSpec",
-    "Prediction",
-    "Workload",
-    "gpu",
-    "gpus",
-    "known_models",
-    "plan",
-    "predict",
-    "spec_from_hf_config",
-    "spec_from_module",
-    "spec_from_shapes",
-]
-
-export_lazily(
-    __name__,
-    {
-        "planner.cluster": "Cluster Gpu gpu gpus",
-        "planner.from_module": "spec_from_module",
-        "planner.hf_config": "known_models spec_from_hf_config",
-        "planner.model_spec": "ModelSpec spec_from_shapes",
-        "planner.planning": "MeshPlan plan",
-        "planner.prediction": "Prediction predict",
-        "planner.workload": "CHECKPOINTING Workload",
-    },
-)
+export_lazily(__name__)

@@ -16,47 +16,26 @@ from typing import TYPE_CHECKING
 from parallel3d._util.lazy import export_lazily
 
 if TYPE_CHECKING:
-    from parallel3d._util.recorder import Collective, Recorder, record_collectives
-    from parallel3d.testing.differences.forward import Difference
-    from parallel3d.testing.emulated_network import EmulatedNetwork, Link, Transfer, VirtualClock
-    from parallel3d.testing.first_difference import Verification, first_difference, verify
-    from parallel3d.testing.gloo_pool import GlooPool, WorkerError, WorkerTimeout
-    from parallel3d.testing.parity import Parity, assert_parity, shards_of
-    from parallel3d.testing.worlds import FakeWorld, LocalWorld, fake_world, local_world
+    from parallel3d._util.recorder import Collective as Collective
+    from parallel3d._util.recorder import Recorder as Recorder
+    from parallel3d._util.recorder import record_collectives as record_collectives
+    from parallel3d.testing.differences.forward import Difference as Difference
+    from parallel3d.testing.emulated_network import EmulatedNetwork as EmulatedNetwork
+    from parallel3d.testing.emulated_network import Link as Link
+    from parallel3d.testing.emulated_network import Transfer as Transfer
+    from parallel3d.testing.emulated_network import VirtualClock as VirtualClock
+    from parallel3d.testing.first_difference import Verification as Verification
+    from parallel3d.testing.first_difference import first_difference as first_difference
+    from parallel3d.testing.first_difference import verify as verify
+    from parallel3d.testing.gloo_pool import GlooPool as GlooPool
+    from parallel3d.testing.gloo_pool import WorkerError as WorkerError
+    from parallel3d.testing.gloo_pool import WorkerTimeout as WorkerTimeout
+    from parallel3d.testing.parity import Parity as Parity
+    from parallel3d.testing.parity import assert_parity as assert_parity
+    from parallel3d.testing.parity import shards_of as shards_of
+    from parallel3d.testing.worlds import FakeWorld as FakeWorld
+    from parallel3d.testing.worlds import LocalWorld as LocalWorld
+    from parallel3d.testing.worlds import fake_world as fake_world
+    from parallel3d.testing.worlds import local_world as local_world
 
-__all__ = [
-    "Collective",
-    "Difference",
-    "EmulatedNetwork",
-    "FakeWorld",
-    "GlooPool",
-    "Link",
-    "LocalWorld",
-    "Parity",
-    "Recorder",
-    "Transfer",
-    "Verification",
-    "VirtualClock",
-    "WorkerError",
-    "WorkerTimeout",
-    "assert_parity",
-    "fake_world",
-    "first_difference",
-    "local_world",
-    "record_collectives",
-    "shards_of",
-    "verify",
-]
-
-export_lazily(
-    __name__,
-    {
-        "_util.recorder": "Collective Recorder record_collectives",
-        "testing.emulated_network": "EmulatedNetwork Link Transfer VirtualClock",
-        "testing.differences.forward": "Difference",
-        "testing.first_difference": "Verification first_difference verify",
-        "testing.gloo_pool": "GlooPool WorkerError WorkerTimeout",
-        "testing.parity": "Parity assert_parity shards_of",
-        "testing.worlds": "FakeWorld LocalWorld fake_world local_world",
-    },
-)
+export_lazily(__name__)

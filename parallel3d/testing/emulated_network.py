@@ -22,8 +22,9 @@ import torch
 from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
-from parallel3d._torch.fake import add_fake_backend, cuda_sleep, fake_outputs_written, plain_group
+from parallel3d._torch.fake import add_fake_backend, cuda_sleep, plain_group
 from parallel3d._torch.groups import COLLECTIVES
+from parallel3d._torch.v2_11 import fake_outputs_written
 from parallel3d._util.trace import issuing
 from parallel3d._util.trees import tensors_in
 from parallel3d.errors import MeshError, Parallel3dError

@@ -17,17 +17,17 @@ from torch.distributed.tensor import DTensor
 
 from parallel3d._torch.autograd import untraced
 from parallel3d._torch.dtensor import OpOverload, clear_dtensor_caches, get_local_tensor
-from parallel3d._torch.fake import fake_outputs_written, init_fake_group
+from parallel3d._torch.fake import init_fake_group
 from parallel3d._torch.simulated import (
     LocalTensor,
     LocalTensorMode,
     inner_tensors,
     make_simulated,
     simulation_paused,
-    uneven_matmuls,
     update_sizes,
     value_on_rank,
 )
+from parallel3d._torch.v2_11 import fake_outputs_written, uneven_matmuls
 from parallel3d._util.recorder import active_recorders, collective_signature
 from parallel3d._util.trees import tensors_in
 from parallel3d.errors import MeshError, StateError

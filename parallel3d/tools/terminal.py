@@ -1,7 +1,5 @@
 """Rich consoles and tables in one style, for everything that the commands print."""
 
-from __future__ import annotations
-
 import os
 
 from rich import box

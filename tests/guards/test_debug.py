@@ -178,7 +178,7 @@ class TestEvents:
         debugger.journal = Journal(rank, 10, tmp_path)
         for what in whats:
             ranks = () if what in ("send", "recv") else (0, 1)
-            debugger._meet(what, "shard", "", None, ranks)
+            debugger._meet(what, "shard", ranks)
         debugger.end("")
 
     def test_sends_and_receives_are_not_compared(self, tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """The command ``parallel3d``: a user's mistake is one line on stderr and exit code 2."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import typer

@@ -1,7 +1,5 @@
 """``parallel3d doctor``: finds what is wrong with this machine, or with the nodes of a job."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -17,15 +15,11 @@ def doctor_command(
     replicate: o.Replicate = 1,
     shard: o.Shard = -1,
     tp: o.Tp = 1,
-    checkpoint: Annotated[
-        Path | None, o.plain("The folder that checkpoints are to be written to.")
-    ] = None,
+    checkpoint: Annotated[Path | None, o.plain("The folder for checkpoints.")] = None,
     gpu: o.GpuName = None,
     profile: o.Profile = None,
     nic: o.Nic = None,
-    collectives: Annotated[
-        bool, o.plain("Time collectives on every axis of the mesh, if there are several ranks.")
-    ] = True,
+    collectives: Annotated[bool, o.plain("Time collectives on every axis of the mesh.")] = True,
     megabytes: Annotated[
         float | None, o.plain("Size of the measured tensors; 256 on CUDA, 4 on the CPU.", min=0.01)
     ] = None,

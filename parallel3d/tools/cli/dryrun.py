@@ -28,22 +28,16 @@ def dryrun_command(
     arguments: Annotated[
         list[str] | None, typer.Argument(help="Its arguments.", show_default=False)
     ] = None,
-    world_size: Annotated[
-        int | None, _world("Number of ranks; --nodes x --gpus-per-node if not given.")
-    ] = None,
+    world_size: Annotated[int | None, _world("Ranks; by default nodes x GPUs per node.")] = None,
     rank: Annotated[int, _world("The rank to run as.")] = 0,
     against: Annotated[int | None, _world("Run as this rank too, and compare the two.")] = None,
     nodes: Annotated[int | None, _world("Number of nodes; 1 by default.", min=1)] = None,
     gpus_per_node: Annotated[int, _world("Ranks of a node.", min=1)] = 8,
-    steps: Annotated[
-        int | None, _world("Optimizer steps after which the script is ended.", min=1)
-    ] = 2,
+    steps: Annotated[int | None, _world("Optimizer steps until the script is ended.", min=1)] = 2,
     backend: Annotated[str, _world("Backend of the collectives: nccl or gloo.")] = "nccl",
     gpu: Annotated[str, _costs("For example h100-80gb-sxm, a100, h200.")] = "h100-80gb-sxm",
     nic: Annotated[float | None, _costs("GB/s from each GPU to other nodes.")] = None,
-    profile: Annotated[
-        Path | None, _costs("A TOML file with more GPUs, as calibrate writes.")
-    ] = None,
+    profile: Annotated[Path | None, _costs("A TOML file with more GPUs, from calibrate.")] = None,
     json: Json = False,
     html: Html = None,
     trace: Annotated[Path | None, _show("Write a trace for Perfetto or chrome://tracing.")] = None,
@@ -64,9 +58,18 @@ def dryrun_command(
     from parallel3d.tools.dryrun.warnings import all_warnings
     from parallel3d.tools.dryrun.world import script as as_program
 
-    world = _world_size(world_size, nodes, gpus_per_node)
+    product = (nodes or 1) * gpus_per_node
+    world = product if world_size is None else world_size
+    if nodes is not None and world != product:
+        raise DryRunError(
+            f"--world-size {world} is not --nodes {nodes} x --gpus-per-node {gpus_per_node} = "
+            f"{product}; leave one out"
+        )
     check_rank(rank, world)
-    _check_against(against, rank, world)
+    if against == rank:
+        raise DryRunError(f"--against {against} is the same rank as --rank {rank}; give another")
+    if against is not None and not 0 <= against < world:
+        raise DryRunError(f"--against {against}: it must be a rank from 0 to {world - 1}")
     _check_files(html=html, trace=trace)
     program = as_program(script, arguments or [])
     cluster = Cluster.of(gpu, max(-(-world // gpus_per_node), 1), gpus_per_node, nic, profile)
@@ -97,28 +100,6 @@ def dryrun_command(
             typer.echo(f"ranks {run.rank} and {other.rank} communicate alike")
     if divergence is not None:
         raise typer.Exit(1)
-
-
-def _world_size(world_size: int | None, nodes: int | None, gpus_per_node: int) -> int:
-    product = (nodes or 1) * gpus_per_node
-    if world_size is None:
-        return product
-    if nodes is not None and world_size != product:
-        raise DryRunError(
-            f"--world-size {world_size} is not --nodes {nodes} x --gpus-per-node {gpus_per_node} = "
-            f"{product}; leave one out"
-        )
-    return world_size
-
-
-def _check_against(against: int | None, rank: int, world: int) -> None:
-    """Called before the program runs, which may take a minute."""
-    if against is None:
-        return
-    if not 0 <= against < world:
-        raise DryRunError(f"--against {against}: it must be a rank from 0 to {world - 1}")
-    if against == rank:
-        raise DryRunError(f"--against {against} is the same rank as --rank {rank}; give another")
 
 
 def _check_files(**files: Path | None) -> None:

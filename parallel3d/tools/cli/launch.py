@@ -1,15 +1,12 @@
 """``parallel3d launch``: the file that starts a job with torchrun, SLURM, Kubernetes, SkyPilot or Ray."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from parallel3d.mesh.layout import MeshLayout
 from parallel3d.tools.cli.options import fields_among, panel, plain
-from parallel3d.tools.launch.job import LaunchError, LaunchJob
+from parallel3d.tools.launch.job import LaunchError, LaunchJob, mesh_of
 from parallel3d.tools.launch.targets import MARK, TARGETS, launch_file, target_named
 
 _mesh, _place = panel("Mesh"), panel("For some targets")
@@ -26,32 +23,24 @@ def launch_command(
     gpus_per_node: Annotated[int, plain("Processes on each machine.")] = 8,
     device: Annotated[str, plain("cuda or cpu; cpu requests no GPUs.")] = "cuda",
     replicate: Annotated[int | None, _mesh("Copies of the sharded model.")] = None,
-    shard: Annotated[
-        int | None, _mesh("Ranks that share a copy; -1: all that the other axes leave.")
-    ] = None,
+    shard: Annotated[int | None, _mesh("Ranks that share a copy; -1: all that are left.")] = None,
     tp: Annotated[int | None, _mesh("Ranks that share each layer's computation.")] = None,
     domain: Annotated[int | None, _mesh("GPUs joined by fast links, if not a node's.")] = None,
     name: Annotated[str, plain("Name of the job and of its file.")] = "train",
-    max_restarts: Annotated[
-        int, plain("How often all processes are restarted after a failure.")
-    ] = 0,
-    grace: Annotated[
-        int, plain("Seconds for a last checkpoint when the job is to be stopped.")
-    ] = 120,
+    max_restarts: Annotated[int, plain("Restarts of all processes after a failure.")] = 0,
+    grace: Annotated[int, plain("Seconds for a last checkpoint before the job is stopped.")] = 120,
     env: Annotated[list[str] | None, plain("NAME=VALUE; several by repeating it.")] = None,
     image: Annotated[str | None, _place("The container's image.")] = None,
     gpu: Annotated[str | None, _place("The GPU's name, such as H100.")] = None,
     partition: Annotated[str | None, _place("SLURM's partition.")] = None,
     account: Annotated[str | None, _place("SLURM's account.")] = None,
     time: Annotated[str | None, _place("Time limit: 90, 12:00:00, 2-00:00:00.")] = None,
-    out: Annotated[
-        str | None, plain("File or folder to write to; it is printed if not given.")
-    ] = None,
+    out: Annotated[str | None, plain("File or folder to write to instead of stdout.")] = None,
 ) -> None:
     """Prints or writes the launch file of a training script, with a reason for each setting."""
     given = fields_among(LaunchJob, ctx.params)
     given |= {"command": tuple(command or ()), "env": _variables(env or [])}
-    job = LaunchJob(layout=_layout(replicate, shard, tp), **given)
+    job = LaunchJob(layout=mesh_of({"replicate": replicate, "shard": shard, "tp": tp}), **given)
     text = launch_file(to, job)
     if out is None:
         typer.echo(text, nl=False)
@@ -61,23 +50,11 @@ def launch_command(
     typer.echo(f"wrote {path}; start it with: {target.start.format(file=path)}", err=True)
 
 
-def _layout(replicate: int | None, shard: int | None, tp: int | None) -> MeshLayout | None:
-    """The mesh of the options, if there are any; shard defaults to what the other axes leave."""
-    if replicate is None and shard is None and tp is None:
-        return None
-    if shard is None:
-        shard = 1 if -1 in (replicate, tp) else -1
-    return MeshLayout(1 if replicate is None else replicate, shard, 1 if tp is None else tp)
-
-
 def _variables(settings: list[str]) -> dict[str, str]:
-    found = {}
     for setting in settings:
-        name, sign, value = setting.partition("=")
-        if not sign:
-            raise LaunchError(f"--env {setting!r} has no '='; give NAME=VALUE, such as {name}=1")
-        found[name] = value
-    return found
+        if "=" not in setting:
+            raise LaunchError(f"--env {setting!r} has no '='; give NAME=VALUE, such as {setting}=1")
+    return dict(setting.split("=", 1) for setting in settings)
 
 
 def _write(out: str, name: str, text: str, *, executable: bool) -> Path:

@@ -1,7 +1,5 @@
 """The options that commands share, and the cluster and workload that they describe."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path

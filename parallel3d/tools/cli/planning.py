@@ -1,18 +1,17 @@
 """``parallel3d plan``, ``parallel3d predict`` and ``parallel3d calibrate``."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from configparser import ConfigParser
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
 from parallel3d.errors import PlanningError
@@ -38,7 +37,10 @@ from parallel3d.tools.terminal import output, titled_table
 
 # ``--model``: a name, a config.json, or shapes.
 
-_FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+_KINDS: dict[Any, tuple[Callable[[str], Any], str]] = {
+    str: (str, "text"),
+    bool: (lambda text: ConfigParser.BOOLEAN_STATES[text.lower()], "true or false"),
+}
 
 
 def read_model(text: str | None, seq_len: int | None = None) -> ModelSpec:
@@ -51,7 +53,7 @@ def read_model(text: str | None, seq_len: int | None = None) -> ModelSpec:
 
 
 def _of_shapes(text: str, seq_len: int | None) -> ModelSpec:
-    known = inspect.signature(spec_from_shapes).parameters
+    known = inspect.signature(spec_from_shapes, eval_str=True).parameters
     shapes: dict[str, Any] = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
         name, equals, value = (p.strip() for p in part.partition("="))
@@ -60,25 +62,15 @@ def _of_shapes(text: str, seq_len: int | None) -> ModelSpec:
             raise PlanningError(
                 f"--model has {part!r}; shapes are name=value, the nearest: {', '.join(near)}"
             )
-        shapes[name] = _value(name, value, known[name].annotation)
+        convert, what = _KINDS.get(known[name].annotation, (int, "an int"))
+        try:
+            shapes[name] = convert(value)
+        except (ValueError, KeyError):
+            raise PlanningError(f"--model has {name}={value}; it must be {what}") from None
     needed = [n for n, p in known.items() if p.default is inspect.Parameter.empty]
     if missing := [name for name in needed if name not in shapes]:
         raise PlanningError(f"--model lacks {', '.join(missing)}: shapes need {', '.join(needed)}")
-    shapes.setdefault("seq_len", seq_len or 0)
-    return spec_from_shapes(**shapes)
-
-
-def _value(name: str, text: str, kind: str) -> int | bool | str:
-    if kind == "str":
-        return text
-    if kind == "bool":
-        if text.lower() not in _FLAGS:
-            raise PlanningError(f"--model has {name}={text}; it must be true or false")
-        return _FLAGS[text.lower()]
-    try:
-        return int(text.replace("_", ""))
-    except ValueError:
-        raise PlanningError(f"--model has {name}={text}; it must be an int") from None
+    return spec_from_shapes(**{"seq_len": seq_len or 0, **shapes})
 
 
 def plan_command(
@@ -221,16 +213,14 @@ def _predict_runs(runs: Path | None, models: Path | None, out: Path | None, as_j
         raise PlanningError(f"--runs, --models and --out go together; not given: {missing}")
     count = write_predictions(runs, models, out)
     if as_json:
-        typer.echo(json.dumps({"rows": count, "out": str(out)}))
+        _echo_json({"rows": count, "out": str(out)})
     else:
         typer.echo(f"{count} predictions in {out}")
 
 
 def calibrate_command(
     out: Annotated[Path, o.plain("The profile to write.")] = Path("profile.toml"),
-    name: Annotated[
-        str | None, o.plain("Name of the GPU in the profile; the device's own by default.")
-    ] = None,
+    name: Annotated[str | None, o.plain("The GPU's name; the device's own by default.")] = None,
     device: Annotated[str | None, o.plain("cuda or cpu; the device there is by default.")] = None,
     largest: Annotated[int, o.plain("Rows of the largest matmul.", min=512)] = 8192,
     seconds: Annotated[float, o.plain("Seconds after which no more matmuls are measured.")] = 60.0,
@@ -257,8 +247,7 @@ def calibrate_command(
 
 
 def _show_gpu(found: Gpu) -> None:
-    columns = "measured", Column("", justify="right")
-    table = Table(*columns, title=f"{found.name}: {found.source}")
+    table = titled_table(f"{found.name}: {found.source}", "measured", "")
     table.add_row("peak, TFLOP/s", f"{found.peak:.4g}")
     table.add_row("matmul efficiency", f"{found.gemm_efficiency:.3f}")
     table.add_row("matmul start, us", f"{found.gemm_start_us:.2f}")
@@ -268,7 +257,7 @@ def _show_gpu(found: Gpu) -> None:
         for ranks, (start, bandwidth, _) in sizes.items():
             seconds = f"{start:.0f} us + bytes / {bandwidth:.3g} GB/s"
             table.add_row(f"{kind}, {ranks} ranks", seconds)
-    Console().print(table)
+    output().print(table)
 
 
 # What the commands print.

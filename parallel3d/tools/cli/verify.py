@@ -33,6 +33,7 @@ _NAMES = 4  # parameters to name, before "more"
 
 
 def verify_command(
+    ctx: typer.Context,
     model: Annotated[
         str,
         typer.Argument(metavar=_NAME, help="A function without arguments that builds the model."),
@@ -67,9 +68,7 @@ def verify_command(
     tp: Annotated[int, _layout("Ranks that share each layer's computation.")] = 1,
     steps: Annotated[int, _how("Optimizer steps (AdamW).")] = 2,
     micro_batches: Annotated[int, _how("Micro-batches of each step.")] = 1,
-    tolerance: Annotated[
-        float, _how("Relative tolerance in float64; ten times that for weights.")
-    ] = 1e-9,
+    tolerance: Annotated[float, _how("Relative, in float64; ten times that for weights.")] = 1e-9,
     fp32: Annotated[bool, _how("Compare in float32 too, with SGD.")] = False,
     loss_parallel: Annotated[
         bool, _how("parallelize(loss_parallel=True).", "--loss-parallel")
@@ -87,20 +86,19 @@ def verify_command(
     """
     if "" not in sys.path:
         sys.path.insert(0, "")  # modules of the current directory, as with python -m
-    options: dict[str, Any] = {
-        "loss": None if loss is None else _function("--loss", loss),
-        "seed_of": None if seed_of is None else _function("--seed-of", seed_of),
-        "steps": steps,
-        "micro_batches": micro_batches,
-        "tolerance": tolerance,
-        "fp32": fp32,
-        "seed": seed,
-    }
+    own = ("steps", "micro_batches", "tolerance", "fp32", "seed")
+    options: dict[str, Any] = {name: ctx.params[name] for name in own}
+    options |= {"loss": _function("--loss", loss), "seed_of": _function("--seed-of", seed_of)}
+    theirs = {"loss_parallel": loss_parallel, "activation_checkpointing": activation_checkpointing}
     if parallelize is None:
-        options |= {"tp_plan": _plan(plan, tp), "loss_parallel": loss_parallel}
-        options |= {"activation_checkpointing": activation_checkpointing}
+        options |= {"tp_plan": _plan(plan, tp), **theirs}
     else:
-        _check_alone(plan, loss_parallel, activation_checkpointing)
+        for name, value in {"plan": plan, **theirs}.items():
+            if value:
+                raise Parallel3dError(
+                    f"--{name.replace('_', '-')} is for parallel3d.parallelize: leave it out with "
+                    "--parallelize"
+                )
         options |= {"apply": _function("--parallelize", parallelize)}
     build, batch = _function("the model", model), _function("--input", input)
     found, is_first = _run(build, batch, (replicate, shard, tp), options)
@@ -153,21 +151,9 @@ def _plan(text: str | None, tp: int) -> Any:
     return value
 
 
-def _check_alone(plan: str | None, loss_parallel: bool, checkpointing: bool) -> None:
-    """Raises an error for options that only parallel3d.parallelize uses."""
-    options = {
-        "--plan": plan is not None,
-        "--loss-parallel": loss_parallel,
-        "--activation-checkpointing": checkpointing,
-    }
-    for name, is_set in options.items():
-        if is_set:
-            raise Parallel3dError(
-                f"{name} is for parallel3d.parallelize: leave it out with --parallelize"
-            )
-
-
-def _function(what: str, text: str) -> Any:
+def _function(what: str, text: str | None) -> Any:
+    if text is None:
+        return None
     value = _object(what, text)
     if not callable(value):
         raise Parallel3dError(f"{what}: {text} is a {type(value).__name__}, which can't be called")
@@ -225,10 +211,9 @@ def _show(found: Verification, model: str, parallelize: str) -> None:
             f"largest relative differences in {dtype}: loss {loss:.1e}, gradients "
             f"{parity.grads[dtype]:.1e}, weights {parity.weights[dtype]:.1e}"
         )
-    if found.dropouts == 1:
-        console.print("1 call of dropout draws as it must")
-    elif found.dropouts:
-        console.print(f"{found.dropouts} calls of dropout draw as they must")
+    if calls := found.dropouts:
+        one = "1 call of dropout draws as it must"
+        console.print(one if calls == 1 else f"{calls} calls of dropout draw as they must")
     if names := found.without_gradient:
         more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
         text = (

@@ -1,7 +1,5 @@
 """collect: reads the Facts of this process."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import platform
@@ -13,6 +11,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -101,21 +100,18 @@ def parse_health(text: str) -> dict[str, Device]:
         words = [word.strip() for word in line.split(",")]
         if len(words) != 8:
             continue
-        uuid, persistence, errors, total, used, *slowed = words
-        reasons = [why for why, word in zip(_SLOWED, slowed, strict=True) if word == "Active"]
+        uuid, persistence, errors = words[:3]
+        total, used = (int(word) * 2**20 if word.isdigit() else 0 for word in words[3:5])
+        reasons = [why for why, word in zip(_SLOWED, words[5:], strict=True) if word == "Active"]
         found[uuid.removeprefix("GPU-")] = Device(
             "",
-            total=_mib(total),
-            free=_mib(total) - _mib(used),
+            total=total,
+            free=total - used,
             persistence=persistence != "Disabled",
             errors=int(errors) if errors.isdigit() else 0,
             slowed=", ".join(reasons),
         )
     return found
-
-
-def _mib(word: str) -> int:
-    return int(word) * 2**20 if word.isdigit() else 0
 
 
 # Limits of this process and its container, memory, and the disk for checkpoints.
@@ -127,9 +123,12 @@ def read_limits() -> Limits:
     """Returns the limits of this process."""
     nofile, nofile_hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    memory, available = _memory()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    kib = {line.partition(":")[0]: int(line.split()[1]) for line in _lines(Path("/proc/meminfo"))}
     quota, memory_limit = read_cgroup()
-    shm, shm_free = _space(Path("/dev/shm"))
+    shm = shm_free = -1
+    with suppress(OSError):  # there is no /dev/shm
+        shm, _, shm_free = shutil.disk_usage("/dev/shm")
     affinity = getattr(os, "sched_getaffinity", None)
     return Limits(
         nofile=_HUGE if nofile == resource.RLIM_INFINITY else nofile,
@@ -138,21 +137,11 @@ def read_limits() -> Limits:
         cpus=len(affinity(0)) if affinity else os.cpu_count() or 1,
         quota=quota,
         memory=memory,
-        available=available,
+        available=kib["MemAvailable"] * 1024 if kib else memory,
         memory_limit=0 if memory_limit >= memory else memory_limit,
         shm=shm,
         shm_free=shm_free,
     )
-
-
-def _memory() -> tuple[int, int]:
-    """Returns the machine's memory and the available part in bytes."""
-    lines = _lines(Path("/proc/meminfo"))
-    if not lines:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return total, total
-    found = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines}
-    return found["MemTotal"], found.get("MemAvailable", found["MemFree"])
 
 
 def read_cgroup(
@@ -191,15 +180,6 @@ def _lines(path: Path) -> list[str]:
 
 def _words(path: Path) -> list[str]:
     return " ".join(_lines(path)).split()
-
-
-def _space(path: Path) -> tuple[int, int]:
-    """Returns size and free bytes of the file system; (-1, -1) if there is no ``path``."""
-    try:
-        usage = shutil.disk_usage(path)
-    except OSError:
-        return -1, -1
-    return usage.total, usage.free
 
 
 def read_disk(folder: Path) -> Disk:
@@ -306,8 +286,10 @@ def try_store(address: str, port: int, seconds: float) -> str:
         return f"{address}:{port}: {why}"
 
 
-_PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "TORCHELASTIC_", "PYTORCH_", "CUDA_", "OMP_", "SLURM_NODE")
-_NAMES = ("MASTER_ADDR", "MASTER_PORT")
+_READ = (
+    *("NCCL_", "GLOO_", "TORCH_", "TORCHELASTIC_", "PYTORCH_", "CUDA_", "OMP_"),
+    *("SLURM_NODE", "MASTER_ADDR", "MASTER_PORT"),
+)
 
 
 def collect(folder: Path | None = None, environment: Mapping[str, str] | None = None) -> Facts:
@@ -342,8 +324,4 @@ def collect(folder: Path | None = None, environment: Mapping[str, str] | None = 
 
 def relevant_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables that affect communication and memory, sorted by name."""
-    return {
-        name: value
-        for name, value in sorted(environment.items())
-        if name.startswith(_PREFIXES) or name in _NAMES
-    }
+    return {name: environment[name] for name in sorted(environment) if name.startswith(_READ)}

@@ -1,7 +1,5 @@
 """Times collectives on every axis of the mesh, and checks the times."""
 
-from __future__ import annotations
-
 import statistics
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -15,8 +13,9 @@ from parallel3d.errors import Parallel3dError
 from parallel3d.mesh import MeshLayout, build_mesh
 from parallel3d.mesh.agreement import name_ranks
 from parallel3d.mesh.build import backend_string, default_device_type, set_device
+from parallel3d.observability.flops import gpus_called
 from parallel3d.planner.calibrate import COLLECTIVES, collective_seconds
-from parallel3d.planner.cluster import AxisLink, Cluster, collective_time, gpus
+from parallel3d.planner.cluster import AxisLink, Cluster, collective_time
 from parallel3d.tools.doctor.finding import ON_AXES, Area, Result, Seen, ranks_by_value
 from parallel3d.tools.doctor.store_group import StoreGroup
 
@@ -157,23 +156,12 @@ def _on_axes(layout: MeshLayout, device: str, nbytes: int) -> list[list[Any]]:
     ]
 
 
-_FORMS = ("pcie", "nvl", "sxm")
-
-
 def profile_of(device: str, gib: float) -> str | None:
     """Returns the name of the planner's profile of the device that torch calls ``device``; None if none is.
 
     Its memory, ``gib``, differs between devices with one name.
     """
-    words = device.lower().replace("-", " ").split()
-    form = next((f for f in _FORMS if any(word.startswith(f) for word in words)), "sxm")
-    near = [
-        gpu
-        for gpu in gpus().values()
-        if gpu.family in words
-        and (form in gpu.name or not any(f in gpu.name for f in _FORMS))
-        and abs(gpu.capacity_gib - gib) < 0.1 * gib
-    ]
+    near = [gpu for gpu in gpus_called(device) if abs(gpu.capacity_gib - gib) < 0.1 * gib]
     return min(near, key=lambda gpu: abs(gpu.capacity_gib - gib)).name if near else None
 
 

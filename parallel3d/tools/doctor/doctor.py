@@ -1,7 +1,5 @@
 """doctor: collects facts on every rank, gathers them, measures collectives and reports what is wrong."""
 
-from __future__ import annotations
-
 import os
 import secrets
 from collections.abc import Callable

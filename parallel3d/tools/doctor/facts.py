@@ -1,7 +1,5 @@
 """Facts: what one process reads of its machine and settings, as plain values, so that checks are pure."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import socket
@@ -36,6 +34,10 @@ class Place:
         return -(-self.world_size // max(self.local_world_size, 1))
 
 
+def is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
+
+
 @dataclass(frozen=True)
 class Interface:
     """A network interface.
@@ -51,7 +53,7 @@ class Interface:
 
     @property
     def is_loopback(self) -> bool:
-        return self.name == "lo" or any(a.startswith("127.") or a == "::1" for a in self.addresses)
+        return self.name == "lo" or any(map(is_loopback, self.addresses))
 
     @property
     def is_of_containers(self) -> bool:
@@ -220,13 +222,12 @@ def adopt_slurm(environment: MutableMapping[str, str]) -> bool:
         return next((environment[name] for name in names if environment.get(name)), default)
 
     on_nodes = first_set("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", default=tasks)
-    on_this_node = re.match(r"\d+", on_nodes)
     environment.update(
         RANK=environment["SLURM_PROCID"],
         WORLD_SIZE=tasks,
         LOCAL_RANK=environment.get("SLURM_LOCALID", "0"),
         GROUP_RANK=environment.get("SLURM_NODEID", "0"),
-        LOCAL_WORLD_SIZE=on_this_node.group() if on_this_node else tasks,
+        LOCAL_WORLD_SIZE=re.split(r"\D", on_nodes)[0] or tasks,
     )
     if not environment.get("MASTER_ADDR"):
         nodes = first_set("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", default="")
@@ -243,5 +244,4 @@ def first_host(nodes: str) -> str:
         output = subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.split()
         if output:
             return output[0]
-    match = re.match(r"([^\[,]*)(?:\[([^\],-]*)[^\]]*\])?([^,]*)", nodes)
-    return "".join(part or "" for part in match.groups()) if match else nodes
+    return re.sub(r"^([^\[,]*)(?:\[([^\],-]*)[^\]]*\])?([^,]*).*", r"\1\2\3", nodes)

@@ -1,7 +1,5 @@
 """The checks of doctor and the findings they report. A check is a pure function of facts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum

@@ -1,7 +1,5 @@
 """Prints a Diagnosis as tables."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from rich.console import Console, Group
@@ -14,11 +12,7 @@ from parallel3d.tools.doctor.doctor import Diagnosis
 from parallel3d.tools.doctor.finding import Finding, Severity, name_hosts, ranks_by_value
 from parallel3d.tools.terminal import titled_table
 
-_STYLE = {
-    Severity.error: "bold red",
-    Severity.warning: "yellow",
-    Severity.note: "cyan",
-}
+_STYLE = {Severity.error: "bold red", Severity.warning: "yellow", Severity.note: "cyan"}
 
 
 def render(found: Diagnosis, console: Console) -> None:
@@ -79,6 +73,7 @@ def _collectives(lines: list[Line]) -> Table:
     table = titled_table(title, *columns, left=3)
     for line in lines:
         size, groups = len(line.slowest), len(line.groups)
+        part = line.bandwidth / line.expected if line.expected else None
         table.add_row(
             line.axis,
             line.operation,
@@ -86,20 +81,13 @@ def _collectives(lines: list[Line]) -> Table:
             f"{line.nbytes / 1e6:,.0f}",
             f"{line.bandwidth / 1e9:.3g}" + _expected(line.expected, 1e-9),
             f"{line.latency * 1e6:,.0f}" + _expected(line.expected_latency, 1e6),
-            _verdict(line),
+            Text(f"{part:.0%}", "green" if part >= SLOW else "yellow") if part else "no profile",
         )
     return table
 
 
 def _expected(value: float | None, scale: float) -> str:
     return "" if value is None else f" ({value * scale:.3g})"
-
-
-def _verdict(line: Line) -> Text:
-    if line.expected is None:
-        return Text("no profile", style="dim")
-    part = line.bandwidth / line.expected
-    return Text(f"{part:.0%}", style="green" if part >= SLOW else "yellow")
 
 
 def _summary(found: Diagnosis) -> Text:

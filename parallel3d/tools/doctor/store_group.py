@@ -3,23 +3,21 @@
 Every wait has a limit, after which the missing ranks are named.
 """
 
-from __future__ import annotations
-
 import json
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 from torch import distributed as dist
 
 from parallel3d.errors import MeshError
-from parallel3d.mesh.store import fresh_store, outlives_ranks
+from parallel3d.mesh.store import fresh_store, outlives_ranks, wait_for
 from parallel3d.tools.doctor.collecting import try_store
 from parallel3d.tools.doctor.facts import Place
 
-_PAUSE = 0.02
 _ROUNDS = 5
 
 
@@ -34,7 +32,7 @@ class StoreGroup:
     def __init__(self, store: dist.Store, rank: int, world_size: int, seconds: float) -> None:
         self.store, self.rank, self.world_size = store, rank, world_size
         self.seconds = seconds
-        self._expected = set(range(world_size))  # on rank 0: ranks that have not been late
+        self._expected = list(range(world_size))  # on rank 0: ranks that have not been late
 
     def put(self, key: str, text: str = "") -> None:
         """Sets a key; raises MeshError if the store has gone."""
@@ -46,19 +44,14 @@ class StoreGroup:
     def gather(self, topic: str, value: Any) -> dict[int, Any]:
         """Returns on rank 0: rank -> value (JSON) of the ranks that came in time; elsewhere ``{}``."""
         self.put(f"{topic}/{self.rank}", json.dumps(value))
-        found: dict[int, Any] = {}
         if self.rank:
-            return found
-
-        def all_here() -> bool:
-            for rank in self._expected - set(found):
-                if self.store.check([f"{topic}/{rank}"]):
-                    found[rank] = json.loads(self.store.get(f"{topic}/{rank}"))
-            return set(found) == self._expected
-
-        if not _until(all_here, self.seconds):
-            self._expected = set(found)  # a late rank is waited for only once
-        return dict(sorted(found.items()))
+            return {}
+        keys = {rank: f"{topic}/{rank}" for rank in self._expected}
+        with suppress(RuntimeError):  # some are late
+            wait_for(self.store, list(keys.values()), timedelta(seconds=self.seconds))
+        here = {rank: key for rank, key in keys.items() if self.store.check([key])}
+        self._expected = list(here)  # a late rank is waited for only once
+        return {rank: json.loads(self.store.get(key)) for rank, key in here.items()}
 
     def broadcast(self, topic: str, value: Any = None) -> Any:
         """Returns rank 0's value on all ranks; raises MeshError if it is not there in time."""
@@ -67,17 +60,20 @@ class StoreGroup:
             return value
         limit = 3 * self.seconds  # rank 0 waits for others more than once
         try:
-            if not _until(lambda: self.store.check([topic]), limit):
-                raise MeshError(f"rank 0 has not said {topic!r} within {limit:.0f} s")
+            wait_for(self.store, [topic], timedelta(seconds=limit))
             return json.loads(self.store.get(topic))
-        except RuntimeError as error:  # the store's host has gone
+        except dist.DistNetworkError as error:
             raise MeshError(f"rank 0 has gone: {str(error).splitlines()[0]}") from error
+        except RuntimeError as error:
+            raise MeshError(f"rank 0 has not said {topic!r} within {limit:.0f} s") from error
 
     def finish(self) -> None:
         """The last call: rank 0, which may host the store, waits until the others have read all."""
         self.put(f"gone/{self.rank}")
         if self.rank == 0:
-            _until(lambda: self.store.check([f"gone/{rank}" for rank in self._expected]), 5)
+            with suppress(RuntimeError):
+                gone = [f"gone/{rank}" for rank in self._expected]
+                wait_for(self.store, gone, timedelta(seconds=5))
 
     def wait(self, key: str) -> bool:
         """Returns whether ``key`` was set in time. It blocks in the store, without polling."""
@@ -86,16 +82,6 @@ class StoreGroup:
         except RuntimeError:
             return False
         return True
-
-
-def _until(done: Callable[[], bool], seconds: float) -> bool:
-    """Calls ``done`` until it returns True; returns whether that was within ``seconds``."""
-    end = time.monotonic() + seconds
-    while not done():
-        if time.monotonic() > end:
-            return False
-        time.sleep(_PAUSE)
-    return True
 
 
 def connect(place: Place, address: str, port: int, seconds: float) -> StoreGroup:

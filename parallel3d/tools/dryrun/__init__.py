@@ -9,53 +9,22 @@ from typing import TYPE_CHECKING
 from parallel3d._util.lazy import export_lazily
 
 if TYPE_CHECKING:
-    from parallel3d._util.dry_run import active, real
-    from parallel3d.tools.dryrun.as_json import from_json, to_json
-    from parallel3d.tools.dryrun.compare import Divergence, compare
-    from parallel3d.tools.dryrun.record import record
-    from parallel3d.tools.dryrun.report import write_report
-    from parallel3d.tools.dryrun.result import DryRun
-    from parallel3d.tools.dryrun.summary import print_summary
-    from parallel3d.tools.dryrun.timeline import Timeline, timeline
-    from parallel3d.tools.dryrun.trace import write_trace
-    from parallel3d.tools.dryrun.unknown import Unknown, assume
-    from parallel3d.tools.dryrun.warnings import warnings_of
-    from parallel3d.tools.dryrun.world import script
+    from parallel3d._util.dry_run import active as active
+    from parallel3d._util.dry_run import real as real
+    from parallel3d.tools.dryrun.as_json import from_json as from_json
+    from parallel3d.tools.dryrun.as_json import to_json as to_json
+    from parallel3d.tools.dryrun.compare import Divergence as Divergence
+    from parallel3d.tools.dryrun.compare import compare as compare
+    from parallel3d.tools.dryrun.record import record as record
+    from parallel3d.tools.dryrun.report import write_report as write_report
+    from parallel3d.tools.dryrun.result import DryRun as DryRun
+    from parallel3d.tools.dryrun.summary import print_summary as print_summary
+    from parallel3d.tools.dryrun.timeline import Timeline as Timeline
+    from parallel3d.tools.dryrun.timeline import timeline as timeline
+    from parallel3d.tools.dryrun.trace import write_trace as write_trace
+    from parallel3d.tools.dryrun.unknown import Unknown as Unknown
+    from parallel3d.tools.dryrun.unknown import assume as assume
+    from parallel3d.tools.dryrun.warnings import warnings_of as warnings_of
+    from parallel3d.tools.dryrun.world import script as script
 
-__all__ = [
-    "Divergence",
-    "DryRun",
-    "Timeline",
-    "Unknown",
-    "active",
-    "assume",
-    "compare",
-    "from_json",
-    "print_summary",
-    "real",
-    "record",
-    "script",
-    "timeline",
-    "to_json",
-    "warnings_of",
-    "write_report",
-    "write_trace",
-]
-
-export_lazily(
-    __name__,
-    {
-        "_util.dry_run": "active real",
-        "tools.dryrun.as_json": "from_json to_json",
-        "tools.dryrun.compare": "Divergence compare",
-        "tools.dryrun.record": "record",
-        "tools.dryrun.report": "write_report",
-        "tools.dryrun.result": "DryRun",
-        "tools.dryrun.summary": "print_summary",
-        "tools.dryrun.timeline": "Timeline timeline",
-        "tools.dryrun.trace": "write_trace",
-        "tools.dryrun.unknown": "Unknown assume",
-        "tools.dryrun.warnings": "warnings_of",
-        "tools.dryrun.world": "script",
-    },
-)
+export_lazily(__name__)

@@ -1,7 +1,5 @@
 """SkyPilot, for any cloud or cluster that it supports, and Ray."""
 
-from __future__ import annotations
-
 from functools import partial
 from pprint import pformat
 from textwrap import indent

@@ -1,7 +1,5 @@
 """LaunchJob: the program to launch and its machines, checked, so that targets only write it down."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,26 +30,20 @@ def checked_command(command: Sequence[str]) -> tuple[str, ...]:
         raise LaunchError(
             "what is to be launched? Give a script and its arguments after --, such as train.py"
         )
-    for word in words:
-        if not _is_text(word):
-            raise LaunchError(
-                f"the argument {word!r} can't be in a launch file; it must be text without NUL"
-            )
-    first = PurePosixPath(words[0]).name
-    if first.startswith("python") or first in _STARTERS:
+    first = PurePosixPath(str(words[0])).name
+    wrong = ""
+    if bad := [word for word in words if not _is_text(word)]:
+        wrong = f"the argument {bad[0]!r} can't be in a launch file; it must be text without NUL"
+    elif first.startswith("python") or first in _STARTERS:
         rest = next((w for w in words[1:] if w.endswith(".py") or w == "-m"), "train.py")
-        raise LaunchError(
-            f"the command begins with {first}, which the launch file starts itself; begin with {rest}"
-        )
-    if words[0] == "-m":
+        wrong = f"the command begins with {first}, which the launch file starts itself; begin with {rest}"
+    elif words[0] == "-m":
         if len(words) == 1 or not all(part.isidentifier() for part in words[1].split(".")):
-            raise LaunchError(
-                f"-m needs a module's name, such as -m package.train; not {words[1:2]}"
-            )
+            wrong = f"-m needs a module's name, such as -m package.train; not {words[1:2]}"
     elif words[0].startswith("-"):
-        raise LaunchError(
-            f"the command begins with {words[0]!r}; begin with the script, such as train.py"
-        )
+        wrong = f"the command begins with {words[0]!r}; begin with the script, such as train.py"
+    if wrong:
+        raise LaunchError(wrong)
     return words
 
 
@@ -70,10 +62,8 @@ def with_mesh(
     """
     own = _own_sizes(command)
     if layout is None:
-        if not own:
-            return command, None
-        left = -1 if -1 not in own.values() else 1
-        return command, MeshLayout(**{"shard": left, **own}).resolve(world_size)
+        layout = mesh_of(own)
+        return command, layout and layout.resolve(world_size)
     layout = layout.resolve(world_size)
     for axis, size in own.items():
         if size not in (-1, getattr(layout, axis)):
@@ -83,6 +73,13 @@ def with_mesh(
     missing = [axis for axis in AXES if axis not in own]
     more = [word for axis in missing for word in (f"--{axis}", str(getattr(layout, axis)))]
     return (*command, *more), layout
+
+
+def mesh_of(sizes: Mapping[str, int | None]) -> MeshLayout | None:
+    """Returns the mesh of the axes that have a size: a missing shard is what the others leave."""
+    given = {axis: size for axis, size in sizes.items() if size is not None}
+    left = 1 if -1 in given.values() else -1
+    return MeshLayout(**{"shard": left, **given}) if given else None
 
 
 def _own_sizes(command: tuple[str, ...]) -> dict[str, int]:
@@ -96,9 +93,8 @@ def _own_sizes(command: tuple[str, ...]) -> dict[str, int]:
             try:
                 sizes[axis] = int(value)
             except ValueError:
-                raise LaunchError(
-                    f"the command has --{axis} {value!r}; it must be a number"
-                ) from None
+                text = f"the command has --{axis} {value!r}; it must be a number"
+                raise LaunchError(text) from None
     return sizes
 
 
@@ -244,20 +240,21 @@ def check_name(name: str) -> None:
 def check_env(env: Mapping[str, str]) -> None:
     """Raises LaunchError for what can't be a variable, or would be wrong in every launch."""
     for name, value in env.items():
+        wrong = ""
         if not isinstance(name, str) or not _VARIABLE.fullmatch(name):
             near = re.sub(r"^(?=\d|$)|[^A-Za-z0-9_]+", "_", str(name))
-            raise LaunchError(
+            wrong = (
                 f"env has {name!r}; a variable's name has letters, digits and '_' and doesn't begin with "
                 f"a digit; for example {near!r}"
             )
-        if not _is_text(value):
-            raise LaunchError(f"env {name} is {value!r}; it must be text without NUL")
-        if name in _SET_BY_LAUNCHER or name.startswith("PET_"):
-            raise LaunchError(
-                f"env has {name}, which the launcher sets in each process; leave it out"
-            )
-        if name in _READ_ONLY:
-            raise LaunchError(f"env has {name}, which bash does not let anyone set; leave it out")
+        elif not _is_text(value):
+            wrong = f"env {name} is {value!r}; it must be text without NUL"
+        elif name in _SET_BY_LAUNCHER or name.startswith("PET_"):
+            wrong = f"env has {name}, which the launcher sets in each process; leave it out"
+        elif name in _READ_ONLY:
+            wrong = f"env has {name}, which bash does not let anyone set; leave it out"
+        if wrong:
+            raise LaunchError(wrong)
     if env.get("CUDA_DEVICE_MAX_CONNECTIONS", "32") in ("1", "0"):
         raise LaunchError(
             "env has CUDA_DEVICE_MAX_CONNECTIONS=1, a setting for Megatron that puts FSDP's collectives in "

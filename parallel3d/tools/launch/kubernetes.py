@@ -1,7 +1,5 @@
 """Kubeflow and JobSet: manifests for kubectl, of a container that runs torchrun."""
 
-from __future__ import annotations
-
 from textwrap import indent
 
 from parallel3d.tools.launch.job import LaunchError, LaunchJob

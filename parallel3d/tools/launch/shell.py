@@ -1,7 +1,5 @@
 """torchrun on machines that a person can log in to, and the text that other targets share with it."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -14,23 +12,13 @@ from parallel3d.tools.launch.job import LaunchJob
 
 # Quoting: any text as one word of a shell command, a value of a YAML file, an argument of a launcher.
 
-_BASH = {"\n": "\\n", "\t": "\\t", "\r": "\\r", "\\": "\\\\", "'": "\\'"}
-
 
 def shell_word(text: str) -> str:
     """Quotes ``text`` as one word of bash on one line: nothing in it is expanded or ends the word."""
     if text.isprintable():
         return shlex.quote(text)
-    return "$'" + "".join(map(_bash_escape, text)) + "'"
-
-
-def _bash_escape(letter: str) -> str:
-    if letter in _BASH:
-        return _BASH[letter]
-    if letter.isprintable():
-        return letter
-    # as bytes: in the locale C bash would not expand \u
-    return "".join(f"\\x{byte:02x}" for byte in letter.encode())
+    # bytes, as in the locale C bash would not expand \u; the first letter makes Python escape each '
+    return "$'" + repr(b'"' + text.encode())[3:]
 
 
 def shell_command(words: Sequence[str], indent: str) -> str:
@@ -68,11 +56,6 @@ def for_torchrun(text: str) -> str:
 Variable = tuple[str, str, str]
 """Name, value, reason."""
 
-_ALWAYS: list[Variable] = [
-    ("PYTHONUNBUFFERED", "1", "a killed process's last lines are in the log too"),
-    ("PYTHONFAULTHANDLER", "1", "a crash in C code prints Python's stack"),
-]
-_THREADS = "torchrun would set 1, and all cores are too many for each process"
 _ON_GPUS: list[Variable] = [
     ("CUDA_DEVICE_MAX_CONNECTIONS", "32", "with 1, as for Megatron, FSDP and tp could not overlap"),
     ("PYTORCH_ALLOC_CONF", "expandable_segments:True", "unsharded parameters fragment memory less"),
@@ -80,19 +63,22 @@ _ON_GPUS: list[Variable] = [
     ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", "a hang leaves a record of what each rank waited for"),
     ("TORCH_FR_BUFFER_SIZE", "2000", "number of collectives in that record"),
 ]
-_RESTARTED: Variable = (
-    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
-    "1",
-    "a torchrun that is restarted while another continues would wait forever (torch 2.13)",
-)
 
 
 def variables(job: LaunchJob) -> list[Variable]:
     """Returns the training processes' variables: our settings, then ``job.env``, which overrides them."""
     cuda = job.device == "cuda"
-    ours = [*_ALWAYS, ("OMP_NUM_THREADS", "8" if cuda else "1", _THREADS)]
-    ours += _ON_GPUS if cuda else []
-    ours += [_RESTARTED] if job.nodes > 1 and job.max_restarts > 0 else []
+    threads = "torchrun would set 1, and all cores are too many for each process"
+    ours = [
+        ("PYTHONUNBUFFERED", "1", "a killed process's last lines are in the log too"),
+        ("PYTHONFAULTHANDLER", "1", "a crash in C code prints Python's stack"),
+        ("OMP_NUM_THREADS", "8" if cuda else "1", threads),
+    ]
+    if cuda:
+        ours += _ON_GPUS
+    if job.nodes > 1 and job.max_restarts > 0:
+        why = "a torchrun that is restarted while another continues would wait forever (torch 2.13)"
+        ours.append(("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1", why))
     own = [(name, value, "") for name, value in job.env.items()]
     return [variable for variable in ours if variable[0] not in job.env] + own
 

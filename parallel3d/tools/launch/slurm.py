@@ -1,7 +1,5 @@
 """SLURM: a script for sbatch that saves and requeues itself before the time limit."""
 
-from __future__ import annotations
-
 from parallel3d.tools.launch.job import LaunchError, LaunchJob
 from parallel3d.tools.launch.shell import LIMITS, exports, grace_option, training_words
 

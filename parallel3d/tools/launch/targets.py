@@ -1,7 +1,5 @@
 """The places where a job can be launched, and the file for each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches

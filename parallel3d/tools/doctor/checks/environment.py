@@ -1,7 +1,5 @@
 """Checks of environment variables: wrong ones, left over from debugging, or meant for another machine."""
 
-from __future__ import annotations
-
 from difflib import get_close_matches
 from importlib.resources import files
 

@@ -1,7 +1,5 @@
 """Checks of limits, memory, processors, disk and devices of a node or of its container."""
 
-from __future__ import annotations
-
 from parallel3d.tools.doctor.facts import GIB, Facts
 from parallel3d.tools.doctor.finding import CHECKS, Area, Result, Seen
 

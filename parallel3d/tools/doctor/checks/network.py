@@ -1,15 +1,12 @@
 """Checks of network interfaces and host names, and of differences between ranks or nodes."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from ipaddress import ip_address
 from itertools import chain
 from operator import attrgetter
 
 from parallel3d.mesh.agreement import name_ranks
-from parallel3d.tools.doctor.facts import GIB, Facts, Interface
+from parallel3d.tools.doctor.facts import GIB, Facts, Interface, is_loopback
 from parallel3d.tools.doctor.finding import (
     ACROSS,
     CHECKS,
@@ -22,14 +19,6 @@ from parallel3d.tools.doctor.finding import (
 
 NETWORK = Area("network", CHECKS)
 _GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
-
-
-def _is_loopback(addresses: tuple[str, ...]) -> bool:
-    """Whether the first of ``addresses``, which is the one that gloo and torch use, is a loopback one."""
-    try:
-        return bool(addresses) and ip_address(addresses[0].partition("%")[0]).is_loopback
-    except ValueError:
-        return False
 
 
 def matches(interfaces: Iterable[Interface], value: str) -> list[Interface]:
@@ -149,9 +138,10 @@ def hostname_is_loopback(facts: Facts) -> Result:
     """gloo gives the other nodes this address, which there means the node itself. Debian's installer writes
     such a line to /etc/hosts.
     """
-    if not facts.several_nodes or _gloo_names(facts) or not _is_loopback(facts.host_addresses):
+    here = facts.host_addresses  # the first is the one that gloo uses
+    if not facts.several_nodes or _gloo_names(facts) or not (here and is_loopback(here[0])):
         return None
-    return Seen(f"{facts.place.host} resolves to {facts.host_addresses[0]}", _export(facts))
+    return Seen(f"{facts.place.host} resolves to {here[0]}", _export(facts))
 
 
 @NETWORK.error("Use a name that all nodes resolve (getent hosts NAME), or the address.")
@@ -168,7 +158,7 @@ def master_unresolved(facts: Facts) -> Result:
 def master_is_loopback(facts: Facts) -> Result:
     """Each node looks for the store on itself, so they never connect."""
     addresses = facts.master_addresses
-    if facts.several_nodes and _is_loopback(addresses):
+    if facts.several_nodes and addresses and is_loopback(addresses[0]):
         return f"MASTER_ADDR={facts.environment.get('MASTER_ADDR', '')} resolves to {addresses[0]}"
     return None
 
