@@ -6,7 +6,7 @@ import functools
 import json
 import math
 import weakref
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from parallel3d._torch.dtensor import DTensorSpec, spec_of
 from parallel3d._torch.kernels import foreach_mul_, foreach_norm
@@ -36,7 +36,6 @@ Axes = frozenset[str]
 Tensors = list[torch.Tensor]
 
 _grad_of = attrgetter("grad")
-_KEPT_PLANS = 4  # for a model, and a few parts of it
 _ROW = 4096  # elements whose squares are summed in one go: float32 loses digits over millions, on the CPU
 _STORE_TIMEOUT = timedelta(seconds=10)  # for ranks that don't have these gradients, and so no error
 
@@ -75,9 +74,8 @@ class ClipPlan:
 
     def is_for(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether the plan was made for ``tensors``."""
-        return len(self._tensors) == len(tensors) and all(
-            map(is_, tensors, map(call, self._tensors))
-        )
+        same = map(is_, tensors, map(call, self._tensors))
+        return len(self._tensors) == len(tensors) and all(same)
 
     def find(self, tensors: Sequence[torch.Tensor]) -> LocalGrads:
         """Returns the gradients that are there; StateError if one is not reduced yet."""
@@ -149,23 +147,20 @@ class _WholeBucket:
         for start, length in self._padding:
             flat.narrow(0, start, length).zero_()
         found.wholes.append(flat)
-        for (axes, _), part in zip(
-            self._runs, flat.split_with_sizes([size for _, size in self._runs]), strict=True
-        ):
+        parts = flat.split_with_sizes([size for _, size in self._runs])
+        for (axes, _), part in zip(self._runs, parts, strict=True):
             found.flats.setdefault(axes, []).append(part)
         return True
 
 
 def _sharding(spec: DTensorSpec) -> list[tuple[int, ProcessGroup]]:
     """Returns (axis, its group) of the axes that shard a tensor, innermost axis first."""
-    return [
-        (axis, spec.mesh.get_group(axis))
-        for axis in reversed(range(spec.mesh.ndim))
-        if not isinstance(spec.placements[axis], Replicate) and spec.mesh.size(axis) > 1
-    ]
+    mesh = spec.mesh
+    axes = [a for a, n in enumerate(mesh.shape) if n > 1 and not spec.placements[a].is_replicate()]
+    return [(axis, mesh.get_group(axis)) for axis in reversed(axes)]
 
 
-_plans: list[ClipPlan] = []
+_plans: deque[ClipPlan] = deque(maxlen=4)  # for a model, and a few parts of it
 
 
 def plan_for(tensors: Sequence[torch.Tensor]) -> ClipPlan:
@@ -173,8 +168,7 @@ def plan_for(tensors: Sequence[torch.Tensor]) -> ClipPlan:
     plan = next((plan for plan in _plans if plan.is_for(tensors)), None)
     if plan is None:
         plan = ClipPlan(tensors)
-        _plans.insert(0, plan)
-        del _plans[_KEPT_PLANS:]
+        _plans.appendleft(plan)
     return plan
 
 

@@ -13,11 +13,10 @@ from torch import nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
-from parallel3d._torch.dtensor import make_dtensor, make_spec
 from parallel3d._torch.kernels import foreach_copy_, foreach_lerp_
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.inspect import check_at_rest, owner_of, units_of
-from parallel3d.optim.pieces import local_of, part_of
+from parallel3d.optim.pieces import local_of, part_of, placed_as
 
 Read = Callable[[], torch.Tensor]
 
@@ -54,6 +53,7 @@ class Averaged:
 
     Attributes:
         names: names of the tensor in the model; several if it is tied.
+        read: returns the model's tensor.
         shape: its global shape.
         value: this rank's part of the average.
         is_averaged: whether it is averaged; else it is copied.
@@ -63,7 +63,7 @@ class Averaged:
         self, names: list[str], read: Read, dtype: torch.dtype | None, *, is_averaged: bool
     ) -> None:
         self.names = names
-        self._read = read
+        self.read = read
         tensor = read()
         if tensor.is_meta:
             raise Parallel3dError(
@@ -81,7 +81,7 @@ class Averaged:
 
         StateError if its shape has changed, or, unless ``converted``, its dtype or device.
         """
-        tensor = self._read()
+        tensor = self.read()
         kind = _kind_of(tensor)
         if kind != self._kind and not (converted and kind[:2] == self._kind[:2]):
             raise StateError(
@@ -89,18 +89,6 @@ class Averaged:
                 "shard or convert the model first, and then make the EMA"
             )
         return local_of(tensor)
-
-    def placed(self) -> torch.Tensor:
-        """Returns the average as a DTensor placed as the model's tensor, or plain if that is plain."""
-        tensor = self._read()
-        if not isinstance(tensor, DTensor):
-            return self.value
-        spec = make_spec(tensor.device_mesh, tensor.placements, self.shape, self.value.dtype)
-        return make_dtensor(self.value, spec)
-
-    def load(self, whole: torch.Tensor) -> None:
-        """Takes over this rank's part of ``whole``, a whole tensor or a DTensor of any placements."""
-        self.value.copy_(part_of(self._read(), whole))
 
 
 _Kind = tuple[torch.Size, bool, torch.dtype, torch.device]
@@ -240,7 +228,8 @@ class EMA:
         Averages of DTensors are DTensors with the same placements, and share memory with this object.
         ``model.load_state_dict(ema.state_dict()["average"])`` makes the average the model's weights.
         """
-        average = {name: averaged.placed() for averaged in self._all for name in averaged.names}
+        placed = [placed_as(averaged.read(), averaged.value) for averaged in self._all]
+        average = {n: t for a, t in zip(self._all, placed, strict=True) for n in a.names}
         return {"average": average, "updates": self.updates}
 
     @torch.no_grad()
@@ -278,16 +267,15 @@ class EMA:
         for name, averaged in by_name.items():
             value = average[name]
             if not isinstance(value, torch.Tensor):
-                raise Parallel3dError(
-                    f"load_state_dict: {name} is a {type(value).__name__}, no tensor"
-                )
+                kind = type(value).__name__
+                raise Parallel3dError(f"load_state_dict: {name} is a {kind}, no tensor")
             if value.shape != averaged.shape:
                 raise Parallel3dError(
                     f"load_state_dict: {name} has shape {tuple(value.shape)}; it must have that of the "
                     f"model's, {tuple(averaged.shape)}"
                 )
         for averaged in self._all:
-            averaged.load(average[averaged.names[0]])
+            averaged.value.copy_(part_of(averaged.read(), average[averaged.names[0]]))
         self.updates = updates
 
     def _check_not_swapped(self, what: str) -> None:

@@ -70,11 +70,8 @@ class SingleParams:
     """
 
     def __init__(self, pieces: Iterable[Piece]) -> None:
-        self.pieces = [
-            piece
-            for piece in pieces
-            if isinstance(piece, ParamPiece) and isinstance(piece.params[0], DTensor)
-        ]
+        single = (piece for piece in pieces if isinstance(piece, ParamPiece))
+        self.pieces = [piece for piece in single if isinstance(piece.params[0], DTensor)]
         self._params = [piece.params[0] for piece in self.pieces]
         self._locals = local_tensors(self._params)
         self._tensors = [piece.tensor for piece in self.pieces]
@@ -108,10 +105,8 @@ class SingleParams:
         locals_ = local_tensors(present)
         if not all(map(is_, map(_dtype_of, locals_), self._dtypes)):
             return None
-        result: list[torch.Tensor | None] = [None] * len(grads)
-        for i, local in zip(self._present, locals_, strict=True):
-            result[i] = local
-        return result
+        by_index = dict(zip(self._present, locals_, strict=True))
+        return [by_index.get(i) for i in range(len(grads))]
 
 
 def _specs(grads: list[torch.Tensor | None]) -> list[Any]:
@@ -186,12 +181,10 @@ class LocalState:
 
     def is_current(self, groups: list[dict[str, Any]], shown: dict[Any, State]) -> bool:
         """Whether neither groups nor parameters nor state were changed from outside since the last step."""
+        given = [group["params"] for group in groups]
         return (
-            len(groups) == len(self.params)
-            and all(
-                len(group["params"]) == len(params) and all(map(is_, group["params"], params))
-                for group, params in zip(groups, self.params, strict=True)
-            )
+            list(map(len, given)) == list(map(len, self.params))
+            and all(map(is_, chain(*given), chain(*self.params)))
             and self.singles.is_current
             and all(run.is_current for run in self.runs)
             and all(copies._version == version for _, copies, version in self.copies.values())
@@ -415,19 +408,17 @@ def _device(entries: list[Any]) -> torch.device:
     return torch.device("cpu")
 
 
-class _Local:
-    """Mixed into an optimizer class, whose ``step`` then gets plain tensors.
+class LocalSteps:
+    """Mixed into an optimizer class, whose ``step`` then gets plain tensors: pieces in place of parameters.
 
     Attributes:
-        local_base: that class.
+        local_base: that class, an elementwise one.
     """
 
     local_base: type[Optimizer]
     param_groups: list[dict[str, Any]]
     state: defaultdict[Any, State]
-
-    def _step_locally(self, step: Callable[[Any], Any]) -> None:
-        raise NotImplementedError
+    _local: LocalState | None = None
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Runs the class's step on plain tensors."""
@@ -438,16 +429,6 @@ class _Local:
         self._step_locally(step_of(self.local_base))
         return loss
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        matrix = isinstance(self, LocalMatrixSteps)
-        return _new_local, (self.local_base, matrix), self.__getstate__()
-
-
-class LocalSteps(_Local):
-    """Of an elementwise class: the step gets pieces in place of parameters."""
-
-    _local: LocalState | None = None
-
     def _step_locally(self, step: Callable[[Any], Any]) -> None:
         if self._local is None or not self._local.is_current(self.param_groups, self.state):
             self._local = LocalState(self.param_groups, self.state)
@@ -455,16 +436,19 @@ class LocalSteps(_Local):
             step(self)
         self._local.publish(self.state)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        matrix = isinstance(self, LocalMatrixSteps)
+        return _new_local, (self.local_base, matrix), self.__getstate__()
 
-class LocalMatrixSteps(_Local):
-    """Of a class that needs whole parameters: each rank's step gets some of them."""
+
+class LocalMatrixSteps(LocalSteps):
+    """The same of a class that needs whole parameters: each rank's step gets some of them."""
 
     _matrices: MatrixSteps | None = None
 
     def _step_locally(self, step: Callable[[Any], Any]) -> None:
         optimizer: Any = self
-        if self._matrices is None:
-            self._matrices = MatrixSteps()
+        self._matrices = self._matrices or MatrixSteps()
         self._matrices.step(optimizer, step)
 
 

@@ -169,37 +169,31 @@ class MatrixSteps:
         self, optimizer: Optimizer, params: list[nn.Parameter]
     ) -> list[tuple[list[nn.Parameter], Owners | None]]:
         """Returns the parameters of a group that one call steps on, with the ranks that share them."""
-        alike: defaultdict[tuple[Hashable, Hashable], list[nn.Parameter]] = defaultdict(list)
+        alike: defaultdict[tuple[Owners | None, Any], list[nn.Parameter]] = defaultdict(list)
         for param in params:
             if param.grad is not None:
                 state = optimizer.state.get(param, {})
                 kind = tuple((key, _kind(value, param)) for key, value in state.items())
-                alike[self._owners_key(param), kind].append(param)
+                alike[self._owners_of(param), kind].append(param)
         batches: list[tuple[list[nn.Parameter], Owners | None]] = []
-        for (key, _), members in alike.items():
-            owners = self._owners.get(key)
+        for (owners, _), members in alike.items():
             size = (self._at_once or len(members)) if owners is None else owners.size
-            batches += [
-                (members[start : start + size], owners) for start in range(0, len(members), size)
-            ]
+            starts = range(0, len(members), size)
+            batches += [(members[start : start + size], owners) for start in starts]
         return batches
 
-    def _owners_key(self, param: nn.Parameter) -> Hashable:
-        """Returns the key in ``_owners`` of the ranks that share ``param``; None if each has it whole."""
+    def _owners_of(self, param: nn.Parameter) -> Owners | None:
+        """Returns the ranks that share ``param``; None if each has it whole."""
         if not isinstance(param, DTensor):
             return None
         mesh, placements = param.device_mesh, param.placements
-        axes = [
-            axis
-            for axis, placement in enumerate(placements)
-            if not placement.is_replicate() and mesh.size(axis) > 1
-        ]
+        axes = [a for a, n in enumerate(mesh.shape) if n > 1 and not placements[a].is_replicate()]
         if not axes:
             return None
         key = (mesh, placements, param.shape, param.dtype)
         if key not in self._owners:
             self._owners[key] = Owners(mesh, placements, param.shape, axes)
-        return key
+        return self._owners[key]
 
 
 class GroupOptions:
@@ -207,12 +201,9 @@ class GroupOptions:
 
     def __init__(self, group: dict[str, Any]) -> None:
         self._before = dict(group)
-        self._copies = {
-            k: copy.deepcopy(v)
-            for k, v in group.items()
-            if isinstance(v, (torch.Tensor, list, dict, set, deque))
-            and k not in ("params", "param_names")
-        }
+        mutable = (torch.Tensor, list, dict, set, deque)
+        options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        self._copies = {k: copy.deepcopy(v) for k, v in options.items() if isinstance(v, mutable)}
         self._first: dict[str, Any] | None = None
 
     def restore(self, group: dict[str, Any]) -> None:
@@ -263,9 +254,8 @@ def _is_counter(value: torch.Tensor, param: nn.Parameter) -> bool:
 
 def can_be_shared(value: Any) -> bool:
     """Whether ranks can exchange an entry of a state: a tensor, a number, or a value alike on all of them."""
-    return value is None or isinstance(
-        value, (torch.Tensor, int, float, str, torch.dtype, torch.device, torch.Size)
-    )
+    alike = (str, torch.dtype, torch.device, torch.Size)
+    return value is None or isinstance(value, (torch.Tensor, int, float, *alike))
 
 
 def _has_shape(value: Any, shape: Sequence[int]) -> bool:
@@ -307,13 +297,8 @@ class _Call:
                 )
         if owners is None:
             shown = [
-                {
-                    key: placed_as(param, value)
-                    if _has_shape(value, param.shape)
-                    else _unwrap(value)
-                    for key, value in state.items()
-                }
-                for param, state in zip(params, results, strict=True)
+                {k: placed_as(p, v) if _has_shape(v, p.shape) else _unwrap(v) for k, v in s.items()}
+                for p, s in zip(params, results, strict=True)
             ]
         else:
             parts = owners.from_owners(wholes[0].detach(), locals_)
@@ -432,11 +417,8 @@ def _states_from_owners(owners: Owners, state: State, params: list[nn.Parameter]
             collected[key] = [placed_as(param, part.clone()) for param, part in parts]
         else:
             collected[key] = owners.small_from_owners(value, len(params))
-    numbers = {
-        k: v if isinstance(v, Number) else Number.of(v)
-        for k, v in state.items()
-        if isinstance(v, (Number, int, float))
-    }
+    numbers = {k: v for k, v in state.items() if isinstance(v, Number)}
+    numbers |= {k: Number.of(v) for k, v in state.items() if isinstance(v, (int, float))}
     if numbers:
         own = torch.stack([number.value for number in numbers.values()]).to(locals_[0].device)
         rows = owners.small_from_owners(own, len(params))
@@ -453,13 +435,9 @@ def _show(optimizer: Optimizer, param: nn.Parameter, state: State) -> None:
         return
     before = optimizer.state[param]
     for key, value in state.items():
-        known = before.get(key)
-        if (
-            isinstance(known, DTensor)
-            and isinstance(value, DTensor)
-            and known.placements == value.placements
-            and known.dtype == value.dtype
-        ):
+        known: Any = before.get(key)
+        both = isinstance(known, DTensor) and isinstance(value, DTensor)
+        if both and known.placements == value.placements and known.dtype == value.dtype:
             if get_local_tensor(known) is not get_local_tensor(value):
                 get_local_tensor(known).copy_(get_local_tensor(value))
         else:

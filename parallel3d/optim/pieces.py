@@ -45,12 +45,11 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def placed_as(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Returns ``local``, a state of the local tensor of ``param``, as a DTensor placed as ``param`` is."""
-    if not isinstance(param, DTensor) or not param.dim():
+    """Returns ``local``, shaped as the local tensor of ``param``, as a DTensor placed as ``param`` is."""
+    if not isinstance(param, DTensor):
         return local
-    return make_dtensor(
-        local, make_spec(param.device_mesh, param.placements, param.shape, local.dtype)
-    )
+    spec = make_spec(param.device_mesh, param.placements, param.shape, local.dtype)
+    return make_dtensor(local, spec)
 
 
 def part_of(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -67,21 +66,18 @@ def part_of(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     owner = owner_of(param)
     if owner is not None:
         return owner.local_part(value).clone()
-    return get_local_tensor(
-        distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
-    )
+    placed = distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
+    return get_local_tensor(placed)
 
 
 def check_reduced(grad: torch.Tensor, action: str) -> None:
     """Raises StateError if ``grad`` is not reduced yet; ``action`` is what to do later (``"Clip"``)."""
-    if not isinstance(grad, DTensor):
-        return
-    for axis, placement in enumerate(grad.placements):
+    for axis, placement in enumerate(grad.placements if isinstance(grad, DTensor) else ()):
         if placement.is_partial():
             raise StateError(
                 f"a gradient of shape {tuple(grad.shape)} is {placement} on axis {axis} of "
-                f"{grad.device_mesh}: it waits for its reduction. {action} after the backward of the last "
-                "micro-batch"
+                f"{cast(DTensor, grad).device_mesh}: it waits for its reduction. {action} after the backward "
+                "of the last micro-batch"
             )
 
 
@@ -198,15 +194,13 @@ class RunPiece:
         """Returns smaller pieces, in each of which the gradients, and ``states`` if given, fit together."""
         grads = [param.sharded.grad for param in self.bucket.params]
         kinds = flat_gradients_of(grads, self.bucket.segment_sizes)[self._first : self._end]
-        starts = [
+        splits = [
             i
-            for i in range(len(kinds))
-            if i == 0
-            or kinds[i] != kinds[i - 1]
-            or (states is not None and not _fit(states[i - 1], states[i]))
+            for i in range(1, len(kinds))
+            if kinds[i] != kinds[i - 1] or (states and not _fit(states[i - 1], states[i]))
         ]
         pieces: list[Piece] = []
-        for start, end in pairwise([*starts, len(kinds)]):
+        for start, end in pairwise([0, *splits, len(kinds)]):
             params = self.params[start:end]
             # Where no reason to split was found, each parameter becomes a piece.
             if 1 < len(params) < len(self.params) and any(param.dim() for param in params):
@@ -231,27 +225,23 @@ class RunPiece:
 
     def split_state(self, value: torch.Tensor) -> list[torch.Tensor]:
         """See ``ParamPiece``."""
-        return [
-            placed_as(param, with_own_storage(view))
-            for param, view in zip(self.params, self._views(value.detach()), strict=True)
-        ]
+        views = map(with_own_storage, self._views(value.detach()))
+        return [placed_as(p, v) if p.dim() else v for p, v in zip(self.params, views, strict=True)]
 
     def join_states(self, states: list[State]) -> State | None:
         """See ``ParamPiece``."""
         if len({tuple(state) for state in states}) > 1:
             return None
-        joined: State = {}
         largest = max(range(len(states)), key=lambda index: self.params[index].dim())
-        for key, example in states[largest].items():
+        joined = dict(states[largest])
+        for key, example in joined.items():
             values = [state[key] for state in states]
             if isinstance(example, torch.Tensor) and example.dim():
                 flat = torch.zeros(self._numel, dtype=example.dtype, device=self._flat.device)
                 for param, view, value in zip(self.params, self._views(flat), values, strict=True):
                     view.copy_(part_of(param, value))
                 joined[key] = flat
-            elif all(_same_number(example, value) for value in values):
-                joined[key] = example
-            else:
+            elif not all(_same_number(example, value) for value in values):
                 return None
         return joined
 
@@ -290,25 +280,23 @@ def by_bucket(params: Sequence[torch.Tensor]) -> list[Bucket | torch.Tensor]:
     They are in the order of each one's first parameter. Buckets of all-gather extensions are left out, since
     their parameters don't share the flat buffer.
     """
-    by_param: dict[int, Bucket] = {}
-    units: set[int] = set()
-    for param in params:
-        owner = owner_of(param)
-        unit = owner.unit() if owner is not None and owner.unit is not None else None
-        if unit is not None and id(unit) not in units:
-            units.add(id(unit))
-            for bucket in unit.group.buckets:
-                if not isinstance(bucket, ExtensionBucket):
-                    by_param.update((id(p.sharded), bucket) for p in bucket.params)
+    units = {owner.unit() for owner in map(owner_of, params) if owner is not None}
+    by_param = {
+        id(param.sharded): bucket
+        for unit in units
+        for bucket in (() if unit is None else unit.group.buckets)
+        if not isinstance(bucket, ExtensionBucket)
+        for param in bucket.params
+    }
     buckets = [by_param.get(id(param)) for param in params]
-    present = Counter(id(bucket) for bucket in buckets if bucket is not None)
+    present = Counter(buckets)
     result: list[Bucket | torch.Tensor] = []
-    taken: set[int] = set()
+    taken: set[Bucket] = set()
     for param, bucket in zip(params, buckets, strict=True):
-        if bucket is None or present[id(bucket)] != len(bucket.params):
+        if bucket is None or present[bucket] != len(bucket.params):
             result.append(param)
-        elif id(bucket) not in taken:
-            taken.add(id(bucket))
+        elif bucket not in taken:
+            taken.add(bucket)
             result.append(bucket)
     return result
 

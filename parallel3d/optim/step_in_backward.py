@@ -103,17 +103,14 @@ def _check_unit(unit: Unit) -> None:
             "updates; call set_manual_backward_finalization(False) first"
         )
     elif not (unit.sync and unit.all_reduce):
-        problem = (
-            f"unit {unit.label} defers its reductions; call set_requires_gradient_sync(True) first"
-        )
+        remedy = "call set_requires_gradient_sync(True) first"
+        problem = f"unit {unit.label} defers its reductions; {remedy}"
     else:
         unit.come_to_rest()
         for param in (param for bucket in unit.group.buckets for param in bucket.params):
             if param.sharded.grad is not None:
-                problem = (
-                    f"parameter {param.name} of unit {unit.label} has a gradient already; call zero_grad() "
-                    "first"
-                )
+                owner = f"parameter {param.name} of unit {unit.label}"
+                problem = f"{owner} has a gradient already; call zero_grad() first"
     if problem:
         raise StateError(f"step_in_backward: {problem}")
 
@@ -169,9 +166,8 @@ class StepInBackward(Optimizer):
             # The optimizer with the parameters of the bucket alone: the same state, hooks and options.
             view = self._views[id(bucket)] = object.__new__(type(self.optimizer))
             vars(view).update(vars(self.optimizer))
-            view.param_groups = [
-                {**self.param_groups[index], "params": params} for index, params in members.items()
-            ]
+            groups = self.param_groups
+            view.param_groups = [{**groups[i], "params": own} for i, own in members.items()]
         # All buckets begin with the groups as they were before this backward: what a class counts in them, it
         # counts once. A scheduler may have changed them since.
         backward = backward_id()
@@ -265,12 +261,8 @@ def _by_bucket(
     optimizer: Optimizer, units: Sequence[Unit]
 ) -> dict[int, dict[int, list[nn.Parameter]]]:
     """Returns id of a bucket -> index of a group -> its parameters in the bucket."""
-    buckets = {
-        id(param.sharded): bucket
-        for unit in units
-        for bucket in unit.group.buckets
-        for param in bucket.params
-    }
+    every = [bucket for unit in units for bucket in unit.group.buckets]
+    buckets = {id(param.sharded): bucket for bucket in every for param in bucket.params}
     found: dict[int, dict[int, list[nn.Parameter]]] = {}
     for index, group in enumerate(optimizer.param_groups):
         for param in group["params"]:

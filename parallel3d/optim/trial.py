@@ -12,7 +12,7 @@ import inspect
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import product
 from typing import Any, Self
@@ -133,11 +133,9 @@ def check_one_by_one(optimizer_class: type[Optimizer], options: Options, group: 
         for shapes, dtype in product(several, (torch.float64, torch.float32)):
             runs = [_steps(k, shapes, dtype, torch.device("cpu")) for k in (_VARIED, _STEADY)]
             make = partial(_make, optimizer_class, options, group, runs[0][0][0])
-            try:
+            with suppress(Exception):  # sizes and a device that are not the user's
                 trials = [_Trial(make).run(steps) for steps in runs]
                 break
-            except Exception:  # sizes and a device that are not the user's
-                continue
         else:
             return
         try:

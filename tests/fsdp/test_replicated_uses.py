@@ -13,9 +13,14 @@ from parallel3d import MeshLayout, build_mesh
 from parallel3d.fsdp import fully_shard, register_fsdp_forward_method
 from parallel3d.fsdp.inspect import get_unit
 from parallel3d.fsdp.options import replicated
-from parallel3d.fsdp.options.replicated import replicated_units
 from parallel3d.optim import clip_grad_norm_
 from parallel3d.testing import GlooPool, fake_world, shards_of
+
+
+def joints_of(model: nn.Module) -> list[replicated.CoalescedAllReduce]:
+    options = get_unit(model).context.options
+    (runner,) = [each for each in options if isinstance(each, replicated.ReplicatedUnits)]
+    return runner.joints
 
 
 def test_a_graph_from_before_a_change_still_brings_gradients() -> None:
@@ -33,7 +38,7 @@ def test_small_units_share_a_node() -> None:
     with fake_world(0, 1):
         model = wrapped(1)
         model(batch()).sum().backward()
-        (joint,) = replicated_units(get_unit(model).context).joints
+        (joint,) = joints_of(model)
         assert len(joint.share_nodes()) == 1
         nodes = {
             p.grad_fn for block in model.blocks for p in get_unit(block).group.buckets[0].stand_ins
@@ -147,7 +152,7 @@ def _on_gloo(steps: int, large: int) -> list[torch.Tensor]:
         model = wrapped(torch.distributed.get_world_size())
         _train(model, [[batch(10 * step + rank)] for step in range(steps)])
         assert is_lean(model)
-        for joint in replicated_units(get_unit(model).context).joints:
+        for joint in joints_of(model):
             assert (joint._share is None) == (large > 0)
         return [param.to_local().detach().clone() for param in model.parameters()]
     finally:

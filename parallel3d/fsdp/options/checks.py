@@ -23,9 +23,10 @@ from parallel3d._torch.autograd import backward_id, node_is_in_backward
 from parallel3d._util.arguments import as_bool
 from parallel3d.errors import AgreementError, Parallel3dError, StateError
 from parallel3d.fsdp.bucket import Bucket
-from parallel3d.fsdp.context import RootOption, RunContext, root_options
+from parallel3d.fsdp.context import RunContext, root_options
 from parallel3d.fsdp.group import ShardedState
 from parallel3d.fsdp.members import params_of, units_of
+from parallel3d.fsdp.options import ContextOption
 from parallel3d.fsdp.param import ShardedParam
 from parallel3d.fsdp.unit import Call, Observer, Unit
 from parallel3d.guards.rendezvous import compare_digests
@@ -36,13 +37,8 @@ from parallel3d.mesh.store import others
 # since ``fully_shard``, and which parameters got a gradient in the first backward. The ranks of each mesh
 # compare the parameters on it: those of another mesh may have another model.
 
-_GRADIENTS = (
-    "gradients of the first backward (where ranks use different parameters: "
-    "set_reduce_scatter_unused_params(True))"
-)
 
-
-class RanksAgree(RootOption):
+class RanksAgree(ContextOption):
     """Compares the models of all ranks once, and once which parameters got a gradient.
 
     Attributes:
@@ -51,18 +47,11 @@ class RanksAgree(RootOption):
     """
 
     def __init__(self, context: RunContext) -> None:
-        self._context = weakref.ref(context)
+        super().__init__(context)
         buckets = [bucket for unit in context.units for bucket in unit.group.buckets]
         over_tp = any(param.tp_size > 1 for param in params_of(context.units))
         gathers = over_tp or any(bucket.shard_group is not None for bucket in buckets)
         self.before = "forward" if gathers else "backward"
-
-    @property
-    def context(self) -> RunContext:
-        """The root's context."""
-        context = self._context()
-        assert context is not None
-        return context
 
     def before_forward(self, units: Sequence[Unit]) -> Sequence[Unit]:
         """Compares the models if this forward may gather.
@@ -74,17 +63,14 @@ class RanksAgree(RootOption):
             groups = [unit.group for unit in self.context.units if unit.group.buckets]
             gathered = all(group.state is ShardedState.UNSHARDED for group in groups)
             if torch.is_grad_enabled() or not gathered:
-                self._compare_models()
+                self.before_backward()
         return units
 
     def before_backward(self) -> None:
-        """Compares the models if no forward has."""
+        """Compares the models if they were not compared yet."""
         if self.before:
-            self._compare_models()
-
-    def _compare_models(self) -> None:
-        self.before = ""
-        _compare("model", self.context, _describe_model)
+            self.before = ""
+            _compare("model", self.context, _describe_model)
 
     def after_reductions(self) -> None:
         """Compares which parameters have a gradient after the first backward that reduces all.
@@ -98,7 +84,11 @@ class RanksAgree(RootOption):
         if context.running or accumulates or any(guard_of(unit) is not None for unit in units):
             return
         if not any(unit.reduce_unused for unit in units):
-            _compare(_GRADIENTS, context, _describe_gradients)
+            topic = (
+                "gradients of the first backward (where ranks use different parameters: "
+                "set_reduce_scatter_unused_params(True))"
+            )
+            _compare(topic, context, _describe_gradients)
         context.options.remove(self)
 
 
@@ -115,11 +105,8 @@ def _compare(
     """Compares ``describe(parameters, module names)`` over each mesh's ranks; all raise if they differ."""
     if others() is None:
         return
-    names = {  # by id of the ``_parameters`` of each module
-        id(module._parameters): name
-        for top in context.root.modules
-        for name, module in top.named_modules()
-    }
+    modules = [named for top in context.root.modules for named in top.named_modules()]
+    names = {id(module._parameters): name for name, module in modules}
     by_ranks: dict[tuple[int, ...], _UnitParams] = {}
     for unit in context.units:
         for param in params_of([unit]):
@@ -164,10 +151,8 @@ def _name(param: ShardedParam, names: dict[int, str]) -> str:
 
 def _describe(param: ShardedParam) -> str:
     mesh = param.on.mesh
-    axes = " x ".join(
-        f"{name} {size}"
-        for name, size in zip(mesh.mesh_dim_names or "?" * mesh.ndim, mesh.shape, strict=True)
-    )
+    names = mesh.mesh_dim_names or "?" * mesh.ndim
+    axes = " x ".join(f"{name} {n}" for name, n in zip(names, mesh.shape, strict=True))
     trained = "trained" if param.sharded.requires_grad else "frozen"
     placements = ", ".join(map(str, param.spec.placements))
     layout = f"{param.layout.compute}, {param.layout.tp_grad} gradient"

@@ -224,11 +224,8 @@ class HookedReduce(Reducer):
     def _call(self, group: ProcessGroup, unit: str, *tensors: torch.Tensor) -> Any:
         if isinstance(self.state, CommHookState):
             self.state.process_group = group
-        before, issuing.unit = issuing.unit, unit
-        try:
+        with issuing.as_unit(unit):
             work = self.hook(self.state, *tensors)
-        finally:
-            issuing.unit = before
         return work if callable(getattr(work, "wait", None)) else None
 
 
@@ -258,7 +255,7 @@ def check_hook(bucket: Bucket, state: Any, hook: Any) -> None:
             f"register_comm_hook was given {hook!r}; it takes a function of (state, grad, output=None), such "
             "as parallel3d.fsdp.bf16_compress_hook; or None"
         )
-    conflict = None
+    conflict = ""
     if isinstance(bucket.reducer, HookedReduce):
         conflict = (
             f"{label} has a hook already; remove it first with register_comm_hook(None, None)"
@@ -272,7 +269,7 @@ def check_hook(bucket: Bucket, state: Any, hook: Any) -> None:
         conflict = (
             f"{label} has a custom reduce-scatter; call set_custom_reduce_scatter(None) first"
         )
-    if conflict is not None:
+    if conflict:
         raise StateError(f"register_comm_hook: {conflict}")
     check_removal(bucket)
     ready_made = (allreduce_hook, bf16_compress_hook, fp16_compress_hook, reduce_scatter_hook)
@@ -317,10 +314,9 @@ def _check_calls(bucket: Bucket, hook: Callable[..., Any]) -> None:
 
 def _check_groups(bucket: Bucket, state: Any) -> None:
     """Raises Parallel3dError if ``state`` is made for other groups than the bucket reduces over."""
-    if isinstance(state, CommHookState):
-        allowed = state.groups
-    else:  # torch's states have one group for every collective
-        allowed = (state.process_group,) if is_torch_hook_state(state) else ()
+    allowed = state.groups if isinstance(state, CommHookState) else ()
+    if is_torch_hook_state(state):  # which has one group for every collective
+        allowed = (state.process_group,)
     known = [dist.get_process_group_ranks(group) for group in allowed]
     for group in (*bucket.gather_groups, *bucket.replicate_groups) if known else ():
         ranks = dist.get_process_group_ranks(group)
@@ -349,14 +345,9 @@ class CustomReduce(Reducer):
         """Sums one buffer (n * S,) of every rank; this rank receives (S,)."""
         whole = inputs[0]
         output = self.allocate(whole.numel() // group.size(), whole.dtype, whole.device)
+        tensors = {"output_tensor": output, "input_tensor": whole}
         with issuing.as_unit(unit):
-            work = self.comm(
-                output_tensor=output,
-                input_tensor=whole,
-                group=group,
-                op=dist.ReduceOp.SUM,
-                async_op=True,
-            )
+            work = self.comm(**tensors, group=group, op=dist.ReduceOp.SUM, async_op=True)
         return ScatterWork(work, output)
 
     def allocate(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

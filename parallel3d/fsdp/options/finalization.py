@@ -18,8 +18,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from parallel3d._torch.autograd import untraced
 from parallel3d.errors import StateError
-from parallel3d.fsdp.context import RootOption, RunContext, root_options
+from parallel3d.fsdp.context import RunContext, root_options
 from parallel3d.fsdp.members import params_of
+from parallel3d.fsdp.options import ContextOption
 from parallel3d.fsdp.unit import Unit
 
 
@@ -31,7 +32,7 @@ class Progress(Enum):
     REDUCING = auto()  # finalized, and nobody has waited yet
 
 
-class Finalization(RootOption):
+class Finalization(ContextOption):
     """The option of one root whose ``set_manual_backward_finalization`` is True.
 
     Attributes:
@@ -40,17 +41,10 @@ class Finalization(RootOption):
     """
 
     def __init__(self, context: RunContext) -> None:
-        self._context = weakref.ref(context)
+        super().__init__(context)
         self.progress = Progress.COMPLETE
         self.number = 0
         self._dropped = -1
-
-    @property
-    def context(self) -> RunContext:
-        """The context whose backwards are finalized."""
-        context = self._context()
-        assert context is not None
-        return context
 
     def before_forward(self, units: Sequence[Any]) -> Sequence[Any]:
         """Raises StateError if an asynchronous finalization was not waited on."""
@@ -163,11 +157,9 @@ def refuse_unfinalized(params: Iterable[torch.Tensor], what: str) -> None:
         names = {id(param.sharded): param.name for param in params_of(context.units)}
         name = next((names[id(param)] for param in params if id(param) in names), None)
         if name is not None:
-            remedy = (
-                "call finalize_backward() of the outermost unit first"
-                if finalization.progress is Progress.DUE
-                else "wait() first on the handle that finalize_backward(async_op=True) returned"
-            )
+            remedy = "call finalize_backward() of the outermost unit first"
+            if finalization.progress is Progress.REDUCING:
+                remedy = "wait() first on the handle that finalize_backward(async_op=True) returned"
             raise StateError(
                 f"{what}: the gradient of parameter {name} is not in .grad yet, as "
                 f"{context.root.label!r} has set_manual_backward_finalization(True); {remedy}"

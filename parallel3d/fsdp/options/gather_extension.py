@@ -10,9 +10,7 @@ one all-gather; a single input is sent without a copy. Gradients are reduced as 
 from __future__ import annotations
 
 import inspect
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -28,8 +26,9 @@ from parallel3d.errors import MeshError, Parallel3dError
 from parallel3d.fsdp.api import MixedPrecisionPolicy
 from parallel3d.fsdp.bucket import Bucket, Versions, allocate, release
 from parallel3d.fsdp.collectives import all_gather
-from parallel3d.fsdp.context import RootOption, RunContext, root_options
+from parallel3d.fsdp.context import root_options
 from parallel3d.fsdp.gradients import BucketGradients
+from parallel3d.fsdp.options import ContextOption
 from parallel3d.fsdp.param import ShardedParam, count_zero_copy, is_small
 from parallel3d.fsdp.placement import DataAxes, chunk_length, post_forward_mesh
 
@@ -292,12 +291,10 @@ class ExtensionBucket(Bucket):
         self._make_unsharded()
 
     def _make_unsharded(self) -> None:
+        floating = self.compute_dtype.is_floating_point
+        empty = torch.empty(0, dtype=self.compute_dtype, device=self.device)
         self.compute_params = [
-            nn.Parameter(
-                torch.empty(0, dtype=self.compute_dtype, device=self.device),
-                requires_grad=p.requires_grad and self.compute_dtype.is_floating_point,
-            )
-            for p in self.params
+            nn.Parameter(empty.clone(), p.requires_grad and floating) for p in self.params
         ]
         self.gathered = self.unsharded = torch.empty(0, dtype=torch.uint8, device=self.device)
         self.rows: list[torch.Tensor] = []
@@ -322,8 +319,7 @@ class ExtensionBucket(Bucket):
         device = self.storage_device
         local = param.local if initial is None else self._shard_of(param, initial)
         if local.device != device:
-            moved = initial is None
-            local = torch.empty_like(local, device=device) if moved else local.to(device)
+            local = torch.empty_like(local, device=device) if initial is None else local.to(device)
         if self.pin and not local.is_pinned():
             local = local.pin_memory()
         param.place(local)
@@ -389,10 +385,10 @@ class ExtensionBucket(Bucket):
 
     def gather_buffers(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Returns (output, input) of the all-gather, both bytes, as lists of one."""
-        with _without_autograd():
-            inputs = (
-                [self.post_forward_shard] if self.post_forward_shard is not None else self._inputs()
-            )
+        # Not inference mode: what the user's methods make there could not be trained.
+        with torch.inference_mode(False), torch.no_grad():
+            kept = self.post_forward_shard
+            inputs = self._inputs() if kept is None else [kept]
             if self.gather_comm is None or self.shard_group is None:
                 allocate(self.gathered)
                 return [self.gathered], [inputs[0] if len(inputs) == 1 else torch.cat(inputs)]
@@ -455,7 +451,7 @@ class ExtensionBucket(Bucket):
     def copy_out(self) -> None:
         """After the all-gather: copies bytes to the outputs and makes the unsharded parameters of these."""
         gathered, self.custom_gathered = self.custom_gathered, None
-        with _without_autograd():
+        with torch.inference_mode(False), torch.no_grad():
             for extension in self.extensions:
                 extension.allocate()
             if gathered is None and not self.zero_copy:
@@ -467,14 +463,13 @@ class ExtensionBucket(Bucket):
             made = [extension.rebuild() for extension in self.extensions]
         if any(made):
             self.compute_params = [e.compute for e in self.extensions if e.compute is not None]
-            refresh = None if self.on_rebuilt is None else self.on_rebuilt()
-            if refresh is not None:
+            if self.on_rebuilt is not None and (refresh := self.on_rebuilt()) is not None:
                 refresh()
 
     def unshard_without_gather(self) -> None:
         """Unshards without a shard axis, as if gathered from this rank alone."""
         (output,), (part,) = self.gather_buffers()
-        with _without_autograd():
+        with torch.inference_mode(False), torch.no_grad():
             output.copy_(part)
         self.copy_out()
         self.free_gathered()
@@ -502,7 +497,7 @@ class ExtensionBucket(Bucket):
         self.gather_group, self.post_forward_rank = mesh.get_group(1), mesh.get_local_rank(1)
         count = self.num_shards // ranks
         kept = [rows.narrow(0, self.post_forward_rank * count, count) for rows in self.rows]
-        with _without_autograd():
+        with torch.inference_mode(False), torch.no_grad():
             self.post_forward_shard = torch.cat(kept, dim=1).view(-1)
 
     def free_post_forward_shard(self) -> None:
@@ -515,13 +510,6 @@ class _PlainGradients(BucketGradients):
 
     def accept(self, index: int, grad: torch.Tensor, *, sync: bool) -> None:
         super().accept(index, as_plain(grad), sync=sync)
-
-
-@contextmanager
-def _without_autograd() -> Iterator[None]:
-    """The user's methods run in it. Not inference mode: tensors made there could not be trained."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
 
 
 def _shard_mesh(unit: str, axes: DataAxes) -> DeviceMesh:
@@ -556,17 +544,12 @@ _SETTINGS = (
 )
 
 
-class LateExtensions(RootOption):
+class LateExtensions(ContextOption):
     """Moves parameters whose local tensors have extensions to ExtensionBuckets before a root first runs."""
 
-    def __init__(self, context: RunContext) -> None:
-        self._context = weakref.ref(context)
-
     def before_forward(self, units: Sequence[Any]) -> Sequence[Any]:
-        context = self._context()
-        assert context is not None
-        context.options.remove(self)
-        for unit in context.units:
+        self.context.options.remove(self)
+        for unit in self.context.units:
             unit.group.rebuild(_with_late_extensions)
         return units
 
@@ -598,10 +581,9 @@ def _split_bucket(bucket: Bucket) -> list[Bucket]:
     if not others:
         return [new]
     device_type = bucket.axes.mesh.device_type
-    locals_ = [param.local for param in others]
     bucket.params = others
     if bucket.shard_group is not None:
         bucket.zero_copy = count_zero_copy(others, device_type)
     bucket.small_grads = [is_small(param, device_type) for param in others]
-    bucket._take(locals_)
+    bucket._take([param.local for param in others])
     return [bucket, new]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -116,12 +117,8 @@ def set_up_precision(unit: Unit) -> None:
 def kept_in_full(modules: Sequence[nn.Module], policy: MixedPrecisionPolicy) -> set[int]:
     """Returns ids of the unit's modules that are in full precision; ``modules`` were given to fully_shard."""
     classes = policy.full_precision_modules
-    return {
-        id(inner)
-        for module in units_modules(modules)
-        if isinstance(module, classes)
-        for inner in units_modules([module])
-    }
+    full = [module for module in units_modules(modules) if isinstance(module, classes)]
+    return {id(inner) for module in full for inner in units_modules([module])}
 
 
 def cast_around(modules: Sequence[nn.Module], policy: MixedPrecisionPolicy) -> None:
@@ -197,10 +194,9 @@ class _Cast:
 
     def is_of(self, buffer: torch.Tensor) -> bool:
         """Returns whether it is an up-to-date copy of ``buffer``."""
-        version = self.of_version
         return (
-            version is not None
-            and version == _version(buffer)
+            self.of_version is not None
+            and self.of_version == _version(buffer)
             and self.copy.device == buffer.device
             and self.copy.shape == buffer.shape
         )
@@ -221,17 +217,13 @@ class _Cast:
             self.of_version = None  # the buffer was rounded, so the copy may differ from it
 
 
+@dataclass(eq=False, slots=True)
 class _Place:
-    """A name in a module where a copy is registered instead of the buffer.
+    """A name in a module where a copy is registered instead of the buffer."""
 
-    Attributes:
-        units: number of units that have registered it: a module without parameters may be in several.
-    """
-
-    __slots__ = ("buffer", "cast", "units")
-
-    def __init__(self, buffer: torch.Tensor, cast: _Cast) -> None:
-        self.buffer, self.cast, self.units = buffer, cast, 0
+    buffer: torch.Tensor
+    cast: _Cast
+    units: int = 0  # that have registered it: a module without parameters may be in several
 
 
 _casts: WeakIdKeyDictionary = WeakIdKeyDictionary()  # buffer -> dtype -> _Cast

@@ -3,7 +3,7 @@
 This is a mesh with a replicate axis alone. Such units gather and free nothing, so their hooks have nothing to
 do: the root registers the unsharded parameters of all of them when its forward begins and the sharded ones
 when it ends, and does so again around the backward (for what is recomputed there). Their gradients arrive at
-a ``GradientSink``, by one call for several buckets, and are reduced by few calls, see ``CoalescedAllReduce``.
+an ``_Arrival``, by one call for several buckets, and are reduced by few calls, see ``CoalescedAllReduce``.
 
 Which units are replicated units is decided whenever the root's forward begins. A unit that is called by
 itself, or has a setting that asks for more, is run as any other unit.
@@ -14,8 +14,9 @@ from __future__ import annotations
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from itertools import compress, islice, repeat
+from collections.abc import Iterable, Sequence
+from functools import partial
+from itertools import accumulate, count, islice, pairwise, repeat, starmap
 from operator import attrgetter, is_, is_not
 from typing import Any
 
@@ -34,10 +35,11 @@ from parallel3d._util.trace import issuing
 from parallel3d._util.trees import tensors_in
 from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.comm import Comm
-from parallel3d.fsdp.context import RootOption, RunContext, root_options
+from parallel3d.fsdp.context import RunContext, root_options
 from parallel3d.fsdp.gradients import make_gradients
 from parallel3d.fsdp.group import ParamGroup, Retain
 from parallel3d.fsdp.layout import NODE_BYTES, coalesced
+from parallel3d.fsdp.options import ContextOption
 from parallel3d.fsdp.param import OwnSetattr
 from parallel3d.fsdp.reduction import (
     DEFAULT_REDUCER,
@@ -48,8 +50,7 @@ from parallel3d.fsdp.reduction import (
 )
 from parallel3d.fsdp.unit import Unit
 
-# GradientSink: where the gradients of a bucket's parameters arrive together, at one node of autograd's
-# graph.
+# _Arrival: where the gradients of a bucket's parameters arrive together, at one node of autograd's graph.
 #
 # The memory of a replicated unit's parameters is never freed, so the tensors that forward sees can
 # be made once: outputs of one autograd function, each an alias of a parameter. When all gradients
@@ -63,103 +64,69 @@ from parallel3d.fsdp.unit import Unit
 _AT_ONCE = 2**64 - 1
 
 Gradients = tuple[torch.Tensor | None, ...]
-Take = Callable[[list["Arrivals"], Gradients], None]
 
 
 class Arrivals:
-    """The part of a sink that autograd graphs hold, also graphs made before the sink was renewed.
+    """What autograd graphs hold of one bucket, also graphs that were made before another plan.
 
     Attributes:
         bucket: the bucket, weakly.
         unit: its unit, weakly.
         indices: the parameters that require a gradient.
-        joint: the reduction that takes their gradients, weakly, and the bucket's place there. Where it is
-            gone or None, the unit takes them one by one.
+        joint: the reduction that takes their gradients, weakly; where it is gone, the unit takes them one
+            by one.
+        place: the bucket's place in it.
     """
 
-    __slots__ = ("bucket", "indices", "joint", "unit")
+    __slots__ = ("bucket", "indices", "joint", "place", "unit")
 
-    def __init__(self, bucket: Bucket, unit: weakref.ref[Unit]) -> None:
-        self.bucket = weakref.ref(bucket)
-        self.unit = unit
+    def __init__(
+        self, bucket: Bucket, unit: weakref.ref[Unit], joint: CoalescedAllReduce, place: int
+    ) -> None:
+        self.bucket, self.unit = weakref.ref(bucket), unit
+        self.joint, self.place = weakref.ref(joint), place
         self.indices = [i for i, p in enumerate(bucket.compute_params) if p.requires_grad]
-        self.joint: tuple[weakref.ref, int] | None = None
 
 
-class GradientSink:
-    """Where the gradients of one bucket arrive.
-
-    Attributes:
-        arrivals: what the graphs of forwards from now on hold of it.
-        outputs: for every parameter of the bucket, the tensor that forward sees.
-    """
-
-    def __init__(self, bucket: Bucket, unit: weakref.ref[Unit]) -> None:
-        self.arrivals = Arrivals(bucket, unit)
-        self.outputs: list[torch.Tensor] = list(bucket.compute_params)
-
-    def renew(self) -> None:
-        """Detaches it from earlier graphs, whose gradients units then take one by one."""
-        bucket = self.arrivals.bucket()
-        assert bucket is not None
-        self.arrivals = Arrivals(bucket, self.arrivals.unit)
-
-
-def open_sinks(
-    sinks: Sequence[GradientSink], sources: Sequence[Sequence[torch.Tensor]], take: Take
-) -> None:
-    """Makes the outputs of ``sinks``, which share a node and are neighbours in one reduction.
-
-    Args:
-        sources: for each sink the parameters of its bucket.
-        take: called with the gradients of one backward: those of all ``indices`` of all ``sinks``, in order;
-            None for a parameter that has none.
-    """
-    arrivals = [sink.arrivals for sink in sinks]
-    inputs = [each[i] for a, each in zip(arrivals, sources, strict=True) for i in a.indices]
+def make_stand_ins(arrivals: dict[Bucket, Arrivals]) -> None:
+    """Makes the tensors that forward sees of these buckets, which share a node and a reduction."""
+    inputs = [bucket.compute_params[i] for bucket, each in arrivals.items() for i in each.indices]
     # Not within a transform of torch.func, in which the first forward may run: they serve all later forwards.
     with functorch_left(), torch.inference_mode(False), torch.enable_grad():
         anchor = torch.empty((), requires_grad=True)  # outputs want an input that does
-        outputs = _Arrival.apply(anchor, arrivals, inputs, take)
+        outputs = _Arrival.apply(anchor, list(arrivals.values()), inputs)
     set_backward_order(outputs[0].grad_fn, _AT_ONCE)
     made = iter(outputs)
-    for sink in sinks:
-        for index in sink.arrivals.indices:
-            sink.outputs[index] = output = next(made)
+    for bucket, each in arrivals.items():
+        bucket.stand_ins = stand_ins = list[torch.Tensor](bucket.compute_params)
+        for index in each.indices:
+            stand_ins[index] = output = next(made)
             output._is_param = True  # for isinstance(..., nn.Parameter)
-            output.__deepcopy__ = _CopyOf(output)
+            # Weakly, as the output holds it.
+            output.__deepcopy__ = partial(_copy, weakref.ref(output))
 
 
-class _CopyOf:
+def _copy(ref: weakref.ref[torch.Tensor], memo: dict[int, Any]) -> torch.nn.Parameter:
     """Lets ``copy.deepcopy`` copy an output as a Parameter."""
-
-    __slots__ = ("output",)
-
-    def __init__(self, output: torch.Tensor) -> None:
-        self.output = weakref.ref(output)  # which holds this
-
-    def __call__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
-        output = self.output()
-        assert output is not None
-        memo[id(output)] = copy = torch.nn.Parameter(output.detach().clone())
-        return copy
+    output = ref()
+    assert output is not None
+    memo[id(output)] = copy = torch.nn.Parameter(output.detach().clone())
+    return copy
 
 
 class _Arrival(torch.autograd.Function):
     """Returns aliases of ``sources``, each with a version counter of its own."""
 
     @staticmethod
-    def forward(
-        ctx: Any, _: torch.Tensor, sinks: Any, sources: list[torch.Tensor], take: Take
-    ) -> Any:
-        ctx.sinks, ctx.take = sinks, take
+    def forward(ctx: Any, _: torch.Tensor, node: list[Arrivals], sources: list[Any]) -> Any:
+        ctx.node = node
         ctx.set_materialize_grads(False)
         return tuple(source.data for source in sources)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        ctx.take(ctx.sinks, grads)
-        return None, None, None, None
+        _arrive(ctx.node, grads)
+        return None, None, None
 
 
 # CoalescedAllReduce: one all-reduce for several buckets' gradients, where nothing is sharded.
@@ -175,13 +142,12 @@ LARGE = 2**14
 """Elements of a gradient, on average, from which a call for each costs less than a pass over all."""
 
 
-def plan_reductions(buckets: Iterable[Bucket]) -> list[CoalescedAllReduce]:
+def plan_reductions(buckets: Sequence[Bucket]) -> list[CoalescedAllReduce]:
     """Groups ``buckets``, given in the order of their backwards, into reductions.
 
     Only neighbours share a reduction, if they have one dtype, are summed over the same ranks and divided by
     the same number. A bucket that is larger than the limit is reduced alone.
     """
-    buckets = list(buckets)
     kinds = [
         (b.dtype, b.storage_device, [g.group_name for g in b.replicate_groups], b.divisor)
         for b in buckets
@@ -213,37 +179,24 @@ class CoalescedAllReduce:
         self.unit = first.unit
         self.over_replicate = [AllReduce(group) for group in first.replicate_groups]
         self.divisor = first.divisor
-        self.dtype, self.grad_dtype, self.storage_device = (
-            first.dtype,
-            first.grad_dtype,
-            first.storage_device,
-        )
-        sizes = [bucket.numel for bucket in buckets]
-        self.sizes = self.segment_sizes = sizes
-        self.numel = sum(sizes)
+        self.dtype, self.grad_dtype = first.dtype, first.grad_dtype
+        self.storage_device = first.storage_device
+        self.sizes = self.segment_sizes = [bucket.numel for bucket in buckets]
+        self.numel = sum(self.sizes)
         counts = [len(bucket.params) for bucket in buckets]
-        self._ends = [sum(counts[: i + 1]) for i in range(len(counts))]
-        self._starts = [end - count for end, count in zip(self._ends, counts, strict=True)]
-        self._share = self._early_share(sum(counts))
+        self._places = list(starmap(slice, pairwise(accumulate(counts, initial=0))))
+        # What gradients are multiplied by as they are copied, where that saves a pass over the sum: for large
+        # ones, which are copied by a call each, and a power of two, which rounds nothing. Else None.
+        exact = math.frexp(self.divisor)[0] == 0.5 and self.dtype is not torch.float16
+        large = self.numel >= LARGE * sum(counts) and type(self.flat) is torch.Tensor
+        self._share = 1.0 / self.divisor if exact and large and self.divisor != 1 else None
         self.in_flight: Any = None
         self.comm: Comm | None = None
         self.accepts_all = False
         self.forget()
 
-    def _early_share(self, params: int) -> float | None:
-        """Returns what gradients are multiplied by as they are copied, where that saves a pass over the sum:
-        for large ones, which are copied by a call each, and a power of two, which rounds nothing. Else None.
-        """
-        exact = math.frexp(self.divisor)[0] == 0.5 and self.dtype is not torch.float16
-        large = self.numel >= LARGE * params and type(self.flat) is torch.Tensor
-        return 1.0 / self.divisor if exact and large and self.divisor != 1 else None
-
-    def begin(self, comm: Comm, *, accepts_all: bool) -> None:
-        """Called when a backward of the root begins."""
-        self.comm, self.accepts_all = comm, accepts_all
-
     def end(self) -> None:
-        """Called when it has ended."""
+        """Called when the root's backward has ended."""
         self.comm, self.accepts_all = None, False
         self.forget()
 
@@ -271,7 +224,7 @@ class CoalescedAllReduce:
             bucket.grads.in_flight = None
 
     def share_nodes(self) -> list[list[Bucket]]:
-        """Groups the buckets that share a node of the graph; see ``GradientSink``."""
+        """Groups the buckets that share a node of the graph; see ``_Arrival``."""
         sizes = [bucket.flat.nbytes for bucket in self.buckets]
         nodes = coalesced(sizes, first=NODE_BYTES, most=NODE_BYTES)
         return [[self.buckets[i] for i in node] for node in nodes]
@@ -288,10 +241,9 @@ class CoalescedAllReduce:
             return False
         if self.arrived is None:
             self._begin()
-        start, end = self._starts[place], self._ends[place]
-        parts = self._parts[start:end]
-        if len(indices) < end - start:
-            for index in set(range(end - start)).difference(indices):
+        parts = self._parts[self._places[place]]
+        if len(indices) < len(parts):
+            for index in set(range(len(parts))).difference(indices):
                 parts[index].zero_()
             parts = [parts[index] for index in indices]
         self._targets += parts
@@ -308,11 +260,10 @@ class CoalescedAllReduce:
                 of ``grads`` is None, nothing is taken.
         """
         until = since + len(indices)
-        start, end = self._starts[since], self._ends[until - 1]
-        used = self.used[since:until]
+        start, end = self._places[since].start, self._places[until - 1].stop
         if len(grads) < end - start or any(map(is_, grads, repeat(None))):
             return False
-        if any(each is not None for each in used):
+        if any(each is not None for each in self.used[since:until]):
             return False
         if self.arrived is None:
             self._begin()
@@ -335,29 +286,8 @@ class CoalescedAllReduce:
 
     def _begin(self) -> None:
         self.arrived = torch.empty(self.numel, dtype=self.dtype, device=self.storage_device)
-        self._parts = self.local_parts(self.arrived)
-
-    def slices(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Returns each bucket's slice of ``flat``, (S,)."""
-        return flat.split(self.sizes)
-
-    def local_parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Returns each parameter's view of ``flat``, (S,)."""
-        return [
-            part
-            for bucket, piece in zip(self.buckets, self.slices(flat), strict=True)
-            for part in bucket.local_parts(piece)
-        ]
-
-    def gradients(self, flat: torch.Tensor, parts: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns what becomes ``.grad`` of the parameters."""
-        return [
-            grad
-            for bucket, piece, start, end in zip(
-                self.buckets, self.slices(flat), self._starts, self._ends, strict=True
-            )
-            for grad in make_gradients(bucket, piece, parts[start:end])
-        ]
+        pairs = zip(self.buckets, self.arrived.split(self.sizes), strict=True)
+        self._parts = [part for bucket, piece in pairs for part in bucket.local_parts(piece)]
 
     # -- reduction ---------------------------------------------------------------------------------
 
@@ -398,7 +328,7 @@ class CoalescedAllReduce:
 
     def _span(self, flat: torch.Tensor) -> torch.Tensor:
         there = [place for place, used in enumerate(self.used) if used is not None]
-        pieces = self.slices(flat)
+        pieces = flat.split(self.sizes)
         for place in range(there[0], there[-1]):
             if self.used[place] is None:
                 pieces[place].zero_()
@@ -408,38 +338,31 @@ class CoalescedAllReduce:
     def finish(self, job: Reduction) -> None:
         """Puts the result into ``.grad``, adding to what is there."""
         job.take()
-        flat, parts = self.arrived, self._parts
+        flat, parts, used, launched = self.arrived, self._parts, self.used, self.launched
         assert flat is not None
-        grads = self.gradients(flat, parts)
-        used = self.used
-        launched = self.launched
+        each = zip(self.buckets, flat.split(self.sizes), self._places, strict=True)
+        grads = [grad for b, piece, here in each for grad in make_gradients(b, piece, parts[here])]
         self.forget()
         self.launched = launched  # what comes now is of another reduction
         self.used = [[]] * len(self.buckets)
-        if self._put_all(used, grads):
-            self._run_hooks(used)
-        else:
+        if not self._put_all(used, grads):
             self._put_pieces(used, flat, parts, grads)
+        elif any(map(has_gradient_hooks, self._sharded())):
+            for bucket, indices in zip(self.buckets, used, strict=True):
+                bucket.grads.run_hooks(indices or [])
 
     def _put_all(self, used: list[list[int] | None], grads: list[torch.Tensor]) -> bool:
         """Sets ``.grad`` of all parameters, if all get one, none has one, and none was frozen since. Returns
         whether it did."""
-        count = sum(map(len, filter(None, used)))
         params = self._sharded()
-        if count < len(params):
+        if sum(map(len, filter(None, used))) < len(params):
             return False
         with torch_function_off():
-            if any(map(is_not, map(_GRAD, params), repeat(None))):
-                return False
-            if not all(map(_REQUIRES_GRAD, params)):
+            has_grads = any(map(is_not, map(_GRAD, params), repeat(None)))
+            if has_grads or not all(map(_REQUIRES_GRAD, params)):
                 return False
             deque(map(setattr, params, repeat("grad"), grads), maxlen=0)
         return True
-
-    def _run_hooks(self, used: list[list[int] | None]) -> None:
-        if any(map(has_gradient_hooks, self._sharded())):
-            for bucket, indices in zip(self.buckets, used, strict=True):
-                bucket.grads.run_hooks(indices or [])
 
     def _put_pieces(
         self,
@@ -449,13 +372,13 @@ class CoalescedAllReduce:
         grads: list[torch.Tensor],
     ) -> None:
         """Sets ``.grad``, or adds to it, bucket by bucket."""
-        pieces = self.slices(flat)
+        pieces = flat.split(self.sizes)
         for place, indices in enumerate(used):
             if indices is not None:
-                start, end = self._starts[place], self._ends[place]
-                gradients, params = self.buckets[place].grads, self.buckets[place].params
+                here, params = self._places[place], self.buckets[place].params
+                gradients = self.buckets[place].grads
                 indices = [i for i in indices if params[i].sharded.requires_grad]
-                gradients.put_gradients(pieces[place], parts[start:end], grads[start:end], indices)
+                gradients.put_gradients(pieces[place], parts[here], grads[here], indices)
                 gradients.run_hooks(indices)
 
     def _sharded(self) -> list[torch.nn.Parameter]:
@@ -485,7 +408,7 @@ def is_replicated(unit: Unit) -> bool:
 
 def _is_plain(bucket: Bucket) -> bool:
     return (
-        (bucket.stand_ins is not None or _can_have_sink(bucket))
+        (bucket.stand_ins is not None or _can_stand_in(bucket))
         and not bucket.reducer.averages
         and not bucket.on_result
         and not bucket.reduce_unused
@@ -494,7 +417,7 @@ def _is_plain(bucket: Bucket) -> bool:
     )
 
 
-def _can_have_sink(bucket: Bucket) -> bool:
+def _can_stand_in(bucket: Bucket) -> bool:
     dtypes = {bucket.dtype, bucket.compute_dtype, bucket.reduce_dtype, bucket.grad_dtype}
     return (
         type(bucket) is Bucket
@@ -512,12 +435,7 @@ def _can_have_sink(bucket: Bucket) -> bool:
     )
 
 
-def replicated_units(context: RunContext) -> ReplicatedUnits | None:
-    """Returns the option that runs the replicated units of a root; None if none of its units can be one."""
-    return next((each for each in context.options if isinstance(each, ReplicatedUnits)), None)
-
-
-class ReplicatedUnits(RootOption):
+class ReplicatedUnits(ContextOption):
     """Runs the replicated units of one root.
 
     Attributes:
@@ -529,20 +447,12 @@ class ReplicatedUnits(RootOption):
     """
 
     def __init__(self, context: RunContext) -> None:
-        self._context = weakref.ref(context)
+        super().__init__(context)
         self.units: list[weakref.ref[Unit]] = []
         self.registers = False
         self.joints: list[CoalescedAllReduce] = []
         self.changed: list[ParamGroup] = []
-        self._sinks: dict[Bucket, GradientSink] = {}
-        self._planned: list[tuple[GradientSink, float | None]] = []
-
-    @property
-    def context(self) -> RunContext:
-        """The root's."""
-        context = self._context()
-        assert context is not None
-        return context
+        self._planned: list[tuple[Bucket, float | None]] | None = None
 
     def _alive(self) -> list[Unit]:
         return [unit for ref in self.units if (unit := ref()) is not None]
@@ -557,13 +467,14 @@ class ReplicatedUnits(RootOption):
             (mine if self._prepare(unit) else others).append(unit)
         self.units = [unit.ref for unit in mine]
         planned = [
-            (self._sinks[bucket], bucket.divide_factor)
+            (bucket, bucket.divide_factor)
             for unit in reversed(mine)
             for bucket in reversed(unit.group.buckets)
-            if self._sinks[bucket].arrivals.indices
+            if any(map(_REQUIRES_GRAD, bucket.compute_params))
         ]
         if planned != self._planned:
-            self._plan(planned, mine)
+            self._plan([bucket for bucket, _ in planned], mine)
+            self._planned = planned
         return others
 
     def begin_forward(self) -> None:
@@ -577,16 +488,11 @@ class ReplicatedUnits(RootOption):
 
     def end_forward(self, units: Sequence[Unit], *, backward_to_come: bool) -> Sequence[Unit]:
         """Registers the sharded parameters again."""
-        mine = self._alive()
+        mine = set(self._alive())
         self._unregister(mine)
-        ids = set(map(id, mine))
-        return [unit for unit in units if id(unit) not in ids]
+        return [unit for unit in units if unit not in mine]
 
     def leave(self, unit: Unit) -> None:
-        """See ``RootOption``."""
-        self._release(unit)
-
-    def _release(self, unit: Unit) -> None:
         if unit.registrar is self:
             unit.registrar = None
             unit.group.register_sharded()
@@ -597,7 +503,7 @@ class ReplicatedUnits(RootOption):
         if unit.context is not context:  # also inside another root, which has run since
             return False
         if not is_replicated(unit):
-            self._release(unit)
+            self.leave(unit)
             return False
         group.register_sharded()
         if not group.is_sharded:  # held since an evaluation, say
@@ -608,28 +514,21 @@ class ReplicatedUnits(RootOption):
         group.count_trainable()
         unit.registrar = self
         if not group.stands_in:
-            sinks = [GradientSink(bucket, unit.ref) for bucket in group.buckets]
-            self._sinks.update(zip(group.buckets, sinks, strict=True))
-            group.use_stand_ins([sink.outputs for sink in sinks])
+            group.use_stand_ins([bucket.compute_params for bucket in group.buckets])
+            self._planned = None
             for bucket in group.buckets:
                 bucket.versions.note_weights()
                 bucket.versions.set_unsharded()
         return True
 
-    def _plan(self, planned: list[tuple[GradientSink, float | None]], units: list[Unit]) -> None:
-        self._planned = planned
-        used = {bucket for unit in units for bucket in unit.group.buckets}
-        self._sinks = {bucket: sink for bucket, sink in self._sinks.items() if bucket in used}
-        for sink, _ in planned:
-            sink.renew()
-        by_bucket = {sink.arrivals.bucket(): sink for sink, _ in planned}
-        self.joints = plan_reductions(bucket for bucket in by_bucket if bucket is not None)
+    def _plan(self, buckets: list[Bucket], units: list[Unit]) -> None:
+        """Makes reductions and stand-ins anew; of graphs from before, units take gradients one by one."""
+        ref_of = {bucket: unit.ref for unit in units for bucket in unit.group.buckets}
+        self.joints = plan_reductions(buckets)
         for joint in self.joints:
-            for place, bucket in enumerate(joint.buckets):
-                by_bucket[bucket].arrivals.joint = weakref.ref(joint), place
+            places = count()
             for node in joint.share_nodes():
-                sources = [bucket.compute_params for bucket in node]
-                open_sinks([by_bucket[bucket] for bucket in node], sources, _arrive)
+                make_stand_ins({b: Arrivals(b, ref_of[b], joint, next(places)) for b in node})
         for unit in units:
             unit.group.list_module_infos()
             for bucket in unit.group.buckets:
@@ -649,7 +548,6 @@ class ReplicatedUnits(RootOption):
     # -- what units ask, see ``Registrar`` -----------------------------------------------------------------
 
     def has_registered(self, unit: Unit) -> bool:
-        """See ``Registrar``."""
         group = unit.group
         return (
             self.registers
@@ -660,7 +558,6 @@ class ReplicatedUnits(RootOption):
         )
 
     def before_unit(self, unit: Unit) -> None:
-        """See ``Registrar``."""
         if self.changed and unit.group in self.changed:
             raise unit.weights_changed()
 
@@ -675,7 +572,7 @@ class ReplicatedUnits(RootOption):
         for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_in(output):
             # A parameter that is passed on outlives the graph.
             if tensor.requires_grad and not (tensor.is_leaf or getattr(tensor, "_is_param", False)):
-                tensor.register_hook(_BeginBackward(unit))
+                tensor.register_hook(partial(_begin_backward, unit))
 
     # -- backward ------------------------------------------------------------------------------------
 
@@ -686,7 +583,7 @@ class ReplicatedUnits(RootOption):
             bucket.divisor == joint.divisor for joint in self.joints for bucket in joint.buckets
         )
         for joint in self.joints:
-            joint.begin(context.comm, accepts_all=same)
+            joint.comm, joint.accepts_all = context.comm, same
         self.changed = [unit.group for unit in units if unit.group.note_changes()]
         if not self.registers:
             self._register(units)
@@ -697,7 +594,6 @@ class ReplicatedUnits(RootOption):
             joint.launch()
 
     def end_backward(self, *, keep: bool) -> None:
-        """See ``RootOption``."""
         for joint in self.joints:
             joint.end()
         self.changed = []
@@ -706,29 +602,20 @@ class ReplicatedUnits(RootOption):
 
 
 def _of_context(context: RunContext) -> ReplicatedUnits | None:
-    some = any(
-        unit.group.buckets and all(map(_can_have_sink, unit.group.buckets))
-        for unit in context.units
-    )
+    by_unit = (unit.group.buckets for unit in context.units)
+    some = any(buckets and all(map(_can_stand_in, buckets)) for buckets in by_unit)
     return ReplicatedUnits(context) if some else None
 
 
 root_options.append(_of_context)
 
 
-class _BeginBackward:
+@untraced
+def _begin_backward(unit: Unit, _: torch.Tensor) -> None:
     """Hook on outputs, whose first gradient begins the backward. Graphs hold it, and it holds the unit."""
-
-    __slots__ = ("unit",)
-
-    def __init__(self, unit: Unit) -> None:
-        self.unit = unit
-
-    @untraced
-    def __call__(self, _: torch.Tensor) -> None:
-        assert self.unit.context is not None
-        self.unit.context.enter_backward()
-        issuing.unit = self.unit.label
+    assert unit.context is not None
+    unit.context.enter_backward()
+    issuing.unit = unit.label
 
 
 @untraced
@@ -738,17 +625,12 @@ def _arrive(node: list[Arrivals], grads: Gradients) -> None:
     context = None if unit is None else unit.context
     if context is not None and not torch.is_grad_enabled():
         context.enter_backward()
-        place = node[0].joint
-        joint = None if place is None else place[0]()
-        if joint is not None and joint.accepts_all and place is not None:
+        joint = node[0].joint()
+        if joint is not None and joint.accepts_all:
             indices = [arrivals.indices for arrivals in node]
-            if joint.accept_all(place[1], indices, grads):
+            if joint.accept_all(node[0].place, indices, grads):
                 joint.pack()
                 return
-    _arrive_one_by_one(node, grads)
-
-
-def _arrive_one_by_one(node: list[Arrivals], grads: Gradients) -> None:
     given = iter(grads)
     taken = [_take(arrivals, list(islice(given, len(arrivals.indices)))) for arrivals in node]
     for joint in dict.fromkeys(filter(None, taken)):
@@ -760,22 +642,17 @@ def _take(arrivals: Arrivals, grads: list[torch.Tensor | None]) -> CoalescedAllR
     unit, bucket = arrivals.unit(), arrivals.bucket()
     if unit is None or bucket is None or unit.context is None:
         return None
-    params, indices = bucket.params, arrivals.indices
+    params = bucket.params
     unit.context.enter_backward()
-    wanted = [
-        grad is not None and params[index].sharded.requires_grad
-        for index, grad in zip(indices, grads, strict=True)
-    ]
-    if not all(wanted):
-        indices = list(compress(indices, wanted))
-        grads = list(compress(grads, wanted))
-        if not indices:
-            return None
-    given = [grad for grad in grads if grad is not None]
-    if arrivals.joint is not None and not torch.is_grad_enabled() and is_replicated(unit):
-        joint, place = arrivals.joint[0](), arrivals.joint[1]
-        fits = joint is not None and joint.comm is not None and joint.divisor == bucket.divisor
-        if joint is not None and fits and joint.accept(place, indices, given):
+    pairs = zip(arrivals.indices, grads, strict=True)
+    taken = {i: g for i, g in pairs if g is not None and params[i].sharded.requires_grad}
+    if not taken:
+        return None
+    indices, given = list(taken), list(taken.values())
+    joint = arrivals.joint()
+    if joint is not None and not torch.is_grad_enabled() and is_replicated(unit):
+        fits = joint.comm is not None and joint.divisor == bucket.divisor
+        if fits and joint.accept(arrivals.place, indices, given):
             return joint
     for index, grad in zip(indices, given, strict=True):
         unit.take_gradient(bucket, index, grad)

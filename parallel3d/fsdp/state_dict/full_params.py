@@ -112,7 +112,7 @@ def _refusal(tensors: Mapping[str, Any]) -> str | None:
     return None
 
 
-def to_send(value: Any, *, later: bool) -> Any:
+def to_send(value: Any, later: bool) -> Any:
     """Returns ``value`` on the CPU; if sent ``later``, a tensor like it in the memory of one element."""
     if not isinstance(value, torch.Tensor):
         return value
@@ -370,12 +370,8 @@ def params_by_bucket(unit: Unit, module: nn.Module | None = None) -> ByBucket:
     if module is None or len(unit.modules) == 1:
         return [(bucket, list(bucket.params)) for bucket in unit.group.buckets]
     inside = {id(m._parameters) for m in module.modules()}
-    result: ByBucket = []
-    for bucket in unit.group.buckets:
-        params = [param for param in bucket.params if inside & places_of(param)]
-        if params:
-            result.append((bucket, params))
-    return result
+    chosen = [(b, [p for p in b.params if inside & places_of(p)]) for b in unit.group.buckets]
+    return [(bucket, params) for bucket, params in chosen if params]
 
 
 def places_of(param: ShardedParam) -> set[int]:

@@ -60,8 +60,8 @@ if TYPE_CHECKING:
 
 _FULL, _LOCAL = StateDictType.FULL_STATE_DICT, StateDictType.LOCAL_STATE_DICT
 _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
-    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
-    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
+    _FULL: (FullStateDictConfig, FullOptimStateDictConfig),
+    _LOCAL: (LocalStateDictConfig, LocalOptimStateDictConfig),
     StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
 }
 
@@ -148,10 +148,7 @@ def state_dict_type(
 
 @contextmanager
 def form_set(
-    units: Iterable[Unit],
-    settings: StateDictSettings | None,
-    *,
-    broadcast: Sequence[DeviceMesh] = (),
+    units: Iterable[Unit], settings: StateDictSettings | None, broadcast: Sequence[DeviceMesh] = ()
 ) -> Iterator[None]:
     """Sets ``settings`` on ``units`` in the body; None: the default."""
     before = [(unit, unit.form) for unit in units]
@@ -169,7 +166,6 @@ def with_options(
     type: StateDictType | None,
     offload_to_cpu: bool | None = None,
     rank0_only: bool | None = None,
-    *,
     config_name: str = "state_dict_config",
 ) -> StateDictSettings:
     """Returns the settings of ``model`` with those arguments that are not None instead.
@@ -186,13 +182,14 @@ def with_options(
     if offload_to_cpu is not None:
         config.offload_to_cpu = as_bool("offload_to_cpu", offload_to_cpu)
     if rank0_only is not None:
-        if as_bool("rank0_only", rank0_only) and not hasattr(config, "rank0_only"):
+        wanted = as_bool("rank0_only", rank0_only)
+        if hasattr(config, "rank0_only"):
+            config.rank0_only = wanted
+        elif wanted:
             raise Parallel3dError(
                 f"rank0_only=True with {settings.state_dict_type.name}: each rank has shards that no other "
                 "has; give type=StateDictType.FULL_STATE_DICT"
             )
-        if hasattr(config, "rank0_only"):
-            config.rank0_only = rank0_only
     return settings
 
 
@@ -205,11 +202,8 @@ def _settings(
         names = ", ".join(f"StateDictType.{known.name}" for known in StateDictType)
         raise Parallel3dError(f"type is {type!r}; it must be one of {names}")
     model_class, optim_class = _CONFIGS[type]
-    value: Any
-    for name, value, wanted in (
-        ("config", config, model_class),
-        ("optim_config", optim_config, optim_class),
-    ):
+    given: dict[str, Any] = {"config": config, "optim_config": optim_config}
+    for (name, value), wanted in zip(given.items(), _CONFIGS[type], strict=True):
         if value is not None and value.__class__ is not wanted:
             raise Parallel3dError(
                 f"{name} is {value!r}; for {type.name} it must be a {wanted.__name__}, or None"
@@ -225,12 +219,8 @@ def _set_form(unit: Unit, form: Form | None) -> None:
     if form is None:
         return
     places: set[int] = set().union(*map(places_of, params_of([unit])))
-    modules = {module for root in unit.modules for module in root.modules()}
-    form.handles = [
-        module.register_load_state_dict_pre_hook(_adapt_values)
-        for module in modules
-        if id(module._parameters) in places
-    ]
+    inside = {m for root in unit.modules for m in root.modules() if id(m._parameters) in places}
+    form.handles = [m.register_load_state_dict_pre_hook(_adapt_values) for m in inside]
 
 
 # Loading: values are adapted in a hook that runs just before a module takes its own entries. Renaming hooks
@@ -365,26 +355,18 @@ def load_model_state_dict(
         RuntimeError: keys or shapes don't fit, as from ``load_state_dict``.
     """
     settings = with_options(model, type)
-    as_bool("broadcast_from_rank0", broadcast_from_rank0)
-    check_mapping(state_dict)
-    units = list(units_of(model, True))
-    meshes = meshes_of(units) if broadcast_from_rank0 else []
-    if broadcast_from_rank0:
-        check_broadcast(settings)
+    meshes = broadcast_meshes(model, state_dict, settings, broadcast_from_rank0)
     if meshes:
         by_key = parameters_by_key(model)
         # Values of units' parameters are sent one by one.
         later = {k for k, p in by_key.items() if isinstance(p, DTensor) and owner_of(p) is not None}
         given = state_dict
         state_dict = state_dict_from_first(
-            meshes,
-            given,
-            given,
-            lambda: {k: to_send(v, later=k in later) for k, v in given.items()},
+            meshes, given, given, lambda: {k: to_send(v, k in later) for k, v in given.items()}
         )
     if settings.state_dict_type is _FULL:
         state_dict = _with_dtensors(model, state_dict)
-    with form_set(units, settings, broadcast=meshes):
+    with form_set(units_of(model, True), settings, meshes):
         return model.load_state_dict(state_dict, strict=strict, assign=assign)
 
 
@@ -400,32 +382,30 @@ def _with_dtensors(model: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[s
         return state_dict
     result = dict(state_dict)
     for key, param in parameters_by_key(model).items():
-        value = result.get(key)
-        if not isinstance(param, DTensor) or owner_of(param) is not None:
-            continue
-        if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
-            continue
-        if value.shape == param.shape:
+        value: Any = result.get(key)
+        plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+        of_no_unit = isinstance(param, DTensor) and owner_of(param) is None
+        if plain and of_no_unit and value.shape == param.shape:
             result[key] = chunk(value.to(param.device), param.device_mesh, param.placements)
     return result
 
 
-def check_mapping(state_dict: object) -> None:
-    """Raises Parallel3dError unless ``state_dict`` is a mapping."""
+def broadcast_meshes(
+    model: nn.Module, state_dict: object, settings: StateDictSettings, broadcast_from_rank0: bool
+) -> list[DeviceMesh]:
+    """Checks what a loader was given; returns the meshes to broadcast over from their first rank, if any."""
+    broadcast = as_bool("broadcast_from_rank0", broadcast_from_rank0)
     if not isinstance(state_dict, Mapping):
         raise Parallel3dError(
             f"state_dict is {type(state_dict).__name__}; it must be a dict, {{}} on ranks that get it from "
             "the first (broadcast_from_rank0=True)"
         )
-
-
-def check_broadcast(settings: StateDictSettings) -> None:
-    """Raises Parallel3dError unless state dicts are full, so that the first rank's values are for all."""
-    if settings.state_dict_type is not _FULL:
+    if broadcast and settings.state_dict_type is not _FULL:
         raise Parallel3dError(
             f"broadcast_from_rank0=True with {settings.state_dict_type.name}: the first rank has only its "
             "own shards; give type=StateDictType.FULL_STATE_DICT"
         )
+    return meshes_of(units_of(model, True)) if broadcast else []
 
 
 def state_dict_as_set(
@@ -438,21 +418,17 @@ def state_dict_as_set(
     unit = get_unit(module)
     assert unit.form is not None
     settings = unit.form.settings
-    before = set(destination or ())
+    before, keep = set(destination or ()), True
     kind = settings.state_dict_type
     if kind is StateDictType.SHARDED_STATE_DICT or unit.group.is_in_other_form:
-        return _apply_config(save(), before, settings, keep=True)
+        return _apply_config(save(), before, settings, keep=keep)
     check_at_rest(unit, "state_dict")
     to_rest(unit)
     chosen = params_by_bucket(unit, module)
-    keep = True
     if kind is _LOCAL:
         with torch.inference_mode(False):
-            others = {
-                param: nn.Parameter(as_plain(param.local), param.sharded.requires_grad)
-                for _, params in chosen
-                for param in params
-            }
+            own = [param for _, params in chosen for param in params]
+            others = {p: nn.Parameter(as_plain(p.local), p.sharded.requires_grad) for p in own}
     else:
         config: Any = settings.state_dict_config
         keep = not config.rank0_only or is_first(meshes_of([unit]))

@@ -7,6 +7,7 @@ the same on every rank and stay as they are.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,6 @@ from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor
 
 from parallel3d._torch.dtensor import get_local_tensor
-from parallel3d._util.arguments import as_bool
 from parallel3d.errors import Parallel3dError
 from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.members import units_of
@@ -33,8 +33,7 @@ from parallel3d.fsdp.state_dict.full_params import (
     to_send,
 )
 from parallel3d.fsdp.state_dict.model_state_dict import (
-    check_broadcast,
-    check_mapping,
+    broadcast_meshes,
     in_sharded_form,
     parameters_by_key,
     with_options,
@@ -78,9 +77,7 @@ def optim_state_dict(
         StateError: a forward, backward or ``full_params`` is running.
         AgreementError: for FULL: ranks have state of different parameters.
     """
-    settings = with_options(
-        model, type, offload_to_cpu, rank0_only, config_name="optim_state_dict_config"
-    )
+    settings = with_options(model, type, offload_to_cpu, rank0_only, "optim_state_dict_config")
     check_optimizer(optim)
     kind, config = settings.state_dict_type, settings.optim_state_dict_config
     units = list(units_of(model, True))
@@ -88,8 +85,7 @@ def optim_state_dict(
         check_at_rest(unit, "optim_state_dict")
     named = named_params(model, optim)
     raw = optim.state_dict()
-    names = [name for name, _ in named]
-    name_of = dict(zip(state_keys(raw), names, strict=True))
+    name_of = {key: name for key, (name, _) in zip(state_keys(raw), named, strict=True)}
     states: States = {name_of.get(key, key): dict(state) for key, state in raw["state"].items()}
     keep = not getattr(config, "rank0_only", False) or is_first(meshes_of(units))
     if kind is _FULL:
@@ -102,11 +98,7 @@ def optim_state_dict(
         _map_tensors(states, lambda t: get_local_tensor(t) if isinstance(t, DTensor) else t)
     if config.offload_to_cpu:
         _map_tensors(states, lambda t: t.cpu())
-    remaining = iter(names)
-    groups = [
-        {**group, "params": [next(remaining) for _ in group["params"]]}
-        for group in raw["param_groups"]
-    ]
+    groups = [{**g, "params": [name_of[key] for key in g["params"]]} for g in raw["param_groups"]]
     return {"state": states, "param_groups": groups}
 
 
@@ -165,38 +157,23 @@ def _gather_states(
 
     names = {id(param): name for name, param in params.items()}
     for bucket in buckets:
-        by_param = {p: states.get(names.get(id(p.sharded), ""), {}) for p in bucket.params}
         # By key and dtype, in the same order on all ranks: one all-gather for each.
-        gathers = {
-            (key, value.dtype): None
-            for param, state in by_param.items()
-            for key, value in state.items()
-            if _is_sharded_as(param, value)
-        }
-        for key, dtype in gathers:
-            _gather_key(bucket, by_param, key, dtype, full)
+        gathers: defaultdict[Any, list[tuple[ShardedParam, dict[str, Any]]]] = defaultdict(list)
+        for param in bucket.params:
+            state = states.get(names.get(id(param.sharded), ""), {})
+            for key, value in state.items():
+                if _is_sharded_as(param, value):
+                    gathers[key, value.dtype].append((param, state))
+        for (key, _), members in gathers.items():
+            locals_ = [get_local_tensor(state[key]) for _, state in members]
+            tensors = full_tensors(bucket, [param for param, _ in members], locals_)
+            for (_, state), tensor in zip(members, tensors, strict=True):
+                state[key] = full(tensor)
+            del locals_, tensors, tensor  # before the next gather
     for state in states.values():  # tensors sharded otherwise than their parameters
         for key, value in state.items():
             if isinstance(value, DTensor):
                 state[key] = full(value.full_tensor())
-
-
-def _gather_key(
-    bucket: Bucket,
-    by_param: dict[ShardedParam, dict[str, Any]],
-    key: str,
-    dtype: torch.dtype,
-    full: Callable[[torch.Tensor], torch.Tensor | None],
-) -> None:
-    """Gathers ``key`` of the bucket's parameters; a function, so that no local variable keeps a tensor."""
-    params = [
-        param
-        for param, state in by_param.items()
-        if _is_sharded_as(param, state.get(key)) and state[key].dtype == dtype
-    ]
-    locals_ = [get_local_tensor(by_param[param][key]) for param in params]
-    for param, tensor in zip(params, full_tensors(bucket, params, locals_), strict=True):
-        by_param[param][key] = full(tensor)
 
 
 def _is_sharded_as(param: ShardedParam, value: Any) -> bool:
@@ -247,12 +224,9 @@ def load_optim_state_dict(
             unchanged.
     """
     settings = with_options(model, type)
-    as_bool("broadcast_from_rank0", broadcast_from_rank0)
     check_optimizer(optim)
-    check_mapping(state_dict)
-    meshes = meshes_of(units_of(model, True)) if broadcast_from_rank0 else []
-    if broadcast_from_rank0:
-        check_broadcast(settings)
+    meshes = broadcast_meshes(model, state_dict, settings, broadcast_from_rank0)
+    if meshes:
         state_dict = _from_first(state_dict, meshes)
     if not {"state", "param_groups"} <= set(state_dict):
         raise Parallel3dError(
@@ -261,26 +235,21 @@ def load_optim_state_dict(
         )
     named = named_params(model, optim)
     _check_names(state_dict, named)
-    raw = optim.state_dict()
+    raw, kind = optim.state_dict(), settings.state_dict_type
     states: States = {}
     for index, (name, param) in zip(state_keys(raw), named, strict=True):
-        saved = state_dict["state"].get(name)
+        saved, present = state_dict["state"].get(name), raw["state"].get(index, {})
         if saved is None:
             continue
-        present = raw["state"].get(index, {})
         states[index] = {}
         for key, value in saved.items():
             if meshes and isinstance(value, torch.Tensor) and value.ndim:
                 value = tensor_from_first(value, meshes)
-            states[index][key] = _as_present(
-                key, name, value, param, present.get(key), settings.state_dict_type
-            )
-    for name, saved in state_dict["state"].items():
-        if not isinstance(name, str):
-            states[name] = saved  # an entry of the user's
-    optim.load_state_dict(
-        {"state": states, "param_groups": _groups(raw["param_groups"], state_dict, named)}
-    )
+            states[index][key] = _as_present(key, name, value, param, present.get(key), kind)
+    # Other entries are the user's.
+    states |= {key: v for key, v in state_dict["state"].items() if not isinstance(key, str)}
+    groups = _groups(raw["param_groups"], state_dict, named)
+    optim.load_state_dict({"state": states, "param_groups": groups})
 
 
 def _check_names(state_dict: Mapping[str, Any], named: list[tuple[str, nn.Parameter]]) -> None:
@@ -305,10 +274,10 @@ def _groups(
 ) -> list[dict[str, Any]]:
     """Returns the optimizer's groups with their saved options."""
     saved = {name: group for group in state_dict["param_groups"] for name in group["params"]}
-    names = iter(name for name, _ in named)
+    names = iter(named)
     result = []
     for group in raw:
-        own_names = [next(names) for _ in group["params"]]
+        own_names = [next(names)[0] for _ in group["params"]]
         options = saved[own_names[0]] if own_names else group
         own = {key: group[key] for key in ("params", "param_names") if key in group}
         result.append({**options, **own})
@@ -317,14 +286,12 @@ def _groups(
 
 def _from_first(state_dict: Mapping[str, Any], meshes: list[DeviceMesh]) -> Mapping[str, Any]:
     """Returns the first rank's state dict, on other ranks with placeholders of all but scalar tensors."""
-    if not meshes:
-        return state_dict
     states = state_dict.get("state", {})
     values = {f"{key} of {name}": v for name, state in states.items() for key, v in state.items()}
 
     def strip() -> dict[str, Any]:
         sent = {
-            name: {k: to_send(v, later=getattr(v, "ndim", 0) > 0) for k, v in state.items()}
+            name: {k: to_send(v, getattr(v, "ndim", 0) > 0) for k, v in state.items()}
             for name, state in states.items()
         }
         return {**state_dict, "state": sent}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import chain, product
 from math import prod
 
 import torch
@@ -293,10 +293,8 @@ def _positions(own: DeviceMesh, mesh: DeviceMesh) -> list[int]:
     if own == mesh:
         return list(range(mesh.ndim))
     names, known = own.mesh_dim_names or (), mesh.mesh_dim_names or ()
-    fits = all(
-        name in known and mesh.size(known.index(name)) == own.size(i)
-        for i, name in enumerate(names)
-    )
+    sizes = dict(zip(known, mesh.shape, strict=False))
+    fits = all(sizes.get(name) == own.size(i) for i, name in enumerate(names))
     positions = [known.index(name) for name in names] if fits else []
     if not names or not fits or root_mesh(own) != root_mesh(mesh) or positions != sorted(positions):
         raise MeshError(
@@ -353,10 +351,8 @@ def _gathered(
     padded = torch.zeros(shape, dtype=local.dtype, device=local.device)
     padded.narrow(dim, 0, local.shape[dim]).copy_(local)
     rows = all_gathered(padded.view(-1), mesh.get_group(cut.axis))
-    pieces: list[list[torch.Tensor]] = [[] for _ in sizes[0]]
-    for row, lengths in zip(rows.view(len(sizes), *shape), sizes, strict=True):
-        start = 0
-        for index, length in enumerate(lengths):
-            pieces[index].append(row.narrow(dim, start, length))
-            start = start + length
-    return torch.cat([piece for same_index in pieces for piece in same_index], dim=dim)
+    pieces = [
+        row.narrow(dim, 0, sum(lengths)).split(lengths, dim)
+        for row, lengths in zip(rows.view(len(sizes), *shape), sizes, strict=True)
+    ]
+    return torch.cat(list(chain.from_iterable(zip(*pieces, strict=True))), dim=dim)

@@ -124,8 +124,9 @@ class Held(TorchDispatchMode):
 
     def sample(self) -> None:
         """Takes note of what there is."""
-        units = replicated.replicated_units(self.units[0].ready_context())
-        joints = [] if units is None else units.joints
+        options = self.units[0].ready_context().options
+        runners = [each for each in options if isinstance(each, replicated.ReplicatedUnits)]
+        joints = [joint for runner in runners for joint in runner.joints]
         sums = [joint.arrived for joint in joints]
         grads = [p.sharded.grad for bucket in self.buckets for p in bucket.params]
         results = [local_of(t) for t in (*sums, *grads) if t is not None]
