@@ -49,14 +49,13 @@ from parallel3d.fsdp.api import MixedPrecisionPolicy, in_own_dtype
 from parallel3d.fsdp.collectives import all_gather
 from parallel3d.fsdp.comm import Comm
 from parallel3d.fsdp.gradients import BucketGradients
+from parallel3d.fsdp.layout import are_zero_copy, bucket_order
 from parallel3d.fsdp.param import (
     OptimizerSteps,
     ShardedParam,
     count_optimizer_steps,
-    count_zero_copy,
-    is_small,
-    packs_as_chunks,
-    put_first,
+    segment_of,
+    zero_copy_bytes,
 )
 from parallel3d.fsdp.placement import DataAxes
 from parallel3d.fsdp.reduction import DEFAULT_REDUCER, AllReduce, Stage
@@ -117,7 +116,7 @@ class Bucket:
     can_coalesce = True
     packs_all = False
     gathers_copy = False
-    stand_ins: Sequence[torch.Tensor] | None = None
+    stand_ins: Sequence[Any] | None = None
     on_rebuilt: Callable[[], Callable[[], None] | None] | None = None
     divide_factor: float | None = None
     reduce_unused = False
@@ -155,7 +154,9 @@ class Bucket:
     ) -> None:
         device_type = axes.mesh.device_type
         self.unit = unit
-        self.params = put_first(params, device_type)
+        least = params[0].dtype.itemsize, zero_copy_bytes(device_type)
+        order = bucket_order([*map(segment_of, params)], *least)
+        self.params = [params[index] for index in order]
         self.axes = axes
         self.given_policy = policy
         self.own_dtype = False
@@ -164,13 +165,20 @@ class Bucket:
         self.to_rest: list[Stage] = []
         self.num_shards = self.params[0].num_shards
         self._find_groups()
-        self.zero_copy = 0
-        if self.shard_group is not None and not self.packs_all:
-            self.zero_copy = count_zero_copy(self.params, device_type)
-        self.small_grads = [is_small(p, device_type) for p in self.params]
+        self.plan_copies()
         first = self.params[0]
         device = (first.local if first.initial is None else first.initial).device
         self.build(device if device.type in ("meta", device_type) else torch.device(device_type))
+
+    def plan_copies(self) -> None:
+        """Decides which of ``params`` are zero-copy, and how the gradients of the others are packed."""
+        segments = [*map(segment_of, self.params)]
+        least = self.params[0].dtype.itemsize, zero_copy_bytes(self.axes.mesh.device_type)
+        self.zero_copy = 0
+        if self.shard_group is not None and not self.packs_all:
+            self.zero_copy = sum(are_zero_copy(segments, *least))
+        self.small_grads = [segment.is_small(*least) for segment in segments]
+        self.packs_as_chunks = all(s.packs_as_chunks for s in segments[self.zero_copy :])
 
     def _find_groups(self) -> None:
         axes = self.axes
@@ -231,7 +239,6 @@ class Bucket:
             self.templates = [torch.empty(p.chunk_shape, device="meta") for p in params]
         self.numel = sum(self.segment_sizes)
         self.packed = sum(self.segment_sizes[self.zero_copy :])
-        self.packs_as_chunks = all(map(packs_as_chunks, params[self.zero_copy :]))
         self.member_sizes = self.segment_sizes[: self.zero_copy]
         if self.packed or not self.zero_copy:
             self.member_sizes = [*self.member_sizes, self.packed]
@@ -393,11 +400,6 @@ class Bucket:
         reducer = DEFAULT_REDUCER if self.shard_group is None else self.reducer
         return reducer.allocate(size, self.reduce_dtype, self.device)
 
-    def views_by_rank(self, packed: torch.Tensor, since: int) -> list[torch.Tensor]:
-        """Returns views of ``reduce_input(since)``, one per parameter, shaped as ``ShardedParam.by_rank``."""
-        columns = packed.view(self.num_shards, -1).split(self.segment_sizes[since:], dim=1)
-        return [p.segments_by_rank(c) for p, c in zip(self.params[since:], columns, strict=True)]
-
     # -- unshard -------------------------------------------------------------------------------------
 
     def copy_pairs(
@@ -516,7 +518,7 @@ class Bucket:
     def free_post_forward_shard(self) -> None:
         """Frees the shard over fewer ranks: the next all-gather is over all shard ranks."""
         if self.post_forward_shard is not None and self.post_forward is not None:
-            self.post_forward.drop()
+            release(self.post_forward.buffer)
             self.post_forward_shard = None
             self.gather_group = self.shard_group
 

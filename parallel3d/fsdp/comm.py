@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -41,6 +41,17 @@ class Comm(Protocol):
 
     def finish_gather(self, bucket: Gather) -> None:
         """Waits for the all-gather, and copies its result to the unsharded parameters."""
+        if bucket.shard_group is None and not bucket.reads_host:
+            bucket.unshard_without_gather()
+            return
+        if bucket.gathering is None:  # KeyboardInterrupt came after the copy
+            return
+        work, _ = bucket.gathering
+        if work is not None:
+            work.wait()  # an accelerator's event: lets the current stream wait
+        bucket.copy_out()
+        bucket.gathering = None  # first: an interruption must not lead to a copy of freed memory
+        bucket.free_gathered()
 
     def run_over_replicate(self, start: Callable[[], Any], *, reads_host: bool) -> Any:
         """Issues a collective over replicate by ``start``. Later all-gathers read its result.
@@ -83,17 +94,6 @@ def make_comm(device_type: str) -> Comm:
     return StreamComm(played or torch.get_device_module(device_type))
 
 
-def limit_inputs(comm: Comm, limits: Iterable[int], *, at_least: int = 1) -> None:
-    """Sets ``comm.max_inputs`` to the largest of ``limits``, those of the buckets of one root.
-
-    Buckets share it: one with a smaller limit must not wait for the inputs of the others.
-
-    Args:
-        at_least: the limit of other roots on the same comm.
-    """
-    comm.max_inputs = max(max(limits, default=1), at_least)
-
-
 # -- asynchronous works --------------------------------------------------------------------------------
 
 
@@ -119,9 +119,7 @@ class _Running:
     def end_stage(self) -> None:
         """Waits for the stage under way and finishes it."""
         stage, work = self.stage, self.work
-        self.stage = self.work = (
-            None  # so that what a stage has sent is freed when it has been read
-        )
+        self.stage = self.work = None  # what a stage has sent is freed when it has been read
         if stage is not None:
             stage.finish(self.job, work)
 
@@ -168,19 +166,6 @@ class CpuComm(Comm):
             _wait_quietly(bucket.gathering[0])
         outputs, inputs = bucket.gather_buffers()
         bucket.gathering = (bucket.start_gather(outputs, inputs), inputs)  # gloo reads the inputs
-
-    def finish_gather(self, bucket: Gather) -> None:
-        if bucket.shard_group is None:
-            bucket.unshard_without_gather()
-            return
-        if bucket.gathering is None:  # KeyboardInterrupt came after the copy
-            return
-        work, _ = bucket.gathering
-        if work is not None:
-            work.wait()
-        bucket.copy_out()
-        bucket.gathering = None  # first: an interruption must not lead to a copy of freed memory
-        bucket.free_gathered()
 
     def run_over_replicate(self, start: Callable[[], Any], *, reads_host: bool) -> Any:
         return start()
@@ -352,18 +337,6 @@ class StreamComm(Comm):
         bucket.gathering = event, inputs
         if bucket.reads_host:
             self.host_read = event
-
-    def finish_gather(self, bucket: Gather) -> None:
-        if bucket.shard_group is None and not bucket.reads_host:
-            bucket.unshard_without_gather()
-            return
-        if bucket.gathering is None:  # KeyboardInterrupt came after the copy
-            return
-        event, _ = bucket.gathering
-        self.device.current_stream().wait_event(event)
-        bucket.copy_out()
-        bucket.gathering = None  # first: an interruption must not lead to a copy of freed memory
-        bucket.free_gathered()
 
     def run_over_replicate(self, start: Callable[[], Any], *, reads_host: bool) -> Any:
         # The optimizer has written the shards on compute; earlier all-gathers read the last result on gather.

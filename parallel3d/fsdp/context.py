@@ -30,10 +30,17 @@ from parallel3d._util.trees import tensors_in
 from parallel3d.errors import StateError
 from parallel3d.fsdp.api import input_dtype
 from parallel3d.fsdp.bucket import Bucket
-from parallel3d.fsdp.comm import limit_inputs, make_comm
+from parallel3d.fsdp.comm import make_comm
 from parallel3d.fsdp.explain import check_inputs, explain
 from parallel3d.fsdp.group import Retain, ShardedState
-from parallel3d.fsdp.members import UNIT_ATTRIBUTE, check_loose, class_name, unit_of, units_of
+from parallel3d.fsdp.members import (
+    UNIT_ATTRIBUTE,
+    check_loose,
+    class_name,
+    unit_of,
+    units_modules,
+    units_of,
+)
 from parallel3d.fsdp.schedule import GatherSchedule, PrefetchSettings
 
 Unit = Any
@@ -106,6 +113,16 @@ class RootOption:
     An option appends to ``root_options`` a function that makes one for a context, or returns None where the
     context's units have no use for it.
     """
+
+    def __init__(self, context: RunContext) -> None:
+        self._context = weakref.ref(context)
+
+    @property
+    def context(self) -> RunContext:
+        """The context of the root."""
+        context = self._context()
+        assert context is not None
+        return context
 
     def before_forward(self, units: Sequence[Unit]) -> Sequence[Unit]:
         """Called when a forward of the root begins. Returns those of ``units`` that the context prepares."""
@@ -267,7 +284,7 @@ class Attributes:
         return tensors_with_graph(values) if values else iter(())
 
     def _list(self) -> list[dict[str, Any]]:
-        modules = list(_own_modules([m for ref in self._tops if (m := ref()) is not None]))
+        modules = list(units_modules([m for ref in self._tops if (m := ref()) is not None]))
         self._modules = [weakref.ref(module) for module in modules]
         dicts = [vars(module) for module in modules]
         self._sizes = _sizes_of(dicts)
@@ -286,19 +303,6 @@ class Attributes:
 def _sizes_of(dicts: list[dict[str, Any]]) -> list[int]:
     """Numbers that differ where a module or an attribute was added."""
     return [*map(len, dicts), *(len(attributes["_modules"]) for attributes in dicts)]
-
-
-def _own_modules(tops: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    """``tops`` and the modules inside, but for those of inner units."""
-    stack, seen = list(tops), set()
-    first = {id(module) for module in stack}
-    while stack:
-        module = stack.pop()
-        if id(module) in seen or (UNIT_ATTRIBUTE in vars(module) and id(module) not in first):
-            continue
-        seen.add(id(module))
-        yield module
-        stack += [child for child in module._modules.values() if child is not None]
 
 
 # Deferred prefetch: where a unit's backward gathers the unit before it, if it has large gradients.
@@ -422,10 +426,14 @@ class RunContext:
                 context._units.append(unit.ref)
         made = (make(context) for make in root_options)
         context.options = [option for option in made if option is not None]
-        buckets = [bucket for unit in context.units for bucket in unit.group.buckets]
-        limits = (bucket.max_inputs for bucket in buckets)
-        limit_inputs(context.comm, limits, at_least=context.comm.max_inputs)
+        context.limit_inputs(at_least=context.comm.max_inputs)
         return context
+
+    def limit_inputs(self, *, at_least: int = 1) -> None:
+        """Sets ``comm.max_inputs`` to the largest limit of the buckets, which share it: one with a smaller
+        limit must not wait for the inputs of the others. ``at_least``: that of other roots on the comm."""
+        limits = [bucket.max_inputs for unit in self.units for bucket in unit.group.buckets]
+        self.comm.max_inputs = max((*limits, at_least))
 
     def release(self, unit: Unit) -> None:
         """Completes what was issued here for ``unit``, before it becomes a unit of another root."""
@@ -446,11 +454,6 @@ class RunContext:
     def units(self) -> list[Unit]:
         """All units, outer before inner, in the order of the modules."""
         return [unit for ref in self._units if (unit := ref()) is not None]
-
-    @property
-    def in_backward(self) -> bool:
-        """Whether a backward is under way."""
-        return self.backward is not None
 
     # -- forward -------------------------------------------------------------------------------------
 

@@ -587,8 +587,12 @@ class ReduceInput:
     def _view(self, index: int, *, zero: bool) -> torch.Tensor:
         """Returns parameter ``index``'s part of ``packed``; ``zero``: it is zeroed if nothing was written."""
         if self.packed is None:
-            self.packed = self.bucket().reduce_input(self.zero_copy)
-            self.views = self.bucket().views_by_rank(self.packed, self.zero_copy)
+            bucket, first = self.bucket(), self.zero_copy
+            self.packed = bucket.reduce_input(first)
+            rows = self.packed.view(bucket.num_shards, -1)
+            columns = rows.split(bucket.segment_sizes[first:], dim=1)
+            params = zip(bucket.params[first:], columns, strict=True)
+            self.views = [param.segments_by_rank(column) for param, column in params]
         view = self.views[index - self.zero_copy]
         if index not in self.written:
             self.written.add(index)

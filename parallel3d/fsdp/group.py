@@ -189,20 +189,20 @@ class ParamGroup:
 
     def list_module_infos(self) -> None:
         """Lists the modules' attributes that are parameters of the group."""
-        self.module_infos = [
+        infos = [
             (holder, name, param.sharded, compute)
             for bucket in self.buckets
-            for param, compute in zip(bucket.params, self._seen(bucket), strict=True)
+            for param, compute in zip(
+                bucket.params, bucket.stand_ins or bucket.compute_params, strict=True
+            )
             for holder, name in param.module_infos
-            if holder.get(name) is not None  # the user may have removed one
         ]
-        params = [param for bucket in self.buckets for param in bucket.params]
-        places = [(*slot, param.sharded) for param in params for slot in param.module_infos]
+        self.module_infos = [info for info in infos if info[0].get(info[1]) is not None]
         # For each attribute: how to get it, its name, and what it is at rest. None: the user has removed it.
         self._expected = (
-            [holder.get for holder, _, _ in places],
-            [name for _, name, _ in places],
-            [None if holder.get(name) is None else sharded for holder, name, sharded in places],
+            [holder.get for holder, *_ in infos],
+            [name for _, name, *_ in infos],
+            [None if holder.get(name) is None else at_rest for holder, name, at_rest, _ in infos],
         )
         by_holder: dict[int, tuple[Any, dict[str, nn.Parameter], dict[str, nn.Parameter]]] = {}
         for holder, name, sharded, compute in self.module_infos:
@@ -210,10 +210,6 @@ class ParamGroup:
             at_rest[name], computing[name] = sharded, compute
         self.holders = list(by_holder.values())
         self.computing = {id(compute) for _, _, _, compute in self.module_infos}
-
-    def _seen(self, bucket: Bucket) -> Sequence[Any]:
-        stand_ins = bucket.stand_ins if self.stands_in else None
-        return bucket.compute_params if stand_ins is None else stand_ins
 
     def use_stand_ins(self, stand_ins: Sequence[Sequence[torch.Tensor]] | None) -> None:
         """Registers these tensors instead of the unsharded parameters in forward, one per parameter.

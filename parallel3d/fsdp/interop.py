@@ -90,7 +90,7 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
     """
     units = [unit_given("share_comm_ctx", module) for module in modules]
     for unit in units:
-        if unit.context is not None and unit.context.in_backward:
+        if unit.context is not None and unit.context.backward is not None:
             raise StateError(f"unit {unit.label} is in a backward; share comms between steps")
     kinds = sorted({unit.device_type for unit in units})
     if len(kinds) > 1:

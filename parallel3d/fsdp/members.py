@@ -225,7 +225,7 @@ class Managed(NamedTuple):
 def managed_params(modules: list[nn.Module], ignored: set[int]) -> list[Managed]:
     """Returns the parameters of ``modules`` that are of no inner unit; raises if one can't be sharded."""
     found: dict[int, Managed] = {}
-    for prefix, module in _walk(modules, _is_unit):
+    for prefix, module in _walk(modules, unit_of):
         for attribute, param in module._parameters.items():
             if param is None or id(param) in ignored:
                 continue
@@ -241,7 +241,7 @@ def managed_params(modules: list[nn.Module], ignored: set[int]) -> list[Managed]
 
 def units_modules(modules: Sequence[nn.Module]) -> Iterator[nn.Module]:
     """Returns ``modules`` and the modules inside, but for those of inner units."""
-    return (module for _, module in _walk(modules, _is_unit))
+    return (module for _, module in _walk(modules, unit_of))
 
 
 def managed_modules(modules: list[nn.Module], ignored: set[int]) -> Iterator[nn.Module]:
@@ -256,14 +256,10 @@ def managed_modules(modules: list[nn.Module], ignored: set[int]) -> Iterator[nn.
             yield module
 
 
-def _is_unit(module: nn.Module) -> bool:
-    return unit_of(module) is not None
-
-
 def _walk(
-    modules: Sequence[nn.Module], leave_out: Callable[[nn.Module], bool]
+    modules: Sequence[nn.Module], leave_out: Callable[[nn.Module], object]
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yields (name, module) of ``modules`` and of those inside that ``leave_out`` returns False for."""
+    """Yields (name, module) of ``modules`` and of those inside, but for what ``leave_out`` is true of."""
     seen: set[int] = set()
     waiting = [("", module) for module in reversed(modules)]
     while waiting:

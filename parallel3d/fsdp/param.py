@@ -38,8 +38,6 @@ from parallel3d.fsdp.layout import (
     CPU_BYTES,
     PartialGrad,
     Segment,
-    are_zero_copy,
-    bucket_order,
     padded_shape,
 )
 from parallel3d.fsdp.placement import DataAxes, ParamAxes, chunk_length
@@ -560,12 +558,6 @@ def count_optimizer_steps() -> None:
 # its own. So small parameters are packed together instead, which costs a copy.
 
 
-def put_first(params: Sequence[ShardedParam], device_type: str) -> list[ShardedParam]:
-    """``params`` in the order of a bucket: see ``layout.bucket_order``."""
-    itemsize, least = params[0].dtype.itemsize, _zero_copy_bytes(device_type)
-    return [params[i] for i in bucket_order([*map(segment_of, params)], itemsize, least)]
-
-
 def segment_of(param: ShardedParam) -> Segment:
     """``param`` as the arithmetic of ``layout`` takes it."""
     partial = PartialGrad.MAYBE if param.may_be_partial else PartialGrad.NEVER
@@ -584,22 +576,7 @@ def segment_of(param: ShardedParam) -> Segment:
     )
 
 
-def count_zero_copy(params: Sequence[ShardedParam], device_type: str) -> int:
-    """How many of ``params``, which are in the order of a bucket, are zero-copy."""
-    itemsize, least = params[0].dtype.itemsize, _zero_copy_bytes(device_type)
-    return sum(are_zero_copy([*map(segment_of, params)], itemsize, least))
-
-
-def is_small(param: ShardedParam, device_type: str) -> bool:
-    """Whether a copy of ``param`` takes less time than one more tensor in the bucket's call."""
-    return segment_of(param).is_small(param.dtype.itemsize, _zero_copy_bytes(device_type))
-
-
-def _zero_copy_bytes(device_type: str) -> int:
+def zero_copy_bytes(device_type: str) -> int:
+    """From how many unsharded bytes on a parameter is zero-copy."""
     on_cpu = device_type == "cpu" and dry_run.accelerator() is None
     return CPU_BYTES if on_cpu else ACCELERATOR_BYTES
-
-
-def packs_as_chunks(param: ShardedParam) -> bool:
-    """Whether its gradient cut into chunks of dim 0, padded with zeros, is what its segments hold."""
-    return segment_of(param).packs_as_chunks

@@ -527,16 +527,16 @@ def post_forward_mesh(axes: DataAxes, ranks: int) -> DeviceMesh:
     shard = axes.shard
     assert shard is not None
     key = ("post_forward_group", axes.group(shard).group_name, ranks)
-    return kept_with(axes.mesh, key, lambda: _make_post_forward_mesh(axes.mesh, shard, ranks))
 
+    def make() -> DeviceMesh:
+        names, mesh = ("between", "within"), axes.mesh
+        if mesh.mesh_dim_names is None:
+            rows = mesh.mesh.movedim(shard, -1).reshape(-1, ranks)
+            return DeviceMesh(mesh.device_type, rows, mesh_dim_names=names)
+        axis = mesh[mesh.mesh_dim_names[shard]]
+        return unflatten_mesh(axis, (axis.size() // ranks, ranks), names)
 
-def _make_post_forward_mesh(mesh: DeviceMesh, shard: int, ranks: int) -> DeviceMesh:
-    names = ("between", "within")
-    if mesh.mesh_dim_names is None:
-        rows = mesh.mesh.movedim(shard, -1).reshape(-1, ranks)
-        return DeviceMesh(mesh.device_type, rows, mesh_dim_names=names)
-    axis = mesh[mesh.mesh_dim_names[shard]]
-    return unflatten_mesh(axis, (axis.size() // ranks, ranks), names)
+    return kept_with(axes.mesh, key, make)
 
 
 # Axes that users choose for parameters: ``dp_mesh_dims`` and ``shard_placement_fn`` of ``fully_shard``.

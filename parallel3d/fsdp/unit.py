@@ -222,7 +222,8 @@ class Unit:
             self.group.gather_anew(context.comm)
             if forward.call is not None:
                 forward.call.weights = self.group.weights
-        if forward.depth == 1 and self._is_fresh(forward, module):
+        again = self.is_root and id(module) not in forward.to_run
+        if forward.depth == 1 and (again or not forward.to_run or not self.group.is_registered):
             if context.on_meta and not context.running:
                 context.note_meta((args, kwargs))
             others = self._begin_forward(forward, context)
@@ -243,11 +244,6 @@ class Unit:
             args, kwargs = cast_inputs(self, module, (args, kwargs))
         return args, kwargs
 
-    def _is_fresh(self, forward: ForwardPass, module: nn.Module) -> bool:
-        """Whether a new forward of the unit begins with ``module``."""
-        again = self.is_root and id(module) not in forward.to_run
-        return again or not forward.to_run or not self.group.is_registered
-
     def _begin_forward(self, forward: ForwardPass, context: RunContext) -> Sequence[Unit]:
         others: Sequence[Unit] = ()
         self.come_to_rest()
@@ -263,23 +259,18 @@ class Unit:
             observer.prepare(self, context)
         self.issue_unshard(context)
         self.group.unshard(context.comm)
-        self._check_recomputed(context)
+        if self.group.direct:
+            self.group.note_changes()
+        if not recomputes:
+            self.computed_with = self.group.weights
+        elif self.computed_with not in (None, self.group.weights):
+            raise self.weights_changed()  # the forward before was of others
         self.group.register_unsharded()
         forward.position = 0
         if context.running and not recomputes:
             forward.position = context.schedule.begin_forward(self.ref)
             context.issue_gathers()
         return others
-
-    def _check_recomputed(self, context: RunContext) -> None:
-        """Raises StateError if what a backward recomputes would not see the weights of the forward before."""
-        if self.group.direct:
-            self.group.note_changes()
-        weights = self.group.weights
-        if context.backward is None:
-            self.computed_with = weights
-        elif self.computed_with not in (None, weights):
-            raise self.weights_changed()
 
     def issue_unshard(self, context: RunContext) -> None:
         """Issues a forward's all-gather, after taking over what the user has changed since the last."""
@@ -381,22 +372,6 @@ class Unit:
             self.group.reshard(context.comm, None if reshard is True else reshard)
 
     # -- backward ------------------------------------------------------------------------------------
-
-    def begin_call_backward(self, call: Call) -> None:
-        """A gradient has reached ``call``."""
-        backward = self.backward
-        if backward is None:
-            backward = self.backward = BackwardPass()
-        if id(call) not in backward.calls:
-            backward.calls.add(id(call))
-            call.remaining = call.inputs
-        self.pre_backward(call)
-
-    def end_call_backward(self, call: Call) -> None:
-        """The gradients of all inputs of ``call`` are complete."""
-        if self.backward is not None:
-            self.backward.calls.discard(id(call))
-            self.maybe_end_backward()
 
     def pre_backward(self, call: Call) -> None:
         """A gradient has reached ``call``: the parameters must be there."""
@@ -731,7 +706,14 @@ class Call:
     @untraced
     def begin_backward(self, _: torch.Tensor) -> None:
         """Hook on every output: a gradient has reached this call."""
-        self.unit.begin_call_backward(self)
+        unit = self.unit
+        backward = unit.backward
+        if backward is None:
+            backward = unit.backward = BackwardPass()
+        if id(self) not in backward.calls:
+            backward.calls.add(id(self))
+            self.remaining = self.inputs
+        unit.pre_backward(self)
 
     @untraced
     def input_done(self, grad: torch.Tensor) -> torch.Tensor | None:
@@ -739,8 +721,9 @@ class Call:
         a backward that comes to it needs the parameters again.
         """
         self.remaining -= 1
-        if self.remaining == 0:
-            self.unit.end_call_backward(self)
+        if self.remaining == 0 and self.unit.backward is not None:
+            self.unit.backward.calls.discard(id(self))
+            self.unit.maybe_end_backward()
         return self.watched(grad) if torch.is_grad_enabled() else None
 
 

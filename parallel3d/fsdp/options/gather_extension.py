@@ -10,7 +10,6 @@ one all-gather; a single input is sent without a copy. Gradients are reduced as 
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -28,9 +27,9 @@ from parallel3d.errors import MeshError, Parallel3dError
 from parallel3d.fsdp.api import MixedPrecisionPolicy
 from parallel3d.fsdp.bucket import Bucket, Versions, allocate, release
 from parallel3d.fsdp.collectives import all_gather
-from parallel3d.fsdp.context import RootOption, RunContext, root_options
+from parallel3d.fsdp.context import RootOption, root_options
 from parallel3d.fsdp.gradients import BucketGradients
-from parallel3d.fsdp.param import ShardedParam, count_zero_copy, is_small
+from parallel3d.fsdp.param import ShardedParam
 from parallel3d.fsdp.placement import DataAxes, chunk_length, post_forward_mesh
 
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
@@ -559,14 +558,9 @@ _SETTINGS = (
 class LateExtensions(RootOption):
     """Moves parameters whose local tensors have extensions to ExtensionBuckets before a root first runs."""
 
-    def __init__(self, context: RunContext) -> None:
-        self._context = weakref.ref(context)
-
     def before_forward(self, units: Sequence[Any]) -> Sequence[Any]:
-        context = self._context()
-        assert context is not None
-        context.options.remove(self)
-        for unit in context.units:
+        self.context.options.remove(self)
+        for unit in self.context.units:
             unit.group.rebuild(_with_late_extensions)
         return units
 
@@ -597,11 +591,8 @@ def _split_bucket(bucket: Bucket) -> list[Bucket]:
         setattr(new, name, getattr(bucket, name))
     if not others:
         return [new]
-    device_type = bucket.axes.mesh.device_type
     locals_ = [param.local for param in others]
     bucket.params = others
-    if bucket.shard_group is not None:
-        bucket.zero_copy = count_zero_copy(others, device_type)
-    bucket.small_grads = [is_small(param, device_type) for param in others]
+    bucket.plan_copies()
     bucket._take(locals_)
     return [bucket, new]

@@ -367,7 +367,7 @@ class CoalescedAllReduce:
             return
         self.launched = True
         assert self.comm is not None
-        self.comm.reduce(self, all_reduce=True)  # type: ignore[arg-type]
+        self.comm.reduce(self, all_reduce=True)
         itself = weakref.ref(self)
         for bucket in self.buckets:
             bucket.grads.in_flight = itself
@@ -376,7 +376,7 @@ class CoalescedAllReduce:
         """Completes the reduction, before one of the buckets is reduced again by itself."""
         if self.launched and self.arrived is not None:
             assert self.comm is not None
-            self.comm.drain(self)  # type: ignore[arg-type]
+            self.comm.drain(self)
 
     def start(self, *, all_reduce: bool) -> Reduction:
         """Returns the reduction of what has arrived: from the first bucket that has gradients to the last."""
@@ -392,7 +392,7 @@ class CoalescedAllReduce:
             flat.div_(before)
             if self.over_replicate:  # see ``BucketGradients``
                 scale, rest = rest, scale
-        job = Reduction(self, [flat], [], scale, final_scale=rest)  # type: ignore[arg-type]
+        job = Reduction(self, [flat], [], scale, final_scale=rest)
         job.stages = stages_of(job, self.over_replicate, (), ())
         return job
 
@@ -529,20 +529,13 @@ class ReplicatedUnits(RootOption):
     """
 
     def __init__(self, context: RunContext) -> None:
-        self._context = weakref.ref(context)
+        super().__init__(context)
         self.units: list[weakref.ref[Unit]] = []
         self.registers = False
         self.joints: list[CoalescedAllReduce] = []
         self.changed: list[ParamGroup] = []
         self._sinks: dict[Bucket, GradientSink] = {}
         self._planned: list[tuple[GradientSink, float | None]] = []
-
-    @property
-    def context(self) -> RunContext:
-        """The root's."""
-        context = self._context()
-        assert context is not None
-        return context
 
     def _alive(self) -> list[Unit]:
         return [unit for ref in self.units if (unit := ref()) is not None]

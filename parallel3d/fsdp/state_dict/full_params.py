@@ -296,7 +296,7 @@ def check_at_rest(unit: Unit, what: str) -> None:
     check_not_swapped(unit, what)
     unit.come_to_rest()
     context = unit.context
-    running = context is not None and (context.running or context.in_backward)
+    running = context is not None and (context.running or context.backward is not None)
     if unit.depth or unit.backward_begun or running:
         raise StateError(
             f"{what}: unit {unit.label} is in a forward or backward; call it between steps, or after "
