@@ -518,7 +518,7 @@ class Bucket:
     def free_post_forward_shard(self) -> None:
         """Frees the shard over fewer ranks: the next all-gather is over all shard ranks."""
         if self.post_forward_shard is not None and self.post_forward is not None:
-            release(self.post_forward.buffer)
+            self.post_forward.drop()
             self.post_forward_shard = None
             self.gather_group = self.shard_group
 

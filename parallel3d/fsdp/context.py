@@ -8,10 +8,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from itertools import chain
 from operator import attrgetter, is_
 from threading import get_ident
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -92,21 +93,6 @@ class Observer:
         """Called after an exception."""
 
 
-class Registrar(Protocol):
-    """An option that keeps units' unsharded parameters registered for the whole of the root's forward and
-    backward; see ``replicated``. It puts itself into ``Unit.registrar``."""
-
-    def has_registered(self, unit: Unit) -> bool:
-        """Whether the unsharded parameters of ``unit`` are registered now. Its hooks then only call the two
-        methods below."""
-
-    def before_unit(self, unit: Unit) -> None:
-        """Called before such a forward of ``unit``."""
-
-    def after_unit(self, unit: Unit, output: Any) -> None:
-        """Called after it."""
-
-
 class RootOption:
     """Base of an option of a whole root, which takes part in its forwards and backwards.
 
@@ -168,15 +154,11 @@ root_options: list[Callable[[Any], RootOption | None]] = []
 # sharded Parameters were given as its ``inputs``, which no graph leads to, and what its error was,
 # is known where the engine is called alone.
 
-_watched = False
 
-
+@cache
 def watch_backwards() -> None:
     """From now on backwards refuse what they can't do, and their errors name units."""
-    global _watched
-    if not _watched:
-        _watched = True
-        wrap_backward(_run_backward)
+    wrap_backward(_run_backward)
 
 
 def _run_backward(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

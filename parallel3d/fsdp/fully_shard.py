@@ -39,7 +39,6 @@ from parallel3d.fsdp.members import (
     Managed,
     check_ignored,
     check_modules,
-    check_no_spmd,
     check_reshard,
     managed_modules,
     managed_params,
@@ -147,7 +146,11 @@ def fully_shard(
         shard_placement_fn, [(entry.name, entry.param) for entry in new], axes
     )
     if as_bool("shard_optimizer_over_replicate", shard_optimizer_over_replicate):
-        check_no_spmd(axes)
+        if axes.spmd is not None:
+            raise Parallel3dError(
+                "shard_optimizer_over_replicate=True does not go with dp_mesh_dims; give fully_shard a mesh "
+                "with the axes replicate and shard, and plain parameters"
+            )
         requested = [
             cut_over_replicate(entry.name, entry.param, placement)
             for entry, placement in zip(new, requested, strict=True)

@@ -57,6 +57,10 @@ class PostForwardGroup:
         foreach_copy_(self._targets, self._sources)
         return self.buffer
 
+    def drop(self) -> None:
+        """Frees the shard."""
+        release(self.buffer)
+
 
 class CoalescedGather:
     """One all-gather for several buckets of a unit, such as a frozen one and its adapters'.

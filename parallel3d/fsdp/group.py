@@ -75,7 +75,7 @@ TRANSITIONS: dict[tuple[Any, Event], Any] = {
     (Registered.SHARDED, Event.SHOW_OTHER): Registered.OTHER,
     (Registered.OTHER, Event.HIDE_OTHER): Registered.SHARDED,
 }
-"""(state, event) -> next state. Other pairs raise KeyError; see ``ParamGroup._enter``."""
+"""(state, event) -> next state. Other pairs raise KeyError; see ``ParamGroup.enter``."""
 
 _OF_MODULES = {Event.REGISTER, Event.UNREGISTER, Event.SHOW_OTHER, Event.HIDE_OTHER}
 _SHARDED = (ShardedState.SHARDED, ShardedState.SHARDED_POST_FORWARD)
@@ -94,7 +94,7 @@ class ParamGroup:
     """The buckets of one unit.
 
     Attributes:
-        state, registered, retain: see the enums. ``_enter`` alone changes the first two.
+        state, registered, retain: see the enums. ``enter`` alone changes the first two.
         module_infos: (holder, name, sharded parameter, unsharded parameter) for each attribute of a module.
             The holder is the module's ``_parameters``, or an ``OwnSetattr``.
         holders: (holder, its sharded parameters by name, its unsharded parameters by name).
@@ -124,7 +124,7 @@ class ParamGroup:
         self._unit: weakref.ref | None = None
         self.refresh()
 
-    def _enter(self, event: Event) -> None:
+    def enter(self, event: Event) -> None:
         """Changes ``state`` or ``registered`` as ``TRANSITIONS`` says."""
         if event in _OF_MODULES:
             self.registered = TRANSITIONS[self.registered, event]
@@ -245,10 +245,6 @@ class ParamGroup:
         dtypes = (bucket.dtype for bucket in self.buckets)
         return next((dtype for dtype in dtypes if dtype.is_floating_point), None)
 
-    def owns(self, tensor: torch.Tensor) -> bool:
-        """Returns whether ``tensor`` is one of the unsharded parameters."""
-        return id(tensor) in self.computing
-
     def count_trainable(self) -> None:
         """Sets ``requires_grad`` of the unsharded parameters to that of the sharded ones."""
         self.trainable = sum(bucket.count_trainable() for bucket in self.buckets)
@@ -310,7 +306,7 @@ class ParamGroup:
         self.gathers = self.buckets if len(self.buckets) < 2 else plan_gathers(self.buckets)
         for gather in self.gathers:
             comm.issue_gather(gather)
-        self._enter(Event.ISSUE)
+        self.enter(Event.ISSUE)
 
     def note_weights(self, comm: Comm) -> None:
         """Notes the version of the weights that the next all-gathers bring."""
@@ -337,7 +333,7 @@ class ParamGroup:
             for gather in self.gathers:
                 comm.finish_gather(gather)
             self.gathers = []
-            self._enter(Event.FINISH)
+            self.enter(Event.FINISH)
             for bucket in self.buckets:
                 bucket.versions.set_unsharded()
 
@@ -360,7 +356,7 @@ class ParamGroup:
                 bucket.free_unsharded()
                 if bucket.has_own_unsharded:
                     bucket.versions.set_free()
-            self._enter(Event.FREE if ranks is None else Event.FREE_PARTLY)
+            self.enter(Event.FREE if ranks is None else Event.FREE_PARTLY)
 
     def keep_storage(self, keep: bool) -> None:
         """Sets whether the unsharded parameters keep their memory while the group is sharded."""
@@ -375,13 +371,13 @@ class ParamGroup:
         if self.state is ShardedState.SHARDED_POST_FORWARD:
             for bucket in self.buckets:
                 bucket.free_post_forward_shard()
-            self._enter(Event.DROP)
+            self.enter(Event.DROP)
 
     def register_unsharded(self) -> None:
         """Registers the unsharded parameters in the modules."""
         if self.registered is not Registered.UNSHARDED:
             # First, so that ``register_sharded`` undoes an interrupted call.
-            self._enter(Event.REGISTER)
+            self.enter(Event.REGISTER)
             for holder, _, computing in self.holders:
                 holder.update(computing)
             for beside in self.beside:
@@ -394,15 +390,7 @@ class ParamGroup:
                 holder.update(at_rest)
             for beside in self.beside:
                 beside.unregister()
-            self._enter(Event.UNREGISTER)
-
-    def show_other(self) -> None:
-        """Notes that parameters of neither kind are registered from now on."""
-        self._enter(Event.SHOW_OTHER)
-
-    def hide_other(self) -> None:
-        """Notes that the sharded parameters are registered again."""
-        self._enter(Event.HIDE_OTHER)
+            self.enter(Event.UNREGISTER)
 
     # -- staying unsharded ---------------------------------------------------------------------------
 
@@ -468,7 +456,7 @@ class ParamGroup:
                 gather.free_unsharded()
         self.gathers = []
         if self.state is ShardedState.GATHERING:
-            self._enter(Event.FINISH)
+            self.enter(Event.FINISH)
         self.reshard(comm)
 
 

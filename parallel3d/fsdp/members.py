@@ -144,15 +144,6 @@ def check_reshard(value: object, meshes: Iterable[DataAxes]) -> bool | int | Non
     return True if sizes == [value] else value
 
 
-def check_no_spmd(axes: DataAxes) -> None:
-    """Raises where parameters are DTensors on the data axes: HFSDP can't shard them over replicate."""
-    if axes.spmd is not None:
-        raise Parallel3dError(
-            "shard_optimizer_over_replicate=True does not go with dp_mesh_dims; give fully_shard a mesh with "
-            "the axes replicate and shard, and plain parameters"
-        )
-
-
 def check_ignored(params: Iterable[nn.Parameter] | None) -> set[int]:
     """Returns the ids of the parameters that units don't take."""
     if params is None:
@@ -302,7 +293,7 @@ def _take_assigned(module: nn.Module, name: str, given: nn.Parameter) -> nn.Para
     if owner is None or OwnSetattr.is_putting or given is owner.sharded:
         return None
     unit = owner.unit()
-    if unit is None or unit.group.is_in_other_form or unit.group.owns(given):
+    if unit is None or unit.group.is_in_other_form or id(given) in unit.group.computing:
         return None
     unit.come_to_rest()
     if unit.group.is_registered:

@@ -25,7 +25,7 @@ from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.api import MixedPrecisionPolicy, input_dtype
 from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.comm import Comm
-from parallel3d.fsdp.context import Attributes, Registrar, RunContext, watch_backwards
+from parallel3d.fsdp.context import Attributes, RunContext, watch_backwards
 from parallel3d.fsdp.context import Observer as Observer
 from parallel3d.fsdp.group import ParamGroup, Registered, Retain
 from parallel3d.fsdp.members import UNIT_ATTRIBUTE, class_name, unit_around
@@ -103,7 +103,8 @@ class Unit:
         group: its parameters.
         members: its modules, and the hooks on them.
         observers: what options want to be told.
-        registrar: the option that registers its parameters for the whole of the root's passes, if one does.
+        registrar: the option that registers its parameters for the whole of the root's passes, if one does;
+            see ``replicated.ReplicatedUnits``.
         forward, backward: the passes under way; None outside of them.
         computed_with: the numbers of the weights' values of the last forward, see ``ParamGroup.weights``.
         input_dtype: what inputs are cast to, or None.
@@ -135,7 +136,7 @@ class Unit:
         self.post_optim_event: Any = None
         self.shared_comm: Comm | None = None
         self.observers: list[Observer] = []
-        self.registrar: Registrar | None = None
+        self.registrar: Any = None
         self.manual_finalization = False
         self.form: Any = None
         self.ref = weakref.ref(self)
@@ -740,7 +741,7 @@ def watch_output(unit: Unit, output: Any, call: Call | None, *, attributes: bool
     retained = unit.group.retain is Retain.USER
     frees = bool(unit.reshards()) or (call is None and not retained)
     for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_of(output):
-        if unit.group.owns(tensor if tensor._base is None else tensor._base):
+        if id(tensor if tensor._base is None else tensor._base) in unit.group.computing:
             if frees:
                 raise Parallel3dError(
                     f"unit {unit.label} returns a parameter of its own, or a view of one, of shape "

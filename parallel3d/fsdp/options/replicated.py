@@ -639,10 +639,11 @@ class ReplicatedUnits(RootOption):
             if unit.group.retain is not Retain.USER:
                 unit.group.register_sharded()
 
-    # -- what units ask, see ``Registrar`` -----------------------------------------------------------------
+    # -- what units ask their ``registrar`` --------------------------------------------------------------
 
     def has_registered(self, unit: Unit) -> bool:
-        """See ``Registrar``."""
+        """Whether the unsharded parameters of ``unit`` are registered now. Its hooks then only call the two
+        methods below."""
         group = unit.group
         return (
             self.registers
@@ -653,12 +654,12 @@ class ReplicatedUnits(RootOption):
         )
 
     def before_unit(self, unit: Unit) -> None:
-        """See ``Registrar``."""
+        """Called before such a forward of ``unit``."""
         if self.changed and unit.group in self.changed:
             raise unit.weights_changed()
 
     def after_unit(self, unit: Unit, output: Any) -> None:
-        """Lets the first gradient that reaches one of ``output`` begin the backward."""
+        """Called after it. Lets the first gradient that reaches one of ``output`` begin the backward."""
         context = self.context
         if not torch.is_grad_enabled() or context.backward is not None:
             return
