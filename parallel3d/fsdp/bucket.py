@@ -57,7 +57,7 @@ from parallel3d.fsdp.param import (
     segment_of,
     zero_copy_bytes,
 )
-from parallel3d.fsdp.placement import DataAxes
+from parallel3d.fsdp.placement import DataAxes, post_forward_mesh
 from parallel3d.fsdp.reduction import DEFAULT_REDUCER, AllReduce, Stage
 
 Offload = Any
@@ -434,9 +434,8 @@ class Bucket:
 
     def gather_buffers(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Allocates and returns the outputs and inputs of the all-gather; the inputs are in compute dtype."""
-        in_rows = self.gather_comm is not None
-        if self.post_forward_shard is not None and self.post_forward is not None:
-            in_rows = self.post_forward.in_rows
+        kept = None if self.post_forward_shard is None else self.post_forward
+        in_rows = self.gather_comm is not None if kept is None else kept.in_rows
         if in_rows and self.shard_group is not None:
             return self._row_buffers()
         self.custom_gathered = None
@@ -500,18 +499,14 @@ class Bucket:
         if self.has_own_unsharded and not self.keep_storage:
             release(self.unsharded)
 
-    def to_sharded_post_forward(self, ranks: int, make: Callable[..., Any]) -> None:
-        """Keeps this rank's shard over ``ranks`` ranks, before ``free_unsharded``.
-
-        Args:
-            make: ``gathers.PostForwardGroup``.
-        """
+    def to_sharded_post_forward(self, ranks: int) -> None:
+        """Keeps this rank's shard over ``ranks`` ranks, before ``free_unsharded``."""
         if self.shard_group is None or ranks >= self.shard_group.size():
             return
         in_rows = self.gather_comm is not None
         kept = self.post_forward
         if kept is None or (kept.ranks, kept.in_rows) != (ranks, in_rows):
-            self.post_forward = kept = make(self, ranks, in_rows=in_rows)
+            self.post_forward = kept = PostForwardGroup(self, ranks, in_rows)
         self.post_forward_shard = kept.keep()
         self.gather_group = kept.group
 
@@ -521,6 +516,54 @@ class Bucket:
             self.post_forward.drop()
             self.post_forward_shard = None
             self.gather_group = self.shard_group
+
+
+class PostForwardGroup:
+    """The shard of a bucket over fewer ranks that a rank keeps between forward and backward.
+
+    ``reshard_after_forward=k`` spends memory, n/k times a shard, to gather within k neighbouring ranks, which
+    are one machine's if k is the number of its devices. Rank j of them keeps the rows that the shard ranks
+    from j*n/k to (j+1)*n/k have in the gathered buffer: an all-gather over the k ranks fills that buffer as
+    one over all n does.
+
+    Attributes:
+        in_rows: whether the shard has rows of S, as custom all-gathers take it. If not, it has the n/k rows
+            of each zero-copy parameter, then the rows of the others.
+        group: the k ranks.
+        rank: this rank's place among them.
+        buffer: (n/k * S,), the shard, in compute dtype; it has storage while it is kept.
+    """
+
+    def __init__(self, bucket: Bucket, ranks: int, in_rows: bool) -> None:
+        mesh = post_forward_mesh(bucket.axes, ranks)
+        self.ranks = ranks
+        self.in_rows = in_rows
+        self.group = mesh.get_group("within")
+        self.rank = mesh.get_local_rank("within")
+        rows = bucket.num_shards // ranks
+        self.buffer = torch.empty(
+            rows * bucket.numel, dtype=bucket.compute_dtype, device=bucket.device
+        )
+        self._targets: list[torch.Tensor] = []
+        self._sources: list[torch.Tensor] = []
+        for since, shard in enumerate([self.buffer] if in_rows else bucket.members(self.buffer)):
+            until = since + 1 if since < bucket.zero_copy and not in_rows else None
+            unsharded, kept = bucket.copy_pairs(
+                shard.view(rows, -1), self.rank * rows, since=since, until=until
+            )
+            self._sources += unsharded
+            self._targets += kept
+        release(self.buffer)
+
+    def keep(self) -> torch.Tensor:
+        """Copies the shard out of the unsharded parameters, and returns it."""
+        allocate(self.buffer)
+        foreach_copy_(self._targets, self._sources)
+        return self.buffer
+
+    def drop(self) -> None:
+        """Frees the shard."""
+        release(self.buffer)
 
 
 # Version counters: they tell autograd which values the unsharded parameters hold.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -370,8 +370,9 @@ class StreamComm(Comm):
             self.unsummed.append(flight)
         else:
             self._run(flight)
-        if bucket.on_reduced is not None:
-            self._complete_early(flight)
+        if bucket.on_reduced is not None:  # gradients that are used within the backward
+            early = [f for f in self.in_flight if f.job.bucket.on_reduced is not None]
+            self._complete_all(each for each in early if each is not flight)
 
     def _run(self, flight: _InFlight) -> None:
         """Issues all remaining stages."""
@@ -410,12 +411,10 @@ class StreamComm(Comm):
             self.unsummed.remove(flight)
             self._run(flight)
 
-    def _complete_early(self, newest: _InFlight) -> None:
-        """Completes the reductions of gradients that are used within the backward, but for the newest."""
-        for flight in list(self.in_flight):
-            if flight.job.bucket.on_reduced is not None and flight is not newest:
-                self.in_flight.remove(flight)
-                self._complete(flight)
+    def _complete_all(self, flights: Iterable[_InFlight]) -> None:
+        for flight in flights:
+            self.in_flight.remove(flight)
+            self._complete(flight)
         self.holding = deque(flight for flight in self.holding if flight.source is not None)
 
     def _complete(self, flight: _InFlight) -> None:
@@ -449,10 +448,7 @@ class StreamComm(Comm):
             self._free_oldest_input()
 
     def drain(self, bucket: Reduced) -> None:
-        for flight in [flight for flight in self.in_flight if flight.job.bucket is bucket]:
-            self.in_flight.remove(flight)
-            self._complete(flight)
-        self.holding = deque(flight for flight in self.holding if flight.source is not None)
+        self._complete_all([f for f in self.in_flight if f.job.bucket is bucket])
 
     def finish(self) -> None:
         self.left_by = None

@@ -278,12 +278,7 @@ class BucketGradients:
     # -- gradients accumulated unsharded -----------------------------------------------------------
 
     def _accumulate_unsharded(self, index: int, by_rank: torch.Tensor, tp_partial: bool) -> None:
-        """Adds a gradient of parameter ``index`` to the unsharded accumulated sum in its ``.grad``.
-
-        Args:
-            by_rank: (num_shards, ...), as ``ShardedParam.grad_by_rank`` returns it.
-            tp_partial: whether it is partial over tp.
-        """
+        """Adds a gradient, (num_shards, ...), to the unsharded sum in the ``.grad`` of parameter ``index``."""
         bucket = self.bucket
         if self.unsharded_accumulated is None:
             self.unsharded_accumulated = self._new_unsharded()
@@ -391,11 +386,7 @@ class BucketGradients:
     def _copy_held(
         self, old: AccumulatedGradients, new: AccumulatedGradients, *, over_shard: bool
     ) -> None:
-        """Copies to ``new`` the sums of ``old`` that are still in ``.grad``, and puts ``new`` there.
-
-        Args:
-            over_shard: whether these are sums that are not reduced over shard.
-        """
+        """Copies to ``new`` the sums of ``old`` that are still in ``.grad``, and puts ``new`` there."""
         bucket = self.bucket
         for index in old.placed:
             param = bucket.params[index]

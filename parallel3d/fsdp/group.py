@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
+from functools import partial
 from operator import call, is_
 from typing import Any
 
@@ -16,7 +17,7 @@ from parallel3d._torch.dtensor import keep_partial_gradients
 from parallel3d.errors import StateError
 from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.comm import Comm
-from parallel3d.fsdp.gathers import CoalescedGather, PostForwardGroup, plan_gathers
+from parallel3d.fsdp.gathers import CoalescedGather, plan_gathers
 from parallel3d.fsdp.members import missing_values
 
 # An attribute of unsharded parameters: a weak reference to the unit that the gradient hook calls.
@@ -228,6 +229,7 @@ class ParamGroup:
         gradient."""
         self._unit = unit
         for bucket in self.buckets:
+            hook = partial(_take_gradient, unit, weakref.ref(bucket))  # keeps neither alive
             for index, compute in enumerate(bucket.compute_params):
                 if getattr(compute, WATCHED_BY, None) is unit:
                     continue  # its bucket was not rebuilt
@@ -236,7 +238,7 @@ class ParamGroup:
                     requires_grad = compute.requires_grad
                     compute.requires_grad_(True)  # torch sets the hook on no other parameter
                     keep_partial_gradients(compute)
-                    compute.register_post_accumulate_grad_hook(_GradHook(unit, bucket, index))
+                    compute.register_post_accumulate_grad_hook(partial(hook, index))
                     compute.requires_grad_(requires_grad)
 
     @property
@@ -352,7 +354,7 @@ class ParamGroup:
         if self.state is ShardedState.UNSHARDED:
             for bucket in self.buckets:
                 if ranks is not None:
-                    bucket.to_sharded_post_forward(ranks, PostForwardGroup)
+                    bucket.to_sharded_post_forward(ranks)
                 bucket.free_unsharded()
                 if bucket.has_own_unsharded:
                     bucket.versions.set_free()
@@ -460,17 +462,10 @@ class ParamGroup:
         self.reshard(comm)
 
 
-class _GradHook:
-    """Hands a gradient to the unit and sets ``.grad`` to None. It keeps neither unit nor bucket alive."""
-
-    def __init__(self, unit: weakref.ref, bucket: Bucket, index: int) -> None:
-        self.unit = unit
-        self.bucket = weakref.ref(bucket)
-        self.index = index
-
-    @untraced
-    def __call__(self, param: Any) -> None:
-        unit, bucket = self.unit(), self.bucket()
-        if unit is not None and bucket is not None:
-            grad, param.grad = param.grad, None
-            unit.take_gradient(bucket, self.index, grad)
+@untraced
+def _take_gradient(unit: weakref.ref, bucket: weakref.ref, index: int, param: Any) -> None:
+    """Hook of an unsharded parameter: hands its gradient to the unit, and sets ``.grad`` to None."""
+    alive, its_bucket = unit(), bucket()
+    if alive is not None and its_bucket is not None:
+        grad, param.grad = param.grad, None
+        alive.take_gradient(its_bucket, index, grad)

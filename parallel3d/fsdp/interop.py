@@ -259,8 +259,7 @@ class TorchParamGroup(_TorchNames):
     @property
     def _reshard_after_forward(self) -> bool:
         """Transformer Engine's tensors read it."""
-        reshard = self._unit.reshard_after_forward
-        return not self._unit.is_root if reshard is None else bool(reshard)
+        return bool(self._unit.reshards())
 
     @property
     def fsdp_params(self) -> list[TorchParam]:

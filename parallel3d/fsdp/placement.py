@@ -709,23 +709,19 @@ def _axes_of(name: str, mesh_info: Any, default: DataAxes) -> DataAxes:
     if isinstance(mesh_info, DeviceMesh):
         axes = default if mesh_info == default.mesh else data_axes(mesh_info)
     else:
-        axes = _axes_of_info(name, mesh_info)
+        mesh = getattr(mesh_info, "mesh", None)
+        if not isinstance(mesh, DeviceMesh) or not hasattr(mesh_info, "shard_mesh_dim"):
+            raise MeshError(
+                f"shard_placement_fn returned mesh_info={mesh_info!r} for parameter {name}; it must be a "
+                "DeviceMesh, or torch's FSDPMeshInfo or HSDPMeshInfo"
+            )
+        axes = DataAxes(mesh, mesh_info.replicate_mesh_dim, mesh_info.shard_mesh_dim, None)
+        dims, whole = (getattr(mesh_info, key, None) for key in ("dp_mesh_dims", "spmd_mesh"))
+        if dims is not None and whole is not None:
+            axes = spmd_axes(whole, dims)
     if axes.mesh.device_type != default.mesh.device_type:
         raise MeshError(
             f"shard_placement_fn returned a mesh on {axes.mesh.device_type} for parameter {name}; it must be "
             f"on {default.mesh.device_type}, as fully_shard's mesh"
         )
     return axes
-
-
-def _axes_of_info(name: str, info: Any) -> DataAxes:
-    mesh = getattr(info, "mesh", None)
-    if not isinstance(mesh, DeviceMesh) or not hasattr(info, "shard_mesh_dim"):
-        raise MeshError(
-            f"shard_placement_fn returned mesh_info={info!r} for parameter {name}; it must be a DeviceMesh, "
-            "or torch's FSDPMeshInfo or HSDPMeshInfo"
-        )
-    dims, whole = getattr(info, "dp_mesh_dims", None), getattr(info, "spmd_mesh", None)
-    if dims is not None and whole is not None:
-        return spmd_axes(whole, dims)
-    return DataAxes(mesh, info.replicate_mesh_dim, info.shard_mesh_dim, None)

@@ -10,7 +10,7 @@ one all-gather; a single input is sent without a copy. Gradients are reduced as 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -493,7 +493,7 @@ class ExtensionBucket(Bucket):
             for extension in self.other_precision["extensions"]:
                 extension.release()
 
-    def to_sharded_post_forward(self, ranks: int, make: Callable[..., Any]) -> None:
+    def to_sharded_post_forward(self, ranks: int) -> None:
         """Keeps the gathered bytes of n / ``ranks`` ranks between forward and backward; see ``Bucket``."""
         if self.shard_group is None or ranks >= self.num_shards:
             return
