@@ -278,7 +278,7 @@ class BucketGradients:
     # -- gradients accumulated unsharded -----------------------------------------------------------
 
     def _accumulate_unsharded(self, index: int, by_rank: torch.Tensor, tp_partial: bool) -> None:
-        """Adds a gradient, (num_shards, ...), to the unsharded sum in the ``.grad`` of parameter ``index``."""
+        """Adds a gradient, (num_shards, ...), to the unsharded sum in ``.grad`` of parameter ``index``."""
         bucket = self.bucket
         if self.unsharded_accumulated is None:
             self.unsharded_accumulated = self._new_unsharded()

@@ -27,10 +27,10 @@ def test_every_pair(state: ShardedState, registered: Registered, event: Event) -
     mine = registered if event in OF_MODULES else state
     if (mine, event) not in TRANSITIONS:
         with pytest.raises(KeyError):
-            group._enter(event)
+            group.enter(event)
         assert (group.state, group.registered) == (state, registered)
         return
-    group._enter(event)
+    group.enter(event)
     became = TRANSITIONS[mine, event]
     assert (group.state, group.registered) == (
         (state, became) if event in OF_MODULES else (became, registered)
