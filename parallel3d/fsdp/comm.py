@@ -41,10 +41,9 @@ class Comm(Protocol):
 
     def finish_gather(self, bucket: Gather) -> None:
         """Waits for the all-gather, and copies its result to the unsharded parameters."""
-        if bucket.shard_group is None and not bucket.reads_host:
-            bucket.unshard_without_gather()
-            return
-        if bucket.gathering is None:  # KeyboardInterrupt came after the copy
+        if bucket.gathering is None:
+            if bucket.shard_group is None:  # else KeyboardInterrupt came after the copy
+                bucket.unshard_without_gather()
             return
         work, _ = bucket.gathering
         if work is not None:

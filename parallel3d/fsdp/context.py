@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
 from operator import attrgetter, is_
@@ -337,6 +338,7 @@ class DeferredPrefetch:
             bucket.on_large_gradient = None
 
 
+@dataclass(eq=False)
 class RootBackward:
     """A backward under way through the units of one root.
 
@@ -349,13 +351,12 @@ class RootBackward:
         ended, reduced: ids of the units whose backward is over, and whose reduction was issued.
     """
 
-    def __init__(self, callback: Callable[[], Any], *, may_defer: bool) -> None:
-        self.callback: Callable[[], Any] = weakref.ref(callback)
-        self.creates_graph = False
-        self.may_defer = may_defer
-        self.deferred: DeferredPrefetch | None = None
-        self.ended: set[int] = set()
-        self.reduced: set[int] = set()
+    callback: Callable[[], Any]
+    may_defer: bool
+    creates_graph: bool = False
+    deferred: DeferredPrefetch | None = None
+    ended: set[int] = field(default_factory=set)
+    reduced: set[int] = field(default_factory=set)
 
 
 class RunContext:
@@ -524,8 +525,8 @@ class RunContext:
         return self.backward
 
     def _begin_backward(self, callback: Callable[[], Any]) -> RootBackward:
-        may_differ = any(unit.reduce_unused for unit in self.units)
-        self.backward = RootBackward(callback, may_defer=not may_differ)
+        may_defer = not any(unit.reduce_unused for unit in self.units)
+        self.backward = RootBackward(weakref.ref(callback), may_defer)
         return self.backward
 
     @contextmanager

@@ -209,8 +209,8 @@ def _make_buckets(
     Parameters on the meta device have buckets apart from others, as they may get values one by one. Those
     that keep their dtype have a policy for that.
     """
-    grouped: dict[tuple[type[Bucket], *tuple[object, ...]], list[ShardedParam]] = {}
-    policies: dict[object, MixedPrecisionPolicy] = {}
+    kinds = tuple[type[Bucket], MixedPrecisionPolicy, *tuple[object, ...]]
+    grouped: dict[kinds, list[ShardedParam]] = {}
     # By ranks, as groups of equal meshes in one process may have different names.
     meshes = {id(param.tp_mesh): param.tp_mesh for param in params}
     ranks = {i: None if m is None else tuple(m.mesh.tolist()) for i, m in meshes.items()}
@@ -223,12 +223,11 @@ def _make_buckets(
             kind = ExtensionBucket
         own = in_own_dtype(policy, param.dtype) if param.keeps_dtype else policy
         dtypes = param.dtype, param.grad_dtype
-        key = (kind, dtypes, param.requires_grad, param.num_shards, tp, param.axes, meta, own)
+        key = (kind, own, dtypes, param.requires_grad, param.num_shards, tp, param.axes, meta)
         grouped.setdefault(key, []).append(param)
-        policies[key] = own
     return [
-        key[0](unit, members, members[0].axes, policies[key], offload)
-        for key, members in grouped.items()
+        kind(unit, members, members[0].axes, own, offload)
+        for (kind, own, *_), members in grouped.items()
     ]
 
 

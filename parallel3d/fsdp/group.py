@@ -88,8 +88,6 @@ Beside = Any
 Its ``register(group)`` is called after these were registered, ``unregister()`` after the sharded ones were.
 """
 
-Rebuild = Callable[[list[Bucket]], "list[Bucket] | None"]
-
 
 class ParamGroup:
     """The buckets of one unit.
@@ -166,7 +164,7 @@ class ParamGroup:
         self.on_meta = any(bucket.device.type == "meta" for bucket in self.buckets)
         self.count_trainable()
 
-    def rebuild(self, rebuild: Rebuild) -> None:
+    def rebuild(self, rebuild: Callable[[list[Bucket]], list[Bucket] | None]) -> None:
         """Replaces the buckets by ``rebuild(buckets)``, unless that is None or the group is in use."""
         if self.is_sharded and self.registered is Registered.SHARDED:
             with torch.inference_mode(False), torch.no_grad():

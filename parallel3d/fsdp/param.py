@@ -85,9 +85,6 @@ def parameters_dict(holder: Any) -> dict[str, nn.Parameter | None] | None:
     return None if module is None else module._parameters
 
 
-ModuleInfos = list[tuple[Any, str]]
-"""Places in modules: a ``module._parameters`` or an ``OwnSetattr``, and the name there."""
-
 _TAKEN = "_parallel3d_taken_by"  # attribute of a user's Parameter that a unit has replaced
 _owners: weakref.WeakValueDictionary[int, "ShardedParam"] = weakref.WeakValueDictionary()
 _places: weakref.WeakValueDictionary[tuple[int, str], "ShardedParam"] = (
@@ -139,8 +136,8 @@ class ShardedParam:
 
     Attributes:
         name: name within the unit's modules, for messages.
-        module_infos: the places in modules that hold it, several if it is tied. They refer to
-            ``module._parameters`` and not to the modules, to avoid a reference cycle.
+        module_infos: (``module._parameters`` or an ``OwnSetattr``, name there) of each place that holds it,
+            several if it is tied. They do not refer to the modules, to avoid a reference cycle.
         module: weak reference to the first module that holds it.
         unit: weak reference to its unit; before there is one, a function that returns None.
         axes: the engine's axes for it.
@@ -177,7 +174,7 @@ class ShardedParam:
         dim: int | None = None,
     ) -> None:
         self.name = name
-        self.module_infos: ModuleInfos = []
+        self.module_infos: list[tuple[Any, str]] = []
         self.put_at((holder_of(module), attribute) for module, attribute in places)
         self.module = weakref.ref(places[0][0])
         self.unit: Callable[[], Any] = lambda: None

@@ -182,7 +182,7 @@ def _reduce(
     if output is None:
         work = ScatterWork(all_reduce(sent, group, unit=issuing.unit), sent)
         return HookWork(work, grad, after)
-    work = reduce_scatter(sent, group, unit=issuing.unit, device_type=sent.device.type)
+    work = reduce_scatter([sent], group, unit=issuing.unit, device_type=sent.device.type)
     return HookWork(work, output, after)
 
 
@@ -224,11 +224,8 @@ class HookedReduce(Reducer):
     def _call(self, group: ProcessGroup, unit: str, *tensors: torch.Tensor) -> Any:
         if isinstance(self.state, CommHookState):
             self.state.process_group = group
-        before, issuing.unit = issuing.unit, unit
-        try:
+        with issuing.as_unit(unit):
             work = self.hook(self.state, *tensors)
-        finally:
-            issuing.unit = before
         return work if callable(getattr(work, "wait", None)) else None
 
 

@@ -424,7 +424,7 @@ class ExtensionBucket(Bucket):
             return
         own = torch.tensor(sizes, device=self.device)
         gathered = own.repeat(self.num_shards)
-        work = all_gather(gathered, own, self.shard_group, unit=self.unit)
+        work = all_gather([gathered], [own], self.shard_group, unit=self.unit)
         if work is not None:
             work.wait()
         by_param = gathered.view(self.num_shards, -1).T.tolist()
