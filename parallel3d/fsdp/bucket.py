@@ -60,9 +60,6 @@ from parallel3d.fsdp.param import (
 from parallel3d.fsdp.placement import DataAxes, post_forward_mesh
 from parallel3d.fsdp.reduction import DEFAULT_REDUCER, AllReduce, Stage
 
-Offload = Any
-"""Where shards are at rest, if not on the device that computes; see ``options/offload.CpuOffload``."""
-
 
 class Bucket:
     """See the module's docstring.
@@ -70,6 +67,7 @@ class Bucket:
     Attributes:
         params: its parameters: zero-copy ones first, those whose gradient may be partial over tp last.
         policy: the dtypes that it computes and reduces in now.
+        offload: where shards are at rest, if not on the device that computes; see ``offload.CpuOffload``.
         own_dtype: whether it computes in its parameters' own dtype; see ``options/precision``.
         zero_copy: how many parameters are zero-copy.
         packed: P, see above. packs_as_chunks: whether one kernel can pack the other gradients.
@@ -150,7 +148,7 @@ class Bucket:
         params: list[ShardedParam],
         axes: DataAxes,
         policy: MixedPrecisionPolicy,
-        offload: Offload | None = None,
+        offload: Any = None,
     ) -> None:
         device_type = axes.mesh.device_type
         self.unit = unit
@@ -463,9 +461,8 @@ class Bucket:
         make = torch.empty if self.gather_comm is None else self.gather_comm.allocate
         size = (self.num_shards * self.numel,)
         output = make(size, dtype=self.compute_dtype, device=self.device)
-        rank = self.axes.coordinate(self.axes.shard)
-        if self.post_forward_shard is not None and self.post_forward is not None:
-            rank = self.post_forward.rank
+        kept = None if self.post_forward_shard is None else self.post_forward
+        rank = self.axes.coordinate(self.axes.shard) if kept is None else kept.rank
         shard = output.narrow(0, rank * source.numel(), source.numel())
         shard.copy_(source)
         self.custom_gathered = output
@@ -628,20 +625,18 @@ class Versions:
 
     def _differs(self, now: tuple[int, int]) -> bool:
         steps, versions = self._seen
-        return now[1] != versions or (now[0] != steps and self._were_stepped(steps))
+        if now[0] == steps or now[1] != versions:
+            return now[1] != versions
+        params = set(map(id, self._sharded))
+        return any(
+            record.last > steps and (record.copies or not params.isdisjoint(record.params))
+            for record in chain(OptimizerSteps.of_alive.values(), OptimizerSteps.of_deleted)
+        )
 
     def _now(self) -> tuple[int, int]:
         """Returns (steps of all optimizers, sum of the weights' counters)."""
         with torch_function_off():
             return OptimizerSteps.total, sum(map(_version_of, self._at_rest))
-
-    def _were_stepped(self, since: int) -> bool:
-        """Returns whether an optimizer of the weights has stepped since step number ``since``."""
-        params = set(map(id, self._sharded))
-        return any(
-            steps.last > since and (steps.copies or not params.isdisjoint(steps.params))
-            for steps in chain(OptimizerSteps.of_alive.values(), OptimizerSteps.of_deleted)
-        )
 
     def set_unsharded(self) -> None:
         """Tells autograd that the unsharded parameters and their stand-ins hold version ``weights``."""

@@ -30,11 +30,13 @@ class Comm(Protocol):
         max_inputs: how many inputs of reduce-scatters may be in flight.
         post_optim_event: an event that the next all-gather waits for instead of the current stream.
         left_by: a weak reference to the context whose last backward has left reductions in flight; or None.
+        holding: reductions whose reduce-scatter still holds its inputs, oldest first; at most ``max_inputs``.
     """
 
     max_inputs: int = 1
     post_optim_event: Any = None
     left_by: Any = None
+    holding: deque[Any]
 
     def issue_gather(self, bucket: Gather) -> None:
         """Issues the all-gather of ``bucket``."""
@@ -64,10 +66,6 @@ class Comm(Protocol):
 
     def reduce(self, bucket: Reduced, *, all_reduce: bool) -> None:
         """Issues the reduction of the gradients of ``bucket``; ``all_reduce``: over replicate too."""
-
-    @property
-    def holds_inputs(self) -> bool:
-        """Whether the input of a reduce-scatter is still held."""
 
     def free_inputs(self) -> None:
         """Waits for the reduce-scatters under way, and frees their inputs."""
@@ -145,12 +143,11 @@ class CpuComm(Comm):
     for that at once would block the backward. So the all-reduce is issued when the next bucket is reduced.
 
     Attributes:
-        scattering: reductions whose reduce-scatter is under way, oldest first; at most ``max_inputs``.
         reducing: reductions in their later stages.
     """
 
     def __init__(self) -> None:
-        self.scattering: deque[_Running] = deque()
+        self.holding: deque[_Running] = deque()
         self.reducing: deque[_Running] = deque()
         self._ref = weakref.ref(self)
         let_gloo_finish_at_exit()
@@ -174,23 +171,23 @@ class CpuComm(Comm):
     def reduce(self, bucket: Reduced, *, all_reduce: bool) -> None:
         self.drain(bucket)  # its earlier reduction of the same backward, before another one begins
         scattered: list[_Running] = []
-        while len(self.scattering) >= self.max_inputs:
+        while len(self.holding) >= self.max_inputs:
             scattered.append(self._take_scattered())
         running = _Running(bucket.grads.start(all_reduce=all_reduce))
-        self.scattering.append(running)
+        self.holding.append(running)
         bucket.grads.in_flight = self._ref
         # Earlier all-reduces come after this reduce-scatter: on one link they would delay it, for which the
         # deferred all-gather of the next backward waits.
         for earlier in scattered:
             earlier.advance()
-        if running.work is None and len(self.scattering) == 1:
+        if running.work is None and len(self.holding) == 1:
             self._take_scattered().advance()  # nothing is scattered, so there is nothing to wait for
         if bucket.on_reduced is not None:
             self._complete_early()
 
     def _take_scattered(self) -> _Running:
         """Waits for the oldest reduce-scatter, and returns its reduction."""
-        running = self.scattering.popleft()
+        running = self.holding.popleft()
         self.reducing.append(running)
         running.end_stage()
         return running
@@ -203,17 +200,13 @@ class CpuComm(Comm):
                 self.reducing.remove(running)
                 running.complete()
 
-    @property
-    def holds_inputs(self) -> bool:
-        return bool(self.scattering)
-
     def free_inputs(self) -> None:
         # All-reduces follow later: they would delay the next all-gather.
-        for running in self.scattering:
+        for running in self.holding:
             running.end_stage()
 
     def drain(self, bucket: Reduced) -> None:
-        while any(running.job.bucket is bucket for running in self.scattering):
+        while any(running.job.bucket is bucket for running in self.holding):
             self._take_scattered().advance()
         for running in [running for running in self.reducing if running.job.bucket is bucket]:
             self.reducing.remove(running)
@@ -221,7 +214,7 @@ class CpuComm(Comm):
 
     def finish(self) -> None:
         self.left_by = None
-        while self.scattering:
+        while self.holding:
             # Results are put into ``.grad`` while the last reductions communicate. The newest all-reduce may
             # still run, and the next one must not wait for it.
             while self.reducing and (self.reducing[0].work is None or len(self.reducing) > 1):
@@ -232,10 +225,10 @@ class CpuComm(Comm):
 
     def abandon(self) -> None:
         self.left_by = None
-        for running in (*self.scattering, *self.reducing):
+        for running in (*self.holding, *self.reducing):
             _wait_quietly(getattr(running.work, "work", running.work))
             running.job.bucket.grads.in_flight = None
-        self.scattering.clear()
+        self.holding.clear()
         self.reducing.clear()
 
     def settle_host(self) -> None:
@@ -290,7 +283,6 @@ class StreamComm(Comm):
 
     Attributes:
         in_flight: reductions whose result is not in ``.grad`` yet, oldest first.
-        holding: those of them whose inputs are held; at most ``max_inputs``.
         unsummed: those of them that are still to be summed over tp; at most ``max_inputs``.
         host_read: event: the shards in the CPU's memory have been read (CPU offload); or None.
     """
@@ -437,10 +429,6 @@ class StreamComm(Comm):
         oldest = self.holding.popleft()
         self.device.current_stream().wait_event(oldest.scattered)
         oldest.source = None
-
-    @property
-    def holds_inputs(self) -> bool:
-        return bool(self.holding)
 
     def free_inputs(self) -> None:
         while self.holding:

@@ -543,7 +543,7 @@ class RunContext:
         self._drop_deferred()
         bucket, backward = None, self.backward
         assert backward is not None
-        if self.schedule.settings == _USUAL and self.comm.holds_inputs and backward.may_defer:
+        if self.schedule.settings == _USUAL and self.comm.holding and backward.may_defer:
             bucket = bucket_to_count(unit)
         if bucket is not None:
             backward.deferred = DeferredPrefetch(bucket, unit, self)

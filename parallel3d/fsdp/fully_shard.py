@@ -32,7 +32,7 @@ from parallel3d.fsdp.api import (
     keeps_its_dtype,
     own_policy,
 )
-from parallel3d.fsdp.bucket import Bucket, Offload
+from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.group import ParamGroup
 from parallel3d.fsdp.interop import TorchState
 from parallel3d.fsdp.members import (
@@ -202,7 +202,7 @@ def _make_buckets(
     unit: str,
     params: Sequence[ShardedParam],
     policy: MixedPrecisionPolicy,
-    offload: Offload | None,
+    offload: CpuOffload | None,
 ) -> list[Bucket]:
     """Returns the buckets of a unit, in order of their first parameter.
 

@@ -143,12 +143,11 @@ class _TorchNames:
         )
 
 
-def _comm_property() -> Any:
-    return property(
-        lambda state: comm_of(state._unit),
-        lambda state, comm: set_comm(state._unit, comm),
-        doc="The Comm of the unit; torch's share_comm_ctx reads and sets it.",
-    )
+_comm_property: Any = property(
+    lambda state: comm_of(state._unit),
+    lambda state, comm: set_comm(state._unit, comm),
+    doc="The Comm of the unit; torch's share_comm_ctx reads and sets it.",
+)
 
 
 def _hook_handle(place: int) -> Any:
@@ -225,7 +224,7 @@ class TorchState(_TorchNames):
 
     _pre_forward_hook_handle = _hook_handle(0)
     _post_forward_hook_handle = _hook_handle(1)
-    _comm_ctx = _comm_property()
+    _comm_ctx = _comm_property
 
     def _lazy_init(self) -> None:
         self._unit.ready_context()
@@ -254,7 +253,7 @@ class TorchParamGroup(_TorchNames):
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
 
-    comm_ctx = _comm_property()
+    comm_ctx = _comm_property
 
     @property
     def _reshard_after_forward(self) -> bool:

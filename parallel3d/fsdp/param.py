@@ -132,7 +132,7 @@ def mark_taken(param: nn.Parameter, owner: "ShardedParam") -> None:
 
 
 class ShardedParam:
-    """One parameter of a unit. Its constructor shards ``dim``, or for None a dim that ``ParamAxes`` chooses.
+    """One parameter of a unit. Its constructor shards ``dim``; None: the first possible one, in torch 0.
 
     Attributes:
         name: name within the unit's modules, for messages.
@@ -194,7 +194,9 @@ class ShardedParam:
         self.global_shape = param.shape
         self.dtype = param.dtype
         self.requires_grad = param.requires_grad
-        self.dim = self.on.default_dim(param.shape) if dim is None else self._checked(dim)
+        self.dim = (
+            next(iter(self.on.dims(param.shape)), None) if dim is None else self._checked(dim)
+        )
         self.num_shards = 1 if self.dim is None else axes.num_shards
         self._set_shapes()
         whole = param.detach()

@@ -460,10 +460,6 @@ class ParamAxes:
             for axis, (present, own) in enumerate(zip(source, self.compute_placements, strict=True))
         )
 
-    def default_dim(self, shape: Sequence[int]) -> int | None:
-        """Returns the dim to shard by default: 0, as in torch, or the first possible one; None if none."""
-        return next(iter(self.dims(shape)), None)
-
     def dims(self, shape: Sequence[int]) -> list[int]:
         """Returns the dims of a parameter of ``shape`` that the engine can shard.
 
