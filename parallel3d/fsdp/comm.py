@@ -182,8 +182,13 @@ class CpuComm(Comm):
             earlier.advance()
         if running.work is None and len(self.holding) == 1:
             self._take_scattered().advance()  # nothing is scattered, so there is nothing to wait for
-        if bucket.on_reduced is not None:
-            self._complete_early()
+        if bucket.on_reduced is None:
+            return
+        for running in list(self.reducing):  # gradients that are used within the backward
+            newest = running.work is not None and running is self.reducing[-1]
+            if running.job.bucket.on_reduced is not None and not newest:
+                self.reducing.remove(running)
+                running.complete()
 
     def _take_scattered(self) -> _Running:
         """Waits for the oldest reduce-scatter, and returns its reduction."""
@@ -191,14 +196,6 @@ class CpuComm(Comm):
         self.reducing.append(running)
         running.end_stage()
         return running
-
-    def _complete_early(self) -> None:
-        """Completes the reductions of gradients that are used within the backward, but for the newest."""
-        for running in list(self.reducing):
-            newest = running.work is not None and running is self.reducing[-1]
-            if running.job.bucket.on_reduced is not None and not newest:
-                self.reducing.remove(running)
-                running.complete()
 
     def free_inputs(self) -> None:
         # All-reduces follow later: they would delay the next all-gather.

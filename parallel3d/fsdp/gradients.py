@@ -340,8 +340,8 @@ class BucketGradients:
         if held is None:
             held = self.partial_reduce_output = self._new_partial(flat, views)
         # Each rank of the all-reduce to come has a reduced gradient: it makes a sum of them, or an average.
-        copies = math.prod(group.size() for group in bucket.replicate_groups)
-        copies = 1 if bucket.reducer.averages else copies
+        sizes = [group.size() for group in bucket.replicate_groups]
+        copies = 1 if bucket.reducer.averages else math.prod(sizes)
         for index in used:
             before = held.attach(index, params[index].sharded)
             if before is not None:

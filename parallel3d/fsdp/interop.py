@@ -308,7 +308,12 @@ class TorchParamGroup(_TorchNames):
             type(unit).finish_backward(unit, *called_by_the_engine)
             return
         context = unit.ready_context()
-        if unit.has_unreduced and unit.sync and not self._has_gradients():
+        has_gradients = not unit.group.trainable or any(
+            bucket.grads.has_work(sync=True, all_reduce=True)
+            or any(p.grad is not None for p in bucket.compute_params)
+            for bucket in unit.group.buckets
+        )
+        if unit.has_unreduced and unit.sync and not has_gradients:
             raise StateError(
                 f"unit {unit.label}: backwards reached it, but none of its {unit.group.trainable} trainable "
                 "parameters has a gradient; zero-bubble schedules need reshard_after_forward=False"
@@ -318,14 +323,6 @@ class TorchParamGroup(_TorchNames):
             unit.take_gradients_put_by_hand()
             unit.leave_backward(context)
             context.reduce(unit)
-
-    def _has_gradients(self) -> bool:
-        group = self._unit.group
-        return not group.trainable or any(
-            bucket.grads.has_work(sync=True, all_reduce=True)
-            or any(p.grad is not None for p in bucket.compute_params)
-            for bucket in group.buckets
-        )
 
 
 class TorchParam(_TorchNames):

@@ -553,10 +553,6 @@ def count_optimizer_steps() -> None:
     register_optimizer_step_post_hook(_count_step)
 
 
-# Which parameters are zero-copy. Each is one tensor more in the bucket's collective call, which costs time of
-# its own. So small parameters are packed together instead, which costs a copy.
-
-
 def segment_of(param: ShardedParam) -> Segment:
     """``param`` as the arithmetic of ``layout`` takes it."""
     partial = PartialGrad.MAYBE if param.may_be_partial else PartialGrad.NEVER

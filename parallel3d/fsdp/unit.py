@@ -350,16 +350,6 @@ class Unit:
             self.come_to_rest()  # after a backward within the forward
         if context.backward is not None:  # recomputed for a backward that comes next
             return
-        self._end_forward(context, backward_to_come=backward_to_come)
-        if self.is_root:
-            context.end_forward(backward_to_come=backward_to_come)
-
-    def reshards(self) -> bool | int:
-        """Whether the end of a forward frees the parameters, or over how many ranks it keeps them sharded."""
-        reshard = self.reshard_after_forward
-        return not self.is_root if reshard is None else reshard
-
-    def _end_forward(self, context: RunContext, *, backward_to_come: bool) -> None:
         reshard = self.reshards()
         if reshard or self.group.retain is not Retain.USER:
             self.group.register_sharded()
@@ -371,6 +361,13 @@ class Unit:
                 self.group.reshard(context.comm)
         elif reshard:
             self.group.reshard(context.comm, None if reshard is True else reshard)
+        if self.is_root:
+            context.end_forward(backward_to_come=backward_to_come)
+
+    def reshards(self) -> bool | int:
+        """Whether the end of a forward frees the parameters, or over how many ranks it keeps them sharded."""
+        reshard = self.reshard_after_forward
+        return not self.is_root if reshard is None else reshard
 
     # -- backward ------------------------------------------------------------------------------------
 
