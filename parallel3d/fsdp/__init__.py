@@ -46,23 +46,65 @@ if TYPE_CHECKING:
     from parallel3d.fsdp.state_dict.optim_state_dict import load_optim_state_dict, optim_state_dict
     from parallel3d.fsdp.state_dict.transforms import chunk, gather
 
-_EXPORTS = {
-    "fsdp.api": "BackwardPrefetch CPUOffloadPolicy DataParallelMeshDims MixedPrecisionPolicy "
-    "OffloadPolicy ShardPlacementResult ShardingStrategy strategy_layout strategy_options",
-    "fsdp.fully_shard": "fully_shard",
-    "fsdp.interop": "register_fsdp_forward_method share_comm_ctx",
-    "fsdp.module": "FSDPModule GradientReductionHandle UnshardHandle",
-    "fsdp.options.checks": "check_execution_order",
-    "fsdp.options.comm_hooks": "CommHookState allreduce_hook bf16_compress_hook "
-    "fp16_compress_hook reduce_scatter_hook",
-    "fsdp.state_dict.full_params": "full_params",
-    "fsdp.state_dict.model_state_dict": "FullOptimStateDictConfig FullStateDictConfig "
-    "LocalOptimStateDictConfig LocalStateDictConfig ShardedOptimStateDictConfig "
-    "ShardedStateDictConfig StateDictSettings StateDictType get_state_dict_type "
-    "load_model_state_dict model_state_dict set_state_dict_type state_dict_type",
-    "fsdp.state_dict.optim_state_dict": "load_optim_state_dict optim_state_dict",
-    "fsdp.state_dict.transforms": "chunk gather",
-}
-__all__ = [name for names in _EXPORTS.values() for name in names.split()]
+__all__ = [
+    "BackwardPrefetch",
+    "CPUOffloadPolicy",
+    "CommHookState",
+    "DataParallelMeshDims",
+    "FSDPModule",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "GradientReductionHandle",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "ShardPlacementResult",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictSettings",
+    "StateDictType",
+    "UnshardHandle",
+    "allreduce_hook",
+    "bf16_compress_hook",
+    "check_execution_order",
+    "chunk",
+    "fp16_compress_hook",
+    "full_params",
+    "fully_shard",
+    "gather",
+    "get_state_dict_type",
+    "load_model_state_dict",
+    "load_optim_state_dict",
+    "model_state_dict",
+    "optim_state_dict",
+    "reduce_scatter_hook",
+    "register_fsdp_forward_method",
+    "set_state_dict_type",
+    "share_comm_ctx",
+    "state_dict_type",
+    "strategy_layout",
+    "strategy_options",
+]
 
-export_lazily(__name__, _EXPORTS)
+export_lazily(
+    __name__,
+    {
+        "fsdp.api": "BackwardPrefetch CPUOffloadPolicy DataParallelMeshDims MixedPrecisionPolicy "
+        "OffloadPolicy ShardPlacementResult ShardingStrategy strategy_layout strategy_options",
+        "fsdp.fully_shard": "fully_shard",
+        "fsdp.interop": "register_fsdp_forward_method share_comm_ctx",
+        "fsdp.module": "FSDPModule GradientReductionHandle UnshardHandle",
+        "fsdp.options.checks": "check_execution_order",
+        "fsdp.options.comm_hooks": "CommHookState allreduce_hook bf16_compress_hook "
+        "fp16_compress_hook reduce_scatter_hook",
+        "fsdp.state_dict.full_params": "full_params",
+        "fsdp.state_dict.model_state_dict": "FullOptimStateDictConfig FullStateDictConfig "
+        "LocalOptimStateDictConfig LocalStateDictConfig ShardedOptimStateDictConfig "
+        "ShardedStateDictConfig StateDictSettings StateDictType get_state_dict_type "
+        "load_model_state_dict model_state_dict set_state_dict_type state_dict_type",
+        "fsdp.state_dict.optim_state_dict": "load_optim_state_dict optim_state_dict",
+        "fsdp.state_dict.transforms": "chunk gather",
+    },
+)
