@@ -101,16 +101,6 @@ class RootOption:
     context's units have no use for it.
     """
 
-    def __init__(self, context: RunContext) -> None:
-        self._context = weakref.ref(context)
-
-    @property
-    def context(self) -> RunContext:
-        """The context of the root."""
-        context = self._context()
-        assert context is not None
-        return context
-
     def before_forward(self, units: Sequence[Unit]) -> Sequence[Unit]:
         """Called when a forward of the root begins. Returns those of ``units`` that the context prepares."""
         return units

@@ -51,11 +51,18 @@ class RanksAgree(RootOption):
     """
 
     def __init__(self, context: RunContext) -> None:
-        super().__init__(context)
+        self._context = weakref.ref(context)
         buckets = [bucket for unit in context.units for bucket in unit.group.buckets]
         over_tp = any(param.tp_size > 1 for param in params_of(context.units))
         gathers = over_tp or any(bucket.shard_group is not None for bucket in buckets)
         self.before = "forward" if gathers else "backward"
+
+    @property
+    def context(self) -> RunContext:
+        """The root's context."""
+        context = self._context()
+        assert context is not None
+        return context
 
     def before_forward(self, units: Sequence[Unit]) -> Sequence[Unit]:
         """Compares the models if this forward may gather.

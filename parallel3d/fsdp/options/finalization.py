@@ -40,10 +40,17 @@ class Finalization(RootOption):
     """
 
     def __init__(self, context: RunContext) -> None:
-        super().__init__(context)
+        self._context = weakref.ref(context)
         self.progress = Progress.COMPLETE
         self.number = 0
         self._dropped = -1
+
+    @property
+    def context(self) -> RunContext:
+        """The context whose backwards are finalized."""
+        context = self._context()
+        assert context is not None
+        return context
 
     def before_forward(self, units: Sequence[Any]) -> Sequence[Any]:
         """Raises StateError if an asynchronous finalization was not waited on."""

@@ -10,6 +10,7 @@ one all-gather; a single input is sent without a copy. Gradients are reduced as 
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -27,7 +28,7 @@ from parallel3d.errors import MeshError, Parallel3dError
 from parallel3d.fsdp.api import MixedPrecisionPolicy
 from parallel3d.fsdp.bucket import Bucket, Versions, allocate, release
 from parallel3d.fsdp.collectives import all_gather
-from parallel3d.fsdp.context import RootOption, root_options
+from parallel3d.fsdp.context import RootOption, RunContext, root_options
 from parallel3d.fsdp.gradients import BucketGradients
 from parallel3d.fsdp.param import ShardedParam
 from parallel3d.fsdp.placement import DataAxes, chunk_length, post_forward_mesh
@@ -558,9 +559,14 @@ _SETTINGS = (
 class LateExtensions(RootOption):
     """Moves parameters whose local tensors have extensions to ExtensionBuckets before a root first runs."""
 
+    def __init__(self, context: RunContext) -> None:
+        self._context = weakref.ref(context)
+
     def before_forward(self, units: Sequence[Any]) -> Sequence[Any]:
-        self.context.options.remove(self)
-        for unit in self.context.units:
+        context = self._context()
+        assert context is not None
+        context.options.remove(self)
+        for unit in context.units:
             unit.group.rebuild(_with_late_extensions)
         return units
 
@@ -591,8 +597,7 @@ def _split_bucket(bucket: Bucket) -> list[Bucket]:
         setattr(new, name, getattr(bucket, name))
     if not others:
         return [new]
-    locals_ = [param.local for param in others]
     bucket.params = others
     bucket.plan_copies()
-    bucket._take(locals_)
+    bucket._take([param.local for param in others])
     return [bucket, new]

@@ -529,13 +529,20 @@ class ReplicatedUnits(RootOption):
     """
 
     def __init__(self, context: RunContext) -> None:
-        super().__init__(context)
+        self._context = weakref.ref(context)
         self.units: list[weakref.ref[Unit]] = []
         self.registers = False
         self.joints: list[CoalescedAllReduce] = []
         self.changed: list[ParamGroup] = []
         self._sinks: dict[Bucket, GradientSink] = {}
         self._planned: list[tuple[GradientSink, float | None]] = []
+
+    @property
+    def context(self) -> RunContext:
+        """The root's."""
+        context = self._context()
+        assert context is not None
+        return context
 
     def _alive(self) -> list[Unit]:
         return [unit for ref in self.units if (unit := ref()) is not None]
@@ -639,11 +646,10 @@ class ReplicatedUnits(RootOption):
             if unit.group.retain is not Retain.USER:
                 unit.group.register_sharded()
 
-    # -- what units ask their ``registrar`` --------------------------------------------------------------
+    # -- what units ask, see ``Registrar`` -----------------------------------------------------------------
 
     def has_registered(self, unit: Unit) -> bool:
-        """Whether the unsharded parameters of ``unit`` are registered now. Its hooks then only call the two
-        methods below."""
+        """See ``Registrar``."""
         group = unit.group
         return (
             self.registers
@@ -654,12 +660,12 @@ class ReplicatedUnits(RootOption):
         )
 
     def before_unit(self, unit: Unit) -> None:
-        """Called before such a forward of ``unit``."""
+        """See ``Registrar``."""
         if self.changed and unit.group in self.changed:
             raise unit.weights_changed()
 
     def after_unit(self, unit: Unit, output: Any) -> None:
-        """Called after it. Lets the first gradient that reaches one of ``output`` begin the backward."""
+        """Lets the first gradient that reaches one of ``output`` begin the backward."""
         context = self.context
         if not torch.is_grad_enabled() or context.backward is not None:
             return
