@@ -103,8 +103,8 @@ class Unit:
         group: its parameters.
         members: its modules, and the hooks on them.
         observers: what options want to be told.
-        registrar: the option that registers its parameters for the whole of the root's passes, if one does;
-            see ``replicated.ReplicatedUnits``.
+        registrar: the option that registers its parameters for the whole of the root's passes, if one does.
+            While its ``has_registered(unit)`` is true, hooks only call ``before_unit`` and ``after_unit``.
         forward, backward: the passes under way; None outside of them.
         computed_with: the numbers of the weights' values of the last forward, see ``ParamGroup.weights``.
         input_dtype: what inputs are cast to, or None.

@@ -646,10 +646,9 @@ class ReplicatedUnits(RootOption):
             if unit.group.retain is not Retain.USER:
                 unit.group.register_sharded()
 
-    # -- what units ask, see ``Registrar`` -----------------------------------------------------------------
+    # -- what units ask, see ``Unit.registrar`` ------------------------------------------------------------
 
     def has_registered(self, unit: Unit) -> bool:
-        """See ``Registrar``."""
         group = unit.group
         return (
             self.registers
@@ -660,7 +659,6 @@ class ReplicatedUnits(RootOption):
         )
 
     def before_unit(self, unit: Unit) -> None:
-        """See ``Registrar``."""
         if self.changed and unit.group in self.changed:
             raise unit.weights_changed()
 
