@@ -338,9 +338,7 @@ class Bucket:
 
     def adopt(self) -> bool:
         """Copies values to the buffers that an ordinary call (``to_empty``, ``double``, ...) moved elsewhere.
-
-        Returns:
-            Whether any had moved.
+        Returns whether any had moved.
 
         Raises:
             Parallel3dError: the parameters have several dtypes or devices now.

@@ -57,11 +57,8 @@ class Comm(Protocol):
     def run_over_replicate(self, start: Callable[[], Any], *, reads_host: bool) -> Any:
         """Issues a collective over replicate by ``start``. Later all-gathers read its result.
 
-        Args:
-            reads_host: whether its input is in the CPU's memory, and an accelerator reads it.
-
-        Returns:
-            The work to wait for, or None. On an accelerator ``wait()`` lets the current stream wait.
+        Returns the work to wait for, or None. On an accelerator ``wait()`` lets the current stream wait.
+        ``reads_host``: whether its input is in the CPU's memory, and an accelerator reads it.
         """
 
     def reduce(self, bucket: Reduced, *, all_reduce: bool) -> None:

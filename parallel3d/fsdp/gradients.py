@@ -108,10 +108,8 @@ class BucketGradients:
     ) -> torch.Tensor:
         """Returns ``grad`` as a summand of a gradient that is summed over tp; see ``reduction.SumOverTp``.
 
-        Args:
-            tp_partial: whether ``grad`` is partial over tp. If not, each tp rank contributes an equal share.
-            first: whether no gradient of the parameter has arrived before. What has arrived is divided
-                into equal shares when the first partial summand comes.
+        Where it is not partial over tp each tp rank contributes an equal share, also of what had arrived
+        before the first partial summand; ``first``: nothing had.
         """
         n = self.bucket.params[index].tp_size
         if index not in self.tp_partial:
@@ -131,12 +129,7 @@ class BucketGradients:
     # -- reduction ---------------------------------------------------------------------------------
 
     def has_work(self, *, sync: bool, all_reduce: bool) -> bool:
-        """Returns whether a reduction is due at the end of this backward.
-
-        Args:
-            sync: whether gradients are reduced in this backward.
-            all_reduce: whether they are reduced over replicate too.
-        """
+        """Returns whether a reduction is due at the end of this backward; see ``Unit`` for the arguments."""
         if not sync:
             return False
         unreduced = self.input is not None or self.unsharded_accumulated is not None
@@ -157,11 +150,8 @@ class BucketGradients:
             self.in_flight = None
 
     def start(self, *, all_reduce: bool) -> Reduction:
-        """Returns the reduction of what has arrived and of what earlier micro-batches have accumulated.
-
-        Args:
-            all_reduce: whether it is reduced over replicate too. If not, the result is accumulated.
-        """
+        """Returns the reduction of what has arrived and of what earlier micro-batches have accumulated. Its
+        result is accumulated unless ``all_reduce``: it is reduced over replicate too."""
         bucket = self.bucket
         self.settle()
         used = set() if self.input is None else set(self.arrived)
@@ -485,11 +475,8 @@ class AccumulatedGradients:
         self.with_reduced.discard(index)
 
     def take(self, params: list[torch.nn.Parameter]) -> list[int]:
-        """Sets ``.grad`` to None where it is the sum, and the sums that the user has cleared to zero.
-
-        Returns:
-            Indices of the parameters whose ``.grad`` was the sum.
-        """
+        """Sets ``.grad`` to None where it is the sum, and the sums that the user has cleared to zero. Returns
+        the indices of the parameters whose ``.grad`` was the sum."""
         indices = []
         for index in list(self.placed):
             if params[index].grad is self.grads[index]:

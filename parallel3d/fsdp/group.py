@@ -211,11 +211,8 @@ class ParamGroup:
         self.computing = {id(compute) for _, _, _, compute in self.module_infos}
 
     def use_stand_ins(self, stand_ins: Sequence[Sequence[torch.Tensor]] | None) -> None:
-        """Registers these tensors instead of the unsharded parameters in forward, one per parameter.
-
-        Args:
-            stand_ins: the tensors by bucket. None: forward sees the unsharded parameters again.
-        """
+        """Registers these tensors, one per parameter of each bucket, instead of the unsharded parameters in
+        forward. None: forward sees the unsharded parameters again."""
         assert not self.is_registered
         self.stands_in = stand_ins is not None
         for number, bucket in enumerate(self.buckets):
@@ -432,10 +429,7 @@ class ParamGroup:
     def note_changes(self) -> bool:
         """Tells autograd of changes of weights that are unsharded parameters themselves; see ``direct``.
 
-        A backward of an earlier forward then raises.
-
-        Returns:
-            Whether there were changes.
+        A backward of an earlier forward then raises. Returns whether there were changes.
         """
         changed = [bucket for bucket in self.direct if bucket.versions.note_weights()]
         for bucket in changed:

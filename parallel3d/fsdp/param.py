@@ -105,11 +105,8 @@ class _TakenBy:
 
 
 def owner_of(param: torch.Tensor) -> "ShardedParam | None":
-    """Returns the ShardedParam of ``param``, a sharded Parameter or the user's Parameter that it replaced.
-
-    Returns:
-        None if ``param`` belongs to no unit, or the model is deleted.
-    """
+    """Returns the ShardedParam of ``param``, a sharded Parameter or the user's Parameter that it replaced;
+    None if ``param`` belongs to no unit, or the model is deleted."""
     owner = _owners.get(id(param))
     if owner is not None and owner.sharded is param:
         return owner

@@ -110,8 +110,7 @@ class GatherSchedule:
     def begin_backward(self, unit: Unit, position: int, *, defer: bool = False) -> None:
         """``unit`` is gathered and begins the backward of the forward at ``position``.
 
-        Args:
-            defer: puts the gathers of the unit before off, until ``issue_deferred``.
+        ``defer`` puts the gathers of the unit before off, until ``issue_deferred``.
         """
         self.deferred = None  # the unit it would have asked for begins by itself
         self._use(unit)

@@ -324,8 +324,7 @@ class Unit:
     def leave_failed_forward(self, depth: int) -> None:
         """Ends a forward of one of the modules that an exception has broken off, unless it is over.
 
-        Args:
-            depth: what ``self.depth`` was before it.
+        ``depth`` is what ``self.depth`` was before it.
         """
         context, forward = self.context, self.forward
         if depth:
@@ -479,11 +478,8 @@ class Unit:
             self.group.hold()
 
     def reduce(self, comm: Comm, reduced: set[int]) -> None:
-        """Issues the reductions that are due.
-
-        Args:
-            reduced: ids of the units whose reductions were issued in this backward.
-        """
+        """Issues the reductions that are due, and adds the unit to ``reduced``: the ids of the units whose
+        reductions this backward has issued."""
         for bucket in self.group.buckets:
             due = bucket.grads.has_work(sync=self.sync, all_reduce=self.all_reduce)
             if not due and bucket.reduce_unused and self.sync and id(self) not in reduced:
