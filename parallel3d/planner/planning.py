@@ -124,7 +124,8 @@ class MeshPlan:
     ) -> dict[str, list[tuple[str, float, bool]]]:
         """Predictions with one thing changed: name -> (its value, tokens/s/GPU, whether it fits).
 
-        The micro-batch, the sequence, and the bandwidth between nodes and of memory are halved and doubled.
+        The micro-batch, the sequence, and the bandwidth between nodes and of memory: halved, as they are and
+        doubled. A micro-batch of 1 can't be halved and stays 1.
         """
         base = prediction or self.best
         work, cluster, gpu = base.workload, base.cluster, base.cluster.gpu
@@ -137,10 +138,9 @@ class MeshPlan:
 
         for factor in (0.5, 1, 2):
             size = max(int(base.micro_batch * factor), 1)
-            if size != base.micro_batch or factor == 1:  # 1 can't be halved
-                whole = size * base.accumulation * base.layout.data_size
-                batch = replace(work, micro_batch=size, global_batch=whole)
-                add("micro_batch", str(size), cluster, batch)
+            whole = size * base.accumulation * base.layout.data_size
+            batch = replace(work, micro_batch=size, global_batch=whole)
+            add("micro_batch", str(size), cluster, batch)
             length = max(int(work.seq_len * factor), base.layout.tp)
             longer = replace(work, seq_len=length, micro_batch=base.micro_batch)
             add("seq_len", str(length), cluster, longer)
