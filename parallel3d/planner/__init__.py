@@ -13,33 +13,15 @@ if TYPE_CHECKING:
     from parallel3d.planner.prediction import Prediction, predict
     from parallel3d.planner.workload import CHECKPOINTING, Workload
 
-__all__ = [
-    "CHECKPOINTING",
-    "Cluster",
-    "Gpu",
-    "MeshPlan",
-    "ModelSpec",
-    "Prediction",
-    "Workload",
-    "gpu",
-    "gpus",
-    "known_models",
-    "plan",
-    "predict",
-    "spec_from_hf_config",
-    "spec_from_module",
-    "spec_from_shapes",
-]
+_EXPORTS = {
+    "planner.cluster": "Cluster Gpu gpu gpus",
+    "planner.from_module": "spec_from_module",
+    "planner.hf_config": "known_models spec_from_hf_config",
+    "planner.model_spec": "ModelSpec spec_from_shapes",
+    "planner.planning": "MeshPlan plan",
+    "planner.prediction": "Prediction predict",
+    "planner.workload": "CHECKPOINTING Workload",
+}
+__all__ = [name for names in _EXPORTS.values() for name in names.split()]
 
-export_lazily(
-    __name__,
-    {
-        "planner.cluster": "Cluster Gpu gpu gpus",
-        "planner.from_module": "spec_from_module",
-        "planner.hf_config": "known_models spec_from_hf_config",
-        "planner.model_spec": "ModelSpec spec_from_shapes",
-        "planner.planning": "MeshPlan plan",
-        "planner.prediction": "Prediction predict",
-        "planner.workload": "CHECKPOINTING Workload",
-    },
-)
+export_lazily(__name__, _EXPORTS)

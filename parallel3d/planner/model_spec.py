@@ -184,12 +184,6 @@ class ModelSpec:
     tp_ready: bool = True
     source: str = ""
 
-    def each_unit(self) -> Iterator[Unit]:
-        """Every unit; equal ones ``count`` times."""
-        for unit in self.units:
-            for _ in range(unit.count):
-                yield unit
-
     @property
     def blocks(self) -> int:
         """The number of blocks."""

@@ -311,23 +311,15 @@ _BARS, _TIMELINES, _ROWS = 10, 6, 40
 
 
 def write_report(plan: MeshPlan, path: str | PathLike[str]) -> None:
-    """Writes the page.
+    """Writes the page, with plotly's JavaScript in it: about 5 MB.
 
     Raises:
         PlanningError: plotly isn't installed.
         OSError: the file can't be written.
     """
-    Path(path).write_text(report_html(plan), encoding="utf-8")
-
-
-def report_html(plan: MeshPlan) -> str:
-    """The page, with plotly's JavaScript in it: about 5 MB.
-
-    Raises:
-        PlanningError: plotly isn't installed.
-    """
     parts = {**_words(plan), "figures": page.embedded(_figures(plan))}
-    return page.filled("parallel3d.planner", "report_page.html", parts)
+    text = page.filled("parallel3d.planner", "report_page.html", parts)
+    Path(path).write_text(text, encoding="utf-8")
 
 
 def _shown(plan: MeshPlan) -> Sequence[Prediction]:

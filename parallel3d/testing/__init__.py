@@ -24,39 +24,15 @@ if TYPE_CHECKING:
     from parallel3d.testing.parity import Parity, assert_parity, shards_of
     from parallel3d.testing.worlds import FakeWorld, LocalWorld, fake_world, local_world
 
-__all__ = [
-    "Collective",
-    "Difference",
-    "EmulatedNetwork",
-    "FakeWorld",
-    "GlooPool",
-    "Link",
-    "LocalWorld",
-    "Parity",
-    "Recorder",
-    "Transfer",
-    "Verification",
-    "VirtualClock",
-    "WorkerError",
-    "WorkerTimeout",
-    "assert_parity",
-    "fake_world",
-    "first_difference",
-    "local_world",
-    "record_collectives",
-    "shards_of",
-    "verify",
-]
+_EXPORTS = {
+    "_util.recorder": "Collective Recorder record_collectives",
+    "testing.emulated_network": "EmulatedNetwork Link Transfer VirtualClock",
+    "testing.differences.forward": "Difference",
+    "testing.first_difference": "Verification first_difference verify",
+    "testing.gloo_pool": "GlooPool WorkerError WorkerTimeout",
+    "testing.parity": "Parity assert_parity shards_of",
+    "testing.worlds": "FakeWorld LocalWorld fake_world local_world",
+}
+__all__ = [name for names in _EXPORTS.values() for name in names.split()]
 
-export_lazily(
-    __name__,
-    {
-        "_util.recorder": "Collective Recorder record_collectives",
-        "testing.emulated_network": "EmulatedNetwork Link Transfer VirtualClock",
-        "testing.differences.forward": "Difference",
-        "testing.first_difference": "Verification first_difference verify",
-        "testing.gloo_pool": "GlooPool WorkerError WorkerTimeout",
-        "testing.parity": "Parity assert_parity shards_of",
-        "testing.worlds": "FakeWorld LocalWorld fake_world local_world",
-    },
-)
+export_lazily(__name__, _EXPORTS)
