@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from math import ceil, prod
 from typing import NamedTuple
 
@@ -41,26 +43,24 @@ class HeadShare(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def head_share(heads: int, kv_heads: int, tp: int) -> HeadShare:
+def head_share(heads: int, kv_heads: int, tp: int, fused: bool = False) -> HeadShare:
     """How ``heads`` query heads and ``kv_heads`` key and value heads are divided over ``tp`` ranks.
 
     Query heads that attend to one key and value head stay together: a rank has ceil(kv_heads / tp) such
     groups. With fewer key and value heads than ranks the query heads are divided, and each rank has the keys
-    and values that its own need. With fewer query heads than ranks each rank computes all heads.
+    and values that its own need; but a ``fused`` matrix of queries, keys and values is then whole on each.
+    With fewer query heads than ranks each rank computes all heads.
     """
-    if heads < tp:
+    if heads < tp or (fused and kv_heads < tp):
         return HeadShare(heads, kv_heads, kv_heads)
     if kv_heads >= tp:
         groups = ceil_div(kv_heads, tp)
         return HeadShare(groups * (heads // kv_heads), groups, groups)
-    group, first, wanted = heads // kv_heads, 0, []
-    for rank in range(tp):
-        mine = heads // tp + (rank < heads % tp)
-        wanted.append([head // group for head in range(first, first + mine)])
-        first += mine
-    each = [set(kv) for kv in wanted]
-    alike = len({kv.count(head) for kv, own in zip(wanted, each, strict=True) for head in own}) == 1
-    query, span = max(map(len, wanted)), max(map(len, each))
+    ends = [rank * (heads // tp) + min(rank, heads % tp) for rank in range(tp + 1)]
+    # Of each rank: key and value head -> how many of its query heads attend to it.
+    wanted = [Counter(n * kv_heads // heads for n in range(*own)) for own in pairwise(ends)]
+    alike = len({number for own in wanted for number in own.values()}) == 1
+    query, span = ceil_div(heads, tp), max(map(len, wanted))
     return HeadShare(query, span, span if alike else query)
 
 
@@ -165,10 +165,7 @@ def local_sizes(matmul: Matmul, tp: int) -> tuple[int, int]:
 
 def local_heads(attention: Attention, tp: int) -> HeadShare:
     """Heads of the fullest rank."""
-    if not attention.fused:
-        return head_share(attention.heads, attention.kv_heads, tp)
-    groups = head_share(attention.kv_heads, attention.kv_heads, tp).kv
-    return HeadShare(groups * (attention.heads // attention.kv_heads), groups, groups)
+    return head_share(attention.heads, attention.kv_heads, tp, attention.fused)
 
 
 def gemms_of(

@@ -352,63 +352,41 @@ class KernelMode(TorchFunctionMode):
         heads, kv_heads = query.shape[:-2].numel(), key.shape[:-2].numel()
         if self.recorder.in_forward and not self.recorder.is_quiet:
             self.recorder.attentions.append((heads, kv_heads, query.shape[-1], causal))
-        return _Attention.apply(self.recorder, query, key, value)
+        return _Kernel.apply(self.recorder, "attention", value.shape[-1], query, key, value)
 
     def _rms_norm(
         self, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: Any = None
     ) -> Any:
-        return _RmsNorm.apply(self.recorder, input, weight)
+        inputs = [input] if weight is None else [input, weight]
+        return _Kernel.apply(self.recorder, "norm", input.shape[-1], *inputs)
 
 
-class _Attention(torch.autograd.Function):
-    """Flash attention: keeps its inputs, its output and a sum in fp32 for each query."""
+class _Kernel(torch.autograd.Function):
+    """One kernel: keeps its inputs, a sum in fp32 for each row and, of attention, its output."""
 
     @staticmethod
-    def forward(
-        ctx: Any, recorder: OpRecorder, query: Tensor, key: Tensor, value: Tensor
-    ) -> Tensor:
-        ctx.recorder = recorder
+    def forward(ctx: Any, recorder: OpRecorder, kind: str, features: int, *inputs: Tensor) -> Any:
+        ctx.recorder, ctx.kind, first = recorder, kind, inputs[0]
         with recorder.quiet():
             # In the memory order of the queries, as cuDNN and flash have it.
-            out = torch.empty_like(query)
-            if value.shape[-1] != query.shape[-1]:
-                out = query.new_empty(*query.shape[:-1], value.shape[-1])
-            sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
-        recorder.note("attention", "attention", [query, key, value], [out])
-        recorder.note("attention", "attention", [query], [sums])
-        ctx.save_for_backward(query, key, value, out, sums)
+            out = torch.empty_like(first)
+            if features != first.shape[-1]:
+                out = first.new_empty(*first.shape[:-1], features)
+            sums = first.new_empty(first.shape[:-1], dtype=torch.float32)
+        recorder.note(kind, kind, [*inputs], [out, sums])
+        ctx.save_for_backward(*inputs, *([out] if kind == "attention" else []), sums)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        query, key, value, out, _ = ctx.saved_tensors
-        with ctx.recorder.quiet():
-            grads = [torch.empty_like(t) for t in (query, key, value)]
-        ctx.recorder.note("attention", "attention", [query, key, value, out, grad], grads)
-        return None, *grads
-
-
-class _RmsNorm(torch.autograd.Function):
-    """One kernel: keeps its input and a sum in fp32 for each row."""
-
-    @staticmethod
-    def forward(ctx: Any, recorder: OpRecorder, input: Tensor, weight: Tensor | None) -> Tensor:
-        ctx.recorder = recorder
+        saved, recorder = ctx.saved_tensors, ctx.recorder
+        inputs = saved[: len(ctx.needs_input_grad) - 3]
         with recorder.quiet():
-            out = torch.empty_like(input)
-            sums = input.new_empty(input.shape[:-1], dtype=torch.float32)
-        recorder.note("rms_norm", "norm", [input], [out, sums])
-        ctx.save_for_backward(input, weight, sums)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        input, weight, sums = ctx.saved_tensors
-        with ctx.recorder.quiet():
-            back = torch.empty_like(input)
-            weights = None if weight is None else torch.empty_like(weight)
-        ctx.recorder.note("rms_norm", "norm", [input, grad, sums], [back])
-        return None, back, weights
+            grads = [torch.empty_like(t) for t in inputs]
+        pairs = zip(inputs, grads, strict=True)
+        writes = [made for t, made in pairs if storage_of(t) not in recorder.params]
+        recorder.note(ctx.kind, ctx.kind, [*saved, grad], writes)
+        return None, None, None, *grads
 
 
 BEFORE = "before the blocks"
