@@ -108,8 +108,4 @@ _TABLE = {
     "context": (1.5 * 2**30, "B", "CUDA context (0.5 to 2 GiB) and NCCL's buffers (0.4 GiB)"),
 }
 CONSTANTS = {name: Constant(name, *given) for name, given in _TABLE.items()}
-
-
-def constant(name: str) -> Constant:
-    """The constant of this name."""
-    return CONSTANTS[name]
+constant = CONSTANTS.__getitem__

@@ -145,11 +145,11 @@ def _segment(
 ) -> tuple[Segment, int]:
     """The segment of ``parameter``, and the elements of the first rank's unsharded parameter."""
     shape = parameter.shape
-    cut = parameter.tp_dim if tp > 1 and not _is_grouped(parameter, tp) else None
-    packing = cut is not None and _is_packed(parameter, tp)
-    largest = list(shape)
-    if cut is not None:
-        largest[cut] = rank_rows(parameter, tp)
+    how, rows = tp_cut(parameter, tp)
+    cut, packing, largest = None, how == "heads", list(shape)
+    if how != "whole":
+        cut = parameter.tp_dim or 0
+        largest[cut] = rows
     can_be_cut = [
         d != cut or (not packing and is_exact(size, (), (tp,), shard))
         for d, size in enumerate(shape)
@@ -159,7 +159,8 @@ def _segment(
     padded = padded_shape(largest, dim, num_shards)
     fills = cut is None or not (packing or shape[cut] % tp)
     kinds = {"never": False, "always": True, "sequence": sequence_parallel}
-    partial = cut is None and tp > 1 and kinds[parameter.tp_partial]
+    grouped = cut is None and parameter.tp_dim is not None
+    partial = cut is None and tp > 1 and (grouped or kinds[parameter.tp_partial])
     segment = Segment(
         ndim=len(shape),
         dim=dim,
@@ -167,40 +168,29 @@ def _segment(
         numel=prod(padded) // num_shards,
         even=fills and padded == largest,
         fills=fills,
-        partial=PartialGrad.ALWAYS if partial or _is_grouped(parameter, tp) else PartialGrad.NEVER,
+        partial=PartialGrad.ALWAYS if partial else PartialGrad.NEVER,
         is_cut=(cut is not None,),
     )
     return segment, prod(largest)
 
 
-def _is_grouped(parameter: Parameter, tp: int) -> bool:
-    """Whether it makes keys or values of fewer heads than ranks: all tp ranks hold it whole."""
-    if parameter.heads is None or parameter.tp_dim is None or not parameter.kv or tp == 1:
-        return False
-    heads, kv_heads = parameter.heads
-    return kv_heads < tp <= heads
+def tp_cut(parameter: Parameter, tp: int) -> tuple[str, int]:
+    """How ``tp`` ranks share a parameter at rest, before it is sharded.
 
-
-def _is_packed(parameter: Parameter, tp: int) -> bool:
-    """Whether tp cuts it between heads, where chunks would cut heads; see ``tp/auto/heads.py``."""
-    if parameter.heads is None:
-        return False
-    heads, kv_heads = parameter.heads
-    if heads < tp:
-        return False
-    return bool(kv_heads % tp) if kv_heads >= tp else bool(heads % tp)
-
-
-def rank_rows(parameter: Parameter, tp: int) -> int:
-    """Rows along ``tp_dim`` that the first of ``tp`` ranks has at rest, before they are sharded."""
-    size = parameter.shape[parameter.tp_dim or 0]
-    if tp == 1 or _is_grouped(parameter, tp):
-        return size
-    if parameter.heads is None or not _is_packed(parameter, tp):
-        return ceil_div(size, tp)
-    heads, kv_heads = parameter.heads
-    units = kv_heads if kv_heads >= tp else heads
-    return ceil_div(units, tp) * (size // units)
+    Returns:
+        "chunks", "heads" (between heads, where chunks would cut heads; see ``tp/auto/heads.py``) or "whole",
+        and the rows along ``tp_dim`` of the first rank. Keys and values of fewer heads than ranks are whole.
+    """
+    size, heads = parameter.shape[parameter.tp_dim or 0], parameter.heads
+    if tp == 1 or parameter.tp_dim is None:
+        return "whole", size
+    if heads is not None and heads[0] >= tp:
+        units = heads[1] if heads[1] >= tp else heads[0]
+        if parameter.kv and heads[1] < tp:
+            return "whole", size
+        if units % tp:
+            return "heads", ceil_div(units, tp) * (size // units)
+    return "chunks", ceil_div(size, tp)
 
 
 # Replicated units: their shards are their unsharded parameters, and gradients of several arrive together. See

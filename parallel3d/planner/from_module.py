@@ -32,7 +32,7 @@ from parallel3d.planner.op_recorder import (
     Call,
     MetaParams,
     Op,
-    Recording,
+    OpRecorder,
     record,
     record_root,
 )
@@ -139,11 +139,10 @@ class _Work:
     """
 
     def __init__(
-        self, recording: Recording, plan: ModulePlan, tokens: int, label: str | None = None
+        self, recording: OpRecorder, plan: ModulePlan, tokens: int, label: str | None = None
     ) -> None:
         self.recording, self.plan, self.tokens, self.label = recording, plan, tokens, label
-        recorder = recording.recorder
-        self.ways = (recorder.forward_ops, recorder.backward_ops)
+        self.ways = (recording.forward_ops, recording.backward_ops)
         self.groups = [_groups(ops) for ops in self.ways]
         self.inside = self._find_inside()
         self.splits: dict[int, str] = {}
@@ -156,7 +155,7 @@ class _Work:
             kv_heads: what the model says of them, where keys were repeated before attention.
             prefix: the unit's name and a dot, which the names of its parameters begin with.
         """
-        recorder, is_main = self.recording.recorder, self.label in (None, "")
+        recording, is_main = self.recording, self.label in (None, "")
         matmuls = self._matmuls(prefix)
         fused = any(m.heads is not None and m.heads[0] == m.heads[1] for m in matmuls)
         attention = self._attention(batch, kv_heads, fused) if is_main else ()
@@ -167,8 +166,8 @@ class _Work:
             "attention": attention,
             "elementwise": tuple(self._elementwise()),
             "activations": tuple(self._activations()),
-            "tp_inputs": tuple(recorder.gathered.values()) if is_main else (),
-            "tp_outputs": tuple(recorder.summed) if self.label in (None, BEFORE) else (),
+            "tp_inputs": tuple(recording.gathered.values()) if is_main else (),
+            "tp_outputs": tuple(recording.summed) if self.label in (None, BEFORE) else (),
         }
 
     def _matmuls(self, prefix: str) -> tuple[Matmul, ...]:
@@ -185,7 +184,7 @@ class _Work:
 
     def _attention(self, batch: int, kv_heads: int | None, fused: bool) -> tuple[Attention, ...]:
         attention = []
-        for all_heads, all_kv, dim, causal in self.recording.recorder.attentions:
+        for all_heads, all_kv, dim, causal in self.recording.attentions:
             kv, heads = max(1, all_kv // batch), max(1, all_heads // batch)
             if kv_heads and kv == heads and heads % kv_heads == 0:
                 kv = kv_heads
@@ -235,7 +234,7 @@ class _Work:
         inside: dict[tuple[int, ...], int] = defaultdict(int)
         for key, saved in recording.saved.items():
             op = ops[recording.origin[key]] if key in recording.origin else None
-            scores = recording.recorder.scores.get(key)
+            scores = recording.scores.get(key)
             if op is not None and (op.kind == "score" or (scores and scores.kind == "attention")):
                 continue
             if self.label not in (None, saved.label):
@@ -247,8 +246,8 @@ class _Work:
             if op is not None and op.kind in ("matmul", "attention", "norm"):
                 of = op.kind
             itemsize = None if saved.itemsize == _WIDTH else saved.itemsize
-            split = "gathered" if key in recording.recorder.gathered else "sequence"
-            if key in recording.split:
+            split = "gathered" if key in recording.gathered else "sequence"
+            if key in recording.split_in_forward:
                 split = self.splits.get(key, "tp")
             kept[of, itemsize, split] += saved.nbytes / saved.itemsize
         for (of, itemsize, split), size in kept.items():
@@ -411,10 +410,10 @@ class _Run:
 
     batch: int
     seq_len: int
-    root: Recording
+    root: OpRecorder
     calls: dict[str, Call]
     vocab: int
-    recordings: dict[Any, Recording] = field(default_factory=dict)
+    recordings: dict[Any, OpRecorder] = field(default_factory=dict)
 
 
 def _members(found: Units) -> list[tuple[str, nn.Module]]:
@@ -571,7 +570,7 @@ class _Builder:
         return _joined([unit, *[replace(unit, parameters=())] * (call.times - 1)], name)
 
     def _work(
-        self, recording: Recording, label: str | None = None, prefix: str = ""
+        self, recording: OpRecorder, label: str | None = None, prefix: str = ""
     ) -> dict[str, Any]:
         run = self.run
         kv_heads = getattr(getattr(self.model, "config", None), "num_key_value_heads", None)
@@ -579,7 +578,7 @@ class _Builder:
         return work.fields(run.batch, kv_heads, prefix)
 
     def _parameters(
-        self, params: list[nn.Parameter], recording: Recording | None, prefix: str = ""
+        self, params: list[nn.Parameter], recording: OpRecorder | None, prefix: str = ""
     ) -> tuple[Parameter, ...]:
         """In the order of their use; those without a gradient first."""
         plan = self.plan

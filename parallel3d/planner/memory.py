@@ -225,37 +225,30 @@ def memory_of(step: Step) -> Memory:
 def _moments(
     state: StateMemory, kept: Activations, accumulation: int
 ) -> dict[str, dict[str, float]]:
-    """The components at each moment that can be the peak."""
-    at_rest = {"parameters": state.parameters, "optimizer": state.optimizer}
+    """The components at each moment that can be the peak, in the order of ``_FORMULAS``."""
     before = state.gradients if accumulation > 1 or state.keeps_gradients else 0
+    results = state.results_again if accumulation > 1 else state.results
+    moments: dict[str, tuple[float | None, ...]] = {
+        "loss": (before, state.unsharded_at_loss, None, kept.kept + kept.gathered, kept.logits),
+        "backward": (
+            *(before, state.unsharded, state.buffers + state.waiting),
+            kept.kept + kept.block + kept.gathered,
+        ),
+        "end of backward": (
+            *(state.gradients, state.unsharded, state.buffers + results),
+            kept.block + kept.gathered,
+        ),
+        "optimizer": (state.gradients, None, None, None, None, state.step),
+    }
     return {
-        "loss": {
-            **at_rest,
-            "gradients": before,
-            "unsharded groups": state.unsharded_at_loss,
-            "activations": kept.kept + kept.gathered,
-            "logits and loss": kept.logits,
-        },
-        "backward": {
-            **at_rest,
-            "gradients": before,
-            "unsharded groups": state.unsharded,
-            "gather and reduce buffers": state.buffers + state.waiting,
-            "activations": kept.kept + kept.block + kept.gathered,
-        },
-        "end of backward": {
-            **at_rest,
-            "gradients": state.gradients,
-            "unsharded groups": state.unsharded,
-            "gather and reduce buffers": state.buffers
-            + (state.results_again if accumulation > 1 else state.results),
-            "activations": kept.block + kept.gathered,
-        },
-        "optimizer": {
-            **at_rest,
-            "gradients": state.gradients,
-            "optimizer's temporaries": state.step,
-        },
+        moment: {
+            name: value
+            for name, value in zip(
+                _FORMULAS, (state.parameters, state.optimizer, *values), strict=False
+            )
+            if value is not None
+        }
+        for moment, values in moments.items()
     }
 
 

@@ -90,13 +90,11 @@ class MeshPlan:
         Raises:
             PlanningError: it was refused for another reason.
         """
-        for prediction in self.candidates:
-            if prediction.layout == layout:
-                return prediction
+        for found in (*self.candidates, *(r.prediction for r in self.refused)):
+            if found is not None and found.layout == layout:
+                return found
         for refused in self.refused:
             if refused.layout == layout:
-                if refused.prediction is not None:
-                    return refused.prediction
                 raise PlanningError(f"{layout} was refused: {refused.reason}")
         raise PlanningError(
             f"{layout} has no {self.cluster.world_size} ranks, or isn't among those asked for"
@@ -180,9 +178,8 @@ def _named(prediction: Prediction) -> str:
 
 
 def _per_token(prediction: Prediction) -> dict[str, float]:
-    tokens = prediction.micro_batch * prediction.accumulation * prediction.workload.seq_len
-    share = prediction.layout.tp / tokens
-    return {name: term.value * share for name, term in prediction.time.terms.items()}
+    tokens = prediction.tokens_per_gpu
+    return {name: term.value / tokens for name, term in prediction.time.terms.items()}
 
 
 def _differences(a: dict[str, float], b: dict[str, float], text: Any) -> Sequence[str]:

@@ -223,8 +223,7 @@ def time_chart(each: Sequence[Prediction]) -> Figure:
         return _stacked(each, time_groups, 1.0, "seconds a step", "%{x:.3f} s")
 
     def per_token(p: Prediction) -> dict[str, float]:
-        tokens = p.micro_batch * p.accumulation * p.workload.seq_len / p.layout.tp
-        return {name: value / tokens for name, value in time_groups(p).items()}
+        return {name: value / p.tokens_per_gpu for name, value in time_groups(p).items()}
 
     return _stacked(each, per_token, 1e6, "microseconds a token and GPU", "%{x:.3f} us")
 
