@@ -145,11 +145,8 @@ def _segment(
 ) -> tuple[Segment, int]:
     """The segment of ``parameter``, and the elements of the first rank's unsharded parameter."""
     shape = parameter.shape
-    how, rows = tp_cut(parameter, tp)
-    cut, packing, largest = None, how == "heads", list(shape)
-    if how != "whole":
-        cut = parameter.tp_dim or 0
-        largest[cut] = rows
+    how, largest = tp_cut(parameter, tp)
+    cut, packing = None if how == "whole" else parameter.tp_dim, how == "heads"
     can_be_cut = [
         d != cut or (not packing and is_exact(size, (), (tp,), shard))
         for d, size in enumerate(shape)
@@ -174,23 +171,25 @@ def _segment(
     return segment, prod(largest)
 
 
-def tp_cut(parameter: Parameter, tp: int) -> tuple[str, int]:
+def tp_cut(parameter: Parameter, tp: int) -> tuple[str, list[int]]:
     """How ``tp`` ranks share a parameter at rest, before it is sharded.
 
     Returns:
         "chunks", "heads" (between heads, where chunks would cut heads; see ``tp/auto/heads.py``) or "whole",
-        and the rows along ``tp_dim`` of the first rank. Keys and values of fewer heads than ranks are whole.
+        and the shape of the first rank's part. Keys and values of fewer heads than ranks are whole.
     """
-    size, heads = parameter.shape[parameter.tp_dim or 0], parameter.heads
-    if tp == 1 or parameter.tp_dim is None:
-        return "whole", size
+    shape, dim, heads = list(parameter.shape), parameter.tp_dim, parameter.heads
+    if tp == 1 or dim is None:
+        return "whole", shape
+    how, units = "chunks", shape[dim]
     if heads is not None and heads[0] >= tp:
-        units = heads[1] if heads[1] >= tp else heads[0]
         if parameter.kv and heads[1] < tp:
-            return "whole", size
-        if units % tp:
-            return "heads", ceil_div(units, tp) * (size // units)
-    return "chunks", ceil_div(size, tp)
+            return "whole", shape
+        whole = heads[1] if heads[1] >= tp else heads[0]
+        if whole % tp:
+            how, units = "heads", whole
+    shape[dim] = ceil_div(units, tp) * (shape[dim] // units)
+    return how, shape
 
 
 # Replicated units: their shards are their unsharded parameters, and gradients of several arrive together. See
@@ -232,30 +231,19 @@ def node_gradients(order: Sequence[UnitLayout], widths: Widths) -> dict[int, int
     return found
 
 
-@dataclass(frozen=True)
-class Backward:
-    """Bytes at the moment of a backward at which unsharded parameters and buffers together are largest.
-
-    Attributes:
-        unsharded: unsharded parameters.
-        buffers: buffers of gathers, and gradients that are not reduced yet.
-        at_loss: unsharded parameters before the backward begins.
-    """
-
-    unsharded: int
-    buffers: int
-    at_loss: int
-
-
 @lru_cache(maxsize=4096)
 def run_backward(
     layouts: tuple[UnitLayout, ...], widths: Widths, reshard_after_forward: bool, streams: bool
-) -> Backward:
+) -> tuple[int, int, int]:
     """Runs one backward.
 
     Args:
         layouts: of the units, in the order of the forward.
         streams: whether reductions run on streams (an accelerator), which keep the input of the all-reduce.
+
+    Returns:
+        Bytes of unsharded parameters and of buffers (of gathers, and gradients that are not reduced yet)
+        where together they are largest; of unsharded parameters before the backward begins.
     """
     timeline = _Timeline(widths, streams)
     every = [layout for layout in layouts if layout.buckets for _ in range(layout.count)]
@@ -281,7 +269,7 @@ def run_backward(
     at_loss = timeline.unsharded
     timeline.note()
     timeline.run(order)
-    return Backward(timeline.most[1], timeline.most[2], at_loss)
+    return *timeline.most[1:], at_loss
 
 
 @dataclass(eq=False)

@@ -377,8 +377,7 @@ def spec_from_module(
         raise PlanningError(f"{type(model).__name__} has no parameters; there is nothing to plan")
     found = find_units(model, units)
     plan = _plan_of(model, tp_plan)
-    run = _run(model, example, seq_len, found, MetaParams(model, plan.dims, torch.bfloat16))
-    builder = _Builder(model, found, plan, run)
+    builder = _run(model, example, seq_len, found, plan)
     made = builder.units()
     attention = next((a for u in made for a in u.attention), Attention(0, 0, 0))
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
@@ -388,7 +387,7 @@ def spec_from_module(
         name=name or type(model).__name__,
         units=tuple(made),
         hidden=builder.hidden(made),
-        vocab=run.vocab,
+        vocab=builder.vocab,
         heads=attention.heads,
         kv_heads=attention.kv_heads,
         head_dim=attention.head_dim,
@@ -397,23 +396,6 @@ def spec_from_module(
         tp_ready=not plan.problem,
         source=f"{source}; no tensor parallelism: {plan.problem}" if plan.problem else source,
     )
-
-
-@dataclass
-class _Run:
-    """A run of ``batch`` sequences of ``seq_len`` tokens: the root's recording, and one of each kind of unit.
-
-    Attributes:
-        calls: the calls of units, by name.
-        vocab: logits per token; 0: there are none.
-    """
-
-    batch: int
-    seq_len: int
-    root: OpRecorder
-    calls: dict[str, Call]
-    vocab: int
-    recordings: dict[Any, OpRecorder] = field(default_factory=dict)
 
 
 def _members(found: Units) -> list[tuple[str, nn.Module]]:
@@ -429,8 +411,9 @@ def _kind_of(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _run(
-    model: nn.Module, example: Any, seq_len: int | None, found: Units, params: MetaParams
-) -> _Run:
+    model: nn.Module, example: Any, seq_len: int | None, found: Units, plan: ModulePlan
+) -> _Builder:
+    params = MetaParams(model, plan.dims, torch.bfloat16)
     blocks = [name for name, _ in found.blocks]
     problem: Exception | None = None
     with ExitStack() as stack:
@@ -442,8 +425,9 @@ def _run(
                 root, calls, out = record_root(
                     model, params, members, blocks, call, length, _kind_of
                 )
-                run = _Run(batch, length, root, calls, _vocab(out, args, kwargs))
-                for name, module in _members(found):
+                vocab = _vocab(out, args, kwargs)
+                run = _Builder(model, found, plan, batch, length, root, calls, vocab)
+                for name, module in members:
                     kind = _kind_of(module)
                     if name in calls and kind not in run.recordings:
                         run.recordings[kind] = made = record(module, params, calls[name], length)
@@ -527,43 +511,56 @@ def _vocab(out: Any, args: Any, kwargs: Any) -> int:
 _WORK = ("matmuls", "attention", "elementwise", "activations", "tp_inputs", "tp_outputs")
 
 
+@dataclass
 class _Builder:
-    """Builds the units of ``model`` from a run."""
+    """Builds the units of ``model`` from a run of ``batch`` sequences of ``seq_len`` tokens.
 
-    def __init__(self, model: nn.Module, found: Units, plan: ModulePlan, run: _Run) -> None:
-        self.model, self.found, self.plan, self.run = model, found, plan, run
-        self.names = {id(p): name for name, p in model.named_parameters()}
+    Attributes:
+        root: the recording of what is outside the units; ``recordings``: one of each kind of unit.
+        calls: the calls of units, by name.
+        vocab: logits per token; 0: there are none.
+    """
+
+    model: nn.Module
+    found: Units
+    plan: ModulePlan
+    batch: int
+    seq_len: int
+    root: OpRecorder
+    calls: dict[str, Call]
+    vocab: int
+    recordings: dict[Any, OpRecorder] = field(default_factory=dict)
 
     def units(self) -> list[Unit]:
         """In the order of the forward: root and embeddings, blocks, final norm and head."""
-        found, run = self.found, self.run
+        found = self.found
         inside = {id(p) for _, module in _members(found) for p in module.parameters()}
         own = [p for p in self.model.parameters() if id(p) not in inside]
-        before = self._work(run.root, BEFORE)
+        before = self._work(self.root, BEFORE)
         units = []
         if own or before["matmuls"] or before["elementwise"]:
-            units.append(Unit("root", "root", self._parameters(own, run.root), **before))
+            units.append(Unit("root", "root", self._parameters(own, self.root), **before))
         units += [self._unit(name, "embedding", module) for name, module in found.embeddings]
         counted: dict[Any, list[tuple[str, nn.Module]]] = {}
         for name, module in found.blocks:
-            times = run.calls[name].times if name in run.calls else 0
+            times = self.calls[name].times if name in self.calls else 0
             counted.setdefault((_kind_of(module), times), []).append((name, module))
         for members in counted.values():
             name, module = members[0]
             units.append(self._unit(name, "block", module, len(members)))
-        called = {name: at for at, name in enumerate(run.calls)}
+        called = {name: at for at, name in enumerate(self.calls)}
         last = sorted(found.final_norm_and_head, key=lambda member: called.get(member[0], -1))
         tail = [self._unit(name, "tail", module) for name, module in last]
-        tail.append(Unit("root", "tail", (), **self._work(run.root, "")))
-        if run.vocab:
-            tail.append(Unit("loss", "tail", (), elementwise=(loss_work(run.vocab),)))
+        tail.append(Unit("root", "tail", (), **self._work(self.root, "")))
+        if self.vocab:
+            tail.append(Unit("loss", "tail", (), elementwise=(loss_work(self.vocab),)))
         units.append(_joined(tail, "tail"))
         return units
 
     def _unit(self, name: str, kind: str, module: nn.Module, count: int = 1) -> Unit:
-        recording = self.run.recordings.get(_kind_of(module))
+        recording = self.recordings.get(_kind_of(module))
         parameters = self._parameters(list(module.parameters()), recording, f"{name}.")
-        call = self.run.calls.get(name)
+        call = self.calls.get(name)
         if recording is None or call is None:
             return Unit(name, kind, parameters, count)
         unit = Unit(name, kind, parameters, count, **self._work(recording, prefix=f"{name}."))
@@ -572,16 +569,16 @@ class _Builder:
     def _work(
         self, recording: OpRecorder, label: str | None = None, prefix: str = ""
     ) -> dict[str, Any]:
-        run = self.run
         kv_heads = getattr(getattr(self.model, "config", None), "num_key_value_heads", None)
-        work = _Work(recording, self.plan, run.batch * run.seq_len, label)
-        return work.fields(run.batch, kv_heads, prefix)
+        work = _Work(recording, self.plan, self.batch * self.seq_len, label)
+        return work.fields(self.batch, kv_heads, prefix)
 
     def _parameters(
         self, params: list[nn.Parameter], recording: OpRecorder | None, prefix: str = ""
     ) -> tuple[Parameter, ...]:
         """In the order of their use; those without a gradient first."""
         plan = self.plan
+        names = {id(p): name for name, p in self.model.named_parameters()}
         parameters = [
             Parameter(
                 name.removeprefix(prefix),
@@ -594,7 +591,7 @@ class _Builder:
                 plan.partial.get(name, plan.unplanned),
             )
             for param in params
-            for name in [self.names[id(param)]]
+            for name in [names[id(param)]]
         ]
         arrived = recording.arrived if recording is not None else []
         used = {name: at for at, name in enumerate(reversed(arrived))}
@@ -603,7 +600,7 @@ class _Builder:
     def hidden(self, units: list[Unit]) -> int:
         """Features of the first tensor that the first block gets."""
         for name, _ in self.found.blocks:
-            call = self.run.calls.get(name)
+            call = self.calls.get(name)
             for tensor in tensors_in((call.args, call.kwargs)) if call else ():
                 if tensor.is_floating_point():
                     return int(tensor.shape[-1])

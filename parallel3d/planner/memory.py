@@ -71,7 +71,7 @@ def state_memory(
     layouts = tuple(
         unit_layout(u, *sizes, work.sequence_parallel, zero_copy_bytes) for u in model.units
     )
-    backward = run_backward(layouts, widths, work.reshard_after_forward, streams)
+    unsharded, buffers, at_loss = run_backward(layouts, widths, work.reshard_after_forward, streams)
     buckets = [(unit.count, bucket) for unit in layouts for bucket in unit.buckets]
     numel = sum(count * bucket.numel for count, bucket in buckets)
     trained = sum(count * bucket.numel for count, bucket in buckets if bucket.trainable)
@@ -84,9 +84,9 @@ def state_memory(
         parameters=numel * work.param_itemsize,
         gradients=trained * work.param_itemsize,
         optimizer=trained * work.optimizer_bytes,
-        unsharded=backward.unsharded,
-        unsharded_at_loss=backward.at_loss,
-        buffers=backward.buffers,
+        unsharded=unsharded,
+        unsharded_at_loss=at_loss,
+        buffers=buffers,
         step=trained * step,
         results=_results(layouts, widths),
         results_again=_results(layouts, widths, again=True),

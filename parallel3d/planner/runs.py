@@ -111,7 +111,7 @@ def predict_run(row: Row, models: Models) -> Prediction:
     row = {key: value.strip().lower() for key, value in row.items() if isinstance(value, str)}
     try:
         layout = _layout(row)
-        work, cluster = _workload(row, layout), _cluster(row, layout)
+        work, cluster = _workload(row, layout), _cluster(row, layout.world_size)
         model = models.spec(model_name.strip(), work.seq_len)
         prediction = predict(model, layout, cluster, work)
         if not prediction.fits:
@@ -141,11 +141,9 @@ def _layout(row: Row) -> MeshLayout:
     return MeshLayout(replicate, shard, tp)
 
 
-def _cluster(row: Row, layout: MeshLayout) -> Cluster:
-    world = layout.world_size
-    node = min(_int(row, "gpus_per_node", min(8, world)), world)
-    if world % node:  # the last node isn't full: nodes that are
-        node = gcd(world, node)
+def _cluster(row: Row, world: int) -> Cluster:
+    # If the last node isn't full: nodes that are.
+    node = gcd(world, min(_int(row, "gpus_per_node", min(8, world)), world))
     return Cluster.of(_gpu_name(row["gpu"]), world // node, node)
 
 

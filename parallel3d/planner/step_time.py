@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import log2
+from math import log2, prod
 
 from parallel3d.mesh.axes import AXES
 from parallel3d.planner.cluster import AxisLink, collective_time, link_of
@@ -160,10 +160,7 @@ def tp_collectives(
 
 def local_numel(unit: Unit, tp: int) -> int:
     """Elements of a unit's parameters on the fullest rank of ``tp``."""
-    return sum(
-        p.numel if p.tp_dim is None else p.numel // p.shape[p.tp_dim] * tp_cut(p, tp)[1]
-        for p in unit.parameters
-    )
+    return sum(prod(tp_cut(p, tp)[1]) for p in unit.parameters)
 
 
 class _Timing:
