@@ -31,7 +31,7 @@ from torch import distributed as dist
 
 from parallel3d._torch.dtensor import clear_dtensor_caches
 from parallel3d.errors import MeshError, Parallel3dError, StateError
-from parallel3d.testing.worlds import check_count, is_count
+from parallel3d.testing.worlds import check_count
 
 # Imported once by the forkserver instead of by each worker; modules that are not installed are ignored.
 # torch._dynamo is imported by the first collective, pytest by modules of tests.
@@ -248,7 +248,7 @@ class GlooPool:
             raise StateError("run: this GlooPool is closed; make a new one")
         if self._running:
             raise StateError("run: this GlooPool is already running a function; wait for it")
-        if not is_count(world_size) or world_size > self.size:
+        if type(world_size) is not int or not 0 < world_size <= self.size:
             raise MeshError(
                 f"world_size={world_size!r}: must be an integer from 1 to {self.size}, "
                 "the number of workers of this pool"
