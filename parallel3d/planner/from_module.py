@@ -469,13 +469,12 @@ def _inputs(
         )
     for length in _LENGTHS if seq_len is None else (seq_len,):
         ids = torch.zeros(1, length, dtype=torch.long)
-        if hugging_face:
-            if getattr(model.config, "is_encoder_decoder", False):
-                yield (), {"input_ids": ids, "decoder_input_ids": ids}, 1, length
-            yield (), {"input_ids": ids, "use_cache": False}, 1, length
-            yield (), {"input_ids": ids}, 1, length
-        else:
+        if not hugging_face:
             yield (ids,), {}, 1, length
+            continue
+        decodes = getattr(model.config, "is_encoder_decoder", False)
+        for more in [{"decoder_input_ids": ids}] * decodes + [{"use_cache": False}, {}]:
+            yield (), {"input_ids": ids, **more}, 1, length
 
 
 def _placed(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -154,23 +154,21 @@ def _from_dict(config: Mapping[str, Any], name: str, source: str) -> ModelSpec:
 
 
 def _family_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    kind = config.get("model_type")
-    for key in _EXPERTS:
-        if isinstance(config.get(key), int) and config[key] > 1:
-            raise PlanningError(
-                f"{kind} is a mixture of experts ({key} is {config[key]}); only dense decoders can be read "
-                f"from a config; {_ELSEWHERE}"
-            )
-    for key, what in _OTHER.items():
-        if config.get(key):
-            raise PlanningError(f"{kind} has {what} ({key} is {config[key]}); {_ELSEWHERE}")
+    kind, families = config.get("model_type"), _toml("families.toml")
+    problems = [
+        f"is a mixture of experts ({key} is {config[key]}); only dense decoders can be read from a config; "
+        for key in _EXPERTS
+        if isinstance(config.get(key), int) and config[key] > 1
+    ]
+    problems += [
+        f"has {what} ({k} is {config[k]}); " for k, what in _OTHER.items() if config.get(k)
+    ]
     if config.get("is_encoder_decoder"):
-        raise PlanningError(f"{kind} is an encoder-decoder; {_ELSEWHERE}")
+        problems.append("is an encoder-decoder; ")
     if isinstance(config.get("text_config"), Mapping) or "vision_config" in config:
-        raise PlanningError(
-            f"{kind} has more than text; give config.text_config for its language model, or {_ELSEWHERE}"
-        )
-    families = _toml("families.toml")
+        problems.append("has more than text; give config.text_config for its language model, or ")
+    if problems:
+        raise PlanningError(f"{kind} {problems[0]}{_ELSEWHERE}")
     if kind not in families:
         raise PlanningError(
             f"model_type is {kind!r}, a family that isn't known here; the nearest: "

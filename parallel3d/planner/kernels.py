@@ -117,13 +117,23 @@ def kernels_of(unit: Unit, gpu: Gpu, work: Workload, tp: int, micro_batch: int) 
     attended = sum(a[0] for a in attention), sum(a[1] for a in attention)
     elementwise = sum(e[0] for e in counted) * size, sum(e[1] for e in counted) * size
     forward = matmul[0] + attended[0] + elementwise[0]
+    flops = [2.0 * m * n * k for _, way, (m, n, k), _ in gemms if way == "forward"]
+    scored = 0.0
+    for a in unit.attention:
+        scores = micro_batch * local_heads(a, tp).query * work.seq_len**2
+        scored += 4.0 * scores * a.head_dim / (2 if a.causal else 1)
+    all_flops = sum(flops) + scored
+    backward_flops = 2 * sum(flops) + scored * constant("attention_backward").value
+    started = [(1, 1) if work.compile else e.kernels for e in unit.elementwise]
+    started += [(1, 2)] * (len(unit.matmuls) + len(unit.attention))
+    host = constant("launch").value
     return Kernels(
         matmul,
         attended,
         elementwise,
         _recomputed(unit, work, forward, each, elementwise[0]),
-        _flops(unit, work, tp, micro_batch),
-        _launches(unit, work),
+        (all_flops, backward_flops, _recomputed(unit, work, all_flops, flops, 0.0)),
+        (sum(n for n, _ in started) * host, sum(n for _, n in started) * host),
     )
 
 
@@ -270,26 +280,6 @@ def share(
         "loss": work.loss_parallel,
     }
     return tp if divided.get(split, True) else 1
-
-
-def _flops(unit: Unit, work: Workload, tp: int, micro_batch: int) -> tuple[float, float, float]:
-    tokens = micro_batch * work.seq_len
-    each = [2.0 * tokens * n * k for m in unit.matmuls for n, k in [local_sizes(m, tp)]]
-    attention = 0.0
-    for a in unit.attention:
-        scores = micro_batch * local_heads(a, tp).query * work.seq_len**2
-        attention += 4.0 * scores * a.head_dim / (2 if a.causal else 1)
-    forward = sum(each) + attention
-    backward = 2 * sum(each) + attention * constant("attention_backward").value
-    return forward, backward, _recomputed(unit, work, forward, each, 0.0)
-
-
-def _launches(unit: Unit, work: Workload) -> tuple[float, float]:
-    host = constant("launch").value
-    kernels = [(1, 1) if work.compile else e.kernels for e in unit.elementwise]
-    others = len(unit.matmuls) + len(unit.attention)
-    forward = others + sum(count for count, _ in kernels)
-    return forward * host, (2 * others + sum(count for _, count in kernels)) * host
 
 
 # Bytes that forward keeps for backward, for one micro-batch on one GPU.

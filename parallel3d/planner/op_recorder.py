@@ -8,7 +8,7 @@ Face's models take the path without a mask, which they train on.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -173,14 +173,9 @@ class OpRecorder(TorchDispatchMode):
             self._note_call(func, args, kwargs, out)
         return out
 
-    @contextmanager
-    def quiet(self) -> Iterator[None]:
+    def quiet(self) -> AbstractContextManager[Any]:
         """Operations in here are not recorded."""
-        was_quiet, self.is_quiet = self.is_quiet, True
-        try:
-            yield
-        finally:
-            self.is_quiet = was_quiet
+        return patch.object(self, "is_quiet", True)
 
     def _note_call(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         name = func._schema.name.partition("::")[2]
@@ -589,16 +584,14 @@ def _backward(recorder: OpRecorder, outputs: list[Tensor]) -> None:
     def enter(label: str, *_: Any) -> None:
         recorder.label = label
 
-    def arrive(name: str, _: Tensor) -> None:
-        recorder.arrived.append(name)
-
     nodes = list(_nodes([t.grad_fn for t in ends], set()))
     leaves = [node.variable for node in nodes if hasattr(node, "variable")]
     with ExitStack() as stack:
         for leaf in leaves:
             if storage_of(leaf) in recorder.params:
                 name = recorder.params[storage_of(leaf)][0]
-                stack.enter_context(leaf.register_hook(partial(arrive, name)))
+                arrive = partial(lambda name, _: recorder.arrived.append(name), name)
+                stack.enter_context(leaf.register_hook(arrive))
         for node in nodes:
             label = recorder.labels.get(node, "")
             stack.enter_context(node.register_prehook(partial(enter, label)))

@@ -4,7 +4,6 @@ Starting eight processes that import torch takes seconds. Each run gets a new de
 which a rank fails or hangs ends with an error that says so, and the pool replaces the workers it had to end.
 """
 
-import atexit
 import contextlib
 import faulthandler
 import gc
@@ -19,7 +18,6 @@ import tempfile
 import threading
 import time
 import traceback
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -183,7 +181,6 @@ class GlooPool:
         self._workers: list[_Worker | None] = [None] * size
         self._closed = False
         self._running = False
-        _pools.add(self)
 
     def run(
         self,
@@ -320,15 +317,6 @@ class GlooPool:
     def _end_all(self) -> None:
         for index in range(self.size):
             self._end(index)
-
-
-_pools: "weakref.WeakSet[GlooPool]" = weakref.WeakSet()
-
-
-@atexit.register
-def _close_pools() -> None:
-    for pool in list(_pools):
-        pool.close()
 
 
 def _job(fn: Callable[..., Any], args: tuple[Any, ...], world_size: int, timeout: float) -> Job:
