@@ -380,7 +380,6 @@ class _Timeline:
     # -- all-gathers -------------------------------------------------------------------------------
 
     def begin(self, unit: _Unit, place: int) -> None:
-        """The backward of ``unit`` begins."""
         unit.begun = True
         if unit.gathers_in_backward:
             self.issue(unit)
@@ -436,7 +435,6 @@ class _Timeline:
         return held, later
 
     def finish(self, unit: _Unit) -> None:
-        """Waits for the all-gathers of ``unit``."""
         for held, later in unit.gathering or ():
             self.unsharded += later
             self.note()
@@ -496,7 +494,6 @@ class _Timeline:
     # -- reductions --------------------------------------------------------------------------------
 
     def end(self, unit: _Unit) -> None:
-        """The backward of ``unit`` is over."""
         if self.deferring in unit.buckets:
             self.issue_deferred()
         self.unsharded -= self.unsharded_bytes(unit)
@@ -508,7 +505,6 @@ class _Timeline:
         self.inputs = 0
 
     def reduce(self, unit: _Unit) -> None:
-        """Issues the reductions of ``unit``."""
         for bucket in unit.buckets:
             layout = bucket.layout
             if not layout.trainable:

@@ -127,26 +127,24 @@ class MeshPlan:
         """
         base = prediction or self.best
         work, cluster, gpu = base.workload, base.cluster, base.cluster.gpu
-        names = ("micro_batch", "seq_len", "nic", "memory bandwidth")
-        tried: dict[str, list[tuple[str, float, bool]]] = {name: [] for name in names}
-
-        def add(name: str, value: str, on: Cluster, what: Workload) -> None:
-            result = predict(self.model, base.layout, on, what)
-            tried[name].append((value, result.tokens_per_second_per_gpu, result.fits))
-
+        tried: dict[str, list[tuple[str, float, bool]]] = {}
         for factor in (0.5, 1, 2):
             size = max(int(base.micro_batch * factor), 1)
             whole = size * base.accumulation * base.layout.data_size
             batch = replace(work, micro_batch=size, global_batch=whole)
-            add("micro_batch", str(size), cluster, batch)
             length = max(int(work.seq_len * factor), base.layout.tp)
             longer = replace(work, seq_len=length, micro_batch=base.micro_batch)
-            add("seq_len", str(length), cluster, longer)
-            nic = cluster.nic * factor
-            add("nic", f"{nic:g} GB/s", replace(cluster, nic=nic), work)
-            wider = replace(gpu, bandwidth=gpu.bandwidth * factor)
-            text = f"{wider.bandwidth:g} TB/s"
-            add("memory bandwidth", text, replace(cluster, gpu=wider), work)
+            nic, bandwidth = cluster.nic * factor, gpu.bandwidth * factor
+            wider = replace(cluster, gpu=replace(gpu, bandwidth=bandwidth))
+            for name, value, on, what in (
+                ("micro_batch", f"{size}", cluster, batch),
+                ("seq_len", f"{length}", cluster, longer),
+                ("nic", f"{nic:g} GB/s", replace(cluster, nic=nic), work),
+                ("memory bandwidth", f"{bandwidth:g} TB/s", wider, work),
+            ):
+                result = predict(self.model, base.layout, on, what)
+                found = value, result.tokens_per_second_per_gpu, result.fits
+                tried.setdefault(name, []).append(found)
         return tried
 
     def pareto(self) -> tuple[Prediction, ...]:

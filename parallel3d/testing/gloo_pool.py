@@ -207,7 +207,17 @@ class GlooPool:
             Parallel3dError: ``fn`` or an argument can't be pickled, or ``timeout`` is not positive.
         """
         world_size = self.size if world_size is None else world_size
-        self._check_run(world_size, timeout)
+        if self._closed:
+            raise StateError("run: this GlooPool is closed; make a new one")
+        if self._running:
+            raise StateError("run: this GlooPool is already running a function; wait for it")
+        if type(world_size) is not int or not 0 < world_size <= self.size:
+            raise MeshError(
+                f"world_size={world_size!r}: must be an integer from 1 to {self.size}, "
+                "the number of workers of this pool"
+            )
+        if not timeout > 0:
+            raise Parallel3dError(f"timeout={timeout!r}: must be a positive number of seconds")
         job = _job(fn, args, world_size, timeout)
         self._running = True
         try:
@@ -239,19 +249,6 @@ class GlooPool:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-    def _check_run(self, world_size: int, timeout: float) -> None:
-        if self._closed:
-            raise StateError("run: this GlooPool is closed; make a new one")
-        if self._running:
-            raise StateError("run: this GlooPool is already running a function; wait for it")
-        if type(world_size) is not int or not 0 < world_size <= self.size:
-            raise MeshError(
-                f"world_size={world_size!r}: must be an integer from 1 to {self.size}, "
-                "the number of workers of this pool"
-            )
-        if not timeout > 0:
-            raise Parallel3dError(f"timeout={timeout!r}: must be a positive number of seconds")
 
     def _start(self, count: int) -> list[_Worker]:
         """Returns the first ``count`` workers, started and ready."""

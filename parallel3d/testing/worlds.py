@@ -89,7 +89,6 @@ class SimulationMode(LocalTensorMode):
             return make_simulated({rank: cb(rank) for rank in self._order}, self.ranks)
 
     def _on_each_rank(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls ``func`` once for each rank."""
         results = {}
         for rank in self._order:
             on_rank = [value_on_rank(a, rank) for a in args]
