@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -19,7 +18,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from parallel3d._torch.dtensor import get_local_tensor
 from parallel3d._torch.fake import (
     FakeTensor,
-    as_fake,
     boxed,
     forget_conversions,
     functions_unseen,
@@ -40,123 +38,6 @@ from parallel3d.tools.dryrun.unknown import caller
 def dtype_name(tensor: Tensor) -> str:
     """``bfloat16``."""
     return str(tensor.dtype).removeprefix("torch.")
-
-
-# FakeRunner: operations on fake tensors, each kind of call traced once.
-#
-# A model's blocks are alike, so nearly all calls repeat an earlier one with the same shapes. Torch's fake
-# mode takes about half a millisecond for a call, even with a result in its cache; a repeated one a tenth.
-
-_PLAIN = (
-    *(int, float, bool, str, type(None)),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
-)
-_DEVICE = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class _Output:
-    """How to make an output again; ``source`` is the index of the argument whose storage it has, or -1."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-    source: int
-
-
-class FakeRunner:
-    """Runs operations whose tensors are fake, or on meta; new calls in ``mode``, torch's fake mode."""
-
-    def __init__(self) -> None:
-        self.mode = make_fake_mode()
-        self._known: dict[Any, Any] = {}
-
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns ``func(*args, **kwargs)``."""
-        key = _key_of(func, args, kwargs)
-        if key is not None and key in self._known:
-            return self._again(self._known[key], args)
-        with self.mode:
-            out = func(*args, **kwargs)
-        forget_conversions(self.mode)
-        if key is not None:
-            recipe = _recipe(func, args, out)
-            if recipe is not None and not _reshapes(func, args, kwargs, key):
-                self._known[key] = recipe
-        return out
-
-    def _again(self, recipe: Any, args: tuple[Any, ...]) -> Any:
-        if isinstance(recipe, int):
-            return args[recipe]
-        if not isinstance(recipe, _Output):
-            kind, parts = recipe
-            return None if kind is None else kind(self._again(part, args) for part in parts)
-        shape, stride, dtype = recipe.shape, recipe.stride, recipe.dtype
-        if recipe.source < 0:
-            meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        else:
-            meta = torch.empty(0, dtype=dtype, device="meta")
-            meta.set_(args[recipe.source].untyped_storage(), recipe.offset, shape, stride)
-        return as_fake(self.mode, meta, _DEVICE)
-
-
-def _key_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Everything that the shapes of the result depend on; None if that is not known."""
-    parts: list[Any] = [func]
-    return tuple(parts) if _add(parts, (args, tuple(kwargs.items()))) else None
-
-
-def _add(parts: list[Any], values: Any) -> bool:
-    for value in values:
-        if isinstance(value, FakeTensor):
-            if value.is_conj() or value.is_neg():
-                return False
-            parts += (value.shape, value.stride(), value.storage_offset(), value.dtype)
-        elif isinstance(value, list | tuple):
-            parts += (type(value), len(value))
-            if not _add(parts, value):
-                return False
-        elif isinstance(value, _PLAIN):
-            parts += (type(value), value)  # as 1, 1.0 and True are equal
-        else:
-            return False
-    return True
-
-
-def _recipe(func: Any, args: tuple[Any, ...], out: Any) -> Any:
-    """How to make ``out`` without ``func``; None if not known.
-
-    It is the index of an argument, an ``_Output``, or a type and its items.
-    """
-    if out is None:
-        return (None, ())
-    if isinstance(out, list | tuple):
-        parts = [_recipe(func, args, item) for item in out]
-        return None if None in parts else (type(out), tuple(parts))
-    if not isinstance(out, FakeTensor) or out.device != _DEVICE or out.is_conj() or out.is_neg():
-        return None
-    storage, source = out.untyped_storage(), -1
-    for position, value in enumerate(args):
-        if isinstance(value, FakeTensor) and value.untyped_storage() is storage:
-            source = position
-            break
-    else:
-        # It may have the storage of a tensor in a list or in kwargs, or be a part of something else.
-        alone = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device="meta")
-        if func._schema.is_mutable or storage.nbytes() != alone.untyped_storage().nbytes():
-            return None
-    if source >= 0 and out is args[source]:
-        return source
-    return _Output(tuple(out.shape), out.stride(), int(out.storage_offset()), out.dtype, source)
-
-
-def _reshapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], before: Any) -> bool:
-    """Whether the call has changed the shape or the storage of an argument."""
-    if not func._schema.is_mutable:
-        return False
-    name = func.overloadpacket.__name__
-    return name.startswith(("set_", "resize_")) or _key_of(func, args, kwargs) != before
 
 
 # Collectives that send nothing.
@@ -289,7 +170,7 @@ class DryMode(RecordingMode):
         place.on_backward = self.ledger.begin_backward
         self.streams = Streams(self._wait)
         self.meshes: list[DeviceMesh] = []
-        self._fakes = FakeRunner()
+        self._fake_mode = make_fake_mode()
         self._stand_ins: Any = WeakTensorKeyDictionary()  # real tensor -> fake
         self._overwritten: dict[int, Any] = {}  # id -> storage of a real tensor, kept alive
         self._works: list[DryWork] = []  # kept alive: see there
@@ -320,10 +201,7 @@ class DryMode(RecordingMode):
             return self._scalar(tensors[0])
         if func.namespace == "_c10d_functional":
             return self._wait_for(func, args, kwargs)
-        if func._schema.is_mutable or any(type(tensor) is not FakeTensor for tensor in tensors):
-            out = self._run(func, args, kwargs)
-        else:
-            out = self._fakes.run(func, tuple(args), kwargs)
+        out = self._run(func, args, kwargs)
         self._note(func, args, tensors, out)
         return out
 
@@ -348,7 +226,10 @@ class DryMode(RecordingMode):
                     self.forget(tensors_in(value))
             self.forget(tensors_in(kwargs.get("out")))
         args, kwargs = map_tensors(self._stand_in, (tuple(args), kwargs))
-        return self._fakes.run(func, args, kwargs)
+        with self._fake_mode:
+            out = func(*args, **kwargs)
+        forget_conversions(self._fake_mode)
+        return out
 
     def forget(self, tensors: Any) -> None:
         """Marks the values of these tensors, if they are real, as unknown from now on."""
@@ -362,7 +243,7 @@ class DryMode(RecordingMode):
             return tensor
         fake = self._stand_ins.get(tensor)
         if fake is None or fake.shape != tensor.shape or fake.dtype != tensor.dtype:
-            with self._fakes.mode:
+            with self._fake_mode:
                 fake = torch.empty_strided(
                     tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
                 )
