@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 from torch import nn
 from torch.nn.modules import module as modules
@@ -64,14 +65,9 @@ class Place:
         """Whether a module runs within backward: activation checkpointing."""
         return bool(self._stack) and in_backward_pass()
 
-    @contextmanager
-    def unrecorded(self) -> Iterator[None]:
-        """The body runs on real tensors and is not recorded."""
-        before, self.paused = self.paused, True
-        try:
-            yield
-        finally:
-            self.paused = before
+    def unrecorded(self) -> Any:
+        """Returns a context that runs on real tensors and is not recorded."""
+        return patch.object(self, "paused", True)
 
     @contextmanager
     def following(self) -> Iterator[None]:
@@ -120,18 +116,14 @@ class Event:
     """A point in a stream; ``after`` and ``collectives`` are those of ``FakeStream``."""
 
     def __init__(self, stream: FakeStream) -> None:
-        self._streams = stream.streams
-        stream.collectives -= self._streams.over
+        self._compute = stream.streams.compute
+        stream.collectives -= stream.streams.over
         self.after = frozenset(stream.after)
         self.collectives = frozenset(stream.collectives)
 
     def synchronize(self) -> None:
         """The host waits, and with it what is put on any stream later."""
-        self._streams.compute.wait_event(self)
-
-    def wait(self, stream: FakeStream | None = None) -> None:
-        """``stream``, by default the current one, waits."""
-        (stream or self._streams.current_stream()).wait_event(self)
+        self._compute.wait_event(self)
 
 
 class FakeStream:
@@ -191,14 +183,9 @@ class Streams:
     def current_stream(self) -> FakeStream:
         return self._current
 
-    @contextmanager
-    def stream(self, stream: FakeStream) -> Iterator[None]:
-        """Makes ``stream`` the current one in the body."""
-        before, self._current = self._current, stream
-        try:
-            yield
-        finally:
-            self._current = before
+    def stream(self, stream: FakeStream) -> Any:
+        """Returns a context in which ``stream`` is the current one."""
+        return patch.object(self, "_current", stream)
 
     def place(self, position: int) -> tuple[int, tuple[int, ...]]:
         """Puts an operation on the current stream.

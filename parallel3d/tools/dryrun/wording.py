@@ -55,11 +55,15 @@ def pattern_of(name: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
-def some(names: Iterable[str], most: int = 3) -> str:
-    """The first ``most`` different names, and how many more there are."""
-    different = [name or "(no unit)" for name in dict.fromkeys(names)]
-    left = len(different) - most
-    return ", ".join(different[:most]) + (f" and {left} more" if left > 0 else "")
+def first_few(names: Sequence[str], most: int = 3, between: str = ", ") -> str:
+    """The first ``most`` names, and how many more there are."""
+    left = len(names) - most
+    return between.join(names[:most]) + (f" and {left} more" if left > 0 else "")
+
+
+def some(names: Iterable[str]) -> str:
+    """The first few different names."""
+    return first_few([name or "(no unit)" for name in dict.fromkeys(names)])
 
 
 def placements_of(parameter: ParameterPlacement) -> str:
