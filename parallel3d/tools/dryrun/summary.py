@@ -100,8 +100,9 @@ def _peak(peak: Peak, when: str, wide: bool) -> Table:
             + (f" ({count} times)" if count > 1 else "")
             for (name, shape, dtype), count in tensors.most_common(2)
         )
-        part = share(size, peak.bytes) if peak.bytes else ""
-        table.add_row(kind, in_bytes(size), part, *((Text(named),) if wide else ()))
+        table.add_row(
+            kind, in_bytes(size), share(size, peak.bytes), *((Text(named),) if wide else ())
+        )
     return table
 
 
