@@ -180,8 +180,13 @@ class _Comparison:
         if ours and theirs:
             what = self.difference(ours[0], theirs[0])
             if what != "call":
-                kind = f"{'other' if what == 'bytes' else 'another'} {what}"
-                return kind, self._similar_differences(what)
+                pairs = list(zip(ours, theirs, strict=False))
+                similar = [one for one, other in pairs if self.difference(one, other) == what]
+                units = {issued.call.unit for issued in similar} - {""}
+                where = f", in {len(units)} units" if len(units) > 1 else ""
+                return f"{'other' if what == 'bytes' else 'another'} {what}", (
+                    f"of the {len(pairs)} calls from there on, {len(similar)} differ in {what}{where}"
+                )
             if swapped := self._swapped():
                 return "another order", (
                     f"the same {swapped} calls come in another order: on rank {a} "
@@ -199,13 +204,6 @@ class _Comparison:
             return "extra calls", f"rank {rank} issues {count} more, {after}: {_named(more)}"
         second = f"rank {b} with {_named(theirs[j1:j2])}"
         return "other calls", f"rank {a} continues with {_named(ours[i1:i2])}; {second}"
-
-    def _similar_differences(self, what: str) -> str:
-        pairs = list(zip(self.ours, self.theirs, strict=False))
-        similar = [ours for ours, theirs in pairs if self.difference(ours, theirs) == what]
-        units = {issued.call.unit for issued in similar} - {""}
-        where = f", in {len(units)} units" if len(units) > 1 else ""
-        return f"of the {len(pairs)} calls from there on, {len(similar)} differ in {what}{where}"
 
     def _swapped(self) -> int:
         """Returns after how many calls both have made the same ones in another order; 0 if never."""

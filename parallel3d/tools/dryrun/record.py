@@ -91,17 +91,16 @@ def record(
         name_kinds(place.roots, place.optimizers, mode.ledger)
         mode.ledger.closed = True
         memory, peak, step_peak = memory_over_time(mode.ledger, mode.operations)
-        sizes, ranks = {}, {}
-        if named := [mesh for mesh in mode.meshes if mesh.mesh_dim_names]:
+        named = [mesh for mesh in mode.meshes if mesh.mesh_dim_names]
+        groups: dict[str, dist.ProcessGroup] = {}
+        if named:
             mesh = max(named, key=lambda mesh: (mesh.ndim, mesh.size()))
-            for axis, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True):
-                sizes[axis] = size
-                ranks[axis] = tuple(dist.get_process_group_ranks(mesh.get_group(axis)))
+            groups = {axis: mesh.get_group(axis) for axis in mesh.mesh_dim_names or ()}
         return DryRun(
             rank=rank,
             world_size=world_size,
-            mesh=sizes,
-            axis_ranks=ranks,
+            mesh={axis: group.size() for axis, group in groups.items()},
+            axis_ranks={x: tuple(dist.get_process_group_ranks(g)) for x, g in groups.items()},
             gpus_per_node=gpus_per_node,
             steps=place.steps,
             collectives=tuple(mode.recorder.calls),

@@ -59,7 +59,6 @@ def _memory_chart(run: DryRun, times: Timeline) -> Figure:
     samples = thinned(run.memory, _MOST_SAMPLES)
     unit, size = ("GiB", 2**30) if run.peak.bytes >= 2**30 else ("MiB", 2**20)
     at = [round(times.times[sample.operation] * 1e3, 4) for sample in samples]
-    held = {kind: [sample.by_kind.get(kind, 0) for sample in samples] for kind in KINDS}
     traces = [
         {
             "type": "scatter",
@@ -67,13 +66,13 @@ def _memory_chart(run: DryRun, times: Timeline) -> Figure:
             "name": kind,
             "stackgroup": "memory",
             "x": at,
-            "y": [round(value / size, 4) for value in values],
+            "y": [round(sample.by_kind.get(kind, 0) / size, 4) for sample in samples],
             "line": {"shape": "hv", "width": 0.5, "color": _MEMORY[kind]},
             "fillcolor": _MEMORY[kind],
             "hovertemplate": f"%{{y:.2f}} {unit}",
         }
-        for kind, values in held.items()
-        if any(values)
+        for kind in KINDS
+        if any(kind in sample.by_kind for sample in samples)
     ]
     layout = chart_layout(440, "milliseconds, predicted", unit)
     layout["hovermode"] = "x unified"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from math import prod
 from typing import TypeVar
 
+from parallel3d._util.recorder import Collective
 from parallel3d.tools.dryrun.result import DryRun, ParameterPlacement, Peak
 from parallel3d.tools.dryrun.timeline import Call, Timeline
 
@@ -45,7 +46,7 @@ def share(part: float, whole: float) -> str:
     return f"{part / whole:.0%}" if whole else "0%"
 
 
-def total_bytes(items: Iterable[Call | ParameterPlacement]) -> str:
+def total_bytes(items: Iterable[Collective | ParameterPlacement]) -> str:
     """The bytes of all ``items`` together."""
     return in_bytes(sum(item.bytes for item in items))
 
@@ -94,7 +95,6 @@ def figures_of(run: DryRun, times: Timeline) -> list[tuple[str, str]]:
     exposed = sum(times.exposed().values())
     waits = f" ({exposed / step:.0%})" if step else ""
     used = flops / (gpu.peak * 1e12 * step) if step else 0.0
-    traffic = in_bytes(sum(call.bytes for call in calls))
     capacity = in_bytes(gpu.capacity_gib * 2**30)
     return [
         ("parameters of the model", _numel(sum(prod(p.shape) for p in run.parameters))),
@@ -103,7 +103,7 @@ def figures_of(run: DryRun, times: Timeline) -> list[tuple[str, str]]:
         ("a step, predicted", in_seconds(step)),
         ("waits for collectives", f"{in_seconds(exposed)}{waits}"),
         ("FLOPs of a step", f"{flops / 1e12:,.3g} T ({used:.0%} of peak)"),
-        ("collectives of a step", f"{len(calls):,} ({traffic})"),
+        ("collectives of a step", f"{len(calls):,} ({total_bytes(calls)})"),
     ]
 
 
