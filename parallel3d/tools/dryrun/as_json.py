@@ -44,10 +44,9 @@ def from_json(text: str | bytes) -> DryRun:
             "write it again with this one"
         )
     try:
-        run: DryRun = decoded(DryRun, data["run"])
+        return decoded(DryRun, data["run"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DryRunError(f"a damaged dry run: {type(error).__name__}: {error}") from error
-    return run
 
 
 def _encoded(value: Any) -> Any:

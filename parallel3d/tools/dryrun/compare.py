@@ -126,7 +126,12 @@ def compare(a: DryRun, b: DryRun) -> Divergence | None:
             f"these are dry runs of different worlds: {a.world_size} ranks {a.mesh} and {b.world_size} ranks "
             f"{b.mesh}; record both with the same world_size and options"
         )
-    return _Comparison(a, b).divergence()
+    found = _Comparison(a, b)
+    if not (found.ours or found.theirs):
+        return None
+    first, second = (calls[0] if calls else None for calls in (found.ours, found.theirs))
+    where = found.position, first, second, found.before
+    return Divergence((a.rank, b.rank), *where, *found.how(), *found.consequence())
 
 
 class _Comparison:
@@ -149,15 +154,6 @@ class _Comparison:
         self.before = ours[self.position - 1] if self.position else None
         self.ours, self.theirs = ours[self.position :], theirs[self.position :]
 
-    def divergence(self) -> Divergence | None:
-        if not (self.ours or self.theirs):
-            return None
-        first, second = (calls[0] if calls else None for calls in (self.ours, self.theirs))
-        ranks = (self.a.rank, self.b.rank)
-        return Divergence(
-            ranks, self.position, first, second, self.before, *self._how(), *self._consequence()
-        )
-
     def difference(self, one: Issued, other: Issued) -> str:
         """``call``, ``group size``, ``dtype`` or ``bytes``; ``""`` if they may be the same collective."""
         if one.key != other.key:
@@ -174,7 +170,7 @@ class _Comparison:
 
     # How the two sequences differ.
 
-    def _how(self) -> tuple[str, str]:
+    def how(self) -> tuple[str, str]:
         """Returns kind and detail."""
         a, b, ours, theirs = self.a.rank, self.b.rank, self.ours, self.theirs
         if ours and theirs:
@@ -218,7 +214,7 @@ class _Comparison:
 
     # What happens on the machines.
 
-    def _consequence(self) -> tuple[str, str]:
+    def consequence(self) -> tuple[str, str]:
         """Returns consequence and why.
 
         On a group that contains both ranks the n-th call of one meets the n-th call of the other. A backend

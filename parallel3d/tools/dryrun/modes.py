@@ -108,11 +108,10 @@ def _work(func: Any, args: Any, read: list[Tensor], written: list[Tensor]) -> di
         a, b = [t for t in read if t.ndim >= 2][-2:] if name.endswith("addmm") else read[:2]
         m, n, k = prod(a.shape[:-1]), b.shape[-1], a.shape[-1]
         return {"kind": "matmul", "flops": 2.0 * m * n * k, "moved": moved, "sizes": (m, n, k)}
-    if name == "convolution":
-        flops = 2.0 * written[0].numel() * prod(read[1].shape[1:])
-        return {"kind": "matmul", "flops": flops, "moved": moved}
-    if name == "convolution_backward":  # of the output's gradient, the input and the weight
-        flops = 4.0 * read[0].numel() * prod(read[2].shape[1:])
+    if name in ("convolution", "convolution_backward"):
+        backward = name.endswith("backward")  # of the output's gradient, the input and the weight
+        out, weight = (read[0], read[2]) if backward else (written[0], read[1])
+        flops = (4.0 if backward else 2.0) * out.numel() * prod(weight.shape[1:])
         return {"kind": "matmul", "flops": flops, "moved": moved}
     if "dot_product" in name and "attention" in name:
         return {"kind": "attention", "moved": moved, **_attention(func, args, read)}
@@ -271,9 +270,8 @@ class DryMode(RecordingMode):
         for tensor in written:
             if isinstance(tensor, FakeTensor):
                 self._held(tensor, name)
-        if name.startswith(("resize_", "set_")):
-            for tensor in tensors[:1]:
-                self.ledger.resized(tensor.untyped_storage())
+        if tensors and name.startswith(("resize_", "set_")):
+            self.ledger.resized(tensors[0].untyped_storage())
 
     def _add(self, kind: str, name: str, **more: Any) -> None:
         place = self.place

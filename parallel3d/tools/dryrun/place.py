@@ -149,11 +149,15 @@ class FakeStream:
         """What is put on the stream from now on comes after ``event``; one of a real GPU is ignored."""
         if not isinstance(event, Event):
             return
-        if self.number == 0:
-            self.streams.wait(event)
-        else:
+        if self.number:
             self.after |= event.after
             self.collectives |= event.collectives
+            return
+        found = sorted(event.collectives - self.streams.over)
+        self.streams.over.update(found)
+        for index in found:
+            after = sorted(event.after) if index == found[-1] else ()
+            self.streams.on_wait(index, tuple(after))
 
     def wait_stream(self, other: FakeStream) -> None:
         """What is put on the stream from now on comes after what was put on ``other`` so far."""
@@ -169,7 +173,7 @@ class Streams:
     """
 
     def __init__(self, on_wait: Callable[[int, tuple[int, ...]], None]) -> None:
-        self._on_wait = on_wait
+        self.on_wait = on_wait
         self._made = 0
         self.compute = FakeStream(self, 0)
         self._current = self.compute
@@ -208,10 +212,3 @@ class Streams:
             return True
         self._current.collectives.add(index)
         return False
-
-    def wait(self, event: Event) -> None:
-        """The computation waits for ``event``, unless it has done so."""
-        found = sorted(event.collectives - self.over)
-        self.over.update(found)
-        for index in found:
-            self._on_wait(index, tuple(sorted(event.after)) if index == found[-1] else ())

@@ -91,9 +91,8 @@ def record(
         name_kinds(place.roots, place.optimizers, mode.ledger)
         mode.ledger.closed = True
         memory, peak, step_peak = memory_over_time(mode.ledger, mode.operations)
-        named = [mesh for mesh in mode.meshes if mesh.mesh_dim_names]
         groups: dict[str, dist.ProcessGroup] = {}
-        if named:
+        if named := [mesh for mesh in mode.meshes if mesh.mesh_dim_names]:
             mesh = max(named, key=lambda mesh: (mesh.ndim, mesh.size()))
             groups = {axis: mesh.get_group(axis) for axis in mesh.mesh_dim_names or ()}
         return DryRun(

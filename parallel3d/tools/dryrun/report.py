@@ -186,15 +186,13 @@ def _peak_tables(peak: Peak) -> str:
         peak.largest, lambda t: (t.kind, pattern_of(t.module), t.made_by, _sizes(t.shape), t.dtype)
     )
     html = table(("kind", "bytes", "of the peak"), kinds, 1, wrap=False)
-    if not groups:
-        return html
     tensors = []
     for (kind, pattern, *rest), group in groups.items():
         module = pattern if len(group) > 1 else group[0].module or "-"
         tensors.append((kind, module, *rest, f"{len(group):,}", in_bytes(group[0].bytes)))
     columns = ("kind", "module or parameter", "made by", "shape", "dtype", "of them", "bytes each")
     head = f"<h3>The {len(peak.largest)} largest tensors at the peak</h3>"
-    return html + head + table(columns, tensors, 5, wrap=False)
+    return html + (head + table(columns, tensors, 5, wrap=False) if groups else "")
 
 
 def _filtered(

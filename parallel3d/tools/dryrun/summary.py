@@ -30,8 +30,6 @@ from parallel3d.tools.dryrun.wording import (
 )
 from parallel3d.tools.terminal import output, titled_table
 
-_WIDE = 100
-
 
 def print_summary(
     run: DryRun,
@@ -48,7 +46,7 @@ def print_summary(
     """
     console = console or output()
     times = predicted or timeline(run)
-    wide = console.width >= _WIDE
+    wide = console.width >= 100
     mesh = " x ".join(f"{axis} {size}" for axis, size in run.mesh.items())
     heading = (
         f"{f' ({mesh})' if mesh else ''}: {counted(run.steps, 'step')}, "

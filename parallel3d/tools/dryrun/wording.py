@@ -34,8 +34,8 @@ def in_seconds(seconds: float) -> str:
 
 def _scaled(value: float, **units: float) -> str:
     """``value`` with three digits, in the first unit that it fills, else in the last."""
-    filled = [unit for unit, factor in units.items() if abs(value) >= 0.9995 * factor]
-    unit = filled[0] if filled else list(units)[-1]
+    filled = (unit for unit, factor in units.items() if abs(value) >= 0.9995 * factor)
+    unit = next(filled, list(units)[-1])
     size = value / units[unit]
     digits = 2 if abs(size) < 9.995 else 1 if abs(size) < 99.95 else 0
     return f"{size:,.{digits}f} {unit}"
@@ -95,11 +95,13 @@ def figures_of(run: DryRun, times: Timeline) -> list[tuple[str, str]]:
     exposed = sum(times.exposed().values())
     waits = f" ({exposed / step:.0%})" if step else ""
     used = flops / (gpu.peak * 1e12 * step) if step else 0.0
-    capacity = in_bytes(gpu.capacity_gib * 2**30)
     return [
         ("parameters of the model", _numel(sum(prod(p.shape) for p in run.parameters))),
         ("parameters on this rank", total_bytes(run.parameters)),
-        ("peak memory", f"{in_bytes(run.peak.bytes)} of {capacity}{later}"),
+        (
+            "peak memory",
+            f"{in_bytes(run.peak.bytes)} of {in_bytes(gpu.capacity_gib * 2**30)}{later}",
+        ),
         ("a step, predicted", in_seconds(step)),
         ("waits for collectives", f"{in_seconds(exposed)}{waits}"),
         ("FLOPs of a step", f"{flops / 1e12:,.3g} T ({used:.0%} of peak)"),
