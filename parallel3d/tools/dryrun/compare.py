@@ -145,8 +145,7 @@ class _Comparison:
 
     def __init__(self, a: DryRun, b: DryRun) -> None:
         self.a, self.b = a, b
-        axes = (x for x in a.axis_ranks if a.axis_ranks[x] == b.axis_ranks.get(x))
-        self.shared = {_WORLD, *axes}
+        self.shared = {_WORLD, *(x for x, r in a.axis_ranks.items() if r == b.axis_ranks.get(x))}
         ours, theirs = _issued_by(a), _issued_by(b)
         pairs = enumerate(zip(ours, theirs, strict=False))
         ends = min(len(ours), len(theirs))

@@ -15,7 +15,6 @@ from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from parallel3d._torch.dtensor import get_local_tensor
 from parallel3d._torch.fake import (
     FakeTensor,
     boxed,
@@ -29,7 +28,7 @@ from parallel3d._util.recorder import Recorder, RecordingMode, Signature
 from parallel3d._util.trace import issuing
 from parallel3d._util.trees import map_tensors, tensors_in
 from parallel3d.errors import DryRunError
-from parallel3d.tools.dryrun.memory import Held, Ledger
+from parallel3d.tools.dryrun.memory import Held, Ledger, local_of
 from parallel3d.tools.dryrun.place import Place, Streams
 from parallel3d.tools.dryrun.result import Operation
 from parallel3d.tools.dryrun.unknown import caller
@@ -181,7 +180,7 @@ class DryMode(RecordingMode):
             return func(*args, **(kwargs or {}))
         with functions_unseen():
             if DTensor in types and _is_elementwise_list(func, args):
-                args, kwargs = map_tensors(_local, (args, kwargs))
+                args, kwargs = map_tensors(local_of, (args, kwargs))
                 types = ()
             return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -264,8 +263,7 @@ class DryMode(RecordingMode):
         if not written and func._schema.is_mutable:  # _foreach_add_ and the like return nothing
             written = tensors[:1]
         name = func.overloadpacket.__name__
-        work = _work(func, args, tensors, written)
-        if work is not None:
+        if (work := _work(func, args, tensors, written)) is not None:
             self._add(name=name, dtype=dtype_name(written[0]), **work)
         for tensor in written:
             if isinstance(tensor, FakeTensor):
@@ -371,7 +369,3 @@ def _is_elementwise_list(func: Any, args: Any) -> bool:
         if any(p != placed[0] or any(each.is_partial() for each in p) for p in placed):
             return False
     return True
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return get_local_tensor(tensor) if isinstance(tensor, DTensor) else tensor

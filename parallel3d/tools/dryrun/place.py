@@ -6,6 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 from unittest.mock import patch
 
@@ -174,15 +175,14 @@ class Streams:
 
     def __init__(self, on_wait: Callable[[int, tuple[int, ...]], None]) -> None:
         self.on_wait = on_wait
-        self._made = 0
+        self._numbers = count(1)
         self.compute = FakeStream(self, 0)
         self._current = self.compute
         self.over: set[int] = set()  # the collectives that the computation has waited for
 
     def Stream(self, priority: int = 0) -> FakeStream:
         """Returns a new stream."""
-        self._made += 1
-        return FakeStream(self, self._made)
+        return FakeStream(self, next(self._numbers))
 
     def current_stream(self) -> FakeStream:
         return self._current

@@ -12,12 +12,11 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from parallel3d._torch.dtensor import get_local_tensor
 from parallel3d._torch.fake import VALUE_ERRORS
 from parallel3d._util import dry_run
 from parallel3d.errors import DryRunError, StateError
 from parallel3d.testing.worlds import check_no_group, check_rank
-from parallel3d.tools.dryrun.memory import memory_over_time, name_kinds, note_gradients
+from parallel3d.tools.dryrun.memory import local_of, memory_over_time, name_kinds, note_gradients
 from parallel3d.tools.dryrun.modes import DryMode, dtype_name
 from parallel3d.tools.dryrun.place import Place
 from parallel3d.tools.dryrun.result import DryRun, ParameterPlacement
@@ -137,9 +136,8 @@ def _parameters(roots: list[nn.Module]) -> tuple[ParameterPlacement, ...]:
 
 
 def _placement(name: str, param: torch.Tensor) -> ParameterPlacement:
-    local, placements = param, {}
+    local, placements = local_of(param), {}
     if isinstance(param, DTensor):
-        local = get_local_tensor(param)
         axes = param.device_mesh.mesh_dim_names or tuple(map(str, range(param.device_mesh.ndim)))
         placements = {axis: str(p) for axis, p in zip(axes, param.placements, strict=True)}
     return ParameterPlacement(
