@@ -117,14 +117,18 @@ class Event:
     """A point in a stream; ``after`` and ``collectives`` are those of ``FakeStream``."""
 
     def __init__(self, stream: FakeStream) -> None:
-        self._compute = stream.streams.compute
-        stream.collectives -= stream.streams.over
+        self._streams = stream.streams
+        stream.collectives -= self._streams.over
         self.after = frozenset(stream.after)
         self.collectives = frozenset(stream.collectives)
 
     def synchronize(self) -> None:
         """The host waits, and with it what is put on any stream later."""
-        self._compute.wait_event(self)
+        self._streams.compute.wait_event(self)
+
+    def wait(self) -> None:
+        """The current stream waits."""
+        self._streams.current_stream().wait_event(self)
 
 
 class FakeStream:

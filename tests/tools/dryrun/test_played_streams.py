@@ -93,8 +93,8 @@ def test_events_bring_what_streams_have_waited_for():
         event = sums.record_event()
         assert streams.place(6) == (2, (5,))
     assert streams.place(7) == (0, ())
-    streams.current_stream().wait_event(event)
-    streams.current_stream().wait_event(sums.record_event())
+    event.wait()
+    sums.record_event().wait()
     assert waited == [(0, (5,))]  # what is waited for is not waited for again
     assert streams.arrived(1)  # by the computation itself
     with streams.stream(sums):
