@@ -291,8 +291,6 @@ class DryMode(RecordingMode):
             "that a dry run does not know; use a Python number, or skip the lines with p3d.dryrun.active()"
         )
 
-    # Collectives
-
     def collective(
         self, func: Any, signature: Signature, values: dict[str, Any], args: Any, kwargs: Any
     ) -> Any:

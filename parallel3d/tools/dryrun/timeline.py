@@ -176,8 +176,7 @@ class _Schedule:
         self._streams: dict[str, float] = defaultdict(float)
         self._axes: dict[object, float] = defaultdict(float)
         self._ends: dict[int, float] = {}  # index of a collective -> its end
-        # Index of an operation beside the computation -> its end.
-        self._beside: dict[int, float] = {}
+        self._beside: dict[int, float] = {}  # index of an operation beside the computation -> end
         self._names: dict[int, str] = {}  # number of a stream -> its name
         self._reduced: dict[str, float] = {}  # unit -> end of its last reduce-scatter
         self._running = 0.0  # until when any collective runs
