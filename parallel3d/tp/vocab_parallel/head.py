@@ -44,7 +44,7 @@ class LogitsHead(Style):
         return self.head.plan(module, tp)
 
     def install(self, module: nn.Module, axis: TpAxis, sequence: SequenceLength) -> None:
-        bind_base_forward(module, nn.Linear, logits_head, TpState(self, axis, sequence))
+        bind_base_forward(module, nn.Linear, TpState(self, axis, sequence))
 
     def traffic(self, module: nn.Module, tp: int) -> tuple[Traffic, ...]:
         # The loss reduces two numbers a token.
@@ -55,16 +55,13 @@ class LogitsHead(Style):
     def takes_parts(self) -> bool:
         return self.head.takes_parts
 
-
-def logits_head(self: Any, input: Tensor) -> Tensor:
-    """(..., in) -> VocabLogits (..., out)."""
-    tp: TpState = self._parallel3d_tp
-    style: Any = tp.style
-    x = take_input(input, style.head.input, style.head.sequence_dim, tp, read_only=True)
-    if torch.compiler.is_compiling() or functorch_is_active():  # neither handles our subclass
-        y = F.linear(x, self.weight, self.bias)
-        return gather_from_tp(y, -1, self.out_features, tp.axis)
-    return _logits(self, x, tp.axis, style.chunked)
+    def forward(self, tp: TpState, module: Any, /, input: Tensor) -> Tensor:
+        """(..., in) -> VocabLogits (..., out)."""
+        x = take_input(input, self.head.input, self.head.sequence_dim, tp, read_only=True)
+        if torch.compiler.is_compiling() or functorch_is_active():  # neither handles our subclass
+            y = F.linear(x, module.weight, module.bias)
+            return gather_from_tp(y, -1, module.out_features, tp.axis)
+        return _logits(module, x, tp.axis, self.chunked)
 
 
 def _chunked_linear(inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
