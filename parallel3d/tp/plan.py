@@ -17,13 +17,12 @@ from torch.distributed.tensor import DTensor, Shard
 from parallel3d._layout.packed import PackedShard
 from parallel3d._layout.param_layout import ParamLayout, set_param_layout
 from parallel3d._torch.dtensor import make_dtensor, make_spec
-from parallel3d._torch.simulated import ranks_are_simulated
 from parallel3d._util.replaced_params import marking_replaced
 from parallel3d._util.rollback import unchanged_on_error
 from parallel3d.errors import MeshError, PlanError, StateError
 from parallel3d.tp.auto.derive import choose
 from parallel3d.tp.auto.heads import align_heads
-from parallel3d.tp.collectives import SequenceLength, TpAxis
+from parallel3d.tp.collectives import SequenceLength, TpAxis, copy_by_rank
 from parallel3d.tp.local_attributes import PlannedAttribute, describe_attributes
 from parallel3d.tp.random import can_drop, install_random, refuse_later_dropout
 from parallel3d.tp.resolve import Plan, PlanSource, Resolution, check_plan_type, numberless
@@ -261,10 +260,7 @@ def _distribute(param: nn.Parameter, rule: ParamRule, axis: TpAxis) -> nn.Parame
     """Returns the parameter as a DTensor on ``tp``, of which this rank holds its part."""
     whole = param.detach()
     local = rule.part(whole, axis.size, axis.rank)
-    if (
-        local is whole and ranks_are_simulated()
-    ):  # a factory call makes one tensor per simulated rank
-        local = torch.empty(whole.shape, dtype=whole.dtype, device=whole.device).copy_(whole)
+    local = copy_by_rank(local, axis) if local is whole else local
     placement = rule.placement if rule.packing is None else PackedShard(rule.packing)
     spec = make_spec(axis.mesh, (placement,), param.shape, param.dtype)
     new = nn.Parameter(make_dtensor(local, spec), requires_grad=param.requires_grad)

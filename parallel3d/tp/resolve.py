@@ -66,6 +66,11 @@ def matches(pattern: str, name: str) -> bool:
     return pattern.count(".") == name.count(".") and fnmatchcase(name, pattern)
 
 
+def is_in(path: str, outer: str) -> bool:
+    """Whether ``path`` is ``outer`` or a path inside it; ``""`` is the root."""
+    return outer in ("", path) or path.startswith(f"{outer}.")
+
+
 def has_wildcard(pattern: str) -> bool:
     """Whether the pattern can match more than one path."""
     return bool(_WILDCARDS.search(pattern))
@@ -461,7 +466,7 @@ class Resolution:
     def _check_inputs(self) -> None:
         prepared = [r.name for r in self.ruled.values() if isinstance(r.style, PrepareInput)]
         for ruled in self.ruled.values():
-            around = any(_is_inside(ruled.name, name) for name in prepared)
+            around = any(is_in(ruled.name, name) for name in prepared)
             if getattr(ruled.style, "input", None) == "gathered" and not around:
                 self.problems.append(
                     f"module {ruled.name!r} as {ruled.style}: no module around it has the style "
@@ -492,7 +497,7 @@ class Resolution:
         split = (
             r for r in self.ruled.values() if isinstance(r.style, (Colwise, Rowwise, SplitHeads))
         )
-        return [r.name for r in split if r.name != name and _is_inside(r.name, name)]
+        return [r.name for r in split if r.name != name and is_in(r.name, name)]
 
     def leave_fast_paths(self) -> None:
         """Makes torch's transformer encoders call the modules in them that are split."""
@@ -507,10 +512,6 @@ class Resolution:
         for path, owners in self._owners():
             if not any(name in self.rules.get(id(module), {}) for module, name in owners):
                 yield path
-
-
-def _is_inside(name: str, outer: str) -> bool:
-    return outer == "" or name.startswith(f"{outer}.")
 
 
 def _splits_vocabulary(ruled: RuledModule) -> bool:

@@ -20,13 +20,13 @@ from torch.utils.hooks import RemovableHandle
 
 from parallel3d._torch.autograd import untraced
 from parallel3d._torch.groups import all_gather_single
-from parallel3d._torch.simulated import inner_tensors
+from parallel3d._torch.simulated import inner_tensors, ranks_are_simulated
 from parallel3d._util import dry_run
 from parallel3d._util.arguments import as_bool
 from parallel3d._util.trace import issuing
 from parallel3d._util.trees import tensors_in
 from parallel3d.errors import AgreementError, MeshError, Parallel3dError
-from parallel3d.mesh.store import others, ranks_are_played
+from parallel3d.mesh.store import others
 
 _HANDLE = "_parallel3d_same_batch"
 _DIMS = 8  # dims of a tensor that are compared
@@ -230,7 +230,7 @@ class _FirstCheck(_Check):
             return
         self.handle.remove()
         self.handle = None
-        if dry_run.active() or (others() is None and not ranks_are_played()):
+        if dry_run.active() or (others() is None and not ranks_are_simulated()):
             return
         # Some ranks may still have another model's, for which guards would raise.
         issuing.unit = ""

@@ -39,7 +39,7 @@ from parallel3d.tp.auto.heads import GROUP_SIZES, HEAD_SIZES, KV_NUMBERS, NUMBER
 from parallel3d.tp.auto.prove import NotEqual, NotProven, Proof, Prover, Split
 from parallel3d.tp.auto.trace import OUTPUT, Layer, Trace, find_layers, inside
 from parallel3d.tp.local_attributes import NOT_COMPUTING, reads_of
-from parallel3d.tp.resolve import Resolution, numberless
+from parallel3d.tp.resolve import Resolution, is_in, numberless
 from parallel3d.tp.styles import (
     Colwise,
     PrepareInput,
@@ -185,7 +185,7 @@ class _Check:
         """Whether a module around it changes the layout of its input or output."""
         kinds = (PrepareInput, PrepareOutput, TorchStyle)
         around = (n for n, one in self.ruled.items() if isinstance(one.style, kinds))
-        return any(_is_in(name, n) and name != n for n in around)
+        return any(is_in(name, n) and name != n for n in around)
 
     # ---- groups ----
 
@@ -294,7 +294,7 @@ class _Check:
         attributes = []
         for attribute in self.resolution.attributes:
             path = self.paths[id(self.resolution.modules[attribute.module])]
-            if _is_in(path, group.owner):
+            if is_in(path, group.owner):
                 attributes.append(replace(attribute, module=inside(path, group.owner)))
         split = Split(styles, rules, tuple(attributes))
         return self.prover(group, trace).prove_split(split)
@@ -304,7 +304,7 @@ class _Check:
         return Prover(owner, call, self.resolution.tp, frozenset(group.ups))
 
     def styles_in(self, owner: str) -> Iterator[tuple[str, Style]]:
-        return ((name, one.style) for name, one in self.ruled.items() if _is_in(name, owner))
+        return ((name, one.style) for name, one in self.ruled.items() if is_in(name, owner))
 
     # ---- what can't be proven ----
 
@@ -319,7 +319,7 @@ class _Check:
         packed = any(isinstance(getattr(style, "packed", 1), Packing) for style in styles)
         sized = (self.paths[id(self.resolution.modules[n])] for n in self.resolution.local_sizes)
         read = "" if layer is None else self.reads_unset(layer)
-        if packed or any(_is_in(path, group.owner) for path in sized):
+        if packed or any(is_in(path, group.owner) for path in sized):
             self.unchecked.append(f"{described}, by the sizes that the plan gives: {why}")
         elif layer is not None and layer.heads and layer.kv_heads and not read:
             self.unchecked.append(f"{described}, by its {layer.heads} heads: {why}")
@@ -409,10 +409,6 @@ def _remedy(group: Group) -> str:
         f'{numberless(group.owner)!r}: tp.LocalSizes(("heads",)) with its names (none: tp.LocalSizes()), or '
         'take tp_plan="auto", which finds and proves them'
     )
-
-
-def _is_in(name: str, owner: str) -> bool:
-    return owner in ("", name) or name.startswith(f"{owner}.")
 
 
 def _with_whole_inputs(style: Style, prepared: bool) -> Style:

@@ -186,8 +186,8 @@ def _is_summed(path: str, styles: dict[str, Style]) -> bool:
 
 
 def _inside(model: nn.Module, pattern: str, block: str) -> bool:
-    matched = {numberless(name) for name in _names(model) if matches(pattern, name)}
-    return bool(block) and any(n == block or n.startswith(f"{block}.") for n in matched)
+    matched = (numberless(name) for name in _names(model) if matches(pattern, name))
+    return bool(block) and any(f"{name}.".startswith(f"{block}.") for name in matched)
 
 
 # ---- corrections ----
