@@ -118,9 +118,7 @@ def gather_sequence(x: Tensor, dim: int, global_size: int, axis: TpAxis) -> Tens
     return _apply(x, "gather_copies", axis, dim % x.dim(), global_size)
 
 
-def scatter_sequence(x: Tensor, dim: int, axis: TpAxis) -> Tensor:
-    """Returns this rank's chunk of ``x`` along ``dim``; the ranks' gradients are joined."""
-    return split_to_tp(x, dim, axis)
+scatter_sequence = split_to_tp  # under the name that the others on a sequence have
 
 
 def reduce_scatter_sequence(x: Tensor, dim: int, axis: TpAxis) -> Tensor:

@@ -119,8 +119,7 @@ class ResolvedPlan:
         lines.insert(0, f"Tensor parallel over {self.tp_size} ranks")
         lines.insert(2, "  ".join("-" * width for width in widths))
         lines += _totals(self)
-        names = list(dict.fromkeys(map(numberless, self.unplanned)))
-        if names:
+        if names := list(dict.fromkeys(map(numberless, self.unplanned))):
             shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
             lines.append(
                 f"Not in the plan, whole on every rank: {len(self.unplanned)} parameters ({shown})"

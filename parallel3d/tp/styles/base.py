@@ -36,12 +36,6 @@ class ParamRule:
     packing: Packing | None = None
     compute: Literal["local", "dtensor"] = "local"
 
-    @property
-    def changes_compute(self) -> bool:
-        """Whether a module that uses the parameter without a rule of its own would be wrong."""
-        changed = self.tp_grad == "partial" or self.compute == "dtensor"
-        return changed or isinstance(self.placement, Shard)
-
     def part(self, whole: Tensor, size: int, rank: int) -> Tensor:
         """Returns the part of a parameter, or of its gradient, that ``rank`` of ``size`` holds."""
         if self.packing is not None:

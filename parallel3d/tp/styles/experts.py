@@ -106,11 +106,10 @@ class Experts(Style):
         return found
 
     def install(self, module: nn.Module, axis: TpAxis, sequence: SequenceLength) -> None:
-        biases = {name: p for name, p in own_params(module).items() if name.endswith("bias")}
-        once = tuple(  # those that every rank holds whole
+        once = tuple(  # biases that every rank holds whole
             name
-            for name, p in biases.items()
-            if isinstance(p, DTensor) and isinstance(p.placements[0], Replicate)
+            for name, p in own_params(module).items()
+            if name.endswith("bias") and isinstance(p, DTensor) and p.placements[0].is_replicate()
         )
         bind_forward(module, TpState(self, axis, sequence, once=once))
 

@@ -23,7 +23,7 @@ from parallel3d.tp.forwards import (
     split_features,
     take_input,
 )
-from parallel3d.tp.overlap import gather_linear, linear, obstacle
+from parallel3d.tp.overlap import GatherLinear, linear, obstacle
 from parallel3d.tp.styles.base import (
     LayoutStyle,
     ParamRule,
@@ -40,7 +40,7 @@ from parallel3d.tp.styles.base import (
 )
 
 
-class _Split(LayoutStyle):
+class SplitStyle(LayoutStyle):
     """A style whose ``forward`` replaces that of a linear layer or of an embedding."""
 
     def install(self, module: Any, axis: TpAxis, sequence: SequenceLength) -> None:
@@ -49,9 +49,22 @@ class _Split(LayoutStyle):
         state = TpState(self, axis, sequence, packing=packing_of(module.weight))
         bind_base_forward(module, base, state)
 
+    def _check_forward(
+        self, module: nn.Module, base: type, whole: str = "output", needs: str = "all features"
+    ) -> None:
+        """Refuses a forward of its own that would get or give parts, unless it works by element."""
+        if set(self.ends) - {"", "replicate"} and not works_by_element(module, base):
+            raise PlanError(
+                f"{type(module).__name__} does something of its own with what {base.__name__} takes or "
+                f'gives, which may need {needs}; {type(self).__name__}({whole}="replicate") gives it all'
+            )
+
+    def _cut(self: Any, what: str, size: Any, dim: int, tp: int) -> ParamRule:
+        return cut_features(what, size, dim, self.packed, self.multiple_of, tp)
+
 
 @dataclass(frozen=True)
-class VocabParallel(_Split):
+class VocabParallel(SplitStyle):
     """Splits the vocabulary of an ``nn.Embedding`` over ``tp``: each rank looks up the tokens that it holds.
     ``padding_idx`` works; ``max_norm``, ``scale_grad_by_freq`` and ``sparse`` raise.
 
@@ -68,11 +81,7 @@ class VocabParallel(_Split):
             raise PlanError(
                 f"VocabParallel is for nn.Embedding with its own forward, not {type(module).__name__}"
             )
-        if self.splits_sequence and not works_by_element(module, nn.Embedding):
-            raise PlanError(
-                f"{type(module).__name__} does something with what it looks up, which may need the whole "
-                'sequence; VocabParallel(output="replicate") gives it all'
-            )
+        self._check_forward(module, nn.Embedding, needs="the whole sequence")
         refuse_lookup_options(module, scale_grad_by_freq=False)
         return fit_rules(module, weight=ParamRule(Shard(0)))
 
@@ -165,7 +174,7 @@ def sections_of(what: str, size: int, packed: int | tuple[int, ...]) -> tuple[in
 
 
 @dataclass(frozen=True)
-class Colwise(_Split):
+class Colwise(SplitStyle):
     """Splits the output features over ``tp``: of ``nn.Linear`` and transformers' ``Conv1D`` the weight and
     bias, of ``nn.Embedding`` the width, so that each rank has all tokens and a part of each vector.
 
@@ -221,17 +230,6 @@ class Colwise(_Split):
         dim = max(param.dim() - 2, 0)
         return self._cut(f"dim {dim}", param.shape[dim], dim, tp)
 
-    def _cut(self, what: str, size: Any, dim: int, tp: int) -> ParamRule:
-        return cut_features(what, size, dim, self.packed, self.multiple_of, tp)
-
-    def _check_forward(self, module: nn.Module, base: type[nn.Module]) -> None:
-        whole = (self.input, self.output) == ("replicate", "replicate")
-        if not whole and not works_by_element(module, base):
-            raise PlanError(
-                f"{type(module).__name__} does something of its own with what {base.__name__} takes or "
-                'gives, which may need all features; Colwise(output="replicate") gives it all'
-            )
-
     def traffic(self, module: Any, tp: int) -> tuple[Traffic, ...]:
         if is_embedding(module):
             width = module.embedding_dim
@@ -275,11 +273,12 @@ class Colwise(_Split):
                     stacklevel=2,
                 )
             return None
-        return gather_linear(x, weight, bias, self.sequence_dim, self.chunks, tp.axis)
+        dim = self.sequence_dim % x.dim()
+        return GatherLinear.apply(x, weight, bias, dim, self.chunks, tp.axis)
 
 
 @dataclass(frozen=True)
-class Rowwise(_Split):
+class Rowwise(SplitStyle):
     """Splits the input features of an ``nn.Linear`` or ``Conv1D`` over ``tp``; the bias is whole and added
     once, after the sum. On an ``nn.Embedding`` it means :class:`VocabParallel`, as in torch.
 
@@ -305,19 +304,12 @@ class Rowwise(_Split):
 
     def plan(self, module: nn.Module, tp: int) -> dict[str, ParamRule]:
         kind = linear_kind(self, module)
-        whole = (self.input, self.output) == ("replicate", "replicate")
-        if not whole and not works_by_element(module, kind.base):
-            raise PlanError(
-                f"{type(module).__name__} does something of its own before or after the product, which may "
-                'need all features; Rowwise(input="replicate") gives it all'
-            )
+        self._check_forward(module, kind.base, "input")
         # Added to a part of the sequence, the bias gets a part of its gradient.
         bias_grad: Literal["whole", "partial"] = "partial" if self.splits_sequence else "whole"
         return fit_rules(
             module,
-            weight=cut_features(
-                kind.in_name, kind.in_features, kind.in_dim, self.packed, self.multiple_of, tp
-            ),
+            weight=self._cut(kind.in_name, kind.in_features, kind.in_dim, tp),
             bias=ParamRule(Replicate(), bias_grad),
         )
 
@@ -325,7 +317,7 @@ class Rowwise(_Split):
         if param.dim() == 1:
             return ParamRule(Replicate())
         dim = param.dim() - 1
-        return cut_features(f"dim {dim}", param.shape[dim], dim, self.packed, self.multiple_of, tp)
+        return self._cut(f"dim {dim}", param.shape[dim], dim, tp)
 
     def traffic(self, module: Any, tp: int) -> tuple[Traffic, ...]:
         kind = linear_kind(self, module)
@@ -355,7 +347,6 @@ def _as_linear(module: Any) -> Tensor:
 
 
 def _out_features(module: Any) -> int:
-    """Returns the plain module's number of output features."""
     return module.out_features if isinstance(module, nn.Linear) else module.nf
 
 

@@ -2,7 +2,6 @@
 and outputs."""
 
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -366,19 +365,23 @@ class PrepareInput(Style):
 
     def forward(self, tp: TpState, module: Any, /, *args: Any, **kwargs: Any) -> Any:
         """The module's forward on inputs that are copied or gathered once for all its children."""
-        args, kwargs = map_first(tp, args, kwargs, _preparation(tp, self.layout))
+        args, kwargs = map_first(tp, args, kwargs, lambda x: self._prepare(x, self.layout, tp))
         positional = list(args)
         first = next((i for i, value in enumerate(positional) if isinstance(value, Tensor)), -1)
         for name, layout in self.named:
-            prepare = _preparation(tp, layout)
             place = tp.names.index(name) if name in tp.names else len(positional)
             if place < len(positional):
                 if place != first and isinstance(positional[place], Tensor):
-                    positional[place] = prepare(positional[place])
+                    positional[place] = self._prepare(positional[place], layout, tp)
             elif (name != tp.first or first >= 0) and isinstance(kwargs.get(name), Tensor):
-                kwargs = {**kwargs, name: prepare(kwargs[name])}
+                kwargs = {**kwargs, name: self._prepare(kwargs[name], layout, tp)}
         y = tp.inner(module, *positional, **kwargs)
         return _change_layout(y, self.output, tp) if isinstance(self, PrepareInputOutput) else y
+
+    def _prepare(self, x: Tensor, layout: str, tp: TpState) -> Tensor:
+        if self.wanted == "copy":
+            return take_input(x, layout, self.sequence_dim, tp)
+        return x if layout == "replicate" else gather_parts(x, self.sequence_dim, tp)
 
 
 @dataclass(frozen=True)
@@ -401,14 +404,3 @@ class PrepareInputOutput(PrepareInput):
     def ends(self) -> tuple[str, str]:
         given, wanted = self.output.ends
         return super().ends[0] or given, wanted
-
-
-def _preparation(tp: TpState, layout: str) -> Callable[[Tensor], Tensor]:
-    style: Any = tp.style
-
-    def prepare(x: Tensor) -> Tensor:
-        if style.wanted == "copy":
-            return take_input(x, layout, style.sequence_dim, tp)
-        return x if layout == "replicate" else gather_parts(x, style.sequence_dim, tp)
-
-    return prepare

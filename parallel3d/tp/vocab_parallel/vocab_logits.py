@@ -313,7 +313,7 @@ def _sources_of(grad: Tensor, view: LogitsView) -> tuple[GradientSource, ...]:
 def _input_gradients(
     rows: LogitsRows, sources: tuple[GradientSource, ...], needed: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
-    """Returns the gradients of ``rows.inputs``."""
+    """Returns the gradients of the rows' hidden states, weight and bias."""
     if rows.weight is None and len(sources) == 1 and sources[0].view.index is None:
         (source,) = sources
         parts = [pull_back(source, rows.get(part), part) for part in source.view.parts()]
@@ -325,7 +325,7 @@ def _input_gradients(
             rows.add(sums, where, pull_back(source, rows.get(where), part))
     return tuple(
         total if total is None or x is None else total.to(x.dtype)
-        for total, x in zip(sums, rows.inputs, strict=True)
+        for total, x in zip(sums, (rows.hidden, rows.weight, rows.bias), strict=True)
     )
 
 
