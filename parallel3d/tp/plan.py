@@ -27,7 +27,7 @@ from parallel3d.tp.local_attributes import PlannedAttribute, describe_attributes
 from parallel3d.tp.random import can_drop, install_random, refuse_later_dropout
 from parallel3d.tp.resolve import Plan, PlanSource, Resolution, check_plan_type, numberless
 from parallel3d.tp.styles import Style
-from parallel3d.tp.styles.base import ParamRule, Traffic
+from parallel3d.tp.styles.base import ParamRule, Traffic, own_params
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,8 @@ class ResolvedPlan:
             PlanError: ``model`` is not the one (or a copy of it) the plan was resolved for.
         """
         axis = _tp_axis(mesh, self.tp_size)
-        modules = _find_modules(self, model)
+        by_name = _find_modules(self, model)
+        modules = [by_name[planned.name] for planned in self.modules]
         if self.tp_size == 1:
             return model
         # All new parameters first: if one fails (memory), the model is unchanged.
@@ -176,7 +177,6 @@ class ResolvedPlan:
             sequence = SequenceLength()
             for planned, module in zip(self.modules, modules, strict=True):
                 planned.style.install(module, axis, sequence)
-            by_name = dict(model.named_modules(remove_duplicate=False))
             for attribute in self.attributes:
                 attribute.set(by_name[attribute.module], axis.rank)
             if can_drop(model):
@@ -239,20 +239,17 @@ def _tp_axis(mesh: DeviceMesh, size: int) -> TpAxis:
     return axis
 
 
-def _find_modules(plan: ResolvedPlan, model: nn.Module) -> list[nn.Module]:
+def _find_modules(plan: ResolvedPlan, model: nn.Module) -> dict[str, nn.Module]:
     by_name = dict(model.named_modules(remove_duplicate=False))
-    modules = []
     for planned in plan.modules:
         module = by_name.get(planned.name)
-        own = {} if module is None else module._parameters
-        shapes = {name: tuple(p.shape) for name, p in own.items() if p is not None}
+        shapes = {} if module is None else {n: p.shape for n, p in own_params(module).items()}
         if module is None or any(shapes.get(p.name) != p.shape for p in planned.params):
             raise PlanError(
                 f"the plan was resolved for another model: module {planned.name!r} is missing here "
                 "or has other parameters"
             )
-        modules.append(module)
-    return modules
+    return by_name
 
 
 def _distribute(param: nn.Parameter, rule: ParamRule, axis: TpAxis) -> nn.Parameter:

@@ -107,11 +107,9 @@ def _trace(
     if flow is not None:
         return flow, ""
     parts = [_first(trace, calls(part), path)[0] for path, part in _models_inside(model)]
-    for part in parts:
-        if part is None:
-            return None, failed
-        flow = part if flow is None else flow.joined(part)
-    return flow, failed
+    flows = [flow for flow in parts if flow is not None]
+    whole = functools.reduce(Flow.joined, flows) if flows and len(flows) == len(parts) else None
+    return whole, failed
 
 
 def _first(trace: Callable[..., Flow], calls: Iterable[Call], path: str) -> tuple[Flow | None, str]:

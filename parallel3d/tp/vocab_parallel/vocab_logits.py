@@ -313,7 +313,6 @@ def _sources_of(grad: Tensor, view: LogitsView) -> tuple[GradientSource, ...]:
 def _input_gradients(
     rows: LogitsRows, sources: tuple[GradientSource, ...], needed: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
-    """Returns the gradients of the rows' hidden states, weight and bias."""
     if rows.weight is None and len(sources) == 1 and sources[0].view.index is None:
         (source,) = sources
         parts = [pull_back(source, rows.get(part), part) for part in source.view.parts()]
