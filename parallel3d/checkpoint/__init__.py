@@ -14,34 +14,16 @@ if TYPE_CHECKING:
     from parallel3d.checkpoint.stop import StopSignal
     from parallel3d.checkpoint.torch_file import load_torch, save_torch
 
-__all__ = [
-    "Info",
-    "LoadPlanner",
-    "Reader",
-    "SavePlanner",
-    "StopSignal",
-    "Writer",
-    "latest",
-    "load",
-    "load_dcp",
-    "load_hf",
-    "load_torch",
-    "save",
-    "save_dcp",
-    "save_hf",
-    "save_torch",
-]
+_EXPORTS = {
+    "checkpoint.dcp": "load_dcp save_dcp",
+    "checkpoint.format.storage": "LoadPlanner Reader SavePlanner Writer",
+    "checkpoint.hf.load": "load_hf",
+    "checkpoint.hf.save": "save_hf",
+    "checkpoint.loading": "Info latest load",
+    "checkpoint.saving": "save",
+    "checkpoint.stop": "StopSignal",
+    "checkpoint.torch_file": "load_torch save_torch",
+}
+__all__ = [name for names in _EXPORTS.values() for name in names.split()]
 
-export_lazily(
-    __name__,
-    {
-        "checkpoint.dcp": "load_dcp save_dcp",
-        "checkpoint.format.storage": "LoadPlanner Reader SavePlanner Writer",
-        "checkpoint.hf.load": "load_hf",
-        "checkpoint.hf.save": "save_hf",
-        "checkpoint.loading": "Info latest load",
-        "checkpoint.saving": "save",
-        "checkpoint.stop": "StopSignal",
-        "checkpoint.torch_file": "load_torch save_torch",
-    },
-)
+export_lazily(__name__, _EXPORTS)
