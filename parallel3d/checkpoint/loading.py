@@ -6,7 +6,6 @@ import os
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,7 @@ from parallel3d.checkpoint.pieces import check_own_memory
 from parallel3d.checkpoint.ranks import HALF_READ, Ranks, check_same, dcp_errors, ranks_of
 from parallel3d.checkpoint.rng import LoadedRng
 from parallel3d.checkpoint.saving import axes_of, mesh_of
+from parallel3d.checkpoint.torch_formats.names import shown
 from parallel3d.checkpoint.values import as_dict, decode, encode, keeper
 from parallel3d.errors import CheckpointError, CorruptCheckpointError, DryRunError
 
@@ -315,10 +315,7 @@ def _matched(
             (lost, known, "the model doesn't have its"),
         ):
             if names:
-                near = get_close_matches(names[0], among, n=1, cutoff=0.6)
-                like = f" (nearest: {_short(near[0])})" if near else ""
-                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-                parts.append(f"{what} {', '.join(map(_short, names[:3]))}{more}{like}")
+                parts.append(f"{what} {shown(map(_short, names), map(_short, among))}")
         raise CheckpointError("; ".join(parts))
     if state.derived:
         raise CheckpointError(

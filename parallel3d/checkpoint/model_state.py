@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from parallel3d._torch.dtensor import get_local_tensor, make_dtensor, spec_of
+from parallel3d._torch.fully_shard import plain_name
 from parallel3d.checkpoint.format.files import shown
 from parallel3d.checkpoint.format.index import Index, TensorEntry
 from parallel3d.checkpoint.format.storage import read_whole
 from parallel3d.checkpoint.values import decode, encode, keeper
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
-from parallel3d.fsdp.inspect import check_at_rest, units_of
+from parallel3d.fsdp.inspect import check_at_rest, to_rest, units_of
 
 _LIMIT = 1 << 30  # bytes
 
@@ -69,7 +70,6 @@ class Stored:
 
 
 PREFIX = "model."
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
 @dataclass
@@ -131,6 +131,16 @@ def model_state(model: nn.Module, only: str | None = None) -> ModelState:
     return state
 
 
+def bring_to_rest(model: nn.Module, what: str, meta_ok: bool = False) -> None:
+    """Reshards all units and registers their sharded parameters; raises StateError if one is in use, or is on
+    meta without ``meta_ok``."""
+    units = list(units_of(model, recurse=True))
+    for unit in units:
+        check_at_rest(unit, what)
+    for unit in units:
+        to_rest(unit, meta_ok)
+
+
 def extra_name(module: str) -> str:
     """Returns the beginning of the names of tensors in a module's extra state."""
     return f"{PREFIX}{module}._extra_state" if module else f"{PREFIX}_extra_state"
@@ -144,13 +154,6 @@ def has_extra(module: nn.Module) -> bool:
 def parameter_names(model: nn.Module) -> dict[int, str]:
     """Returns the first name of each parameter, by its id."""
     return {id(param): plain_name(name) for name, param in model.named_parameters()}
-
-
-def plain_name(name: str) -> str:
-    """Removes what ``torch.compile(model)``, ``checkpoint_wrapper`` and FSDP1 insert into a name."""
-    if not any(part in name for part in _WRAPPERS):
-        return name
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def _storable(name: str, tensor: Tensor, state: ModelState) -> Tensor:

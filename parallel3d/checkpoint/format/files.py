@@ -8,15 +8,19 @@ import json
 import os
 import reprlib
 import secrets
+import shutil
 import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import pairwise
+from math import prod
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from parallel3d.errors import CorruptCheckpointError
 
@@ -30,6 +34,8 @@ BLOCK = 4 << 20
 blocks that hold them."""
 _STRIDE = 256 << 10  # bytes read and summed at once; they stay in the processor's cache
 _UNCHECKED = 1 << 20  # bytes of JSON that are parsed without looking at their ends first
+_MAX_DIMS = 64  # that torch's kernels take
+_MAX_ELEMENTS = 1 << 58
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ESTALE)
 
 
@@ -90,6 +96,13 @@ def file_in(folder: Path, name: str, links_to: Path | None = None) -> Path:
     return path
 
 
+def check_disjoint(ranges: Iterable[tuple[str, int, int, str]]) -> None:
+    """Raises ValueError if two of ``ranges``, (file, first byte, size, name), share a byte."""
+    for (file, start, size, name), (other, begin, _, following) in pairwise(sorted(ranges)):
+        if file == other and begin < start + size:
+            raise ValueError(f"{name!r:.100} and {following!r:.100} share bytes of {file!r:.100}")
+
+
 def read_json_object(path: Path, limit: int) -> bytes:
     """Returns the bytes of a JSON file of at most ``limit`` bytes.
 
@@ -111,13 +124,16 @@ def read_json_object(path: Path, limit: int) -> bytes:
             return reader.read(limit)
 
 
-def loads(text: str | bytes, what: str) -> Any:
-    """Parses JSON in UTF-8; raises CorruptCheckpointError if it is invalid or an object repeats a key."""
+def loads(text: str | bytes, what: str) -> dict[str, Any]:
+    """Parses a JSON object in UTF-8; raises CorruptCheckpointError if it is none or repeats a key."""
     try:
         text = text.decode() if isinstance(text, bytes) else text
-        return json.loads(text, object_pairs_hook=_unique_keys)
+        result = json.loads(text, object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"{what} is not valid JSON: {error}") from None
+    if not isinstance(result, dict):
+        raise CorruptCheckpointError(f"{what} is not a JSON object")
+    return result
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -131,6 +147,25 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def shown(value: Any) -> str:
     """A short text for a value of any size or depth, for error messages."""
     return reprlib.repr(value)
+
+
+def numbers_of(value: Any, what: str) -> tuple[int, ...]:
+    """Returns ``value``, sizes, offsets or the like; raises ValueError, about ``what``, if it is no list of
+    such."""
+    if not isinstance(value, (list, tuple)):
+        raise ValueError(f"the {what} is not a list")
+    for number in value:
+        if type(number) is not int or not 0 <= number < 1 << 62:
+            raise ValueError(f"the {what} has {shown(number)}")
+    return tuple(value)
+
+
+def shape_of(value: Any, what: str) -> tuple[int, ...]:
+    """Returns ``value`` as the shape of a tensor; raises ValueError if it cannot be."""
+    shape = numbers_of(value, what)
+    if len(shape) > _MAX_DIMS or prod(max(n, 1) for n in shape) > _MAX_ELEMENTS:
+        raise ValueError(f"the {what} has {len(shape)} dims or too many elements")
+    return shape
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -147,6 +182,14 @@ def write_all(file: int, data: memoryview) -> None:
     """Calls ``os.write`` until all of ``data`` is written."""
     while data:
         data = data[os.write(file, data) :]
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """Writes a new file and flushes it to the disk; raises FileExistsError if it exists."""
+    with path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def read_into(file: int, target: memoryview, at: int, where: str) -> None:
@@ -189,6 +232,26 @@ def verify_blocks(file: int, blocks: Iterable[tuple[int, int, int]], where: str)
 def hidden_beside(path: Path, suffix: str) -> Path:
     """Returns a new hidden path next to ``path``, for what will be renamed to it or has been replaced."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.{suffix}")
+
+
+def replace_folder(temporary: Path, folder: Path) -> None:
+    """Renames the folder ``temporary`` to ``folder``, and removes the previous one."""
+    with suppress(OSError):  # not every file system can
+        sync_folder(temporary)
+    old = None
+    if folder.exists():
+        old = hidden_beside(folder, "old")
+        folder.rename(old)
+    try:
+        temporary.rename(folder)
+    except OSError:
+        if old is not None:
+            old.rename(folder)
+        raise
+    with suppress(OSError):
+        sync_folder(folder.parent)
+    if old is not None:
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def sync_folder(folder: Path) -> None:
@@ -235,6 +298,7 @@ def read_strided(
     at = begin + offset * itemsize
     if _is_image(out, dtype, strides, size):
         read_into(file, bytes_of(out), at, where)
+        increment_version(out)
         return size
     at_once = 1
     if dense and (stride - span) * itemsize <= _GAP:

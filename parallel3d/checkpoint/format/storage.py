@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch.autograd.graph import increment_version
 from torch.distributed.checkpoint import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
@@ -188,7 +187,6 @@ class _Part:
         offset = sum(o * stride for o, stride in zip(self.offsets, strides, strict=True))
         with torch.inference_mode(target.is_inference()):
             read_strided(file, self.chunk.begin, self.dtype, offset, strides, target, where)
-        increment_version(target)
 
 
 def _verify(folder: Path, parts: Iterable[_Part], label: str = "") -> None:
@@ -358,8 +356,8 @@ def _write_file(
         key = name if sizes == shape else f"{name}@{','.join(map(str, offsets))}"
         header[key] = dtype, sizes
     written: list[tuple[WriteItem, torch.dtype, tuple[int, ...], Chunk]] = []
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-    try:
+    with open(path, "wb", buffering=0) as opened_file:
+        file = opened_file.fileno()
         first = header_of(header)
         write_all(file, memoryview(first))
         at = len(first)
@@ -379,8 +377,6 @@ def _write_file(
             write_all(file, data)
             at += len(data)
         os.fsync(file)
-    finally:
-        os.close(file)
     return [
         WriteResult(item.index, chunk.nbytes(dtype), (dtype, shape, chunk, at))
         for item, dtype, shape, chunk in written

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -27,38 +28,31 @@ from parallel3d.checkpoint.hf.conversion import (
     Converted,
     Entry,
     Names,
-    bring_to_rest,
     entries_of,
     file_names,
     from_file,
     ignored,
     is_transformers,
-    listed,
 )
 from parallel3d.checkpoint.hf.layout import Layout, Patch, whole_of
+from parallel3d.checkpoint.model_state import bring_to_rest
 from parallel3d.checkpoint.pieces import pieces_of, shares_memory_within
 from parallel3d.checkpoint.ranks import ranks_of
+from parallel3d.checkpoint.torch_formats.names import shown
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
 from parallel3d.materialize import check_can_initialise, give_memory
 
 _COMPARED = 1 << 20  # elements compared at once
 
 
-class Reader:
+class Reader(ExitStack):
     """Reads parts of stored tensors into tensors of the model."""
 
     def __init__(self, folder: Path, stored: Mapping[str, Stored]) -> None:
+        super().__init__()
         self.folder, self.stored = folder, stored
         self.bytes_read = 0
         self._files: dict[str, int] = {}
-
-    def __enter__(self) -> Reader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        files, self._files = self._files, {}
-        for file in files.values():
-            os.close(file)
 
     def check_files(self, names: Sequence[str]) -> None:
         """Raises CorruptCheckpointError unless the files of ``names`` exist and are long enough."""
@@ -102,6 +96,7 @@ class Reader:
     def _opened(self, file: str) -> int:
         if file not in self._files:
             self._files[file] = os.open(path_in(self.folder, file), os.O_RDONLY)
+            self.callback(os.close, self._files[file])
         return self._files[file]
 
 
@@ -147,7 +142,7 @@ def load_hf(
     strict = as_bool("strict", strict)
     path = Path(folder)
     ranks = ranks_of(model, "load_hf")
-    ranks.all(lambda: bring_to_rest(model, "load_hf"))
+    ranks.all(lambda: bring_to_rest(model, "load_hf", meta_ok=True))
     stored = ranks.first(lambda: stored_tensors(path))
     with Reader(path, stored) as reader:
         plan = ranks.on_each(lambda: _plan(model, reader, names, strict))
@@ -184,9 +179,9 @@ def _plan(model: nn.Module, reader: Reader, names: Names, strict: bool) -> _Plan
     problems = _misfits(entries, layouts, stored)
     if strict and missing:
         sought = [in_files.get(name, name) for name in missing]
-        problems.append(f"not in the files: {listed(sought, unexpected)}")
+        problems.append(f"not in the files: {shown(sought, unexpected)}")
     if strict and unexpected:
-        problems.append(f"in the files, but not in the model: {listed(unexpected, missing)}")
+        problems.append(f"in the files, but not in the model: {shown(unexpected, missing)}")
     if problems:
         raise CheckpointError("\n".join([f"{reader.folder} doesn't fit the model:", *problems]))
     first = [(e, layouts[e.name][0]) for e in entries if layouts[e.name]]
@@ -277,8 +272,6 @@ def _read(model: nn.Module, plan: _Plan, reader: Reader) -> None:
         if layout is not None:
             for patch, target in _needed(layout, entry.tensor):
                 reader.read(patch, target)
-            for piece in pieces_of(entry.tensor):
-                mark_changed(piece.local)
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
@@ -341,9 +334,3 @@ def allocate(model: nn.Module, initialised: list[tuple[str, nn.Module]]) -> None
     """Allocates memory for all tensors on meta, and initialises the modules ``initialised``."""
     if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
         give_memory(model, initialised)
-
-
-def mark_changed(tensor: Tensor) -> None:
-    """Tells autograd, and the unit that has gathered it, that its memory was written to."""
-    with torch.no_grad():
-        tensor.as_strided((0,), (1,)).zero_()

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel3d.checkpoint.format.files import crc_of, file_in, read_into, read_strided
+from parallel3d.checkpoint.format.files import (
+    check_disjoint,
+    crc_of,
+    file_in,
+    read_into,
+    read_strided,
+    shape_of,
+)
 from parallel3d.checkpoint.pieces import (
     Box,
     Boxed,
@@ -41,7 +47,6 @@ from parallel3d.checkpoint.torch_formats.pickled import (
     StorageId,
     check_name,
     read_pickle,
-    shape_of,
     sizes_of,
 )
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
@@ -94,7 +99,7 @@ class Archive:
     ) -> None:
         self.path, self.offset, self.length = path, offset, length
         self.what, self.checksums = what, checksums
-        self._bytes_left = length
+        self.bytes_left = length
         self._values_left = _MAX_VALUES
         self._copies: dict[int, tuple[Any, Any, int]] = {}  # id -> (the value, its copy, count)
         self._verified: set[Entry] = set()
@@ -120,10 +125,7 @@ class Archive:
                 if name in entries:
                     raise zipfile.BadZipFile(f"two records {name}")
                 entries[name] = self._entry(info, name, window)
-            ranges = sorted((e.offset, e.size, name) for name, e in entries.items())
-            for (start, size, name), (begin, _, following) in pairwise(ranges):
-                if start + size > begin:
-                    raise zipfile.BadZipFile(f"the records {name} and {following} share bytes")
+            check_disjoint(("", e.offset, e.size, name) for name, e in entries.items())
             return entries
 
     def _entry(self, info: zipfile.ZipInfo, name: str, window: _Window) -> Entry:
@@ -159,12 +161,12 @@ class Archive:
                 raise zipfile.BadZipFile("a description that doesn't begin as a pickle")
 
         def storage(value: Any) -> StorageId:
-            self._record_of(found := StorageId.of(value))
+            self.record_of(found := StorageId.of(value))
             return found
 
         return read_pickle(data, SAVED_VALUES, what=self.what, persistent=storage)
 
-    def _record_of(self, storage: StorageId) -> Entry:
+    def record_of(self, storage: StorageId) -> Entry:
         """Returns the record of ``storage`` after checking its size."""
         entry = self.entries.get(f"data/{storage.key}")
         itemsize = 1 if storage.dtype is None else storage.dtype.itemsize
@@ -174,33 +176,6 @@ class Archive:
                 f"{self.what}: the record of a storage of {storage.elements} x {itemsize} bytes {state}"
             )
         return entry
-
-    def checked(self, tensor: SavedTensor) -> Entry:
-        """Returns the record of ``tensor`` after checking that the tensor is within it."""
-        entry = self._record_of(tensor.storage)
-        if prod(tensor.shape) and tensor.end * tensor.dtype.itemsize > entry.size:
-            raise CorruptCheckpointError(
-                f"{self.what}: a tensor of shape {tensor.shape} exceeds its storage"
-            )
-        return entry
-
-    def take(self, tensor: SavedTensor, name: str) -> None:
-        """Counts memory allocated for ``tensor``; raises if it would exceed the archive's size in all."""
-        self.checked(tensor)
-        self._bytes_left -= tensor.nbytes
-        if self._bytes_left < 0:
-            raise CorruptCheckpointError(
-                f"{name} would be {tensor.nbytes} bytes, {tensor.dtype} of shape {tensor.shape}: with what "
-                f"came before it more than {self.what} has; if it was expanded, save a .clone() of it"
-            )
-
-    def copy(self, tensor: SavedTensor, offsets: tuple[int, ...], target: Tensor) -> None:
-        """Copies the box of ``tensor`` that begins at ``offsets`` into ``target``, of the box's sizes."""
-        entry = self.checked(tensor)
-        offset = tensor.start + tensor.span(offsets, tuple(target.shape))[0]
-        with open(entry.path, "rb") as file:
-            begin, dtype, stride = entry.offset, tensor.dtype, tensor.stride
-            read_strided(file.fileno(), begin, dtype, offset, stride, target, entry.what)
 
     def with_tensors(self, value: Any) -> Any:
         """Returns a copy of ``value``, a part of ``self.value``, with its tensors read and verified. As a
@@ -214,14 +189,12 @@ class Archive:
     def _copied(self, value: Any, depth: int) -> tuple[Any, int]:
         """Returns (the copy, how many values are in it); a value in several places is copied once."""
         if isinstance(value, SavedTensor):
-            self.take(value, f"{self.what}: a tensor")
-            entry = self.checked(value)
-            if entry not in self._verified:
-                entry.verify()
-                self._verified.add(entry)
-            result = torch.empty(value.shape, dtype=value.dtype)
-            self.copy(value, (0,) * len(value.shape), result)
-            return result, 1
+            source = FileTensor(self, value)
+            source.take(f"{self.what}: a tensor")
+            if source.entry not in self._verified:
+                source.entry.verify()
+                self._verified.add(source.entry)
+            return source.whole(), 1
         if not isinstance(value, (dict, list, tuple)):
             return value, 1
         if id(value) in self._copies:
@@ -383,7 +356,7 @@ def _contents(value: Any) -> tuple[dict[str, StoredTensor], dict[str, StoredAt]]
     if not isinstance(described, dict) or not isinstance(places, dict):
         raise ValueError("no state_dict_metadata or no storage_data")
     stored = dict(_place(index, at) for index, at in places.items())
-    _check_disjoint(stored.values())
+    check_disjoint((at.path, at.offset, at.length, key) for key, at in stored.items())
     _check_paths(described, metadata.get("planner_data"))
     listed = 0
     tensors: dict[str, StoredTensor] = {}
@@ -403,14 +376,6 @@ def _contents(value: Any) -> tuple[dict[str, StoredTensor], dict[str, StoredAt]]
         else:
             blobs[name] = at
     return tensors, blobs
-
-
-def _check_disjoint(places: Iterable[StoredAt]) -> None:
-    """Raises ValueError if two values share bytes of a file."""
-    ordered = sorted((at.path, at.offset, at.length) for at in places)
-    for (path, start, length), (following, begin, _) in pairwise(ordered):
-        if path == following and start + length > begin:
-            raise ValueError(f"two values at bytes {begin} to {start + length} of {path!r:.100}")
 
 
 def _check_paths(described: dict[Any, Any], planned: Any) -> None:
@@ -449,7 +414,7 @@ def _tensor(name: str, fields: dict[str, Any], stored: Mapping[str, StoredAt]) -
     dtype = _fields(fields["properties"], "TensorProperties")["dtype"]
     if type(dtype) is not torch.dtype:
         raise ValueError(f"{name} has no dtype")
-    shape = shape_of(fields["size"])
+    shape = shape_of(fields["size"], f"shape of {name!r:.100}")
     chunks: dict[str, StoredChunk] = {}
     for chunk in fields["chunks"]:
         box = _fields(chunk, "ChunkStorageMetadata")
@@ -528,14 +493,34 @@ class FileTensor(Source):
         self.archive, self.tensor = archive, tensor
         self.dtype, self.shape = tensor.dtype, tensor.shape
 
+    @cached_property
+    def entry(self) -> Entry:
+        """Its record; raises if the tensor is not within it."""
+        entry, tensor = self.archive.record_of(self.tensor.storage), self.tensor
+        if prod(tensor.shape) and tensor.end * tensor.dtype.itemsize > entry.size:
+            raise CorruptCheckpointError(
+                f"{self.archive.what}: a tensor of shape {tensor.shape} exceeds its storage"
+            )
+        return entry
+
     def entries(self, boxes: Iterable[Box]) -> list[Entry]:
-        return [self.archive.checked(self.tensor)]
+        return [self.entry]
 
     def take(self, name: str) -> None:
-        self.archive.take(self.tensor, name)
+        self.archive.bytes_left -= self.tensor.nbytes
+        if self.archive.bytes_left < 0:
+            raise CorruptCheckpointError(
+                f"{name} would be {self.tensor.nbytes} bytes, {self.dtype} of shape {self.shape}: with what "
+                f"came before it more than {self.archive.what} has; if it was expanded, save a .clone() of it"
+            )
 
     def copy(self, box: Box, target: Tensor) -> None:
-        self.archive.copy(self.tensor, box[0], target)
+        entry, stride = self.entry, self.tensor.stride
+        offset = self.tensor.start + self.tensor.span(*box)[0]
+        with open(entry.path, "rb") as file:
+            read_strided(
+                file.fileno(), entry.offset, self.dtype, offset, stride, target, entry.what
+            )
 
 
 class DcpTensor(Source):
