@@ -20,13 +20,7 @@ from parallel3d.checkpoint.ranks import new_folder, ranks_of
 from parallel3d.checkpoint.torch_formats.loading import Checkpoint, LoadOptions, load, state_at_rest
 from parallel3d.checkpoint.torch_formats.names import without_wrappers
 from parallel3d.checkpoint.torch_formats.optimizer import SavedOptimizer, saved_in_names
-from parallel3d.checkpoint.torch_formats.stored import (
-    DcpFolder,
-    DcpTensor,
-    StoredAt,
-    archive_at,
-    read_small,
-)
+from parallel3d.checkpoint.torch_formats.stored import DcpTensor, StoredAt, read_folder, read_small
 from parallel3d.errors import CheckpointError
 from parallel3d.fsdp import optim_state_dict
 
@@ -78,19 +72,15 @@ class _Folder(Checkpoint):
     """A DCP folder."""
 
     def __init__(self, path: Path, options: LoadOptions) -> None:
-        self._folder, self._options = DcpFolder.read(path, trusted=options.trusted), options
-        tensors = {
-            name: DcpTensor(name, self._folder, stored, options.checksums)
-            for name, stored in self._folder.tensors.items()
-        }
-        self.names = without_wrappers({**tensors, **self._folder.blobs})
+        self._path, self._options = path, options
+        contents = read_folder(path, trusted=options.trusted, checksums=options.checksums)
+        self.names = without_wrappers(contents)
 
     def value(self, name: str) -> Any:
         stored = self.names[name]
         if not isinstance(stored, StoredAt):
             return stored
-        what = f"{self._folder.path}: {name}"
-        archive = archive_at(self._folder, stored, what, checksums=self._options.checksums)
+        archive = stored.archive(f"{self._path}: {name}", checksums=self._options.checksums)
         if not self._options.trusted:
             return archive.with_tensors(archive.value)
         for entry in archive.entries.values():

@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,6 @@ from parallel3d.checkpoint.pieces import check_own_memory
 from parallel3d.checkpoint.ranks import HALF_READ, Ranks, check_same, dcp_errors, ranks_of
 from parallel3d.checkpoint.rng import LoadedRng
 from parallel3d.checkpoint.saving import axes_of, mesh_of
-from parallel3d.checkpoint.torch_formats.names import shown
 from parallel3d.checkpoint.values import as_dict, decode, encode, keeper
 from parallel3d.errors import CheckpointError, CorruptCheckpointError, DryRunError
 
@@ -101,13 +101,12 @@ def load(
             "which finds none there, or skip it with parallel3d.tools.dryrun.active()"
         )
     ranks = ranks_of(model, "load")
-    optimizers: list[Optimizer] = []
-    wrong: CheckpointError | None = None
-    try:
+
+    def checked() -> list[Optimizer]:
         folders.as_path(path)
-        optimizers = as_optimizers(optimizer)
-    except CheckpointError as error:  # raised on all ranks by ``_Load.run``
-        wrong = error
+        return as_optimizers(optimizer)
+
+    optimizers = ranks.on_each(checked)
     skipped: list[tuple[Path, str]] = []
     half_read = ""  # a note, once a folder was removed while its values were read
     for _ in range(_LOOKS):
@@ -117,9 +116,7 @@ def load(
                 continue
             try:
                 index, info = ranks.first(partial(_open, folder, run))
-                result = _Load(folder, index, info, ranks, wrong).run(
-                    model, optimizers, extra, skipped
-                )
+                result = _Load(folder, index, info, ranks).run(model, optimizers, extra, skipped)
             except CheckpointError as error:
                 if folder != run:
                     current = ranks.first(partial(folders.identity, folder))
@@ -208,7 +205,6 @@ class _Load:
     index: Index
     info: dict[str, Any]
     ranks: Ranks
-    wrong: CheckpointError | None  # an error in this rank's arguments
     targets: dict[str, Tensor] = field(default_factory=dict)
 
     def run(
@@ -220,10 +216,7 @@ class _Load:
     ) -> Info:
         """Verifies, reads, and then sets the state of optimizers and generators. Collective."""
         check_same("load", self.ranks.all(lambda: self._prepare(model, optimizers, extra)))
-        if self.extra_state.values:
-            self.ranks.with_undo(self.extra_state.apply, self._read, self.extra_state.undo)
-        else:
-            self._read()
+        self.ranks.with_undo(self.extra_state.apply, self._read, self.extra_state.undo)
         self.optimizers.commit()
         return Info(
             path=self.folder,
@@ -256,8 +249,6 @@ class _Load:
     ) -> dict[str, object]:
         """Finds the targets and checks that everything fits; reads what each rank reads whole (random states,
         extra state, extra). Returns the arguments that must be the same on all ranks."""
-        if self.wrong is not None:
-            raise self.wrong
         contents = self.contents = Contents(self.folder, self.info, self.index)
         stored = Stored(self.folder, self.index)
         for alias, name in contents.ties.items():
@@ -315,7 +306,10 @@ def _matched(
             (lost, known, "the model doesn't have its"),
         ):
             if names:
-                parts.append(f"{what} {shown(map(_short, names), map(_short, among))}")
+                near = get_close_matches(names[0], among, n=1, cutoff=0.6)
+                like = f" (nearest: {_short(near[0])})" if near else ""
+                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+                parts.append(f"{what} {', '.join(map(_short, names[:3]))}{more}{like}")
         raise CheckpointError("; ".join(parts))
     if state.derived:
         raise CheckpointError(

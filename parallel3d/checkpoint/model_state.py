@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from parallel3d._torch.dtensor import get_local_tensor, make_dtensor, spec_of
 from parallel3d._torch.fully_shard import plain_name
-from parallel3d.checkpoint.format.files import shown
+from parallel3d.checkpoint.format.files import damaged_if, shown
 from parallel3d.checkpoint.format.index import Index, TensorEntry
 from parallel3d.checkpoint.format.storage import read_whole
 from parallel3d.checkpoint.values import decode, encode, keeper
@@ -216,36 +216,31 @@ class Contents:
                 f"{folder}: checkpoint.json is empty: it was written by torch.distributed.checkpoint.save "
                 "with a Writer, and is read by its load with a Reader"
             )
-        try:
-            self._parse(info, index)
-        except ValueError as error:
-            raise CorruptCheckpointError(f"{folder}: checkpoint.json is damaged: {error}") from None
-
-    def _parse(self, info: dict[str, Any], index: Index) -> None:
-        model, rng = _get(info, "model", dict), _get(info, "rng", dict)
-        self.step, self.ranks = _count(info, "step"), _count(info, "ranks", 1)
-        self.only: str | None = model.get("only")
-        if self.only not in (None, "trainable") or "only" not in model:
-            raise ValueError(f"only is {shown(self.only)}")
-        self.mesh: dict[str, int] | None = _get(info, "mesh", dict, None)
-        for axis in self.mesh or ():
-            _count(self.mesh, axis, 1)
-        self.versions: dict[str, str] = _get(info, "versions", dict)
-        if not all(isinstance(text, str) for text in self.versions.values()):
-            raise ValueError(f"versions is {shown(self.versions)}")
-        seed = _get(rng, "step_seed", dict, None)
-        if seed is not None:
-            keys = ("seed", "step", "micro_batch")
-            seed = {key: _count(seed, key, most=1 << 256) for key in keys}
-        self.step_seed: dict[str, int] | None = seed
-        self.ties: dict[str, str] = _get(model, "ties", dict)
-        for alias, name in self.ties.items():
-            known = isinstance(name, str) and name.startswith(PREFIX) and name in index.tensors
-            if not known or not alias.startswith(PREFIX) or alias in index.tensors:
-                raise ValueError(f"it ties {alias!r:.80} to {shown(name)}")
-        self.extra_state: dict[str, Any] = _get(model, "extra_state", dict)
-        self.groups, self.state = _optimizer(_get(info, "optimizer", dict, None))
-        self.extra: dict[str, Any] = _get(info, "extra", dict)
+        with damaged_if(f"{folder}: checkpoint.json is damaged"):
+            model, rng = _get(info, "model", dict), _get(info, "rng", dict)
+            self.step, self.ranks = _count(info, "step"), _count(info, "ranks", 1)
+            self.only: str | None = model.get("only")
+            if self.only not in (None, "trainable") or "only" not in model:
+                raise ValueError(f"only is {shown(self.only)}")
+            self.mesh: dict[str, int] | None = _get(info, "mesh", dict, None)
+            for axis in self.mesh or ():
+                _count(self.mesh, axis, 1)
+            self.versions: dict[str, str] = _get(info, "versions", dict)
+            if not all(isinstance(text, str) for text in self.versions.values()):
+                raise ValueError(f"versions is {shown(self.versions)}")
+            seed = _get(rng, "step_seed", dict, None)
+            if seed is not None:
+                keys = ("seed", "step", "micro_batch")
+                seed = {key: _count(seed, key, most=1 << 256) for key in keys}
+            self.step_seed: dict[str, int] | None = seed
+            self.ties: dict[str, str] = _get(model, "ties", dict)
+            for alias, name in self.ties.items():
+                known = isinstance(name, str) and name.startswith(PREFIX) and name in index.tensors
+                if not known or not alias.startswith(PREFIX) or alias in index.tensors:
+                    raise ValueError(f"it ties {alias!r:.80} to {shown(name)}")
+            self.extra_state: dict[str, Any] = _get(model, "extra_state", dict)
+            self.groups, self.state = _optimizer(_get(info, "optimizer", dict, None))
+            self.extra: dict[str, Any] = _get(info, "extra", dict)
 
 
 def _optimizer(

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from parallel3d.errors import CorruptCheckpointError
+from parallel3d.errors import CheckpointError, CorruptCheckpointError
 
 try:  # several times as fast as zlib's, but without a wheel for some machines
     from isal.isal_zlib import crc32
@@ -37,6 +37,17 @@ _UNCHECKED = 1 << 20  # bytes of JSON that are parsed without looking at their e
 _MAX_DIMS = 64  # that torch's kernels take
 _MAX_ELEMENTS = 1 << 58
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ESTALE)
+
+
+@contextmanager
+def damaged_if(what: str, kinds: tuple[type[Exception], ...] = (ValueError,)) -> Iterator[None]:
+    """Converts an error of ``kinds`` to a CorruptCheckpointError that begins with ``what``."""
+    try:
+        yield
+    except kinds as error:
+        if isinstance(error, CheckpointError) and not isinstance(error, CorruptCheckpointError):
+            raise
+        raise CorruptCheckpointError(f"{what}: {error}") from error
 
 
 def open_regular(path: str, flags: int) -> int:

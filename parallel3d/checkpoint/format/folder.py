@@ -256,10 +256,7 @@ def open_checkpoint(folder: Path) -> tuple[Index, dict[str, Any]]:
         digest = hashlib.sha256(texts[name]).hexdigest()
         if not isinstance(digests, dict) or digests.get(name) != digest:
             raise CorruptCheckpointError(f"{folder}: {name} has changed since it was saved")
-    try:
-        index = Index.from_json(texts[INDEX])
-    except CorruptCheckpointError as error:
-        raise CorruptCheckpointError(f"{folder}: {error}") from None
+    index = Index.from_json(texts[INDEX], f"{folder}: {INDEX}")
     info = loads(texts[INFO], f"{folder}: {INFO}")
     for name, size in index.files.items():
         check_file(folder / name, size)

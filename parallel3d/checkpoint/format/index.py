@@ -16,6 +16,7 @@ import torch
 from parallel3d.checkpoint.format.files import (
     BLOCK,
     check_disjoint,
+    damaged_if,
     loads,
     numbers_of,
     shape_of,
@@ -23,7 +24,6 @@ from parallel3d.checkpoint.format.files import (
 )
 from parallel3d.checkpoint.format.safetensors_file import DTYPES, NAMES
 from parallel3d.checkpoint.pieces import Boxed, tile
-from parallel3d.errors import CorruptCheckpointError
 
 _FILE = re.compile(r"rank-[0-9]{5,9}\.safetensors")
 
@@ -79,32 +79,25 @@ class Index:
         return json.dumps(content, separators=(",", ":"))
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> Index:
-        """Raises CorruptCheckpointError unless all of ``text`` is as ``to_json`` writes it."""
-        content = loads(text, "index.json")
-        try:
-            return cls._from_content(content)
-        except ValueError as error:
-            raise CorruptCheckpointError(f"index.json is damaged: {error}") from None
-
-    @classmethod
-    def _from_content(cls, content: dict[str, Any]) -> Index:
-        if content.get("block") != BLOCK:
-            raise ValueError(f"its block size is not {BLOCK}")
-        index = cls()
-        for name, size in _table(content, "files").items():
-            if not _FILE.fullmatch(name):
-                raise ValueError(f"{name!r} is not the name of a checkpoint's file")
-            (index.files[name],) = numbers_of([size], f"size of {name}")
-        for name, entry in _table(content, "tensors").items():
-            index.tensors[name] = _tensor(name, entry, index.files)
-        check_disjoint(
-            (chunk.file, chunk.begin, chunk.nbytes(entry.dtype), name)
-            for name, entry in index.tensors.items()
-            for chunk in entry.chunks
-        )
-        index.objects = _table(content, "objects")
-        return index
+    def from_json(cls, text: str | bytes, what: str) -> Index:
+        """Raises CorruptCheckpointError, about ``what``, unless ``text`` is as ``to_json`` writes it."""
+        content, index = loads(text, what), cls()
+        with damaged_if(f"{what} is damaged"):
+            if content.get("block") != BLOCK:
+                raise ValueError(f"its block size is not {BLOCK}")
+            for name, size in _table(content, "files").items():
+                if not _FILE.fullmatch(name):
+                    raise ValueError(f"{name!r} is not the name of a checkpoint's file")
+                (index.files[name],) = numbers_of([size], f"size of {name}")
+            for name, entry in _table(content, "tensors").items():
+                index.tensors[name] = _tensor(name, entry, index.files)
+            check_disjoint(
+                (chunk.file, chunk.begin, chunk.nbytes(entry.dtype), name)
+                for name, entry in index.tensors.items()
+                for chunk in entry.chunks
+            )
+            index.objects = _table(content, "objects")
+            return index
 
 
 def _tensor(name: str, entry: Any, files: dict[str, int]) -> TensorEntry:

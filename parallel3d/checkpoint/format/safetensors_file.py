@@ -18,7 +18,14 @@ from typing import Any
 
 import torch
 
-from parallel3d.checkpoint.format.files import loads, numbers_of, open_regular, shape_of, shown
+from parallel3d.checkpoint.format.files import (
+    damaged_if,
+    loads,
+    numbers_of,
+    open_regular,
+    shape_of,
+    shown,
+)
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
 
 DTYPES: dict[str, torch.dtype] = {
@@ -70,12 +77,10 @@ def read_header(path: Path, file: str) -> dict[str, Stored]:
             )
         text = opened.read(length)
     header = loads(text, f"{path}: its header")
-    try:
+    with damaged_if(f"{path} has an invalid header"):
         header.pop("__metadata__", None)
         tensors = {name: _stored(file, name, entry, 8 + length) for name, entry in header.items()}
         _check_gapless(tensors, 8 + length, size)
-    except ValueError as error:
-        raise CorruptCheckpointError(f"{path} has an invalid header: {error}") from error
     return tensors
 
 

@@ -53,7 +53,7 @@ from parallel3d.checkpoint.format.files import (
 from parallel3d.checkpoint.format.index import Chunk, Index, TensorEntry, file_name
 from parallel3d.checkpoint.format.lock import Lock
 from parallel3d.checkpoint.format.safetensors_file import header_of
-from parallel3d.checkpoint.pieces import slices_of, whole_box
+from parallel3d.checkpoint.pieces import Boxed, slices_of, whole_box
 from parallel3d.checkpoint.values import decode, encode
 from parallel3d.errors import CheckpointError
 
@@ -146,17 +146,15 @@ class Reader(StorageReader):
                 chunk = self._chunks[item.storage_index]
                 dtype = self.index.tensors[item.storage_index.fqn].dtype
                 offsets, sizes = tuple(item.storage_offsets), tuple(item.lengths)
-                yield item, _Part(chunk, dtype, offsets, sizes)
+                yield item, _Part(offsets, sizes, chunk, dtype)
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Part(Boxed):
     """A box of a chunk that is read; the rows that contain it are verified."""
 
     chunk: Chunk
     dtype: torch.dtype
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
 
     @property
     def row_bytes(self) -> int:
@@ -202,7 +200,7 @@ def _verify(folder: Path, parts: Iterable[_Part], label: str = "") -> None:
 def read_whole(folder: Path, index: Index, name: str) -> torch.Tensor:
     """Reads the whole tensor ``name`` to the CPU, after verifying its bytes."""
     entry = index.tensors[name]
-    parts = [_Part(c, entry.dtype, *whole_box(c.sizes)) for c in entry.chunks]
+    parts = [_Part(*whole_box(c.sizes), c, entry.dtype) for c in entry.chunks]
     _verify(folder, parts, f", of {name!r:.200}")  # before memory is allocated
     whole = torch.empty(entry.shape, dtype=entry.dtype)
     for part in parts:

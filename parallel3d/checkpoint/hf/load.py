@@ -6,7 +6,6 @@ import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from parallel3d._util.arguments import as_bool
 from parallel3d.checkpoint.format.files import (
     bytes_of,
+    damaged_if,
     file_in,
     loads,
     read_json_object,
@@ -79,16 +79,10 @@ class Reader(ExitStack):
 
     def same(self, one: Patch, two: Patch) -> bool:
         """Returns whether two patches of equal counts have the same values, bit for bit."""
-        rows = one.counts[0] if one.counts else 1
-        at_once = max(1, _COMPARED * rows // max(1, 4 * prod(one.counts)))
-        for first in range(0, rows, at_once):
-            count = min(at_once, rows - first)
-            values = []
-            for patch in (one, two):
-                part = patch.part(0, first, count) if patch.counts else patch
-                values.append(torch.empty(part.counts, dtype=self.dtype_of(part)))
-                self.read(part, values[-1])
-            a, b = values
+        for parts in zip(one.bounded(_COMPARED), two.bounded(_COMPARED), strict=True):
+            a, b = (torch.empty(part.counts, dtype=self.dtype_of(part)) for part in parts)
+            for part, values in zip(parts, (a, b), strict=True):
+                self.read(part, values)
             if a.dtype != b.dtype or bytes_of(a) != bytes_of(b):
                 return False
         return True
@@ -288,7 +282,12 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
         raise CheckpointError(
             f"{folder} holds no {SINGLE} and no {INDEX}, which load_hf reads; it holds {there or 'nothing'}"
         )
-    files = _index(folder)
+    path = path_in(folder, INDEX)
+    invalid = f"{path} is no index of safetensors files"
+    with damaged_if(invalid, (ValueError, KeyError, TypeError)):
+        files = loads(read_json_object(path.resolve(), MAX_HEADER), "it")["weight_map"]
+        if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):
+            raise ValueError("its weight_map is not a table of file names")
     headers = {
         file: read_header(path_in(folder, file), file) for file in sorted(set(files.values()))
     }
@@ -299,17 +298,6 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
             + (f"; nor do the files hold {len(lacking) - 1} more" if len(lacking) > 1 else "")
         )
     return {name: headers[file][name] for name, file in files.items()}
-
-
-def _index(folder: Path) -> Mapping[str, str]:
-    path = path_in(folder, INDEX)
-    try:
-        files = loads(read_json_object(path.resolve(), MAX_HEADER), "it")["weight_map"]
-        if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):
-            raise ValueError("its weight_map is not a table of file names")
-    except (ValueError, KeyError, TypeError) as error:
-        raise CorruptCheckpointError(f"{path} is no index of safetensors files: {error}") from error
-    return files
 
 
 def path_in(folder: Path, name: str) -> Path:

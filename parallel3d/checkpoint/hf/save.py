@@ -90,7 +90,7 @@ def save_hf(
     export = plan_export(model, ranks, names, dtype, ranks.all(check)[0])
     with new_folder(ranks, path, _check_only_export) as temporary:
         ranks.all(lambda: _check_seen(temporary))
-        ranks.all(lambda: exchange(export, ranks, partial(_write, temporary)))
+        ranks.all(lambda: exchange(export, ranks, temporary))
         ranks.first(lambda: _write_texts(model, export, dtype, temporary))
 
 
@@ -314,8 +314,6 @@ _MESSAGE = 4 << 20  # bytes of a message
 _IN_FLIGHT = 8 << 20  # bytes of the messages that a rank has started and not completed
 _TAGS = 1 << 30
 
-Write = Callable[[OutFile, OutTensor, Tensor], None]
-
 
 @dataclass(frozen=True)
 class _Message:
@@ -332,13 +330,13 @@ class _Message:
         return prod(self.patch.counts) * self.tensor.dtype.itemsize
 
 
-def exchange(export: Export, ranks: Ranks, write: Write) -> None:
-    """Calls ``write(file, tensor, values)`` for each tensor this rank owns, in the files' order. Collective.
+def exchange(export: Export, ranks: Ranks, folder: Path) -> None:
+    """Writes each tensor that this rank owns into ``folder``, in the files' order. Collective.
 
     A rank assembles one tensor at a time, from messages of a few megabytes, each sent by one of the ranks
     that hold it. All ranks enumerate all messages in one order and process their own, with a bounded number
     in flight. The first message that is not complete is being processed by both its ranks, so there is no
-    deadlock. ``values`` are contiguous, and overwritten afterwards. An error on this rank is raised at the
+    deadlock. An error on this rank is raised at the
     end; until then it continues to send, because others depend on it.
     """
     own = _owned(export, ranks.rank)
@@ -347,13 +345,14 @@ def exchange(export: Export, ranks: Ranks, write: Write) -> None:
     for turn, messages in enumerate(_turns(export, ranks.size)):
         current = own[turn] if turn < len(own) else None
         if current is not None:
-            work.begin(current[1])
+            memory = work.memory[: current[1].nbytes]
+            work.values = memory.view(current[1].dtype).view(current[1].layout.shape)
         for message in messages:
             if ranks.rank in (message.sender, message.owner):
                 work.process(message)
         if current is not None:
             work.finish_receiving()
-            work.guarded(partial(write, *current, work.values))
+            work.guarded(partial(_write, folder, *current, work.values))
     work.finish()
 
 
@@ -384,20 +383,8 @@ def _parts(
         for (offsets, sizes), holders in export.boxes[patch.source].items():
             sender = owner if owner in holders else holders[next(spread) % len(holders)]
             for part in within_source(patch, shape, offsets, sizes):
-                for piece in _bounded(part, _MESSAGE // tensor.dtype.itemsize):
+                for piece in part.bounded(_MESSAGE // tensor.dtype.itemsize):
                     yield tensor, piece, sender, owner
-
-
-def _bounded(patch: Patch, limit: int) -> Iterator[Patch]:
-    """Divides ``patch`` into parts of at most ``limit`` elements."""
-    if prod(patch.counts) <= limit:
-        yield patch
-        return
-    dim = next(d for d, size in enumerate(patch.counts) if size > 1)
-    size = patch.counts[dim]
-    at_once = max(1, limit // (prod(patch.counts) // size))
-    for first in range(0, size, at_once):
-        yield from _bounded(patch.part(dim, first, min(at_once, size - first)), limit)
 
 
 class _Work:
@@ -408,18 +395,13 @@ class _Work:
     def __init__(self, export: Export, ranks: Ranks, own: list[tuple[OutFile, OutTensor]]) -> None:
         self._ranks = ranks
         largest = max((tensor.nbytes for _, tensor in own), default=0)
-        self._memory = torch.empty(largest, dtype=torch.uint8)
+        self.memory = torch.empty(largest, dtype=torch.uint8)
         self._tensors = export.tensors
         self._pieces = {name: pieces_of(tensor) for name, tensor in export.tensors.items()}
         # (work, bytes, what to do when it is complete, None when it sends)
         self._in_flight: deque[tuple[dist.Work, int, Callable[[], object] | None]] = deque()
         self._bytes = 0
         self._problem: Exception | None = None
-
-    def begin(self, tensor: OutTensor) -> None:
-        """Starts to assemble ``tensor``."""
-        memory = self._memory[: tensor.nbytes]
-        self.values = memory.view(tensor.dtype).view(tensor.layout.shape)
 
     def process(self, message: _Message) -> None:
         """Starts this rank's part of a message, after completing earlier ones if too much is in flight."""

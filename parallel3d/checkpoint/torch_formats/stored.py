@@ -24,6 +24,7 @@ from torch import Tensor
 from parallel3d.checkpoint.format.files import (
     check_disjoint,
     crc_of,
+    damaged_if,
     file_in,
     read_into,
     read_strided,
@@ -261,11 +262,22 @@ _MAX_METADATA = 1 << 31
 
 @dataclass(frozen=True)
 class StoredAt:
-    """Bytes [offset, offset + length) of a file in the folder."""
+    """Bytes [offset, offset + length) of a file in ``folder``."""
 
-    path: str
+    folder: Path
+    name: str
     offset: int
     length: int
+
+    def archive(self, what: str, *, checksums: bool) -> Archive:
+        """Returns the archive that is stored there."""
+        path, end = file_in(self.folder, self.name), self.offset + self.length
+        size = path.stat().st_size
+        if end > size:
+            raise CorruptCheckpointError(
+                f"{what}: bytes {self.offset} to {end} of {path.name}, which has {size}"
+            )
+        return Archive(path, self.offset, self.length, what=what, checksums=checksums)
 
 
 @dataclass(frozen=True)
@@ -275,60 +287,36 @@ class StoredChunk(Boxed):
     at: StoredAt | None
 
 
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor in the folder. Each of its elements is in exactly one of the chunks."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    chunks: tuple[StoredChunk, ...]
-
-
-@dataclass(frozen=True)
-class DcpFolder:
-    """The contents of a folder by flat names, such as "model.layers.0.weight"; blobs are no tensors."""
-
-    path: Path
-    tensors: Mapping[str, StoredTensor]
-    blobs: Mapping[str, StoredAt]
-
-    @classmethod
-    def read(cls, path: Path, *, trusted: bool) -> DcpFolder:
-        """Reads the ``.metadata`` of the folder ``path``; ``trusted``: by ``pickle``, which runs its code."""
-        if not path.is_dir():
-            raise CheckpointError(f"{path} is no folder; load_dcp reads those of dcp.save")
-        file = path / METADATA
-        if not os.path.lexists(file):
-            raise CheckpointError(
-                f"{path} has no {METADATA}: it is no checkpoint of torch.distributed.checkpoint, or its save "
-                "didn't complete"
-            )
-        what = str(file)
-        size = file_in(path, METADATA).stat().st_size
-        if size > _MAX_METADATA:
-            raise CorruptCheckpointError(f"{what} has {size} bytes")
-        with open(file, "rb") as opened:
-            first = opened.read(len(PROTO))
-            if not trusted and first != PROTO:
-                raise CorruptCheckpointError(f"{what} is no whole pickle: it begins with {first!r}")
-            data = first + opened.read(_MAX_METADATA)
-        if trusted:
-            try:
-                content = pickle.loads(data)
-            except Exception as error:
-                raise CorruptCheckpointError(
-                    f"{what} is no whole pickle ({type(error).__name__}: {error})"
-                ) from error
-        else:
-            content = read_pickle(data, DCP_METADATA, what=what, max_keys=len(data))
-        try:
-            return cls(path, *_contents(content))
-        except CheckpointError:
-            raise
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CorruptCheckpointError(
-                f"{what} is not valid metadata of torch.distributed.checkpoint: {error}"
-            ) from None
+def read_folder(
+    path: Path, *, trusted: bool, checksums: bool = True
+) -> dict[str, DcpTensor | StoredAt]:
+    """Returns the contents of a folder by flat names, such as "model.layers.0.weight"; what is no tensor as a
+    StoredAt. ``trusted``: read its ``.metadata`` by ``pickle``, which runs code in it."""
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is no folder; load_dcp reads those of dcp.save")
+    file = path / METADATA
+    if not os.path.lexists(file):
+        raise CheckpointError(
+            f"{path} has no {METADATA}: it is no checkpoint of torch.distributed.checkpoint, or its save "
+            "didn't complete"
+        )
+    what = str(file)
+    size = file_in(path, METADATA).stat().st_size
+    if size > _MAX_METADATA:
+        raise CorruptCheckpointError(f"{what} has {size} bytes")
+    with open(file, "rb") as opened:
+        first = opened.read(len(PROTO))
+        if not trusted and first != PROTO:
+            raise CorruptCheckpointError(f"{what} is no whole pickle: it begins with {first!r}")
+        data = first + opened.read(_MAX_METADATA)
+    if trusted:
+        with damaged_if(f"{what} is no whole pickle", (Exception,)):
+            content = pickle.loads(data)
+    else:
+        content = read_pickle(data, DCP_METADATA, what=what, max_keys=len(data))
+    invalid = f"{what} is not valid metadata of torch.distributed.checkpoint"
+    with damaged_if(invalid, (ValueError, KeyError, TypeError, AttributeError)):
+        return _contents(path, content, checksums)
 
 
 # -- metadata ----------------------------------------------------------------------------------------------
@@ -350,17 +338,16 @@ def _fields(value: Any, kind: str) -> dict[str, Any]:
     return fields
 
 
-def _contents(value: Any) -> tuple[dict[str, StoredTensor], dict[str, StoredAt]]:
+def _contents(path: Path, value: Any, checksums: bool) -> dict[str, DcpTensor | StoredAt]:
     metadata = _fields(value, "Metadata")
     described, places = metadata["state_dict_metadata"], metadata["storage_data"]
     if not isinstance(described, dict) or not isinstance(places, dict):
         raise ValueError("no state_dict_metadata or no storage_data")
-    stored = dict(_place(index, at) for index, at in places.items())
-    check_disjoint((at.path, at.offset, at.length, key) for key, at in stored.items())
+    stored = dict(_place(path, index, at) for index, at in places.items())
+    check_disjoint((at.name, at.offset, at.length, key) for key, at in stored.items())
     _check_paths(described, metadata.get("planner_data"))
     listed = 0
-    tensors: dict[str, StoredTensor] = {}
-    blobs: dict[str, StoredAt] = {}
+    contents: dict[str, DcpTensor | StoredAt] = {}
     for name, entry in described.items():
         check_name(name)
         if _kind(entry) == "TensorStorageMetadata":
@@ -368,14 +355,15 @@ def _contents(value: Any) -> tuple[dict[str, StoredTensor], dict[str, StoredAt]]
             listed += len(fields["chunks"])
             if listed > 2 * len(stored) + 1000:  # many tensors may refer to one list
                 raise ValueError("more chunks are listed than stored")
-            tensors[name] = _tensor(name, fields, stored)
+            dtype, shape, chunks = _tensor(name, fields, stored)
+            contents[name] = DcpTensor(f"{path}: {name}", dtype, shape, chunks, checksums)
         elif _kind(entry) != "BytesStorageMetadata":
             raise ValueError(f"a {_kind(entry)} as the description of a value")
         elif (at := stored.get(_key(name, None))) is None:
             raise ValueError(f"{name} is listed but not stored")
         else:
-            blobs[name] = at
-    return tensors, blobs
+            contents[name] = at
+    return contents
 
 
 def _check_paths(described: dict[Any, Any], planned: Any) -> None:
@@ -395,7 +383,7 @@ def _key(name: str, offset: tuple[int, ...] | None) -> str:
     return f"{offset} {name}"
 
 
-def _place(index: Any, at: Any) -> tuple[str, StoredAt]:
+def _place(folder: Path, index: Any, at: Any) -> tuple[str, StoredAt]:
     fields, place = _fields(index, "MetadataIndex"), _fields(at, "_StorageInfo")
     name, offset = fields["fqn"], fields.get("offset")
     path, start, length = place["relative_path"], place["offset"], place["length"]
@@ -407,10 +395,14 @@ def _place(index: Any, at: Any) -> tuple[str, StoredAt]:
             "write it without"
         )
     sizes_of((start, length))
-    return _key(name, None if offset is None else sizes_of(offset)), StoredAt(path, start, length)
+    key = _key(name, None if offset is None else sizes_of(offset))
+    return key, StoredAt(folder, path, start, length)
 
 
-def _tensor(name: str, fields: dict[str, Any], stored: Mapping[str, StoredAt]) -> StoredTensor:
+def _tensor(
+    name: str, fields: dict[str, Any], stored: Mapping[str, StoredAt]
+) -> tuple[torch.dtype, tuple[int, ...], list[StoredChunk]]:
+    """Returns (dtype, shape, chunks); each element of the tensor is in exactly one of the chunks."""
     dtype = _fields(fields["properties"], "TensorProperties")["dtype"]
     if type(dtype) is not torch.dtype:
         raise ValueError(f"{name} has no dtype")
@@ -425,10 +417,9 @@ def _tensor(name: str, fields: dict[str, Any], stored: Mapping[str, StoredAt]) -
         if not inside:
             raise ValueError(f"{name}, {shape}, has a chunk at {offsets} of {sizes}, outside of it")
         chunks[f"{offsets} {sizes}"] = StoredChunk(offsets, sizes, stored.get(_key(name, offsets)))
-    result = StoredTensor(dtype, shape, tuple(chunks.values()))
-    if not tile(shape, [chunk.box for chunk in result.chunks if prod(chunk.sizes)]):
+    if not tile(shape, [chunk.box for chunk in chunks.values() if prod(chunk.sizes)]):
         raise ValueError(f"the chunks of {name}, {shape}, overlap or don't cover it")
-    return result
+    return dtype, shape, list(chunks.values())
 
 
 # -- sources -----------------------------------------------------------------------------------------------
@@ -527,21 +518,21 @@ class DcpTensor(Source):
     """A tensor of a DCP folder, in chunks that are archives."""
 
     def __init__(
-        self, name: str, folder: DcpFolder, stored: StoredTensor, checksums: bool = True
+        self,
+        what: str,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        chunks: list[StoredChunk],
+        checksums: bool,
     ) -> None:
-        self.name, self.folder, self.stored, self.checksums = name, folder, stored, checksums
-        self.dtype, self.shape = stored.dtype, stored.shape
+        self.what, self.dtype, self.shape = what, dtype, shape
+        self.chunks, self.checksums = chunks, checksums
         self._opened: dict[Box, FileTensor] = {}
 
     def entries(self, boxes: Iterable[Box]) -> list[Entry]:
         entries: list[Entry] = []
         for box in boxes:
-            common = list(self._common(box))
-            if sum(prod(sizes) for _, (_, sizes) in common) != prod(box[1]):
-                raise CorruptCheckpointError(
-                    f"{self.folder.path}: the chunks of {self.name}, {self.shape}, overlap or don't cover it"
-                )
-            for chunk, _ in common:
+            for chunk, _ in self._common(box):
                 if chunk.box not in self._opened:
                     source = self._opened[chunk.box] = self._open(chunk)
                     entries += source.entries([])
@@ -555,21 +546,21 @@ class DcpTensor(Source):
             source.copy((in_chunk, sizes), target[slices_of(in_target, sizes)])
 
     def take(self, name: str) -> None:
-        stored = sum(chunk.at.length for chunk in self.stored.chunks if chunk.at is not None)
-        _check_memory(f"{self.folder.path}: {name}", self, stored)
+        stored = sum(chunk.at.length for chunk in self.chunks if chunk.at is not None)
+        _check_memory(self.what, self, stored)
 
     def _common(self, box: Box) -> Iterable[tuple[StoredChunk, Box]]:
         """Yields the chunks that contain a part of ``box``, and that part."""
-        for chunk in self.stored.chunks:
+        for chunk in self.chunks:
             part = intersection(box, chunk.box)
             if part is not None:
                 yield chunk, part
 
     def _open(self, chunk: StoredChunk) -> FileTensor:
-        what = f"{self.folder.path}: {self.name} at {chunk.offsets}"
+        what = f"{self.what} at {chunk.offsets}"
         if chunk.at is None:
             raise CorruptCheckpointError(f"{what} is listed but not stored")
-        archive = archive_at(self.folder, chunk.at, what, checksums=self.checksums)
+        archive = chunk.at.archive(what, checksums=self.checksums)
         value = archive.value
         if not isinstance(value, SavedTensor):
             raise CorruptCheckpointError(f"{what} is no tensor")
@@ -587,14 +578,3 @@ def read_small(source: Source, name: str) -> Tensor:
     for entry in entries:
         entry.verify()
     return source.whole()
-
-
-def archive_at(folder: DcpFolder, at: StoredAt, what: str, *, checksums: bool = True) -> Archive:
-    """Returns the archive that is stored at ``at``."""
-    path = file_in(folder.path, at.path)
-    size = path.stat().st_size
-    if at.offset + at.length > size:
-        raise CorruptCheckpointError(
-            f"{what}: bytes {at.offset} to {at.offset + at.length} of {path.name}, which has {size}"
-        )
-    return Archive(path, at.offset, at.length, what=what, checksums=checksums)
