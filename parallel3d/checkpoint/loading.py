@@ -67,9 +67,8 @@ class Info:
     skipped: list[tuple[Path, str]] = field(default_factory=list)
 
 
-@torch.inference_mode(
-    False
-)  # tensors allocated here must not be inference tensors; existing ones may be
+# Tensors allocated here must not be inference tensors; existing ones may be.
+@torch.inference_mode(False)
 @torch.no_grad()
 def load(
     path: str | os.PathLike[str],

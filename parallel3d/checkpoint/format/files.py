@@ -161,13 +161,12 @@ def shown(value: Any) -> str:
 
 
 def numbers_of(value: Any, what: str) -> tuple[int, ...]:
-    """Returns ``value``, sizes, offsets or the like; raises ValueError, about ``what``, if it is no list of
-    such."""
+    """Returns ``value``, sizes or offsets, named ``what`` in errors; raises ValueError if it is none."""
     if not isinstance(value, (list, tuple)):
-        raise ValueError(f"the {what} is not a list")
+        raise ValueError(f"there is no list for the {what}")
     for number in value:
         if type(number) is not int or not 0 <= number < 1 << 62:
-            raise ValueError(f"the {what} has {shown(number)}")
+            raise ValueError(f"there is {shown(number)} in the {what}")
     return tuple(value)
 
 
@@ -177,6 +176,19 @@ def shape_of(value: Any, what: str) -> tuple[int, ...]:
     if len(shape) > _MAX_DIMS or prod(max(n, 1) for n in shape) > _MAX_ELEMENTS:
         raise ValueError(f"the {what} has {len(shape)} dims or too many elements")
     return shape
+
+
+_REQUIRED: Any = object()
+
+
+def get_of(holder: Any, key: str, kind: type, default: Any = _REQUIRED) -> Any:
+    """Returns the value of ``key``, of this type; ``default`` if it is missing or null."""
+    value = holder.get(key) if isinstance(holder, dict) else None
+    if value is None and default is not _REQUIRED:
+        return default
+    if type(value) is not kind:
+        raise ValueError(f"{key} is {shown(value)}")
+    return value
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -307,7 +319,13 @@ def read_strided(
     stride, count = (1, 1) if outer is None else (strides[outer], out.shape[outer])
     size = (span + (count - 1) * stride) * itemsize
     at = begin + offset * itemsize
-    if _is_image(out, dtype, strides, size):
+    if (  # the memory of ``out`` becomes exactly the file's bytes
+        (out.dtype, out.nbytes, out.device.type) == (dtype, size, "cpu")
+        and not out.is_conj()
+        and not out.is_neg()
+        and out.is_contiguous()
+        and all(out.stride(d) == strides[d] for d in dims)
+    ):
         read_into(file, bytes_of(out), at, where)
         increment_version(out)
         return size
@@ -325,16 +343,3 @@ def read_strided(
         place = offset + first * stride
         total += read_strided(file, begin, dtype, place, strides, part, where)
     return total
-
-
-def _is_image(out: Tensor, dtype: torch.dtype, strides: Sequence[int], size: int) -> bool:
-    """Returns whether the memory of ``out`` becomes exactly the file's bytes."""
-    return (
-        out.dtype == dtype
-        and out.device.type == "cpu"
-        and not out.is_conj()
-        and not out.is_neg()
-        and out.nbytes == size
-        and out.is_contiguous()
-        and all(out.stride(d) == strides[d] for d in range(out.dim()) if out.shape[d] > 1)
-    )

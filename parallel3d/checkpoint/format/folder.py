@@ -52,7 +52,6 @@ def as_path(path: Any) -> Path:
 
 
 def step_folder(run: Path, step: int) -> Path:
-    """Returns the folder of the checkpoint of ``step``."""
     return run / f"step-{step:08d}"
 
 

@@ -17,6 +17,7 @@ from parallel3d.checkpoint.format.files import (
     BLOCK,
     check_disjoint,
     damaged_if,
+    get_of,
     loads,
     numbers_of,
     shape_of,
@@ -85,18 +86,18 @@ class Index:
         with damaged_if(f"{what} is damaged"):
             if content.get("block") != BLOCK:
                 raise ValueError(f"its block size is not {BLOCK}")
-            for name, size in _table(content, "files").items():
+            for name, size in get_of(content, "files", dict).items():
                 if not _FILE.fullmatch(name):
                     raise ValueError(f"{name!r} is not the name of a checkpoint's file")
                 (index.files[name],) = numbers_of([size], f"size of {name}")
-            for name, entry in _table(content, "tensors").items():
+            for name, entry in get_of(content, "tensors", dict).items():
                 index.tensors[name] = _tensor(name, entry, index.files)
             check_disjoint(
                 (chunk.file, chunk.begin, chunk.nbytes(entry.dtype), name)
                 for name, entry in index.tensors.items()
                 for chunk in entry.chunks
             )
-            index.objects = _table(content, "objects")
+            index.objects = get_of(content, "objects", dict)
             return index
 
 
@@ -135,10 +136,3 @@ def _chunk(name: str, chunk: Any, entry: TensorEntry, files: dict[str, int]) -> 
     if len(result.crc) != -(-size // BLOCK):
         raise ValueError(f"a chunk of {name!r} has {len(result.crc)} checksums")
     return result
-
-
-def _table(content: dict[str, Any], key: str) -> dict[str, Any]:
-    table = content.get(key)
-    if not isinstance(table, dict):
-        raise ValueError(f"it has no {key!r}")
-    return table

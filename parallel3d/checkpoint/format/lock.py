@@ -80,7 +80,6 @@ class Owner:
 
 
 def this_process() -> Owner:
-    """Returns the calling process."""
     return _process(os.getpid())
 
 
@@ -99,7 +98,6 @@ def _process(pid: int) -> Owner:
 
 
 def format_time(seconds: float) -> str:
-    """Formats a time in UTC."""
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
     except (ValueError, OverflowError, OSError):

@@ -223,18 +223,14 @@ def _misfits(
                 )
                 continue
             dtypes = {DTYPES[stored[patch.source].dtype] for patch in layout.patches}
-            wrong = [dtype for dtype in dtypes if not _casts(dtype, own)]
+            # Eight-bit floating dtypes need scales.
+            castable = {d for d in dtypes if d.is_floating_point and d.itemsize > 1}
+            wrong = list(dtypes - {own} - (castable if own.is_floating_point else set()))
             if wrong:
                 problems.append(
                     f"{entry.name!r} is {own} in the model and {wrong[0]} in the files, which can't be cast"
                 )
     return problems[:20]
-
-
-def _casts(stored: torch.dtype, own: torch.dtype) -> bool:
-    """Returns whether it may be cast: between floating dtypes, except from eight bits, which need scales."""
-    both = stored.is_floating_point and own.is_floating_point
-    return stored == own or (both and stored.itemsize > 1)
 
 
 def _needed(layout: Layout, tensor: Tensor) -> Iterator[tuple[Patch, Tensor]]:

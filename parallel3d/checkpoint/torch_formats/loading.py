@@ -45,9 +45,8 @@ class Checkpoint(ABC):
     """An opened checkpoint."""
 
     names: Mapping[str, Any]  # flat, without those of wrappers
-    shared = (
-        False  # whether all ranks need the same records, which the ranks of a host verify together
-    )
+    # Whether all ranks need the same records, which the ranks of a host verify together.
+    shared = False
 
     @abstractmethod
     def value(self, name: str) -> Any:
@@ -177,7 +176,6 @@ class ModelTarget:
         self._extra.apply()
 
     def undo(self) -> None:
-        """Undoes ``adopt``."""
         self._extra.undo()
 
     def copy(self) -> None:

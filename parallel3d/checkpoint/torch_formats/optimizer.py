@@ -180,9 +180,6 @@ class Kind:
     a tensor without dims."""
     category: str  # of its dtype
 
-    def shape(self, param: Tensor) -> tuple[int, ...]:
-        return tuple(1 if d is None else param.shape[d] for d in self.dims or ())
-
 
 def _try_step(
     cls: type[Optimizer], number: int, ndim: int, dtype: torch.dtype, options: Mapping[str, Any]
@@ -254,9 +251,8 @@ class Slot:
     source: Source
     existing: Tensor | None  # that fits; None: a new one is allocated
     dtype: torch.dtype
-    replicated: (
-        bool  # a new one of another shape than the parameter's is a DTensor, whole on each rank
-    )
+    # A new one of another shape than the parameter's is a DTensor, whole on each rank.
+    replicated: bool
 
     def __post_init__(self) -> None:
         self.tensor = self.existing  # or the new one, once its values are read
@@ -369,7 +365,6 @@ class OptimizerTarget:
         return result
 
     def entries(self) -> list[Entry]:
-        """Returns the records that this rank reads."""
         return [entry for slot in self.slots for entry in slot.source.entries(slot.boxes())]
 
     def read_new(self) -> None:
@@ -404,7 +399,6 @@ class OptimizerTarget:
                 self._state(index)[key] = value
 
     def undo(self) -> None:
-        """Undoes ``adopt``."""
         if self._before is None:
             return
         kept, state, groups, options = self._before
@@ -453,7 +447,7 @@ def _problem(key: str, value: Any, param: Tensor, current: Any, kind: Kind | Non
     if (key == "step" or (kind is not None and kind.dims is None)) and not is_number:
         return "it must be one number"
     if kind is not None and kind.dims is not None:
-        want = kind.shape(param)
+        want = tuple(1 if dim is None else param.shape[dim] for dim in kind.dims)
         if (shape, numbers) != (want, kind.category):
             return f"for shape {tuple(param.shape)} it must be {kind.category}, of shape {want}"
     if isinstance(value, Source):

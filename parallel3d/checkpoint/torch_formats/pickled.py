@@ -230,9 +230,7 @@ MAX_NAME = 2000
 """Characters of a name: searching it for prefixes takes time that grows with its square."""
 
 
-def sizes_of(value: Any) -> tuple[int, ...]:
-    """Returns ``value`` as sizes or offsets; raises ValueError if it cannot be."""
-    return numbers_of(value, "size or offset")
+sizes_of = partial(numbers_of, what="sizes or offsets")
 
 
 def check_name(name: Any) -> None:

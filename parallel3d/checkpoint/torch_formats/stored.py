@@ -12,7 +12,7 @@ import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -106,10 +106,8 @@ class Archive:
         self._verified: set[Entry] = set()
 
     def raw(self) -> bytes:
-        """Returns all its bytes."""
-        with open(self.path, "rb") as file:
-            file.seek(self.offset)
-            return file.read(self.length)
+        whole = Entry(self.path, self.offset, self.length, None, self.what)
+        return bytes(whole.read(0, self.length))
 
     @cached_property
     def entries(self) -> dict[str, Entry]:
@@ -449,7 +447,6 @@ class Source(ABC):
             self.copy(piece.box, piece.local)
 
     def whole(self) -> Tensor:
-        """Reads the whole tensor."""
         tensor = torch.empty(self.shape, dtype=self.dtype)
         self.fill(tensor)
         return tensor
@@ -514,20 +511,16 @@ class FileTensor(Source):
             )
 
 
+@dataclass(eq=False)
 class DcpTensor(Source):
-    """A tensor of a DCP folder, in chunks that are archives."""
+    """A tensor of a DCP folder, in chunks that are archives; ``what`` names it in errors."""
 
-    def __init__(
-        self,
-        what: str,
-        dtype: torch.dtype,
-        shape: tuple[int, ...],
-        chunks: list[StoredChunk],
-        checksums: bool,
-    ) -> None:
-        self.what, self.dtype, self.shape = what, dtype, shape
-        self.chunks, self.checksums = chunks, checksums
-        self._opened: dict[Box, FileTensor] = {}
+    what: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: list[StoredChunk]
+    checksums: bool
+    _opened: dict[Box, FileTensor] = field(default_factory=dict)
 
     def entries(self, boxes: Iterable[Box]) -> list[Entry]:
         entries: list[Entry] = []
