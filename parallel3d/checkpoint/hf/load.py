@@ -42,7 +42,7 @@ from parallel3d.checkpoint.torch_formats.names import shown
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
 from parallel3d.materialize import check_can_initialise, give_memory
 
-_COMPARED = 1 << 20  # elements compared at once
+_COMPARED = 1 << 18  # elements compared at once
 
 
 class Reader(ExitStack):
