@@ -540,7 +540,7 @@ class DcpTensor(Source):
 
     def take(self, name: str) -> None:
         stored = sum(chunk.at.length for chunk in self.chunks if chunk.at is not None)
-        _check_memory(self.what, self, stored)
+        _check_memory(f"{name} ({self.what})", self, stored)
 
     def _common(self, box: Box) -> Iterable[tuple[StoredChunk, Box]]:
         """Yields the chunks that contain a part of ``box``, and that part."""
