@@ -304,15 +304,16 @@ def check_at_rest(unit: Unit, what: str) -> None:
         )
 
 
-def to_rest(unit: Unit) -> None:
-    """Reshards ``unit`` and takes replaced Parameters back into its buckets; raises StateError if on meta."""
+def to_rest(unit: Unit, meta_ok: bool = False) -> None:
+    """Reshards ``unit`` and takes replaced Parameters back into its buckets; raises StateError if on meta,
+    unless ``meta_ok``."""
     group = unit.group
     if unit.context is not None:
         group.register_sharded()
         group.reshard(unit.context.comm)
     group.adopt()
     for bucket in group.buckets:
-        if bucket.flat.is_meta:
+        if bucket.flat.is_meta and not meta_ok:
             raise StateError(
                 f"parameters of unit {bucket.unit} ({bucket.params[0].name} is the first) are on the meta "
                 "device and have no values yet; call parallel3d.materialize or to_empty first"

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from parallel3d._torch.dtensor import get_local_tensor
+from parallel3d._torch.fully_shard import plain_name
 from parallel3d._torch.simulated import tensors_by_rank
 from parallel3d._util.trees import map_tensors, tensors_in
 from parallel3d.testing.differences.fit import ALL, WHOLE
@@ -21,12 +22,6 @@ Key = tuple[str, int]  # a call: the module's name, and the number of the call
 Place = tuple[str, Key, int]  # "enter" or "exit" of a call, and which of its tensors
 
 FUNCTION = "::"  # between the names of a module and of a function that it calls, which is recorded as a call
-_WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
-
-
-def plain_name(name: str) -> str:
-    """Returns a module's or parameter's name without torch's wrappers."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 @dataclass
