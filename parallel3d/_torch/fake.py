@@ -12,10 +12,10 @@ from torch import distributed as dist
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.distributed import ProcessGroup
 from torch.utils.data import dataloader as _dataloader
 
@@ -33,11 +33,6 @@ SCALED_STEP = "_maybe_opt_step"
 def make_fake_mode() -> FakeTensorMode:
     """Returns a mode in which operations make tensors without memory."""
     return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-def as_fake(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) -> FakeTensor:
-    """Returns a fake tensor on ``device`` for ``meta``, a tensor on the meta device."""
-    return FakeTensor(mode, meta, device)
 
 
 def forget_conversions(mode: FakeTensorMode) -> None:

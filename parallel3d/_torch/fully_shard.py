@@ -54,3 +54,13 @@ def is_torch_hook_state(state: object) -> bool:
     # By name, so that the module is not imported.
     origin = "torch.distributed.algorithms._comm_hooks.default_hooks"
     return any((c.__module__, c.__name__) == (origin, "DefaultState") for c in type(state).__mro__)
+
+
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+
+def plain_name(name: str) -> str:
+    """Removes what ``torch.compile(model)``, ``checkpoint_wrapper`` and FSDP1 insert into a name."""
+    if not any(part in name for part in _WRAPPERS):
+        return name
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)

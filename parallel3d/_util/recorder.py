@@ -128,8 +128,15 @@ _OPS = {
     "isend": "send",
     "irecv": "recv",
     "recv_any_source": "recv",
+    "recv_anysource": "recv",
 }
 _SUFFIXES = re.compile("(_base|_coalesced|_into_tensor|_tensor|_single|_out)+$")
+
+
+def op_of(name: str) -> str:
+    """Returns this package's name of a torch op or method; of a later torch's that is unknown, torch's."""
+    name = _SUFFIXES.sub("", name.strip("_"))
+    return _OPS.get(name, name)
 
 
 @dataclass(frozen=True)
@@ -158,10 +165,8 @@ def collective_signature(func: Any) -> Signature | None:
     group = next((name for name in arguments if name in ("process_group", "group_name")), None)
     if group is None:  # a helper, such as wait_tensor
         return None
-    # An op of a later torch that the table lacks is recorded under torch's name.
-    name = _SUFFIXES.sub("", func.overloadpacket.__name__.strip("_"))
     asynchronous = None if "async_op" in arguments else func.namespace != "c10d"
-    return Signature(_OPS.get(name, name), arguments, group, asynchronous)
+    return Signature(op_of(func.overloadpacket.__name__), arguments, group, asynchronous)
 
 
 class RecordingMode(TorchDispatchMode):

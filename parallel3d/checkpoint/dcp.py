@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import shutil
 import warnings
 from collections.abc import Mapping
 from functools import partial
@@ -17,18 +16,11 @@ from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.fsdp import StateDictType
 
-from parallel3d.checkpoint.format.files import hidden_beside
-from parallel3d.checkpoint.ranks import ranks_of
+from parallel3d.checkpoint.ranks import new_folder, ranks_of
 from parallel3d.checkpoint.torch_formats.loading import Checkpoint, LoadOptions, load, state_at_rest
 from parallel3d.checkpoint.torch_formats.names import without_wrappers
 from parallel3d.checkpoint.torch_formats.optimizer import SavedOptimizer, saved_in_names
-from parallel3d.checkpoint.torch_formats.stored import (
-    DcpFolder,
-    DcpTensor,
-    StoredAt,
-    archive_at,
-    read_small,
-)
+from parallel3d.checkpoint.torch_formats.stored import DcpTensor, StoredAt, read_folder, read_small
 from parallel3d.errors import CheckpointError
 from parallel3d.fsdp import optim_state_dict
 
@@ -80,19 +72,15 @@ class _Folder(Checkpoint):
     """A DCP folder."""
 
     def __init__(self, path: Path, options: LoadOptions) -> None:
-        self._folder, self._options = DcpFolder.read(path, trusted=options.trusted), options
-        tensors = {
-            name: DcpTensor(name, self._folder, stored, options.checksums)
-            for name, stored in self._folder.tensors.items()
-        }
-        self.names = without_wrappers({**tensors, **self._folder.blobs})
+        self._path, self._options = path, options
+        contents = read_folder(path, trusted=options.trusted, checksums=options.checksums)
+        self.names = without_wrappers(contents)
 
     def value(self, name: str) -> Any:
         stored = self.names[name]
         if not isinstance(stored, StoredAt):
             return stored
-        what = f"{self._folder.path}: {name}"
-        archive = archive_at(self._folder, stored, what, checksums=self._options.checksums)
+        archive = stored.archive(f"{self._path}: {name}", checksums=self._options.checksums)
         if not self._options.trusted:
             return archive.with_tensors(archive.value)
         for entry in archive.entries.values():
@@ -153,27 +141,15 @@ def save_dcp(
                 no_dist=ranks.group is None,
             )
 
-    temporary = ranks.first(lambda: _make_temporary(path))
-    try:
+    with new_folder(ranks, path, _check_empty) as temporary:
         ranks.all(write)
-        ranks.first(lambda: os.replace(temporary, path))
-    finally:
-        if ranks.is_first:
-            shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _make_temporary(path: Path) -> Path:
-    """Makes a folder next to ``path``, to be renamed to it."""
-    if path.is_symlink() or (path.exists() and not path.is_dir()):
-        raise CheckpointError(f"{path} is there already, and no folder")
-    if path.is_dir() and any(path.iterdir()):
+def _check_empty(path: Path) -> None:
+    if any(path.iterdir()):
         raise CheckpointError(
             f"{path} is there already, with files in it; give another, or remove it"
         )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = hidden_beside(path, "tmp")
-    temporary.mkdir()
-    return temporary
 
 
 class _Planner(torch_checkpoint.DefaultSavePlanner):

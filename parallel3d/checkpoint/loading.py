@@ -67,9 +67,8 @@ class Info:
     skipped: list[tuple[Path, str]] = field(default_factory=list)
 
 
-@torch.inference_mode(
-    False
-)  # tensors allocated here must not be inference tensors; existing ones may be
+# Tensors allocated here must not be inference tensors; existing ones may be.
+@torch.inference_mode(False)
 @torch.no_grad()
 def load(
     path: str | os.PathLike[str],
@@ -101,13 +100,12 @@ def load(
             "which finds none there, or skip it with parallel3d.tools.dryrun.active()"
         )
     ranks = ranks_of(model, "load")
-    optimizers: list[Optimizer] = []
-    wrong: CheckpointError | None = None
-    try:
+
+    def checked() -> list[Optimizer]:
         folders.as_path(path)
-        optimizers = as_optimizers(optimizer)
-    except CheckpointError as error:  # raised on all ranks by ``_Load.run``
-        wrong = error
+        return as_optimizers(optimizer)
+
+    optimizers = ranks.on_each(checked)
     skipped: list[tuple[Path, str]] = []
     half_read = ""  # a note, once a folder was removed while its values were read
     for _ in range(_LOOKS):
@@ -117,9 +115,7 @@ def load(
                 continue
             try:
                 index, info = ranks.first(partial(_open, folder, run))
-                result = _Load(folder, index, info, ranks, wrong).run(
-                    model, optimizers, extra, skipped
-                )
+                result = _Load(folder, index, info, ranks).run(model, optimizers, extra, skipped)
             except CheckpointError as error:
                 if folder != run:
                     current = ranks.first(partial(folders.identity, folder))
@@ -208,7 +204,6 @@ class _Load:
     index: Index
     info: dict[str, Any]
     ranks: Ranks
-    wrong: CheckpointError | None  # an error in this rank's arguments
     targets: dict[str, Tensor] = field(default_factory=dict)
 
     def run(
@@ -220,10 +215,7 @@ class _Load:
     ) -> Info:
         """Verifies, reads, and then sets the state of optimizers and generators. Collective."""
         check_same("load", self.ranks.all(lambda: self._prepare(model, optimizers, extra)))
-        if self.extra_state.values:
-            self.ranks.with_undo(self.extra_state.apply, self._read, self.extra_state.undo)
-        else:
-            self._read()
+        self.ranks.with_undo(self.extra_state.apply, self._read, self.extra_state.undo)
         self.optimizers.commit()
         return Info(
             path=self.folder,
@@ -256,8 +248,6 @@ class _Load:
     ) -> dict[str, object]:
         """Finds the targets and checks that everything fits; reads what each rank reads whole (random states,
         extra state, extra). Returns the arguments that must be the same on all ranks."""
-        if self.wrong is not None:
-            raise self.wrong
         contents = self.contents = Contents(self.folder, self.info, self.index)
         stored = Stored(self.folder, self.index)
         for alias, name in contents.ties.items():

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from parallel3d._torch.dtensor import get_local_tensor, make_dtensor, spec_of
-from parallel3d.checkpoint.format.files import shown
+from parallel3d._torch.fully_shard import plain_name
+from parallel3d.checkpoint.format.files import damaged_if, get_of, shown
 from parallel3d.checkpoint.format.index import Index, TensorEntry
 from parallel3d.checkpoint.format.storage import read_whole
 from parallel3d.checkpoint.values import decode, encode, keeper
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
-from parallel3d.fsdp.inspect import check_at_rest, units_of
+from parallel3d.fsdp.inspect import check_at_rest, to_rest, units_of
 
 _LIMIT = 1 << 30  # bytes
 
@@ -69,7 +70,6 @@ class Stored:
 
 
 PREFIX = "model."
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
 @dataclass
@@ -131,6 +131,16 @@ def model_state(model: nn.Module, only: str | None = None) -> ModelState:
     return state
 
 
+def bring_to_rest(model: nn.Module, what: str, meta_ok: bool = False) -> None:
+    """Reshards all units and registers their sharded parameters; raises StateError if one is in use, or is on
+    meta without ``meta_ok``."""
+    units = list(units_of(model, recurse=True))
+    for unit in units:
+        check_at_rest(unit, what)
+    for unit in units:
+        to_rest(unit, meta_ok)
+
+
 def extra_name(module: str) -> str:
     """Returns the beginning of the names of tensors in a module's extra state."""
     return f"{PREFIX}{module}._extra_state" if module else f"{PREFIX}_extra_state"
@@ -144,13 +154,6 @@ def has_extra(module: nn.Module) -> bool:
 def parameter_names(model: nn.Module) -> dict[int, str]:
     """Returns the first name of each parameter, by its id."""
     return {id(param): plain_name(name) for name, param in model.named_parameters()}
-
-
-def plain_name(name: str) -> str:
-    """Removes what ``torch.compile(model)``, ``checkpoint_wrapper`` and FSDP1 insert into a name."""
-    if not any(part in name for part in _WRAPPERS):
-        return name
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def _storable(name: str, tensor: Tensor, state: ModelState) -> Tensor:
@@ -213,36 +216,31 @@ class Contents:
                 f"{folder}: checkpoint.json is empty: it was written by torch.distributed.checkpoint.save "
                 "with a Writer, and is read by its load with a Reader"
             )
-        try:
-            self._parse(info, index)
-        except ValueError as error:
-            raise CorruptCheckpointError(f"{folder}: checkpoint.json is damaged: {error}") from None
-
-    def _parse(self, info: dict[str, Any], index: Index) -> None:
-        model, rng = _get(info, "model", dict), _get(info, "rng", dict)
-        self.step, self.ranks = _count(info, "step"), _count(info, "ranks", 1)
-        self.only: str | None = model.get("only")
-        if self.only not in (None, "trainable") or "only" not in model:
-            raise ValueError(f"only is {shown(self.only)}")
-        self.mesh: dict[str, int] | None = _get(info, "mesh", dict, None)
-        for axis in self.mesh or ():
-            _count(self.mesh, axis, 1)
-        self.versions: dict[str, str] = _get(info, "versions", dict)
-        if not all(isinstance(text, str) for text in self.versions.values()):
-            raise ValueError(f"versions is {shown(self.versions)}")
-        seed = _get(rng, "step_seed", dict, None)
-        if seed is not None:
-            keys = ("seed", "step", "micro_batch")
-            seed = {key: _count(seed, key, most=1 << 256) for key in keys}
-        self.step_seed: dict[str, int] | None = seed
-        self.ties: dict[str, str] = _get(model, "ties", dict)
-        for alias, name in self.ties.items():
-            known = isinstance(name, str) and name.startswith(PREFIX) and name in index.tensors
-            if not known or not alias.startswith(PREFIX) or alias in index.tensors:
-                raise ValueError(f"it ties {alias!r:.80} to {shown(name)}")
-        self.extra_state: dict[str, Any] = _get(model, "extra_state", dict)
-        self.groups, self.state = _optimizer(_get(info, "optimizer", dict, None))
-        self.extra: dict[str, Any] = _get(info, "extra", dict)
+        with damaged_if(f"{folder}: checkpoint.json is damaged"):
+            model, rng = get_of(info, "model", dict), get_of(info, "rng", dict)
+            self.step, self.ranks = _count(info, "step"), _count(info, "ranks", 1)
+            self.only: str | None = model.get("only")
+            if self.only not in (None, "trainable") or "only" not in model:
+                raise ValueError(f"only is {shown(self.only)}")
+            self.mesh: dict[str, int] | None = get_of(info, "mesh", dict, None)
+            for axis in self.mesh or ():
+                _count(self.mesh, axis, 1)
+            self.versions: dict[str, str] = get_of(info, "versions", dict)
+            if not all(isinstance(text, str) for text in self.versions.values()):
+                raise ValueError(f"versions is {shown(self.versions)}")
+            seed = get_of(rng, "step_seed", dict, None)
+            if seed is not None:
+                keys = ("seed", "step", "micro_batch")
+                seed = {key: _count(seed, key, most=1 << 256) for key in keys}
+            self.step_seed: dict[str, int] | None = seed
+            self.ties: dict[str, str] = get_of(model, "ties", dict)
+            for alias, name in self.ties.items():
+                known = isinstance(name, str) and name.startswith(PREFIX) and name in index.tensors
+                if not known or not alias.startswith(PREFIX) or alias in index.tensors:
+                    raise ValueError(f"it ties {alias!r:.80} to {shown(name)}")
+            self.extra_state: dict[str, Any] = get_of(model, "extra_state", dict)
+            self.groups, self.state = _optimizer(get_of(info, "optimizer", dict, None))
+            self.extra: dict[str, Any] = get_of(info, "extra", dict)
 
 
 def _optimizer(
@@ -252,37 +250,24 @@ def _optimizer(
         return None, {}
     groups = []
     known: set[str] = set()
-    for group in _get(stored, "groups", list):
-        names = _get(group, "params", list)
+    for group in get_of(stored, "groups", list):
+        names = get_of(group, "params", list)
         if not all(isinstance(name, str) for name in names):
             raise ValueError(f"a group's params are {shown(names)}")
         if len(names) + len(known) != len(known | set(names)):
             raise ValueError("a parameter is twice in the optimizer's groups")
         known.update(names)
-        groups.append((names, _get(group, "options", dict), _get(group, "kind", str, None)))
-    state = _get(stored, "state", dict)
+        groups.append((names, get_of(group, "options", dict), get_of(group, "kind", str, None)))
+    state = get_of(stored, "state", dict)
     for name in state:
-        _get(state, name, dict)
+        get_of(state, name, dict)
         if name not in known:
             raise ValueError(f"it has state of {name!r:.80}, which is in no group")
     return groups, state
 
 
-_REQUIRED: Any = object()
-
-
-def _get(holder: Any, key: str, kind: type, default: Any = _REQUIRED) -> Any:
-    """Returns the value of ``key``, of this type; ``default`` if it is missing or null."""
-    value = holder.get(key) if isinstance(holder, dict) else None
-    if value is None and default is not _REQUIRED:
-        return default
-    if type(value) is not kind:
-        raise ValueError(f"{key} is {shown(value)}")
-    return value
-
-
 def _count(holder: Any, key: str, least: int = 0, most: int = 1 << 62) -> int:
-    value = _get(holder, key, int)
+    value = get_of(holder, key, int)
     if not least <= value < most:
         raise ValueError(f"{key} is {shown(value)}")
     return int(value)

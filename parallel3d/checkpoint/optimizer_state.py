@@ -123,18 +123,17 @@ class _LoadedGroups:
         if not names:
             return {}
         class_name = type(optimizer).__name__
+        encoded, options, _ = self.of[names[0]]
         for name in names:
-            _, options, kind = self.of[name]
+            other, own, kind = self.of[name]
             if kind not in (kind_of(optimizer), None):
-                if kind == "Adam" and options.get("decoupled_weight_decay") is True:
+                if kind == "Adam" and own.get("decoupled_weight_decay") is True:
                     kind = "AdamW"
                 raise CheckpointError(
                     f"the optimizer's group {number} was saved from another optimizer than {class_name}: it "
                     f"was {kind:.80}'s"
                 )
-        encoded, options, _ = self.of[names[0]]
-        for name in names:
-            if self.of[name][0] != encoded:
+            if other != encoded:
                 raise CheckpointError(
                     f"the optimizer's group {number} has {names[0]!r} and {name!r}, which were saved in "
                     "groups with different options; divide the parameters into the groups that they had"

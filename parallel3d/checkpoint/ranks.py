@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import TypeVar
 
 from torch import distributed as dist
@@ -18,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from parallel3d._torch.groups import set_group_timeout, wake_waiting
 from parallel3d._util.arguments import text_of
 from parallel3d.checkpoint.background import wait_for_background
+from parallel3d.checkpoint.format.files import hidden_beside, replace_folder
 from parallel3d.errors import AgreementError, CheckpointError, CorruptCheckpointError
 from parallel3d.fsdp.inspect import parameters_at_rest
 from parallel3d.guards.timeouts import keep_for_saving, saving_limit
@@ -229,6 +232,30 @@ def _portable(problem: Exception | None) -> Exception | None:
 def _text(problem: Exception) -> str:
     text = text_of(problem)
     return text if isinstance(problem, ValueError) else f"{type(problem).__name__}: {text}"
+
+
+@contextmanager
+def new_folder(ranks: Ranks, path: Path, check: Callable[[Path], None]) -> Iterator[Path]:
+    """Yields a temporary folder, which the first rank makes next to ``path`` and renames to it at the end; it
+    is removed after an error. ``check`` raises unless the existing folder ``path`` may be replaced."""
+
+    def make() -> Path:
+        if path.is_symlink() or (path.exists() and not path.is_dir()):
+            raise CheckpointError(f"{path} is there already, and is no folder")
+        if path.exists():
+            check(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = hidden_beside(path, "tmp")
+        temporary.mkdir()
+        return temporary
+
+    temporary = ranks.first(make)
+    try:
+        yield temporary
+        ranks.first(lambda: replace_folder(temporary, path))
+    finally:
+        if ranks.is_first:
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 HALF_READ = (

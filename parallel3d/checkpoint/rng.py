@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.distributed import DeviceMesh
 
+from parallel3d.checkpoint.format.files import damaged_if
 from parallel3d.checkpoint.model_state import Contents, Stored
 from parallel3d.checkpoint.ranks import Ranks
-from parallel3d.errors import CorruptCheckpointError
 from parallel3d.mesh.seeding import StepSeed, last_step_seed, number_of, set_step_seed
 
 _PYTHON = 3  # version of random.getstate
@@ -76,12 +76,9 @@ class LoadedRng:
             entry = stored.index.tensors.get(prefix + kind)
             if entry is not None and entry.nbytes <= _LIMIT:
                 states[kind] = stored.reader(prefix)(prefix + kind)
-        try:
+        what = f"{stored.folder}: its states of rank {ranks.rank}'s random generators are damaged"
+        with damaged_if(what, (TypeError, ValueError, RuntimeError, ArithmeticError, LookupError)):
             self._setters = _setters(states) if same else []
-        except (TypeError, ValueError, RuntimeError, OverflowError, KeyError, IndexError) as error:
-            raise CorruptCheckpointError(
-                f"{stored.folder}: its states of rank {ranks.rank}'s random generators are damaged: {error}"
-            ) from error
 
     def apply(self) -> str:
         """Sets the generators; returns what was done: ``"restored"``, ``"reseeded"`` or ``"left"``."""

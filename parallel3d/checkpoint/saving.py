@@ -178,7 +178,6 @@ class _Save:
     def collect(
         self, state: ModelState, optimizers: list[Optimizer], extra: Mapping[str, Any] | None
     ) -> None:
-        """Collects all that is stored."""
         self.optimizers = len(optimizers)
         params = state.parameters
         # Recorded now, as a forward may register other parameters; formatting them takes time.

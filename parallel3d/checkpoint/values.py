@@ -21,6 +21,10 @@ _DTYPES = {
     if isinstance(dtype, torch.dtype)
 }
 
+Keep = Callable[[torch.Tensor, str], str]
+"""Stores a tensor, which has a name in errors, and returns the name that it is stored under."""
+Read = Callable[[str], torch.Tensor]
+
 
 def as_dict(name: str, value: Any) -> dict[Any, Any]:
     """Converts a user's argument, a dict or None; raises CheckpointError for anything else."""
@@ -31,13 +35,7 @@ def as_dict(name: str, value: Any) -> dict[Any, Any]:
     return dict(value)
 
 
-def _is_scalar(tensor: torch.Tensor) -> bool:
-    """Returns whether ``tensor`` is a real number on the CPU, such as an optimizer's step count."""
-    known = tensor.dtype.is_floating_point or tensor.dtype in _INTEGERS
-    return type(tensor) is torch.Tensor and tensor.dim() == 0 and tensor.is_cpu and known
-
-
-def keeper(tensors: dict[str, torch.Tensor]) -> Callable[[torch.Tensor, str], str]:
+def keeper(tensors: dict[str, torch.Tensor]) -> Keep:
     """Returns the ``tensor`` argument of ``encode`` that puts tensors into ``tensors`` under unique names."""
 
     def keep(tensor: torch.Tensor, where: str) -> str:
@@ -52,12 +50,7 @@ def keeper(tensors: dict[str, torch.Tensor]) -> Callable[[torch.Tensor, str], st
     return keep
 
 
-def encode(
-    value: Any,
-    where: str,
-    tensor: Callable[[torch.Tensor, str], str] | None = None,
-    depth: int = 0,
-) -> Any:
+def encode(value: Any, where: str, tensor: Keep | None = None, depth: int = 0) -> Any:
     """Converts ``value`` to what ``json.dumps`` takes; raises CheckpointError if something can't be stored.
 
     Args:
@@ -75,7 +68,9 @@ def encode(
     if depth > _MAX_DEPTH:
         raise CheckpointError(f"{where[:80]}...: lists and dicts are more than {_MAX_DEPTH} deep")
     if isinstance(value, torch.Tensor):
-        if _is_scalar(value) and not value.requires_grad:
+        real = value.dtype.is_floating_point or value.dtype in _INTEGERS
+        own = type(value) is torch.Tensor and value.is_cpu and not value.requires_grad
+        if own and real and value.dim() == 0:  # such as an optimizer's step count
             return {"$scalar": [str(value.dtype).removeprefix("torch."), value.item()]}
         if tensor is not None:
             return {"$tensor": tensor(value, where)}
@@ -99,10 +94,7 @@ def encode(
 
 
 def _encode_dict(
-    value: dict[Any, Any],
-    where: str,
-    tensor: Callable[[torch.Tensor, str], str] | None,
-    depth: int,
+    value: dict[Any, Any], where: str, tensor: Keep | None, depth: int
 ) -> dict[str, Any]:
     counter = type(value) is Counter
     for key, item in value.items():
@@ -120,7 +112,7 @@ def _encode_dict(
     return {"$counter" if counter else "$dict": encoded}
 
 
-def decode(value: Any, tensor: Callable[[str], torch.Tensor] | None = None, depth: int = 0) -> Any:
+def decode(value: Any, tensor: Read | None = None, depth: int = 0) -> Any:
     """Converts the result of ``encode`` back; ``tensor`` returns what is stored separately under a name."""
     if isinstance(value, (list, dict)) and depth > _MAX_DEPTH + 2:
         raise CorruptCheckpointError("a value is too deep")
@@ -139,9 +131,7 @@ def decode(value: Any, tensor: Callable[[str], torch.Tensor] | None = None, dept
         raise CorruptCheckpointError(f"{shown(value)} is not an encoded value") from error
 
 
-def _decode_special(
-    kind: str, content: Any, tensor: Callable[[str], torch.Tensor] | None, depth: int
-) -> Any:
+def _decode_special(kind: str, content: Any, tensor: Read | None, depth: int) -> Any:
     if kind == "$tensor" and tensor is not None and isinstance(content, str):
         return tensor(content)
     if kind == "$bytes" and isinstance(content, str):
@@ -163,7 +153,7 @@ def _decode_special(
 
 
 def _decode_dict(
-    counter: bool, content: list[Any], tensor: Callable[[str], torch.Tensor] | None, depth: int
+    counter: bool, content: list[Any], tensor: Read | None, depth: int
 ) -> dict[Any, Any]:
     if not all(isinstance(pair, list) and len(pair) == 2 for pair in content):
         raise ValueError("not a list of pairs")

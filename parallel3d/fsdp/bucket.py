@@ -49,20 +49,16 @@ from parallel3d.fsdp.api import MixedPrecisionPolicy, in_own_dtype
 from parallel3d.fsdp.collectives import all_gather
 from parallel3d.fsdp.comm import Comm
 from parallel3d.fsdp.gradients import BucketGradients
+from parallel3d.fsdp.layout import are_zero_copy, bucket_order
 from parallel3d.fsdp.param import (
     OptimizerSteps,
     ShardedParam,
     count_optimizer_steps,
-    count_zero_copy,
-    is_small,
-    packs_as_chunks,
-    put_first,
+    segment_of,
+    zero_copy_bytes,
 )
-from parallel3d.fsdp.placement import DataAxes
+from parallel3d.fsdp.placement import DataAxes, post_forward_mesh
 from parallel3d.fsdp.reduction import DEFAULT_REDUCER, AllReduce, Stage
-
-Offload = Any
-"""Where shards are at rest, if not on the device that computes; see ``options/offload.CpuOffload``."""
 
 
 class Bucket:
@@ -71,6 +67,7 @@ class Bucket:
     Attributes:
         params: its parameters: zero-copy ones first, those whose gradient may be partial over tp last.
         policy: the dtypes that it computes and reduces in now.
+        offload: where shards are at rest, if not on the device that computes; see ``offload.CpuOffload``.
         own_dtype: whether it computes in its parameters' own dtype; see ``options/precision``.
         zero_copy: how many parameters are zero-copy.
         packed: P, see above. packs_as_chunks: whether one kernel can pack the other gradients.
@@ -117,7 +114,7 @@ class Bucket:
     can_coalesce = True
     packs_all = False
     gathers_copy = False
-    stand_ins: Sequence[torch.Tensor] | None = None
+    stand_ins: Sequence[Any] | None = None
     on_rebuilt: Callable[[], Callable[[], None] | None] | None = None
     divide_factor: float | None = None
     reduce_unused = False
@@ -151,11 +148,13 @@ class Bucket:
         params: list[ShardedParam],
         axes: DataAxes,
         policy: MixedPrecisionPolicy,
-        offload: Offload | None = None,
+        offload: Any = None,
     ) -> None:
         device_type = axes.mesh.device_type
         self.unit = unit
-        self.params = put_first(params, device_type)
+        least = params[0].dtype.itemsize, zero_copy_bytes(device_type)
+        order = bucket_order([*map(segment_of, params)], *least)
+        self.params = [params[index] for index in order]
         self.axes = axes
         self.given_policy = policy
         self.own_dtype = False
@@ -164,13 +163,20 @@ class Bucket:
         self.to_rest: list[Stage] = []
         self.num_shards = self.params[0].num_shards
         self._find_groups()
-        self.zero_copy = 0
-        if self.shard_group is not None and not self.packs_all:
-            self.zero_copy = count_zero_copy(self.params, device_type)
-        self.small_grads = [is_small(p, device_type) for p in self.params]
+        self.plan_copies()
         first = self.params[0]
         device = (first.local if first.initial is None else first.initial).device
         self.build(device if device.type in ("meta", device_type) else torch.device(device_type))
+
+    def plan_copies(self) -> None:
+        """Decides which of ``params`` are zero-copy, and how the gradients of the others are packed."""
+        segments = [*map(segment_of, self.params)]
+        least = self.params[0].dtype.itemsize, zero_copy_bytes(self.axes.mesh.device_type)
+        self.zero_copy = 0
+        if self.shard_group is not None and not self.packs_all:
+            self.zero_copy = sum(are_zero_copy(segments, *least))
+        self.small_grads = [segment.is_small(*least) for segment in segments]
+        self.packs_as_chunks = all(s.packs_as_chunks for s in segments[self.zero_copy :])
 
     def _find_groups(self) -> None:
         axes = self.axes
@@ -231,7 +237,6 @@ class Bucket:
             self.templates = [torch.empty(p.chunk_shape, device="meta") for p in params]
         self.numel = sum(self.segment_sizes)
         self.packed = sum(self.segment_sizes[self.zero_copy :])
-        self.packs_as_chunks = all(map(packs_as_chunks, params[self.zero_copy :]))
         self.member_sizes = self.segment_sizes[: self.zero_copy]
         if self.packed or not self.zero_copy:
             self.member_sizes = [*self.member_sizes, self.packed]
@@ -333,9 +338,7 @@ class Bucket:
 
     def adopt(self) -> bool:
         """Copies values to the buffers that an ordinary call (``to_empty``, ``double``, ...) moved elsewhere.
-
-        Returns:
-            Whether any had moved.
+        Returns whether any had moved.
 
         Raises:
             Parallel3dError: the parameters have several dtypes or devices now.
@@ -393,11 +396,6 @@ class Bucket:
         reducer = DEFAULT_REDUCER if self.shard_group is None else self.reducer
         return reducer.allocate(size, self.reduce_dtype, self.device)
 
-    def views_by_rank(self, packed: torch.Tensor, since: int) -> list[torch.Tensor]:
-        """Returns views of ``reduce_input(since)``, one per parameter, shaped as ``ShardedParam.by_rank``."""
-        columns = packed.view(self.num_shards, -1).split(self.segment_sizes[since:], dim=1)
-        return [p.segments_by_rank(c) for p, c in zip(self.params[since:], columns, strict=True)]
-
     # -- unshard -------------------------------------------------------------------------------------
 
     def copy_pairs(
@@ -432,9 +430,8 @@ class Bucket:
 
     def gather_buffers(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Allocates and returns the outputs and inputs of the all-gather; the inputs are in compute dtype."""
-        in_rows = self.gather_comm is not None
-        if self.post_forward_shard is not None and self.post_forward is not None:
-            in_rows = self.post_forward.in_rows
+        kept = None if self.post_forward_shard is None else self.post_forward
+        in_rows = self.gather_comm is not None if kept is None else kept.in_rows
         if in_rows and self.shard_group is not None:
             return self._row_buffers()
         self.custom_gathered = None
@@ -462,9 +459,8 @@ class Bucket:
         make = torch.empty if self.gather_comm is None else self.gather_comm.allocate
         size = (self.num_shards * self.numel,)
         output = make(size, dtype=self.compute_dtype, device=self.device)
-        rank = self.axes.coordinate(self.axes.shard)
-        if self.post_forward_shard is not None and self.post_forward is not None:
-            rank = self.post_forward.rank
+        kept = None if self.post_forward_shard is None else self.post_forward
+        rank = self.axes.coordinate(self.axes.shard) if kept is None else kept.rank
         shard = output.narrow(0, rank * source.numel(), source.numel())
         shard.copy_(source)
         self.custom_gathered = output
@@ -498,18 +494,14 @@ class Bucket:
         if self.has_own_unsharded and not self.keep_storage:
             release(self.unsharded)
 
-    def to_sharded_post_forward(self, ranks: int, make: Callable[..., Any]) -> None:
-        """Keeps this rank's shard over ``ranks`` ranks, before ``free_unsharded``.
-
-        Args:
-            make: ``gathers.PostForwardGroup``.
-        """
+    def to_sharded_post_forward(self, ranks: int) -> None:
+        """Keeps this rank's shard over ``ranks`` ranks, before ``free_unsharded``."""
         if self.shard_group is None or ranks >= self.shard_group.size():
             return
         in_rows = self.gather_comm is not None
         kept = self.post_forward
         if kept is None or (kept.ranks, kept.in_rows) != (ranks, in_rows):
-            self.post_forward = kept = make(self, ranks, in_rows=in_rows)
+            self.post_forward = kept = PostForwardGroup(self, ranks, in_rows)
         self.post_forward_shard = kept.keep()
         self.gather_group = kept.group
 
@@ -519,6 +511,54 @@ class Bucket:
             self.post_forward.drop()
             self.post_forward_shard = None
             self.gather_group = self.shard_group
+
+
+class PostForwardGroup:
+    """The shard of a bucket over fewer ranks that a rank keeps between forward and backward.
+
+    ``reshard_after_forward=k`` spends memory, n/k times a shard, to gather within k neighbouring ranks, which
+    are one machine's if k is the number of its devices. Rank j of them keeps the rows that the shard ranks
+    from j*n/k to (j+1)*n/k have in the gathered buffer: an all-gather over the k ranks fills that buffer as
+    one over all n does.
+
+    Attributes:
+        in_rows: whether the shard has rows of S, as custom all-gathers take it. If not, it has the n/k rows
+            of each zero-copy parameter, then the rows of the others.
+        group: the k ranks.
+        rank: this rank's place among them.
+        buffer: (n/k * S,), the shard, in compute dtype; it has storage while it is kept.
+    """
+
+    def __init__(self, bucket: Bucket, ranks: int, in_rows: bool) -> None:
+        mesh = post_forward_mesh(bucket.axes, ranks)
+        self.ranks = ranks
+        self.in_rows = in_rows
+        self.group = mesh.get_group("within")
+        self.rank = mesh.get_local_rank("within")
+        rows = bucket.num_shards // ranks
+        self.buffer = torch.empty(
+            rows * bucket.numel, dtype=bucket.compute_dtype, device=bucket.device
+        )
+        self._targets: list[torch.Tensor] = []
+        self._sources: list[torch.Tensor] = []
+        for since, shard in enumerate([self.buffer] if in_rows else bucket.members(self.buffer)):
+            until = since + 1 if since < bucket.zero_copy and not in_rows else None
+            unsharded, kept = bucket.copy_pairs(
+                shard.view(rows, -1), self.rank * rows, since=since, until=until
+            )
+            self._sources += unsharded
+            self._targets += kept
+        release(self.buffer)
+
+    def keep(self) -> torch.Tensor:
+        """Copies the shard out of the unsharded parameters, and returns it."""
+        allocate(self.buffer)
+        foreach_copy_(self._targets, self._sources)
+        return self.buffer
+
+    def drop(self) -> None:
+        """Frees the shard."""
+        release(self.buffer)
 
 
 # Version counters: they tell autograd which values the unsharded parameters hold.
@@ -583,20 +623,18 @@ class Versions:
 
     def _differs(self, now: tuple[int, int]) -> bool:
         steps, versions = self._seen
-        return now[1] != versions or (now[0] != steps and self._were_stepped(steps))
+        if now[0] == steps or now[1] != versions:
+            return now[1] != versions
+        params = set(map(id, self._sharded))
+        return any(
+            record.last > steps and (record.copies or not params.isdisjoint(record.params))
+            for record in chain(OptimizerSteps.of_alive.values(), OptimizerSteps.of_deleted)
+        )
 
     def _now(self) -> tuple[int, int]:
         """Returns (steps of all optimizers, sum of the weights' counters)."""
         with torch_function_off():
             return OptimizerSteps.total, sum(map(_version_of, self._at_rest))
-
-    def _were_stepped(self, since: int) -> bool:
-        """Returns whether an optimizer of the weights has stepped since step number ``since``."""
-        params = set(map(id, self._sharded))
-        return any(
-            steps.last > since and (steps.copies or not params.isdisjoint(steps.params))
-            for steps in chain(OptimizerSteps.of_alive.values(), OptimizerSteps.of_deleted)
-        )
 
     def set_unsharded(self) -> None:
         """Tells autograd that the unsharded parameters and their stand-ins hold version ``weights``."""

@@ -159,17 +159,16 @@ class ScatterWork:
 
 
 def all_gather(
-    output: torch.Tensor | Sequence[torch.Tensor],
-    part: torch.Tensor | Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
     group: ProcessGroup,
     *,
     unit: str,
     comm: Any = None,
 ) -> Any:
-    """Issues an all-gather of ``part``, (S,), of every rank into ``output``, (n * S,), in rank order.
+    """Issues an all-gather of ``inputs``, (S,) each, of every rank into ``outputs``, (n * S,), in rank order.
 
     Args:
-        output, part: one tensor each, or equally many, of one call.
         group: n ranks.
         unit: name of the unit that it is for, for the recorder.
         comm: the user's collective to call instead; see ``set_custom_all_gather``.
@@ -177,8 +176,6 @@ def all_gather(
     Returns:
         The work to wait for, or None.
     """
-    outputs = [output] if isinstance(output, torch.Tensor) else output
-    inputs = [part] if isinstance(part, torch.Tensor) else part
     if inputs[0].dtype not in _KNOWN_TO_BACKENDS:
         outputs = [tensor.view(torch.uint8) for tensor in outputs]
         inputs = [tensor.view(torch.uint8) for tensor in inputs]
@@ -206,23 +203,18 @@ def _gather_on_gloo(
 
 
 def reduce_scatter(
-    input: torch.Tensor | Sequence[torch.Tensor],
-    group: ProcessGroup,
-    *,
-    unit: str,
-    device_type: str,
+    inputs: Sequence[torch.Tensor], group: ProcessGroup, *, unit: str, device_type: str
 ) -> ScatterWork:
-    """Issues a reduce-scatter: ``input``, (n * S,), is summed over n ranks, and each rank gets (S,) of it.
+    """Issues a reduce-scatter: ``inputs``, (n * S,), are summed over n ranks, and each rank gets (S,).
 
     gloo's reduce-scatter blocks its caller. On the CPU it is an all-to-all, which does not, and a sum in rank
     order, which gives the same numbers in every run.
 
     Args:
-        input: one tensor, or several of one call, whose results lie one after another.
+        inputs: the tensors of one call, whose results lie one after another.
         unit: name of the unit that it is for, for the recorder.
     """
     n = group.size()
-    inputs = [input] if isinstance(input, torch.Tensor) else input
     backend = _backend(group, device_type)
     before, issuing.unit = issuing.unit, unit
     try:

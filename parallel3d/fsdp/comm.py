@@ -30,34 +30,39 @@ class Comm(Protocol):
         max_inputs: how many inputs of reduce-scatters may be in flight.
         post_optim_event: an event that the next all-gather waits for instead of the current stream.
         left_by: a weak reference to the context whose last backward has left reductions in flight; or None.
+        holding: reductions whose reduce-scatter still holds its inputs, oldest first; at most ``max_inputs``.
     """
 
     max_inputs: int = 1
     post_optim_event: Any = None
     left_by: Any = None
+    holding: deque[Any]
 
     def issue_gather(self, bucket: Gather) -> None:
         """Issues the all-gather of ``bucket``."""
 
     def finish_gather(self, bucket: Gather) -> None:
         """Waits for the all-gather, and copies its result to the unsharded parameters."""
+        if bucket.gathering is None:
+            if bucket.shard_group is None:  # else KeyboardInterrupt came after the copy
+                bucket.unshard_without_gather()
+            return
+        work, _ = bucket.gathering
+        if work is not None:
+            work.wait()  # an accelerator's event: lets the current stream wait
+        bucket.copy_out()
+        bucket.gathering = None  # first: an interruption must not lead to a copy of freed memory
+        bucket.free_gathered()
 
     def run_over_replicate(self, start: Callable[[], Any], *, reads_host: bool) -> Any:
         """Issues a collective over replicate by ``start``. Later all-gathers read its result.
 
-        Args:
-            reads_host: whether its input is in the CPU's memory, and an accelerator reads it.
-
-        Returns:
-            The work to wait for, or None. On an accelerator ``wait()`` lets the current stream wait.
+        Returns the work to wait for, or None. On an accelerator ``wait()`` lets the current stream wait.
+        ``reads_host``: whether its input is in the CPU's memory, and an accelerator reads it.
         """
 
     def reduce(self, bucket: Reduced, *, all_reduce: bool) -> None:
         """Issues the reduction of the gradients of ``bucket``; ``all_reduce``: over replicate too."""
-
-    @property
-    def holds_inputs(self) -> bool:
-        """Whether the input of a reduce-scatter is still held."""
 
     def free_inputs(self) -> None:
         """Waits for the reduce-scatters under way, and frees their inputs."""
@@ -81,17 +86,6 @@ def make_comm(device_type: str) -> Comm:
     if played is None and device_type in ("cpu", "meta"):
         return CpuComm()
     return StreamComm(played or torch.get_device_module(device_type))
-
-
-def limit_inputs(comm: Comm, limits: Iterable[int], *, at_least: int = 1) -> None:
-    """Sets ``comm.max_inputs`` to the largest of ``limits``, those of the buckets of one root.
-
-    Buckets share it: one with a smaller limit must not wait for the inputs of the others.
-
-    Args:
-        at_least: the limit of other roots on the same comm.
-    """
-    comm.max_inputs = max(max(limits, default=1), at_least)
 
 
 # -- asynchronous works --------------------------------------------------------------------------------
@@ -119,9 +113,7 @@ class _Running:
     def end_stage(self) -> None:
         """Waits for the stage under way and finishes it."""
         stage, work = self.stage, self.work
-        self.stage = self.work = (
-            None  # so that what a stage has sent is freed when it has been read
-        )
+        self.stage = self.work = None  # what a stage has sent is freed when it has been read
         if stage is not None:
             stage.finish(self.job, work)
 
@@ -148,12 +140,11 @@ class CpuComm(Comm):
     for that at once would block the backward. So the all-reduce is issued when the next bucket is reduced.
 
     Attributes:
-        scattering: reductions whose reduce-scatter is under way, oldest first; at most ``max_inputs``.
         reducing: reductions in their later stages.
     """
 
     def __init__(self) -> None:
-        self.scattering: deque[_Running] = deque()
+        self.holding: deque[_Running] = deque()
         self.reducing: deque[_Running] = deque()
         self._ref = weakref.ref(self)
         let_gloo_finish_at_exit()
@@ -169,19 +160,6 @@ class CpuComm(Comm):
         outputs, inputs = bucket.gather_buffers()
         bucket.gathering = (bucket.start_gather(outputs, inputs), inputs)  # gloo reads the inputs
 
-    def finish_gather(self, bucket: Gather) -> None:
-        if bucket.shard_group is None:
-            bucket.unshard_without_gather()
-            return
-        if bucket.gathering is None:  # KeyboardInterrupt came after the copy
-            return
-        work, _ = bucket.gathering
-        if work is not None:
-            work.wait()
-        bucket.copy_out()
-        bucket.gathering = None  # first: an interruption must not lead to a copy of freed memory
-        bucket.free_gathered()
-
     def run_over_replicate(self, start: Callable[[], Any], *, reads_host: bool) -> Any:
         return start()
 
@@ -190,46 +168,39 @@ class CpuComm(Comm):
     def reduce(self, bucket: Reduced, *, all_reduce: bool) -> None:
         self.drain(bucket)  # its earlier reduction of the same backward, before another one begins
         scattered: list[_Running] = []
-        while len(self.scattering) >= self.max_inputs:
+        while len(self.holding) >= self.max_inputs:
             scattered.append(self._take_scattered())
         running = _Running(bucket.grads.start(all_reduce=all_reduce))
-        self.scattering.append(running)
+        self.holding.append(running)
         bucket.grads.in_flight = self._ref
         # Earlier all-reduces come after this reduce-scatter: on one link they would delay it, for which the
         # deferred all-gather of the next backward waits.
         for earlier in scattered:
             earlier.advance()
-        if running.work is None and len(self.scattering) == 1:
+        if running.work is None and len(self.holding) == 1:
             self._take_scattered().advance()  # nothing is scattered, so there is nothing to wait for
-        if bucket.on_reduced is not None:
-            self._complete_early()
-
-    def _take_scattered(self) -> _Running:
-        """Waits for the oldest reduce-scatter, and returns its reduction."""
-        running = self.scattering.popleft()
-        self.reducing.append(running)
-        running.end_stage()
-        return running
-
-    def _complete_early(self) -> None:
-        """Completes the reductions of gradients that are used within the backward, but for the newest."""
-        for running in list(self.reducing):
+        if bucket.on_reduced is None:
+            return
+        for running in list(self.reducing):  # gradients that are used within the backward
             newest = running.work is not None and running is self.reducing[-1]
             if running.job.bucket.on_reduced is not None and not newest:
                 self.reducing.remove(running)
                 running.complete()
 
-    @property
-    def holds_inputs(self) -> bool:
-        return bool(self.scattering)
+    def _take_scattered(self) -> _Running:
+        """Waits for the oldest reduce-scatter, and returns its reduction."""
+        running = self.holding.popleft()
+        self.reducing.append(running)
+        running.end_stage()
+        return running
 
     def free_inputs(self) -> None:
         # All-reduces follow later: they would delay the next all-gather.
-        for running in self.scattering:
+        for running in self.holding:
             running.end_stage()
 
     def drain(self, bucket: Reduced) -> None:
-        while any(running.job.bucket is bucket for running in self.scattering):
+        while any(running.job.bucket is bucket for running in self.holding):
             self._take_scattered().advance()
         for running in [running for running in self.reducing if running.job.bucket is bucket]:
             self.reducing.remove(running)
@@ -237,7 +208,7 @@ class CpuComm(Comm):
 
     def finish(self) -> None:
         self.left_by = None
-        while self.scattering:
+        while self.holding:
             # Results are put into ``.grad`` while the last reductions communicate. The newest all-reduce may
             # still run, and the next one must not wait for it.
             while self.reducing and (self.reducing[0].work is None or len(self.reducing) > 1):
@@ -248,10 +219,10 @@ class CpuComm(Comm):
 
     def abandon(self) -> None:
         self.left_by = None
-        for running in (*self.scattering, *self.reducing):
+        for running in (*self.holding, *self.reducing):
             _wait_quietly(getattr(running.work, "work", running.work))
             running.job.bucket.grads.in_flight = None
-        self.scattering.clear()
+        self.holding.clear()
         self.reducing.clear()
 
     def settle_host(self) -> None:
@@ -306,7 +277,6 @@ class StreamComm(Comm):
 
     Attributes:
         in_flight: reductions whose result is not in ``.grad`` yet, oldest first.
-        holding: those of them whose inputs are held; at most ``max_inputs``.
         unsummed: those of them that are still to be summed over tp; at most ``max_inputs``.
         host_read: event: the shards in the CPU's memory have been read (CPU offload); or None.
     """
@@ -353,18 +323,6 @@ class StreamComm(Comm):
         if bucket.reads_host:
             self.host_read = event
 
-    def finish_gather(self, bucket: Gather) -> None:
-        if bucket.shard_group is None and not bucket.reads_host:
-            bucket.unshard_without_gather()
-            return
-        if bucket.gathering is None:  # KeyboardInterrupt came after the copy
-            return
-        event, _ = bucket.gathering
-        self.device.current_stream().wait_event(event)
-        bucket.copy_out()
-        bucket.gathering = None  # first: an interruption must not lead to a copy of freed memory
-        bucket.free_gathered()
-
     def run_over_replicate(self, start: Callable[[], Any], *, reads_host: bool) -> Any:
         # The optimizer has written the shards on compute; earlier all-gathers read the last result on gather.
         self.replicate.wait_stream(self.device.current_stream())
@@ -397,8 +355,9 @@ class StreamComm(Comm):
             self.unsummed.append(flight)
         else:
             self._run(flight)
-        if bucket.on_reduced is not None:
-            self._complete_early(flight)
+        if bucket.on_reduced is not None:  # gradients that are used within the backward
+            early = [f for f in self.in_flight if f.job.bucket.on_reduced is not None]
+            self._complete_all(each for each in early if each is not flight)
 
     def _run(self, flight: _InFlight) -> None:
         """Issues all remaining stages."""
@@ -437,12 +396,10 @@ class StreamComm(Comm):
             self.unsummed.remove(flight)
             self._run(flight)
 
-    def _complete_early(self, newest: _InFlight) -> None:
-        """Completes the reductions of gradients that are used within the backward, but for the newest."""
-        for flight in list(self.in_flight):
-            if flight.job.bucket.on_reduced is not None and flight is not newest:
-                self.in_flight.remove(flight)
-                self._complete(flight)
+    def _complete_all(self, flights: Iterable[_InFlight]) -> None:
+        for flight in flights:
+            self.in_flight.remove(flight)
+            self._complete(flight)
         self.holding = deque(flight for flight in self.holding if flight.source is not None)
 
     def _complete(self, flight: _InFlight) -> None:
@@ -467,19 +424,12 @@ class StreamComm(Comm):
         self.device.current_stream().wait_event(oldest.scattered)
         oldest.source = None
 
-    @property
-    def holds_inputs(self) -> bool:
-        return bool(self.holding)
-
     def free_inputs(self) -> None:
         while self.holding:
             self._free_oldest_input()
 
     def drain(self, bucket: Reduced) -> None:
-        for flight in [flight for flight in self.in_flight if flight.job.bucket is bucket]:
-            self.in_flight.remove(flight)
-            self._complete(flight)
-        self.holding = deque(flight for flight in self.holding if flight.source is not None)
+        self._complete_all([f for f in self.in_flight if f.job.bucket is bucket])
 
     def finish(self) -> None:
         self.left_by = None

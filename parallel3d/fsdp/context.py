@@ -8,10 +8,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
 from itertools import chain
 from operator import attrgetter, is_
 from threading import get_ident
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,10 +32,17 @@ from parallel3d._util.trees import tensors_in
 from parallel3d.errors import StateError
 from parallel3d.fsdp.api import input_dtype
 from parallel3d.fsdp.bucket import Bucket
-from parallel3d.fsdp.comm import limit_inputs, make_comm
+from parallel3d.fsdp.comm import make_comm
 from parallel3d.fsdp.explain import check_inputs, explain
 from parallel3d.fsdp.group import Retain, ShardedState
-from parallel3d.fsdp.members import UNIT_ATTRIBUTE, check_loose, class_name, unit_of, units_of
+from parallel3d.fsdp.members import (
+    UNIT_ATTRIBUTE,
+    check_loose,
+    class_name,
+    unit_of,
+    units_modules,
+    units_of,
+)
 from parallel3d.fsdp.schedule import GatherSchedule, PrefetchSettings
 
 Unit = Any
@@ -83,21 +92,6 @@ class Observer:
 
     def abandon(self, unit: Unit) -> None:
         """Called after an exception."""
-
-
-class Registrar(Protocol):
-    """An option that keeps units' unsharded parameters registered for the whole of the root's forward and
-    backward; see ``replicated``. It puts itself into ``Unit.registrar``."""
-
-    def has_registered(self, unit: Unit) -> bool:
-        """Whether the unsharded parameters of ``unit`` are registered now. Its hooks then only call the two
-        methods below."""
-
-    def before_unit(self, unit: Unit) -> None:
-        """Called before such a forward of ``unit``."""
-
-    def after_unit(self, unit: Unit, output: Any) -> None:
-        """Called after it."""
 
 
 class RootOption:
@@ -151,15 +145,11 @@ root_options: list[Callable[[Any], RootOption | None]] = []
 # sharded Parameters were given as its ``inputs``, which no graph leads to, and what its error was,
 # is known where the engine is called alone.
 
-_watched = False
 
-
+@cache
 def watch_backwards() -> None:
     """From now on backwards refuse what they can't do, and their errors name units."""
-    global _watched
-    if not _watched:
-        _watched = True
-        wrap_backward(_run_backward)
+    wrap_backward(_run_backward)
 
 
 def _run_backward(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -267,7 +257,7 @@ class Attributes:
         return tensors_with_graph(values) if values else iter(())
 
     def _list(self) -> list[dict[str, Any]]:
-        modules = list(_own_modules([m for ref in self._tops if (m := ref()) is not None]))
+        modules = list(units_modules([m for ref in self._tops if (m := ref()) is not None]))
         self._modules = [weakref.ref(module) for module in modules]
         dicts = [vars(module) for module in modules]
         self._sizes = _sizes_of(dicts)
@@ -286,19 +276,6 @@ class Attributes:
 def _sizes_of(dicts: list[dict[str, Any]]) -> list[int]:
     """Numbers that differ where a module or an attribute was added."""
     return [*map(len, dicts), *(len(attributes["_modules"]) for attributes in dicts)]
-
-
-def _own_modules(tops: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    """``tops`` and the modules inside, but for those of inner units."""
-    stack, seen = list(tops), set()
-    first = {id(module) for module in stack}
-    while stack:
-        module = stack.pop()
-        if id(module) in seen or (UNIT_ATTRIBUTE in vars(module) and id(module) not in first):
-            continue
-        seen.add(id(module))
-        yield module
-        stack += [child for child in module._modules.values() if child is not None]
 
 
 # Deferred prefetch: where a unit's backward gathers the unit before it, if it has large gradients.
@@ -351,6 +328,7 @@ class DeferredPrefetch:
             bucket.on_large_gradient = None
 
 
+@dataclass(eq=False)
 class RootBackward:
     """A backward under way through the units of one root.
 
@@ -363,13 +341,12 @@ class RootBackward:
         ended, reduced: ids of the units whose backward is over, and whose reduction was issued.
     """
 
-    def __init__(self, callback: Callable[[], Any], *, may_defer: bool) -> None:
-        self.callback: Callable[[], Any] = weakref.ref(callback)
-        self.creates_graph = False
-        self.may_defer = may_defer
-        self.deferred: DeferredPrefetch | None = None
-        self.ended: set[int] = set()
-        self.reduced: set[int] = set()
+    callback: Callable[[], Any]
+    may_defer: bool
+    creates_graph: bool = False
+    deferred: DeferredPrefetch | None = None
+    ended: set[int] = field(default_factory=set)
+    reduced: set[int] = field(default_factory=set)
 
 
 class RunContext:
@@ -422,10 +399,14 @@ class RunContext:
                 context._units.append(unit.ref)
         made = (make(context) for make in root_options)
         context.options = [option for option in made if option is not None]
-        buckets = [bucket for unit in context.units for bucket in unit.group.buckets]
-        limits = (bucket.max_inputs for bucket in buckets)
-        limit_inputs(context.comm, limits, at_least=context.comm.max_inputs)
+        context.limit_inputs(at_least=context.comm.max_inputs)
         return context
+
+    def limit_inputs(self, *, at_least: int = 1) -> None:
+        """Sets ``comm.max_inputs`` to the largest limit of the buckets, which share it: one with a smaller
+        limit must not wait for the inputs of the others. ``at_least``: that of other roots on the comm."""
+        limits = [bucket.max_inputs for unit in self.units for bucket in unit.group.buckets]
+        self.comm.max_inputs = max((*limits, at_least))
 
     def release(self, unit: Unit) -> None:
         """Completes what was issued here for ``unit``, before it becomes a unit of another root."""
@@ -446,11 +427,6 @@ class RunContext:
     def units(self) -> list[Unit]:
         """All units, outer before inner, in the order of the modules."""
         return [unit for ref in self._units if (unit := ref()) is not None]
-
-    @property
-    def in_backward(self) -> bool:
-        """Whether a backward is under way."""
-        return self.backward is not None
 
     # -- forward -------------------------------------------------------------------------------------
 
@@ -539,8 +515,8 @@ class RunContext:
         return self.backward
 
     def _begin_backward(self, callback: Callable[[], Any]) -> RootBackward:
-        may_differ = any(unit.reduce_unused for unit in self.units)
-        self.backward = RootBackward(callback, may_defer=not may_differ)
+        may_defer = not any(unit.reduce_unused for unit in self.units)
+        self.backward = RootBackward(weakref.ref(callback), may_defer)
         return self.backward
 
     @contextmanager
@@ -557,7 +533,7 @@ class RunContext:
         self._drop_deferred()
         bucket, backward = None, self.backward
         assert backward is not None
-        if self.schedule.settings == _USUAL and self.comm.holds_inputs and backward.may_defer:
+        if self.schedule.settings == _USUAL and self.comm.holding and backward.may_defer:
             bucket = bucket_to_count(unit)
         if bucket is not None:
             backward.deferred = DeferredPrefetch(bucket, unit, self)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import copy
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from parallel3d.errors import StateError
+from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.context import REGISTERED_ATTRIBUTE
 from parallel3d.fsdp.group import ParamGroup
 from parallel3d.fsdp.members import UNIT_ATTRIBUTE, get_unit, params_of
@@ -21,10 +22,6 @@ from parallel3d.fsdp.options.finalization import is_finalized
 from parallel3d.fsdp.options.precision import set_up_precision
 from parallel3d.fsdp.param import OwnSetattr, ShardedParam
 from parallel3d.fsdp.unit import Unit
-
-if TYPE_CHECKING:
-    from parallel3d.fsdp.bucket import Bucket
-
 
 _NOT_COPIED = (UNIT_ATTRIBUTE, REGISTERED_ATTRIBUTE)
 _SETTINGS = (  # of a unit, without those that refer to units and streams

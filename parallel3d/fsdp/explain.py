@@ -133,17 +133,11 @@ def _owners_in(outputs: Iterable[Any]) -> Iterable[ShardedParam]:
         seen.add(node)
         nodes += [following for following, _ in node.next_functions]
         variable = getattr(node, "variable", None)
-        if isinstance(variable, torch.Tensor):
-            yield from _owners_of(variable)
+        unit = getattr(variable, WATCHED_BY, lambda: None)()
+        for bucket in () if unit is None else unit.group.buckets:
+            pairs = zip(bucket.params, bucket.compute_params, strict=True)
+            yield from (param for param, compute in pairs if compute is variable)
         for arrivals in getattr(node, "sinks", ()):
             bucket = arrivals.bucket()
             if bucket is not None:
                 yield from (bucket.params[index] for index in arrivals.indices)
-
-
-def _owners_of(variable: torch.Tensor) -> Iterable[ShardedParam]:
-    unit = getattr(variable, WATCHED_BY, lambda: None)()
-    for bucket in () if unit is None else unit.group.buckets:
-        for param, compute in zip(bucket.params, bucket.compute_params, strict=True):
-            if compute is variable:
-                yield param

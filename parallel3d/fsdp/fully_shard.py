@@ -32,14 +32,13 @@ from parallel3d.fsdp.api import (
     keeps_its_dtype,
     own_policy,
 )
-from parallel3d.fsdp.bucket import Bucket, Offload
+from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.group import ParamGroup
 from parallel3d.fsdp.interop import TorchState
 from parallel3d.fsdp.members import (
     Managed,
     check_ignored,
     check_modules,
-    check_no_spmd,
     check_reshard,
     managed_modules,
     managed_params,
@@ -147,7 +146,11 @@ def fully_shard(
         shard_placement_fn, [(entry.name, entry.param) for entry in new], axes
     )
     if as_bool("shard_optimizer_over_replicate", shard_optimizer_over_replicate):
-        check_no_spmd(axes)
+        if axes.spmd is not None:
+            raise Parallel3dError(
+                "shard_optimizer_over_replicate=True does not go with dp_mesh_dims; give fully_shard a mesh "
+                "with the axes replicate and shard, and plain parameters"
+            )
         requested = [
             cut_over_replicate(entry.name, entry.param, placement)
             for entry, placement in zip(new, requested, strict=True)
@@ -199,15 +202,15 @@ def _make_buckets(
     unit: str,
     params: Sequence[ShardedParam],
     policy: MixedPrecisionPolicy,
-    offload: Offload | None,
+    offload: CpuOffload | None,
 ) -> list[Bucket]:
     """Returns the buckets of a unit, in order of their first parameter.
 
     Parameters on the meta device have buckets apart from others, as they may get values one by one. Those
     that keep their dtype have a policy for that.
     """
-    grouped: dict[tuple[type[Bucket], *tuple[object, ...]], list[ShardedParam]] = {}
-    policies: dict[object, MixedPrecisionPolicy] = {}
+    kinds = tuple[type[Bucket], MixedPrecisionPolicy, *tuple[object, ...]]
+    grouped: dict[kinds, list[ShardedParam]] = {}
     # By ranks, as groups of equal meshes in one process may have different names.
     meshes = {id(param.tp_mesh): param.tp_mesh for param in params}
     ranks = {i: None if m is None else tuple(m.mesh.tolist()) for i, m in meshes.items()}
@@ -220,12 +223,11 @@ def _make_buckets(
             kind = ExtensionBucket
         own = in_own_dtype(policy, param.dtype) if param.keeps_dtype else policy
         dtypes = param.dtype, param.grad_dtype
-        key = (kind, dtypes, param.requires_grad, param.num_shards, tp, param.axes, meta, own)
+        key = (kind, own, dtypes, param.requires_grad, param.num_shards, tp, param.axes, meta)
         grouped.setdefault(key, []).append(param)
-        policies[key] = own
     return [
-        key[0](unit, members, members[0].axes, policies[key], offload)
-        for key, members in grouped.items()
+        kind(unit, members, members[0].axes, own, offload)
+        for (kind, own, *_), members in grouped.items()
     ]
 
 

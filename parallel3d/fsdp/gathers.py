@@ -1,4 +1,4 @@
-"""All-gathers that are not of one bucket over all shard ranks: of several buckets, or among fewer ranks."""
+"""All-gathers of several buckets by one call."""
 
 from __future__ import annotations
 
@@ -9,57 +9,8 @@ import torch
 from torch.distributed import ProcessGroup
 
 from parallel3d._torch.kernels import foreach_copy_
-from parallel3d.fsdp.bucket import Bucket, allocate, release
+from parallel3d.fsdp.bucket import Bucket, allocate
 from parallel3d.fsdp.collectives import all_gather
-from parallel3d.fsdp.placement import post_forward_mesh
-
-
-class PostForwardGroup:
-    """The shard of a bucket over fewer ranks that a rank keeps between forward and backward.
-
-    ``reshard_after_forward=k`` spends memory, n/k times a shard, to gather within k neighbouring ranks, which
-    are one machine's if k is the number of its devices. Rank j of them keeps the rows that the shard ranks
-    from j*n/k to (j+1)*n/k have in the gathered buffer: an all-gather over the k ranks fills that buffer as
-    one over all n does.
-
-    Attributes:
-        in_rows: whether the shard has rows of S, as custom all-gathers take it. If not, it has the n/k rows
-            of each zero-copy parameter, then the rows of the others.
-        group: the k ranks.
-        rank: this rank's place among them.
-        buffer: (n/k * S,), the shard, in compute dtype; it has storage while it is kept.
-    """
-
-    def __init__(self, bucket: Bucket, ranks: int, *, in_rows: bool = False) -> None:
-        mesh = post_forward_mesh(bucket.axes, ranks)
-        self.ranks = ranks
-        self.in_rows = in_rows
-        self.group = mesh.get_group("within")
-        self.rank = mesh.get_local_rank("within")
-        rows = bucket.num_shards // ranks
-        self.buffer = torch.empty(
-            rows * bucket.numel, dtype=bucket.compute_dtype, device=bucket.device
-        )
-        self._targets: list[torch.Tensor] = []
-        self._sources: list[torch.Tensor] = []
-        for since, shard in enumerate([self.buffer] if in_rows else bucket.members(self.buffer)):
-            until = since + 1 if since < bucket.zero_copy and not in_rows else None
-            unsharded, kept = bucket.copy_pairs(
-                shard.view(rows, -1), self.rank * rows, since=since, until=until
-            )
-            self._sources += unsharded
-            self._targets += kept
-        release(self.buffer)
-
-    def keep(self) -> torch.Tensor:
-        """Copies the shard out of the unsharded parameters, and returns it."""
-        allocate(self.buffer)
-        foreach_copy_(self._targets, self._sources)
-        return self.buffer
-
-    def drop(self) -> None:
-        """Frees the shard."""
-        release(self.buffer)
 
 
 class CoalescedGather:

@@ -108,10 +108,8 @@ class BucketGradients:
     ) -> torch.Tensor:
         """Returns ``grad`` as a summand of a gradient that is summed over tp; see ``reduction.SumOverTp``.
 
-        Args:
-            tp_partial: whether ``grad`` is partial over tp. If not, each tp rank contributes an equal share.
-            first: whether no gradient of the parameter has arrived before. What has arrived is divided
-                into equal shares when the first partial summand comes.
+        Where it is not partial over tp each tp rank contributes an equal share, also of what had arrived
+        before the first partial summand; ``first``: nothing had.
         """
         n = self.bucket.params[index].tp_size
         if index not in self.tp_partial:
@@ -131,12 +129,7 @@ class BucketGradients:
     # -- reduction ---------------------------------------------------------------------------------
 
     def has_work(self, *, sync: bool, all_reduce: bool) -> bool:
-        """Returns whether a reduction is due at the end of this backward.
-
-        Args:
-            sync: whether gradients are reduced in this backward.
-            all_reduce: whether they are reduced over replicate too.
-        """
+        """Returns whether a reduction is due at the end of this backward; see ``Unit`` for the arguments."""
         if not sync:
             return False
         unreduced = self.input is not None or self.unsharded_accumulated is not None
@@ -157,11 +150,8 @@ class BucketGradients:
             self.in_flight = None
 
     def start(self, *, all_reduce: bool) -> Reduction:
-        """Returns the reduction of what has arrived and of what earlier micro-batches have accumulated.
-
-        Args:
-            all_reduce: whether it is reduced over replicate too. If not, the result is accumulated.
-        """
+        """Returns the reduction of what has arrived and of what earlier micro-batches have accumulated. Its
+        result is accumulated unless ``all_reduce``: it is reduced over replicate too."""
         bucket = self.bucket
         self.settle()
         used = set() if self.input is None else set(self.arrived)
@@ -278,12 +268,7 @@ class BucketGradients:
     # -- gradients accumulated unsharded -----------------------------------------------------------
 
     def _accumulate_unsharded(self, index: int, by_rank: torch.Tensor, tp_partial: bool) -> None:
-        """Adds a gradient of parameter ``index`` to the unsharded accumulated sum in its ``.grad``.
-
-        Args:
-            by_rank: (num_shards, ...), as ``ShardedParam.grad_by_rank`` returns it.
-            tp_partial: whether it is partial over tp.
-        """
+        """Adds a gradient, (num_shards, ...), to the unsharded sum in ``.grad`` of parameter ``index``."""
         bucket = self.bucket
         if self.unsharded_accumulated is None:
             self.unsharded_accumulated = self._new_unsharded()
@@ -345,8 +330,8 @@ class BucketGradients:
         if held is None:
             held = self.partial_reduce_output = self._new_partial(flat, views)
         # Each rank of the all-reduce to come has a reduced gradient: it makes a sum of them, or an average.
-        copies = math.prod(group.size() for group in bucket.replicate_groups)
-        copies = 1 if bucket.reducer.averages else copies
+        sizes = [group.size() for group in bucket.replicate_groups]
+        copies = 1 if bucket.reducer.averages else math.prod(sizes)
         for index in used:
             before = held.attach(index, params[index].sharded)
             if before is not None:
@@ -391,11 +376,7 @@ class BucketGradients:
     def _copy_held(
         self, old: AccumulatedGradients, new: AccumulatedGradients, *, over_shard: bool
     ) -> None:
-        """Copies to ``new`` the sums of ``old`` that are still in ``.grad``, and puts ``new`` there.
-
-        Args:
-            over_shard: whether these are sums that are not reduced over shard.
-        """
+        """Copies to ``new`` the sums of ``old`` that are still in ``.grad``, and puts ``new`` there."""
         bucket = self.bucket
         for index in old.placed:
             param = bucket.params[index]
@@ -494,11 +475,8 @@ class AccumulatedGradients:
         self.with_reduced.discard(index)
 
     def take(self, params: list[torch.nn.Parameter]) -> list[int]:
-        """Sets ``.grad`` to None where it is the sum, and the sums that the user has cleared to zero.
-
-        Returns:
-            Indices of the parameters whose ``.grad`` was the sum.
-        """
+        """Sets ``.grad`` to None where it is the sum, and the sums that the user has cleared to zero. Returns
+        the indices of the parameters whose ``.grad`` was the sum."""
         indices = []
         for index in list(self.placed):
             if params[index].grad is self.grads[index]:
@@ -587,8 +565,12 @@ class ReduceInput:
     def _view(self, index: int, *, zero: bool) -> torch.Tensor:
         """Returns parameter ``index``'s part of ``packed``; ``zero``: it is zeroed if nothing was written."""
         if self.packed is None:
-            self.packed = self.bucket().reduce_input(self.zero_copy)
-            self.views = self.bucket().views_by_rank(self.packed, self.zero_copy)
+            bucket, first = self.bucket(), self.zero_copy
+            self.packed = bucket.reduce_input(first)
+            rows = self.packed.view(bucket.num_shards, -1)
+            columns = rows.split(bucket.segment_sizes[first:], dim=1)
+            params = zip(bucket.params[first:], columns, strict=True)
+            self.views = [param.segments_by_rank(column) for param, column in params]
         view = self.views[index - self.zero_copy]
         if index not in self.written:
             self.written.add(index)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
+from functools import partial
 from operator import call, is_
 from typing import Any
 
@@ -16,7 +17,7 @@ from parallel3d._torch.dtensor import keep_partial_gradients
 from parallel3d.errors import StateError
 from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.comm import Comm
-from parallel3d.fsdp.gathers import CoalescedGather, PostForwardGroup, plan_gathers
+from parallel3d.fsdp.gathers import CoalescedGather, plan_gathers
 from parallel3d.fsdp.members import missing_values
 
 # An attribute of unsharded parameters: a weak reference to the unit that the gradient hook calls.
@@ -75,7 +76,7 @@ TRANSITIONS: dict[tuple[Any, Event], Any] = {
     (Registered.SHARDED, Event.SHOW_OTHER): Registered.OTHER,
     (Registered.OTHER, Event.HIDE_OTHER): Registered.SHARDED,
 }
-"""(state, event) -> next state. Other pairs raise KeyError; see ``ParamGroup._enter``."""
+"""(state, event) -> next state. Other pairs raise KeyError; see ``ParamGroup.enter``."""
 
 _OF_MODULES = {Event.REGISTER, Event.UNREGISTER, Event.SHOW_OTHER, Event.HIDE_OTHER}
 _SHARDED = (ShardedState.SHARDED, ShardedState.SHARDED_POST_FORWARD)
@@ -87,14 +88,12 @@ Beside = Any
 Its ``register(group)`` is called after these were registered, ``unregister()`` after the sharded ones were.
 """
 
-Rebuild = Callable[[list[Bucket]], "list[Bucket] | None"]
-
 
 class ParamGroup:
     """The buckets of one unit.
 
     Attributes:
-        state, registered, retain: see the enums. ``_enter`` alone changes the first two.
+        state, registered, retain: see the enums. ``enter`` alone changes the first two.
         module_infos: (holder, name, sharded parameter, unsharded parameter) for each attribute of a module.
             The holder is the module's ``_parameters``, or an ``OwnSetattr``.
         holders: (holder, its sharded parameters by name, its unsharded parameters by name).
@@ -124,7 +123,7 @@ class ParamGroup:
         self._unit: weakref.ref | None = None
         self.refresh()
 
-    def _enter(self, event: Event) -> None:
+    def enter(self, event: Event) -> None:
         """Changes ``state`` or ``registered`` as ``TRANSITIONS`` says."""
         if event in _OF_MODULES:
             self.registered = TRANSITIONS[self.registered, event]
@@ -165,7 +164,7 @@ class ParamGroup:
         self.on_meta = any(bucket.device.type == "meta" for bucket in self.buckets)
         self.count_trainable()
 
-    def rebuild(self, rebuild: Rebuild) -> None:
+    def rebuild(self, rebuild: Callable[[list[Bucket]], list[Bucket] | None]) -> None:
         """Replaces the buckets by ``rebuild(buckets)``, unless that is None or the group is in use."""
         if self.is_sharded and self.registered is Registered.SHARDED:
             with torch.inference_mode(False), torch.no_grad():
@@ -189,20 +188,20 @@ class ParamGroup:
 
     def list_module_infos(self) -> None:
         """Lists the modules' attributes that are parameters of the group."""
-        self.module_infos = [
+        infos = [
             (holder, name, param.sharded, compute)
             for bucket in self.buckets
-            for param, compute in zip(bucket.params, self._seen(bucket), strict=True)
+            for param, compute in zip(
+                bucket.params, bucket.stand_ins or bucket.compute_params, strict=True
+            )
             for holder, name in param.module_infos
-            if holder.get(name) is not None  # the user may have removed one
         ]
-        params = [param for bucket in self.buckets for param in bucket.params]
-        places = [(*slot, param.sharded) for param in params for slot in param.module_infos]
+        self.module_infos = [info for info in infos if info[0].get(info[1]) is not None]
         # For each attribute: how to get it, its name, and what it is at rest. None: the user has removed it.
         self._expected = (
-            [holder.get for holder, _, _ in places],
-            [name for _, name, _ in places],
-            [None if holder.get(name) is None else sharded for holder, name, sharded in places],
+            [holder.get for holder, *_ in infos],
+            [name for _, name, *_ in infos],
+            [None if holder.get(name) is None else at_rest for holder, name, at_rest, _ in infos],
         )
         by_holder: dict[int, tuple[Any, dict[str, nn.Parameter], dict[str, nn.Parameter]]] = {}
         for holder, name, sharded, compute in self.module_infos:
@@ -211,16 +210,9 @@ class ParamGroup:
         self.holders = list(by_holder.values())
         self.computing = {id(compute) for _, _, _, compute in self.module_infos}
 
-    def _seen(self, bucket: Bucket) -> Sequence[Any]:
-        stand_ins = bucket.stand_ins if self.stands_in else None
-        return bucket.compute_params if stand_ins is None else stand_ins
-
     def use_stand_ins(self, stand_ins: Sequence[Sequence[torch.Tensor]] | None) -> None:
-        """Registers these tensors instead of the unsharded parameters in forward, one per parameter.
-
-        Args:
-            stand_ins: the tensors by bucket. None: forward sees the unsharded parameters again.
-        """
+        """Registers these tensors, one per parameter of each bucket, instead of the unsharded parameters in
+        forward. None: forward sees the unsharded parameters again."""
         assert not self.is_registered
         self.stands_in = stand_ins is not None
         for number, bucket in enumerate(self.buckets):
@@ -232,6 +224,7 @@ class ParamGroup:
         gradient."""
         self._unit = unit
         for bucket in self.buckets:
+            hook = partial(_take_gradient, unit, weakref.ref(bucket))  # keeps neither alive
             for index, compute in enumerate(bucket.compute_params):
                 if getattr(compute, WATCHED_BY, None) is unit:
                     continue  # its bucket was not rebuilt
@@ -240,7 +233,7 @@ class ParamGroup:
                     requires_grad = compute.requires_grad
                     compute.requires_grad_(True)  # torch sets the hook on no other parameter
                     keep_partial_gradients(compute)
-                    compute.register_post_accumulate_grad_hook(_GradHook(unit, bucket, index))
+                    compute.register_post_accumulate_grad_hook(partial(hook, index))
                     compute.requires_grad_(requires_grad)
 
     @property
@@ -248,10 +241,6 @@ class ParamGroup:
         """The dtype of the first floating-point parameter at rest; None: there is none."""
         dtypes = (bucket.dtype for bucket in self.buckets)
         return next((dtype for dtype in dtypes if dtype.is_floating_point), None)
-
-    def owns(self, tensor: torch.Tensor) -> bool:
-        """Returns whether ``tensor`` is one of the unsharded parameters."""
-        return id(tensor) in self.computing
 
     def count_trainable(self) -> None:
         """Sets ``requires_grad`` of the unsharded parameters to that of the sharded ones."""
@@ -314,7 +303,7 @@ class ParamGroup:
         self.gathers = self.buckets if len(self.buckets) < 2 else plan_gathers(self.buckets)
         for gather in self.gathers:
             comm.issue_gather(gather)
-        self._enter(Event.ISSUE)
+        self.enter(Event.ISSUE)
 
     def note_weights(self, comm: Comm) -> None:
         """Notes the version of the weights that the next all-gathers bring."""
@@ -341,7 +330,7 @@ class ParamGroup:
             for gather in self.gathers:
                 comm.finish_gather(gather)
             self.gathers = []
-            self._enter(Event.FINISH)
+            self.enter(Event.FINISH)
             for bucket in self.buckets:
                 bucket.versions.set_unsharded()
 
@@ -360,11 +349,11 @@ class ParamGroup:
         if self.state is ShardedState.UNSHARDED:
             for bucket in self.buckets:
                 if ranks is not None:
-                    bucket.to_sharded_post_forward(ranks, PostForwardGroup)
+                    bucket.to_sharded_post_forward(ranks)
                 bucket.free_unsharded()
                 if bucket.has_own_unsharded:
                     bucket.versions.set_free()
-            self._enter(Event.FREE if ranks is None else Event.FREE_PARTLY)
+            self.enter(Event.FREE if ranks is None else Event.FREE_PARTLY)
 
     def keep_storage(self, keep: bool) -> None:
         """Sets whether the unsharded parameters keep their memory while the group is sharded."""
@@ -379,13 +368,13 @@ class ParamGroup:
         if self.state is ShardedState.SHARDED_POST_FORWARD:
             for bucket in self.buckets:
                 bucket.free_post_forward_shard()
-            self._enter(Event.DROP)
+            self.enter(Event.DROP)
 
     def register_unsharded(self) -> None:
         """Registers the unsharded parameters in the modules."""
         if self.registered is not Registered.UNSHARDED:
             # First, so that ``register_sharded`` undoes an interrupted call.
-            self._enter(Event.REGISTER)
+            self.enter(Event.REGISTER)
             for holder, _, computing in self.holders:
                 holder.update(computing)
             for beside in self.beside:
@@ -398,15 +387,7 @@ class ParamGroup:
                 holder.update(at_rest)
             for beside in self.beside:
                 beside.unregister()
-            self._enter(Event.UNREGISTER)
-
-    def show_other(self) -> None:
-        """Notes that parameters of neither kind are registered from now on."""
-        self._enter(Event.SHOW_OTHER)
-
-    def hide_other(self) -> None:
-        """Notes that the sharded parameters are registered again."""
-        self._enter(Event.HIDE_OTHER)
+            self.enter(Event.UNREGISTER)
 
     # -- staying unsharded ---------------------------------------------------------------------------
 
@@ -448,10 +429,7 @@ class ParamGroup:
     def note_changes(self) -> bool:
         """Tells autograd of changes of weights that are unsharded parameters themselves; see ``direct``.
 
-        A backward of an earlier forward then raises.
-
-        Returns:
-            Whether there were changes.
+        A backward of an earlier forward then raises. Returns whether there were changes.
         """
         changed = [bucket for bucket in self.direct if bucket.versions.note_weights()]
         for bucket in changed:
@@ -472,21 +450,14 @@ class ParamGroup:
                 gather.free_unsharded()
         self.gathers = []
         if self.state is ShardedState.GATHERING:
-            self._enter(Event.FINISH)
+            self.enter(Event.FINISH)
         self.reshard(comm)
 
 
-class _GradHook:
-    """Hands a gradient to the unit and sets ``.grad`` to None. It keeps neither unit nor bucket alive."""
-
-    def __init__(self, unit: weakref.ref, bucket: Bucket, index: int) -> None:
-        self.unit = unit
-        self.bucket = weakref.ref(bucket)
-        self.index = index
-
-    @untraced
-    def __call__(self, param: Any) -> None:
-        unit, bucket = self.unit(), self.bucket()
-        if unit is not None and bucket is not None:
-            grad, param.grad = param.grad, None
-            unit.take_gradient(bucket, self.index, grad)
+@untraced
+def _take_gradient(unit: weakref.ref, bucket: weakref.ref, index: int, param: Any) -> None:
+    """Hook of an unsharded parameter: hands its gradient to the unit, and sets ``.grad`` to None."""
+    alive, its_bucket = unit(), bucket()
+    if alive is not None and its_bucket is not None:
+        grad, param.grad = param.grad, None
+        alive.take_gradient(its_bucket, index, grad)

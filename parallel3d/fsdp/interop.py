@@ -90,7 +90,7 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
     """
     units = [unit_given("share_comm_ctx", module) for module in modules]
     for unit in units:
-        if unit.context is not None and unit.context.in_backward:
+        if unit.context is not None and unit.context.backward is not None:
             raise StateError(f"unit {unit.label} is in a backward; share comms between steps")
     kinds = sorted({unit.device_type for unit in units})
     if len(kinds) > 1:
@@ -143,12 +143,11 @@ class _TorchNames:
         )
 
 
-def _comm_property() -> Any:
-    return property(
-        lambda state: comm_of(state._unit),
-        lambda state, comm: set_comm(state._unit, comm),
-        doc="The Comm of the unit; torch's share_comm_ctx reads and sets it.",
-    )
+_comm_property: Any = property(
+    lambda state: comm_of(state._unit),
+    lambda state, comm: set_comm(state._unit, comm),
+    doc="The Comm of the unit; torch's share_comm_ctx reads and sets it.",
+)
 
 
 def _hook_handle(place: int) -> Any:
@@ -225,7 +224,7 @@ class TorchState(_TorchNames):
 
     _pre_forward_hook_handle = _hook_handle(0)
     _post_forward_hook_handle = _hook_handle(1)
-    _comm_ctx = _comm_property()
+    _comm_ctx = _comm_property
 
     def _lazy_init(self) -> None:
         self._unit.ready_context()
@@ -254,13 +253,12 @@ class TorchParamGroup(_TorchNames):
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
 
-    comm_ctx = _comm_property()
+    comm_ctx = _comm_property
 
     @property
     def _reshard_after_forward(self) -> bool:
         """Transformer Engine's tensors read it."""
-        reshard = self._unit.reshard_after_forward
-        return not self._unit.is_root if reshard is None else bool(reshard)
+        return bool(self._unit.reshards())
 
     @property
     def fsdp_params(self) -> list[TorchParam]:
@@ -310,7 +308,12 @@ class TorchParamGroup(_TorchNames):
             type(unit).finish_backward(unit, *called_by_the_engine)
             return
         context = unit.ready_context()
-        if unit.has_unreduced and unit.sync and not self._has_gradients():
+        has_gradients = not unit.group.trainable or any(
+            bucket.grads.has_work(sync=True, all_reduce=True)
+            or any(p.grad is not None for p in bucket.compute_params)
+            for bucket in unit.group.buckets
+        )
+        if unit.has_unreduced and unit.sync and not has_gradients:
             raise StateError(
                 f"unit {unit.label}: backwards reached it, but none of its {unit.group.trainable} trainable "
                 "parameters has a gradient; zero-bubble schedules need reshard_after_forward=False"
@@ -320,14 +323,6 @@ class TorchParamGroup(_TorchNames):
             unit.take_gradients_put_by_hand()
             unit.leave_backward(context)
             context.reduce(unit)
-
-    def _has_gradients(self) -> bool:
-        group = self._unit.group
-        return not group.trainable or any(
-            bucket.grads.has_work(sync=True, all_reduce=True)
-            or any(p.grad is not None for p in bucket.compute_params)
-            for bucket in group.buckets
-        )
 
 
 class TorchParam(_TorchNames):

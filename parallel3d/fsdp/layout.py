@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache, reduce
+from itertools import chain
 from math import prod
 
 # From how many unsharded bytes on a parameter is zero-copy: it is gathered into its place, and its gradient
@@ -196,19 +197,12 @@ def _strided_is_exact(
         return True  # equal cells, of which shard rank by rank equally many rows come one after another
     chunks = _cut_by([(start, rows)], [prod(inside)])
     for rank in range(parts):
-        pieces = [_chunk(each, parts, rank) for each in chunks]
-        total = sum(length for _, length in pieces)
-        at = iter(pieces)
-        first, left = next(at)
-        for cell, (_, length) in zip(cells, _cut_by([(0, total)], inside), strict=True):
+        pieces = [range(first, first + n) for first, n in (_chunk(c, parts, rank) for c in chunks)]
+        held = [*chain.from_iterable(pieces)]
+        for cell, (first, length) in zip(cells, _cut_by([(0, len(held))], inside), strict=True):
             begin, wanted = _chunk(cell, parts, rank)
-            if length != wanted:
+            if held[first : first + length] != [*range(begin, begin + wanted)]:
                 return False
-            while not left and length:
-                first, left = next(at)
-            if length and (first != begin or length > left):
-                return False
-            first, left = first + length, left - length
     return True
 
 

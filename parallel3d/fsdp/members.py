@@ -144,15 +144,6 @@ def check_reshard(value: object, meshes: Iterable[DataAxes]) -> bool | int | Non
     return True if sizes == [value] else value
 
 
-def check_no_spmd(axes: DataAxes) -> None:
-    """Raises where parameters are DTensors on the data axes: HFSDP can't shard them over replicate."""
-    if axes.spmd is not None:
-        raise Parallel3dError(
-            "shard_optimizer_over_replicate=True does not go with dp_mesh_dims; give fully_shard a mesh with "
-            "the axes replicate and shard, and plain parameters"
-        )
-
-
 def check_ignored(params: Iterable[nn.Parameter] | None) -> set[int]:
     """Returns the ids of the parameters that units don't take."""
     if params is None:
@@ -225,7 +216,7 @@ class Managed(NamedTuple):
 def managed_params(modules: list[nn.Module], ignored: set[int]) -> list[Managed]:
     """Returns the parameters of ``modules`` that are of no inner unit; raises if one can't be sharded."""
     found: dict[int, Managed] = {}
-    for prefix, module in _walk(modules, _is_unit):
+    for prefix, module in _walk(modules, unit_of):
         for attribute, param in module._parameters.items():
             if param is None or id(param) in ignored:
                 continue
@@ -241,7 +232,7 @@ def managed_params(modules: list[nn.Module], ignored: set[int]) -> list[Managed]
 
 def units_modules(modules: Sequence[nn.Module]) -> Iterator[nn.Module]:
     """Returns ``modules`` and the modules inside, but for those of inner units."""
-    return (module for _, module in _walk(modules, _is_unit))
+    return (module for _, module in _walk(modules, unit_of))
 
 
 def managed_modules(modules: list[nn.Module], ignored: set[int]) -> Iterator[nn.Module]:
@@ -256,14 +247,10 @@ def managed_modules(modules: list[nn.Module], ignored: set[int]) -> Iterator[nn.
             yield module
 
 
-def _is_unit(module: nn.Module) -> bool:
-    return unit_of(module) is not None
-
-
 def _walk(
-    modules: Sequence[nn.Module], leave_out: Callable[[nn.Module], bool]
+    modules: Sequence[nn.Module], leave_out: Callable[[nn.Module], object]
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yields (name, module) of ``modules`` and of those inside that ``leave_out`` returns False for."""
+    """Yields (name, module) of ``modules`` and of those inside, but for what ``leave_out`` is true of."""
     seen: set[int] = set()
     waiting = [("", module) for module in reversed(modules)]
     while waiting:
@@ -306,7 +293,7 @@ def _take_assigned(module: nn.Module, name: str, given: nn.Parameter) -> nn.Para
     if owner is None or OwnSetattr.is_putting or given is owner.sharded:
         return None
     unit = owner.unit()
-    if unit is None or unit.group.is_in_other_form or unit.group.owns(given):
+    if unit is None or unit.group.is_in_other_form or id(given) in unit.group.computing:
         return None
     unit.come_to_rest()
     if unit.group.is_registered:

@@ -21,7 +21,6 @@ from parallel3d._torch.fully_shard import fully_shard_state
 from parallel3d._util.arguments import as_bool, as_count, is_positive
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.bucket import Bucket
-from parallel3d.fsdp.comm import limit_inputs
 from parallel3d.fsdp.copying import copy_module
 from parallel3d.fsdp.group import Retain
 from parallel3d.fsdp.interop import TorchState, unit_given
@@ -516,8 +515,7 @@ class FSDPModule(UnitModule, TorchFSDPModule):
         for bucket in buckets:
             bucket.max_inputs = max_input_buffers
         for context in dict.fromkeys(u.context for u in units if u.context is not None):
-            inside = (bucket.max_inputs for u in context.units for bucket in u.group.buckets)
-            limit_inputs(context.comm, inside)
+            context.limit_inputs()
 
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True

@@ -38,8 +38,6 @@ from parallel3d.fsdp.layout import (
     CPU_BYTES,
     PartialGrad,
     Segment,
-    are_zero_copy,
-    bucket_order,
     padded_shape,
 )
 from parallel3d.fsdp.placement import DataAxes, ParamAxes, chunk_length
@@ -87,9 +85,6 @@ def parameters_dict(holder: Any) -> dict[str, nn.Parameter | None] | None:
     return None if module is None else module._parameters
 
 
-ModuleInfos = list[tuple[Any, str]]
-"""Places in modules: a ``module._parameters`` or an ``OwnSetattr``, and the name there."""
-
 _TAKEN = "_parallel3d_taken_by"  # attribute of a user's Parameter that a unit has replaced
 _owners: weakref.WeakValueDictionary[int, "ShardedParam"] = weakref.WeakValueDictionary()
 _places: weakref.WeakValueDictionary[tuple[int, str], "ShardedParam"] = (
@@ -110,11 +105,8 @@ class _TakenBy:
 
 
 def owner_of(param: torch.Tensor) -> "ShardedParam | None":
-    """Returns the ShardedParam of ``param``, a sharded Parameter or the user's Parameter that it replaced.
-
-    Returns:
-        None if ``param`` belongs to no unit, or the model is deleted.
-    """
+    """Returns the ShardedParam of ``param``, a sharded Parameter or the user's Parameter that it replaced;
+    None if ``param`` belongs to no unit, or the model is deleted."""
     owner = _owners.get(id(param))
     if owner is not None and owner.sharded is param:
         return owner
@@ -137,12 +129,12 @@ def mark_taken(param: nn.Parameter, owner: "ShardedParam") -> None:
 
 
 class ShardedParam:
-    """One parameter of a unit. Its constructor shards ``dim``, or for None a dim that ``ParamAxes`` chooses.
+    """One parameter of a unit. Its constructor shards ``dim``; None: the first possible one, in torch 0.
 
     Attributes:
         name: name within the unit's modules, for messages.
-        module_infos: the places in modules that hold it, several if it is tied. They refer to
-            ``module._parameters`` and not to the modules, to avoid a reference cycle.
+        module_infos: (``module._parameters`` or an ``OwnSetattr``, name there) of each place that holds it,
+            several if it is tied. They do not refer to the modules, to avoid a reference cycle.
         module: weak reference to the first module that holds it.
         unit: weak reference to its unit; before there is one, a function that returns None.
         axes: the engine's axes for it.
@@ -179,7 +171,7 @@ class ShardedParam:
         dim: int | None = None,
     ) -> None:
         self.name = name
-        self.module_infos: ModuleInfos = []
+        self.module_infos: list[tuple[Any, str]] = []
         self.put_at((holder_of(module), attribute) for module, attribute in places)
         self.module = weakref.ref(places[0][0])
         self.unit: Callable[[], Any] = lambda: None
@@ -199,7 +191,9 @@ class ShardedParam:
         self.global_shape = param.shape
         self.dtype = param.dtype
         self.requires_grad = param.requires_grad
-        self.dim = self.on.default_dim(param.shape) if dim is None else self._checked(dim)
+        self.dim = (
+            next(iter(self.on.dims(param.shape)), None) if dim is None else self._checked(dim)
+        )
         self.num_shards = 1 if self.dim is None else axes.num_shards
         self._set_shapes()
         whole = param.detach()
@@ -556,16 +550,6 @@ def count_optimizer_steps() -> None:
     register_optimizer_step_post_hook(_count_step)
 
 
-# Which parameters are zero-copy. Each is one tensor more in the bucket's collective call, which costs time of
-# its own. So small parameters are packed together instead, which costs a copy.
-
-
-def put_first(params: Sequence[ShardedParam], device_type: str) -> list[ShardedParam]:
-    """``params`` in the order of a bucket: see ``layout.bucket_order``."""
-    itemsize, least = params[0].dtype.itemsize, _zero_copy_bytes(device_type)
-    return [params[i] for i in bucket_order([*map(segment_of, params)], itemsize, least)]
-
-
 def segment_of(param: ShardedParam) -> Segment:
     """``param`` as the arithmetic of ``layout`` takes it."""
     partial = PartialGrad.MAYBE if param.may_be_partial else PartialGrad.NEVER
@@ -584,22 +568,7 @@ def segment_of(param: ShardedParam) -> Segment:
     )
 
 
-def count_zero_copy(params: Sequence[ShardedParam], device_type: str) -> int:
-    """How many of ``params``, which are in the order of a bucket, are zero-copy."""
-    itemsize, least = params[0].dtype.itemsize, _zero_copy_bytes(device_type)
-    return sum(are_zero_copy([*map(segment_of, params)], itemsize, least))
-
-
-def is_small(param: ShardedParam, device_type: str) -> bool:
-    """Whether a copy of ``param`` takes less time than one more tensor in the bucket's call."""
-    return segment_of(param).is_small(param.dtype.itemsize, _zero_copy_bytes(device_type))
-
-
-def _zero_copy_bytes(device_type: str) -> int:
+def zero_copy_bytes(device_type: str) -> int:
+    """From how many unsharded bytes on a parameter is zero-copy."""
     on_cpu = device_type == "cpu" and dry_run.accelerator() is None
     return CPU_BYTES if on_cpu else ACCELERATOR_BYTES
-
-
-def packs_as_chunks(param: ShardedParam) -> bool:
-    """Whether its gradient cut into chunks of dim 0, padded with zeros, is what its segments hold."""
-    return segment_of(param).packs_as_chunks

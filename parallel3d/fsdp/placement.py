@@ -460,10 +460,6 @@ class ParamAxes:
             for axis, (present, own) in enumerate(zip(source, self.compute_placements, strict=True))
         )
 
-    def default_dim(self, shape: Sequence[int]) -> int | None:
-        """Returns the dim to shard by default: 0, as in torch, or the first possible one; None if none."""
-        return next(iter(self.dims(shape)), None)
-
     def dims(self, shape: Sequence[int]) -> list[int]:
         """Returns the dims of a parameter of ``shape`` that the engine can shard.
 
@@ -527,16 +523,16 @@ def post_forward_mesh(axes: DataAxes, ranks: int) -> DeviceMesh:
     shard = axes.shard
     assert shard is not None
     key = ("post_forward_group", axes.group(shard).group_name, ranks)
-    return kept_with(axes.mesh, key, lambda: _make_post_forward_mesh(axes.mesh, shard, ranks))
 
+    def make() -> DeviceMesh:
+        names, mesh = ("between", "within"), axes.mesh
+        if mesh.mesh_dim_names is None:
+            rows = mesh.mesh.movedim(shard, -1).reshape(-1, ranks)
+            return DeviceMesh(mesh.device_type, rows, mesh_dim_names=names)
+        axis = mesh[mesh.mesh_dim_names[shard]]
+        return unflatten_mesh(axis, (axis.size() // ranks, ranks), names)
 
-def _make_post_forward_mesh(mesh: DeviceMesh, shard: int, ranks: int) -> DeviceMesh:
-    names = ("between", "within")
-    if mesh.mesh_dim_names is None:
-        rows = mesh.mesh.movedim(shard, -1).reshape(-1, ranks)
-        return DeviceMesh(mesh.device_type, rows, mesh_dim_names=names)
-    axis = mesh[mesh.mesh_dim_names[shard]]
-    return unflatten_mesh(axis, (axis.size() // ranks, ranks), names)
+    return kept_with(axes.mesh, key, make)
 
 
 # Axes that users choose for parameters: ``dp_mesh_dims`` and ``shard_placement_fn`` of ``fully_shard``.
@@ -709,23 +705,19 @@ def _axes_of(name: str, mesh_info: Any, default: DataAxes) -> DataAxes:
     if isinstance(mesh_info, DeviceMesh):
         axes = default if mesh_info == default.mesh else data_axes(mesh_info)
     else:
-        axes = _axes_of_info(name, mesh_info)
+        mesh = getattr(mesh_info, "mesh", None)
+        if not isinstance(mesh, DeviceMesh) or not hasattr(mesh_info, "shard_mesh_dim"):
+            raise MeshError(
+                f"shard_placement_fn returned mesh_info={mesh_info!r} for parameter {name}; it must be a "
+                "DeviceMesh, or torch's FSDPMeshInfo or HSDPMeshInfo"
+            )
+        axes = DataAxes(mesh, mesh_info.replicate_mesh_dim, mesh_info.shard_mesh_dim, None)
+        dims, whole = (getattr(mesh_info, key, None) for key in ("dp_mesh_dims", "spmd_mesh"))
+        if dims is not None and whole is not None:
+            axes = spmd_axes(whole, dims)
     if axes.mesh.device_type != default.mesh.device_type:
         raise MeshError(
             f"shard_placement_fn returned a mesh on {axes.mesh.device_type} for parameter {name}; it must be "
             f"on {default.mesh.device_type}, as fully_shard's mesh"
         )
     return axes
-
-
-def _axes_of_info(name: str, info: Any) -> DataAxes:
-    mesh = getattr(info, "mesh", None)
-    if not isinstance(mesh, DeviceMesh) or not hasattr(info, "shard_mesh_dim"):
-        raise MeshError(
-            f"shard_placement_fn returned mesh_info={info!r} for parameter {name}; it must be a DeviceMesh, "
-            "or torch's FSDPMeshInfo or HSDPMeshInfo"
-        )
-    dims, whole = getattr(info, "dp_mesh_dims", None), getattr(info, "spmd_mesh", None)
-    if dims is not None and whole is not None:
-        return spmd_axes(whole, dims)
-    return DataAxes(mesh, info.replicate_mesh_dim, info.shard_mesh_dim, None)

@@ -8,11 +8,11 @@ on. A ``Comm`` runs lanes as streams or as asynchronous works, and knows no stag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
@@ -63,21 +63,8 @@ class Reducer:
 DEFAULT_REDUCER = Reducer()
 
 
-class Reduced(Protocol):
-    """What is reduced: a ``Bucket``, or several coalesced; see ``Bucket`` for the attributes."""
-
-    unit: str
-    numel: int
-    segment_sizes: list[int]
-    partial_start: int
-    tp_group: ProcessGroup | None
-    scatter_group: ProcessGroup | None
-    reducer: Reducer
-    on_reduced: Callable[..., None] | None
-    pin: bool
-
-    @property
-    def grads(self) -> Any: ...
+Reduced = Any
+"""What is reduced: a ``bucket.Bucket``, or several coalesced."""
 
 
 @dataclass(eq=False)

@@ -110,8 +110,7 @@ class GatherSchedule:
     def begin_backward(self, unit: Unit, position: int, *, defer: bool = False) -> None:
         """``unit`` is gathered and begins the backward of the forward at ``position``.
 
-        Args:
-            defer: puts the gathers of the unit before off, until ``issue_deferred``.
+        ``defer`` puts the gathers of the unit before off, until ``issue_deferred``.
         """
         self.deferred = None  # the unit it would have asked for begins by itself
         self._use(unit)
@@ -146,12 +145,14 @@ class GatherSchedule:
 
     def next(self) -> Unit | None:
         """The next unit to gather, in the order they were asked for, as long as there is room."""
-        if not self._wanted or not self._has_room():
+        if not self._wanted:
             return None
-        unit = self._wanted.popleft()
         if self.settings.limit is not None:
-            self._ahead.append(unit)
-        return unit
+            self._ahead = [unit for unit in self._ahead if self.units.is_gathering(unit)]
+            if len(self._ahead) >= self.settings.limit:
+                return None
+            self._ahead.append(self._wanted[0])
+        return self._wanted.popleft()
 
     def _ask_in_backward(self, unit: Unit, position: int) -> None:
         named = self.units.named_in_backward(unit)
@@ -173,9 +174,3 @@ class GatherSchedule:
         """``unit`` is no longer ahead of its use."""
         if unit in self._wanted:
             self._wanted.remove(unit)
-
-    def _has_room(self) -> bool:
-        if self.settings.limit is None:
-            return True
-        self._ahead = [unit for unit in self._ahead if self.units.is_gathering(unit)]
-        return len(self._ahead) < self.settings.limit

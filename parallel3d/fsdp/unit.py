@@ -25,7 +25,7 @@ from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.api import MixedPrecisionPolicy, input_dtype
 from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.comm import Comm
-from parallel3d.fsdp.context import Attributes, Registrar, RunContext, watch_backwards
+from parallel3d.fsdp.context import Attributes, RunContext, watch_backwards
 from parallel3d.fsdp.context import Observer as Observer
 from parallel3d.fsdp.group import ParamGroup, Registered, Retain
 from parallel3d.fsdp.members import UNIT_ATTRIBUTE, class_name, unit_around
@@ -104,6 +104,7 @@ class Unit:
         members: its modules, and the hooks on them.
         observers: what options want to be told.
         registrar: the option that registers its parameters for the whole of the root's passes, if one does.
+            While its ``has_registered(unit)`` is true, hooks only call ``before_unit`` and ``after_unit``.
         forward, backward: the passes under way; None outside of them.
         computed_with: the numbers of the weights' values of the last forward, see ``ParamGroup.weights``.
         input_dtype: what inputs are cast to, or None.
@@ -135,7 +136,7 @@ class Unit:
         self.post_optim_event: Any = None
         self.shared_comm: Comm | None = None
         self.observers: list[Observer] = []
-        self.registrar: Registrar | None = None
+        self.registrar: Any = None
         self.manual_finalization = False
         self.form: Any = None
         self.ref = weakref.ref(self)
@@ -222,7 +223,8 @@ class Unit:
             self.group.gather_anew(context.comm)
             if forward.call is not None:
                 forward.call.weights = self.group.weights
-        if forward.depth == 1 and self._is_fresh(forward, module):
+        again = self.is_root and id(module) not in forward.to_run
+        if forward.depth == 1 and (again or not forward.to_run or not self.group.is_registered):
             if context.on_meta and not context.running:
                 context.note_meta((args, kwargs))
             others = self._begin_forward(forward, context)
@@ -243,11 +245,6 @@ class Unit:
             args, kwargs = cast_inputs(self, module, (args, kwargs))
         return args, kwargs
 
-    def _is_fresh(self, forward: ForwardPass, module: nn.Module) -> bool:
-        """Whether a new forward of the unit begins with ``module``."""
-        again = self.is_root and id(module) not in forward.to_run
-        return again or not forward.to_run or not self.group.is_registered
-
     def _begin_forward(self, forward: ForwardPass, context: RunContext) -> Sequence[Unit]:
         others: Sequence[Unit] = ()
         self.come_to_rest()
@@ -263,23 +260,18 @@ class Unit:
             observer.prepare(self, context)
         self.issue_unshard(context)
         self.group.unshard(context.comm)
-        self._check_recomputed(context)
+        if self.group.direct:
+            self.group.note_changes()
+        if not recomputes:
+            self.computed_with = self.group.weights
+        elif self.computed_with not in (None, self.group.weights):
+            raise self.weights_changed()  # the forward before was of others
         self.group.register_unsharded()
         forward.position = 0
         if context.running and not recomputes:
             forward.position = context.schedule.begin_forward(self.ref)
             context.issue_gathers()
         return others
-
-    def _check_recomputed(self, context: RunContext) -> None:
-        """Raises StateError if what a backward recomputes would not see the weights of the forward before."""
-        if self.group.direct:
-            self.group.note_changes()
-        weights = self.group.weights
-        if context.backward is None:
-            self.computed_with = weights
-        elif self.computed_with not in (None, weights):
-            raise self.weights_changed()
 
     def issue_unshard(self, context: RunContext) -> None:
         """Issues a forward's all-gather, after taking over what the user has changed since the last."""
@@ -332,8 +324,7 @@ class Unit:
     def leave_failed_forward(self, depth: int) -> None:
         """Ends a forward of one of the modules that an exception has broken off, unless it is over.
 
-        Args:
-            depth: what ``self.depth`` was before it.
+        ``depth`` is what ``self.depth`` was before it.
         """
         context, forward = self.context, self.forward
         if depth:
@@ -358,16 +349,6 @@ class Unit:
             self.come_to_rest()  # after a backward within the forward
         if context.backward is not None:  # recomputed for a backward that comes next
             return
-        self._end_forward(context, backward_to_come=backward_to_come)
-        if self.is_root:
-            context.end_forward(backward_to_come=backward_to_come)
-
-    def reshards(self) -> bool | int:
-        """Whether the end of a forward frees the parameters, or over how many ranks it keeps them sharded."""
-        reshard = self.reshard_after_forward
-        return not self.is_root if reshard is None else reshard
-
-    def _end_forward(self, context: RunContext, *, backward_to_come: bool) -> None:
         reshard = self.reshards()
         if reshard or self.group.retain is not Retain.USER:
             self.group.register_sharded()
@@ -379,24 +360,15 @@ class Unit:
                 self.group.reshard(context.comm)
         elif reshard:
             self.group.reshard(context.comm, None if reshard is True else reshard)
+        if self.is_root:
+            context.end_forward(backward_to_come=backward_to_come)
+
+    def reshards(self) -> bool | int:
+        """Whether the end of a forward frees the parameters, or over how many ranks it keeps them sharded."""
+        reshard = self.reshard_after_forward
+        return not self.is_root if reshard is None else reshard
 
     # -- backward ------------------------------------------------------------------------------------
-
-    def begin_call_backward(self, call: Call) -> None:
-        """A gradient has reached ``call``."""
-        backward = self.backward
-        if backward is None:
-            backward = self.backward = BackwardPass()
-        if id(call) not in backward.calls:
-            backward.calls.add(id(call))
-            call.remaining = call.inputs
-        self.pre_backward(call)
-
-    def end_call_backward(self, call: Call) -> None:
-        """The gradients of all inputs of ``call`` are complete."""
-        if self.backward is not None:
-            self.backward.calls.discard(id(call))
-            self.maybe_end_backward()
 
     def pre_backward(self, call: Call) -> None:
         """A gradient has reached ``call``: the parameters must be there."""
@@ -506,11 +478,8 @@ class Unit:
             self.group.hold()
 
     def reduce(self, comm: Comm, reduced: set[int]) -> None:
-        """Issues the reductions that are due.
-
-        Args:
-            reduced: ids of the units whose reductions were issued in this backward.
-        """
+        """Issues the reductions that are due, and adds the unit to ``reduced``: the ids of the units whose
+        reductions this backward has issued."""
         for bucket in self.group.buckets:
             due = bucket.grads.has_work(sync=self.sync, all_reduce=self.all_reduce)
             if not due and bucket.reduce_unused and self.sync and id(self) not in reduced:
@@ -731,7 +700,14 @@ class Call:
     @untraced
     def begin_backward(self, _: torch.Tensor) -> None:
         """Hook on every output: a gradient has reached this call."""
-        self.unit.begin_call_backward(self)
+        unit = self.unit
+        backward = unit.backward
+        if backward is None:
+            backward = unit.backward = BackwardPass()
+        if id(self) not in backward.calls:
+            backward.calls.add(id(self))
+            self.remaining = self.inputs
+        unit.pre_backward(self)
 
     @untraced
     def input_done(self, grad: torch.Tensor) -> torch.Tensor | None:
@@ -739,8 +715,9 @@ class Call:
         a backward that comes to it needs the parameters again.
         """
         self.remaining -= 1
-        if self.remaining == 0:
-            self.unit.end_call_backward(self)
+        if self.remaining == 0 and self.unit.backward is not None:
+            self.unit.backward.calls.discard(id(self))
+            self.unit.maybe_end_backward()
         return self.watched(grad) if torch.is_grad_enabled() else None
 
 
@@ -757,7 +734,7 @@ def watch_output(unit: Unit, output: Any, call: Call | None, *, attributes: bool
     retained = unit.group.retain is Retain.USER
     frees = bool(unit.reshards()) or (call is None and not retained)
     for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_of(output):
-        if unit.group.owns(tensor if tensor._base is None else tensor._base):
+        if id(tensor if tensor._base is None else tensor._base) in unit.group.computing:
             if frees:
                 raise Parallel3dError(
                     f"unit {unit.label} returns a parameter of its own, or a view of one, of shape "

@@ -192,7 +192,7 @@ class Metrics:
         every: int = 10,
         flops: ModelFlops | None = None,
         peak_tflops: float | None = None,
-        slow: float = 1.2,
+        slow: float = 1.5,
         samples: int = 3,
         profiler: ProfilerWindow | None = None,
         snapshots: OomSnapshots | None = None,

@@ -8,7 +8,7 @@ import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -31,6 +31,7 @@ else:
 
 WINDOW = 20  # steps over which loss and speed are averaged, and between two lines
 SHOWN_STRAGGLERS = 4  # lines per step
+RUNNING = 3  # samples in which the same part of the mesh must be slow
 WIDE = 100  # least columns of a terminal for a bar
 SPEED_PERIOD = 600  # seconds of past steps from which the remaining time is estimated
 
@@ -48,7 +49,8 @@ class Progress:
     """A sink that shows steps: a live line if rich is installed and stdout is a terminal, else some lines.
 
     ``Metrics`` starts and ends the live line; use it as a context manager to show the line for longer than
-    the steps. It shows the values logged as ``loss`` and ``grad_norm``.
+    the steps. It shows the values logged as ``loss`` and ``grad_norm``, and names a part of the mesh that is
+    slow once, in the third sample running; never on CPUs with more ranks than cores.
 
     Args:
         steps: number of steps of the whole run.
@@ -66,6 +68,8 @@ class Progress:
         self.bar = None if quiet or Bar is None else self._live_line()
         self._total_memory: int | None = None
         self._exposed = ""
+        self._slow: dict[tuple[Any, ...], int] = {}  # coordinates -> times running
+        self._shares_cores = False  # with other ranks, which makes one of them slow at any time
 
     def _live_line(self) -> Bar | None:
         console = _Console(highlight=False, markup=False, soft_wrap=True)
@@ -121,6 +125,8 @@ class Progress:
     def start(self, about: Mapping[str, Any]) -> None:
         """Starts the live line."""
         self._total_memory = about.get("memory_total")
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self._shares_cores = about.get("device") == "cpu" and ranks > (os.cpu_count() or 1)
         self.__enter__()
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -137,12 +143,20 @@ class Progress:
         self._update(description=line)
         regular = first or self.done % WINDOW == 0 or self.done == self.steps
         lines = [line] if regular and self.bar is None else []
-        slow = record.get("stragglers", ())
-        lines += [straggler["text"] for straggler in slow[:SHOWN_STRAGGLERS]]
+        slow = self._slow_again(record["stragglers"]) if "stragglers" in record else []
+        lines += slow[:SHOWN_STRAGGLERS]
         if len(slow) > SHOWN_STRAGGLERS:
             lines.append(f"and {len(slow) - SHOWN_STRAGGLERS} more parts of the mesh are slow")
         for text in lines:
             self.print(f"{self._step()}  {text}")
+
+    def _slow_again(self, stragglers: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Returns what to say of parts of the mesh that are slow for the third time running."""
+        found = {tuple(each["axes"].items()): each["text"] for each in stragglers}
+        self._slow = {place: self._slow.get(place, 0) + 1 for place in found}
+        return (
+            [] if self._shares_cores else [found[p] for p, n in self._slow.items() if n == RUNNING]
+        )
 
     def _line(self, record: Mapping[str, Any]) -> str:
         parts = []

@@ -62,6 +62,11 @@ class Gpu:
         return self.name.partition("-")[0]
 
 
+_OTHER = ("name", "domain", "mesh_links", "collectives", "source")
+MEASURED = tuple(each.name for each in fields(Gpu) if each.name not in _OTHER)
+"""The numbers of a ``Gpu`` that must be above 0."""
+
+
 @dataclass(frozen=True)
 class Cluster:
     """``nodes`` nodes of equal GPUs.
@@ -186,21 +191,6 @@ def _gpu(
             raise PlanningError(f"{where}: {count} is {value!r}; it must be an int")
     source = re.sub(r"\b[a-z]\b", lambda word: sources.get(word[0], word[0]), str(made.source))
     return replace(made, domain=made.domain or made.node, source=source)
-
-
-MEASURED = (
-    "peak",
-    "fp32_slowdown",
-    "capacity_gib",
-    "bandwidth",
-    "gemm_efficiency",
-    "gemm_start_us",
-    "node",
-    "link",
-    "nic",
-    "power",
-)
-"""The numbers of a ``Gpu`` that must be above 0."""
 
 
 def _table(entry: dict[str, Any], where: str) -> Table:

@@ -70,6 +70,7 @@ _STRAGGLER = (
     "each collective waits for the slowest: from 8 to 128 GPUs Llama-3-8B loses 2.3 to 2.7 % (torchtitan's "
     "performance page)"
 )
+_STREAM = "stream kernels reach about 80 % of a datasheet's HBM bandwidth"
 _EDGES = "a matmul's first loads and last stores are not hidden: between a sum (1) and a maximum"
 _SCORES = "scale, mask, softmax and dropout, each a kernel that reads and writes the scores"
 _GAPS = "reserved beyond allocated: 0.8 to 1.9 GiB of 28 to 60 (SimuMax), 3 to 8 %"
@@ -79,11 +80,7 @@ _GATHERED = "bf16 parameters copied out of the gathered buffer: read and written
 _TABLE = {
     "gemm_sustained": (0.92, "", _SUSTAINED),
     "gemm_growth": (0.035, "", _GROWTH),
-    "memory_efficiency": (
-        0.80,
-        "",
-        "stream kernels reach about 80 % of a datasheet's HBM bandwidth",
-    ),
+    "memory_efficiency": (0.80, "", _STREAM),
     "roofline_power": (2.0, "", _EDGES),
     "overlap_slowdown": (0.19, "", "compute under NCCL's kernels: mean 18.9 %, arXiv:2507.03114"),
     "attention_flash1": (0.20, "of peak", "half of flash2's and less; unfused layouts around it"),
@@ -108,8 +105,4 @@ _TABLE = {
     "context": (1.5 * 2**30, "B", "CUDA context (0.5 to 2 GiB) and NCCL's buffers (0.4 GiB)"),
 }
 CONSTANTS = {name: Constant(name, *given) for name, given in _TABLE.items()}
-
-
-def constant(name: str) -> Constant:
-    """The constant of this name."""
-    return CONSTANTS[name]
+constant = CONSTANTS.__getitem__

@@ -145,11 +145,8 @@ def _segment(
 ) -> tuple[Segment, int]:
     """The segment of ``parameter``, and the elements of the first rank's unsharded parameter."""
     shape = parameter.shape
-    cut = parameter.tp_dim if tp > 1 and not _is_grouped(parameter, tp) else None
-    packing = cut is not None and _is_packed(parameter, tp)
-    largest = list(shape)
-    if cut is not None:
-        largest[cut] = rank_rows(parameter, tp)
+    how, largest = tp_cut(parameter, tp)
+    cut, packing = None if how == "whole" else parameter.tp_dim, how == "heads"
     can_be_cut = [
         d != cut or (not packing and is_exact(size, (), (tp,), shard))
         for d, size in enumerate(shape)
@@ -159,7 +156,8 @@ def _segment(
     padded = padded_shape(largest, dim, num_shards)
     fills = cut is None or not (packing or shape[cut] % tp)
     kinds = {"never": False, "always": True, "sequence": sequence_parallel}
-    partial = cut is None and tp > 1 and kinds[parameter.tp_partial]
+    grouped = cut is None and parameter.tp_dim is not None
+    partial = cut is None and tp > 1 and (grouped or kinds[parameter.tp_partial])
     segment = Segment(
         ndim=len(shape),
         dim=dim,
@@ -167,40 +165,31 @@ def _segment(
         numel=prod(padded) // num_shards,
         even=fills and padded == largest,
         fills=fills,
-        partial=PartialGrad.ALWAYS if partial or _is_grouped(parameter, tp) else PartialGrad.NEVER,
+        partial=PartialGrad.ALWAYS if partial else PartialGrad.NEVER,
         is_cut=(cut is not None,),
     )
     return segment, prod(largest)
 
 
-def _is_grouped(parameter: Parameter, tp: int) -> bool:
-    """Whether it makes keys or values of fewer heads than ranks: all tp ranks hold it whole."""
-    if parameter.heads is None or parameter.tp_dim is None or not parameter.kv or tp == 1:
-        return False
-    heads, kv_heads = parameter.heads
-    return kv_heads < tp <= heads
+def tp_cut(parameter: Parameter, tp: int) -> tuple[str, list[int]]:
+    """How ``tp`` ranks share a parameter at rest, before it is sharded.
 
-
-def _is_packed(parameter: Parameter, tp: int) -> bool:
-    """Whether tp cuts it between heads, where chunks would cut heads; see ``tp/auto/heads.py``."""
-    if parameter.heads is None:
-        return False
-    heads, kv_heads = parameter.heads
-    if heads < tp:
-        return False
-    return bool(kv_heads % tp) if kv_heads >= tp else bool(heads % tp)
-
-
-def rank_rows(parameter: Parameter, tp: int) -> int:
-    """Rows along ``tp_dim`` that the first of ``tp`` ranks has at rest, before they are sharded."""
-    size = parameter.shape[parameter.tp_dim or 0]
-    if tp == 1 or _is_grouped(parameter, tp):
-        return size
-    if parameter.heads is None or not _is_packed(parameter, tp):
-        return ceil_div(size, tp)
-    heads, kv_heads = parameter.heads
-    units = kv_heads if kv_heads >= tp else heads
-    return ceil_div(units, tp) * (size // units)
+    Returns:
+        "chunks", "heads" (between heads, where chunks would cut heads; see ``tp/auto/heads.py``) or "whole",
+        and the shape of the first rank's part. Keys and values of fewer heads than ranks are whole.
+    """
+    shape, dim, heads = list(parameter.shape), parameter.tp_dim, parameter.heads
+    if tp == 1 or dim is None:
+        return "whole", shape
+    how, units = "chunks", shape[dim]
+    if heads is not None and heads[0] >= tp:
+        if parameter.kv and heads[1] < tp:
+            return "whole", shape
+        whole = heads[1] if heads[1] >= tp else heads[0]
+        if whole % tp:
+            how, units = "heads", whole
+    shape[dim] = ceil_div(units, tp) * (shape[dim] // units)
+    return how, shape
 
 
 # Replicated units: their shards are their unsharded parameters, and gradients of several arrive together. See
@@ -242,30 +231,19 @@ def node_gradients(order: Sequence[UnitLayout], widths: Widths) -> dict[int, int
     return found
 
 
-@dataclass(frozen=True)
-class Backward:
-    """Bytes at the moment of a backward at which unsharded parameters and buffers together are largest.
-
-    Attributes:
-        unsharded: unsharded parameters.
-        buffers: buffers of gathers, and gradients that are not reduced yet.
-        at_loss: unsharded parameters before the backward begins.
-    """
-
-    unsharded: int
-    buffers: int
-    at_loss: int
-
-
 @lru_cache(maxsize=4096)
 def run_backward(
     layouts: tuple[UnitLayout, ...], widths: Widths, reshard_after_forward: bool, streams: bool
-) -> Backward:
+) -> tuple[int, int, int]:
     """Runs one backward.
 
     Args:
         layouts: of the units, in the order of the forward.
         streams: whether reductions run on streams (an accelerator), which keep the input of the all-reduce.
+
+    Returns:
+        Bytes of unsharded parameters and of buffers (of gathers, and gradients that are not reduced yet)
+        where together they are largest; of unsharded parameters before the backward begins.
     """
     timeline = _Timeline(widths, streams)
     every = [layout for layout in layouts if layout.buckets for _ in range(layout.count)]
@@ -291,7 +269,7 @@ def run_backward(
     at_loss = timeline.unsharded
     timeline.note()
     timeline.run(order)
-    return Backward(timeline.most[1], timeline.most[2], at_loss)
+    return *timeline.most[1:], at_loss
 
 
 @dataclass(eq=False)
@@ -402,7 +380,6 @@ class _Timeline:
     # -- all-gathers -------------------------------------------------------------------------------
 
     def begin(self, unit: _Unit, place: int) -> None:
-        """The backward of ``unit`` begins."""
         unit.begun = True
         if unit.gathers_in_backward:
             self.issue(unit)
@@ -458,7 +435,6 @@ class _Timeline:
         return held, later
 
     def finish(self, unit: _Unit) -> None:
-        """Waits for the all-gathers of ``unit``."""
         for held, later in unit.gathering or ():
             self.unsharded += later
             self.note()
@@ -518,7 +494,6 @@ class _Timeline:
     # -- reductions --------------------------------------------------------------------------------
 
     def end(self, unit: _Unit) -> None:
-        """The backward of ``unit`` is over."""
         if self.deferring in unit.buckets:
             self.issue_deferred()
         self.unsharded -= self.unsharded_bytes(unit)
@@ -530,7 +505,6 @@ class _Timeline:
         self.inputs = 0
 
     def reduce(self, unit: _Unit) -> None:
-        """Issues the reductions of ``unit``."""
         for bucket in unit.buckets:
             layout = bucket.layout
             if not layout.trainable:

@@ -32,7 +32,7 @@ from parallel3d.planner.op_recorder import (
     Call,
     MetaParams,
     Op,
-    Recording,
+    OpRecorder,
     record,
     record_root,
 )
@@ -139,11 +139,10 @@ class _Work:
     """
 
     def __init__(
-        self, recording: Recording, plan: ModulePlan, tokens: int, label: str | None = None
+        self, recording: OpRecorder, plan: ModulePlan, tokens: int, label: str | None = None
     ) -> None:
         self.recording, self.plan, self.tokens, self.label = recording, plan, tokens, label
-        recorder = recording.recorder
-        self.ways = (recorder.forward_ops, recorder.backward_ops)
+        self.ways = (recording.forward_ops, recording.backward_ops)
         self.groups = [_groups(ops) for ops in self.ways]
         self.inside = self._find_inside()
         self.splits: dict[int, str] = {}
@@ -156,7 +155,7 @@ class _Work:
             kv_heads: what the model says of them, where keys were repeated before attention.
             prefix: the unit's name and a dot, which the names of its parameters begin with.
         """
-        recorder, is_main = self.recording.recorder, self.label in (None, "")
+        recording, is_main = self.recording, self.label in (None, "")
         matmuls = self._matmuls(prefix)
         fused = any(m.heads is not None and m.heads[0] == m.heads[1] for m in matmuls)
         attention = self._attention(batch, kv_heads, fused) if is_main else ()
@@ -167,8 +166,8 @@ class _Work:
             "attention": attention,
             "elementwise": tuple(self._elementwise()),
             "activations": tuple(self._activations()),
-            "tp_inputs": tuple(recorder.gathered.values()) if is_main else (),
-            "tp_outputs": tuple(recorder.summed) if self.label in (None, BEFORE) else (),
+            "tp_inputs": tuple(recording.gathered.values()) if is_main else (),
+            "tp_outputs": tuple(recording.summed) if self.label in (None, BEFORE) else (),
         }
 
     def _matmuls(self, prefix: str) -> tuple[Matmul, ...]:
@@ -185,7 +184,7 @@ class _Work:
 
     def _attention(self, batch: int, kv_heads: int | None, fused: bool) -> tuple[Attention, ...]:
         attention = []
-        for all_heads, all_kv, dim, causal in self.recording.recorder.attentions:
+        for all_heads, all_kv, dim, causal in self.recording.attentions:
             kv, heads = max(1, all_kv // batch), max(1, all_heads // batch)
             if kv_heads and kv == heads and heads % kv_heads == 0:
                 kv = kv_heads
@@ -235,7 +234,7 @@ class _Work:
         inside: dict[tuple[int, ...], int] = defaultdict(int)
         for key, saved in recording.saved.items():
             op = ops[recording.origin[key]] if key in recording.origin else None
-            scores = recording.recorder.scores.get(key)
+            scores = recording.scores.get(key)
             if op is not None and (op.kind == "score" or (scores and scores.kind == "attention")):
                 continue
             if self.label not in (None, saved.label):
@@ -247,8 +246,8 @@ class _Work:
             if op is not None and op.kind in ("matmul", "attention", "norm"):
                 of = op.kind
             itemsize = None if saved.itemsize == _WIDTH else saved.itemsize
-            split = "gathered" if key in recording.recorder.gathered else "sequence"
-            if key in recording.split:
+            split = "gathered" if key in recording.gathered else "sequence"
+            if key in recording.split_in_forward:
                 split = self.splits.get(key, "tp")
             kept[of, itemsize, split] += saved.nbytes / saved.itemsize
         for (of, itemsize, split), size in kept.items():
@@ -378,8 +377,7 @@ def spec_from_module(
         raise PlanningError(f"{type(model).__name__} has no parameters; there is nothing to plan")
     found = find_units(model, units)
     plan = _plan_of(model, tp_plan)
-    run = _run(model, example, seq_len, found, MetaParams(model, plan.dims, torch.bfloat16))
-    builder = _Builder(model, found, plan, run)
+    builder = _run(model, example, seq_len, found, plan)
     made = builder.units()
     attention = next((a for u in made for a in u.attention), Attention(0, 0, 0))
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
@@ -389,7 +387,7 @@ def spec_from_module(
         name=name or type(model).__name__,
         units=tuple(made),
         hidden=builder.hidden(made),
-        vocab=run.vocab,
+        vocab=builder.vocab,
         heads=attention.heads,
         kv_heads=attention.kv_heads,
         head_dim=attention.head_dim,
@@ -398,23 +396,6 @@ def spec_from_module(
         tp_ready=not plan.problem,
         source=f"{source}; no tensor parallelism: {plan.problem}" if plan.problem else source,
     )
-
-
-@dataclass
-class _Run:
-    """A run of ``batch`` sequences of ``seq_len`` tokens: the root's recording, and one of each kind of unit.
-
-    Attributes:
-        calls: the calls of units, by name.
-        vocab: logits per token; 0: there are none.
-    """
-
-    batch: int
-    seq_len: int
-    root: Recording
-    calls: dict[str, Call]
-    vocab: int
-    recordings: dict[Any, Recording] = field(default_factory=dict)
 
 
 def _members(found: Units) -> list[tuple[str, nn.Module]]:
@@ -430,8 +411,9 @@ def _kind_of(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _run(
-    model: nn.Module, example: Any, seq_len: int | None, found: Units, params: MetaParams
-) -> _Run:
+    model: nn.Module, example: Any, seq_len: int | None, found: Units, plan: ModulePlan
+) -> _Builder:
+    params = MetaParams(model, plan.dims, torch.bfloat16)
     blocks = [name for name, _ in found.blocks]
     problem: Exception | None = None
     with ExitStack() as stack:
@@ -443,8 +425,9 @@ def _run(
                 root, calls, out = record_root(
                     model, params, members, blocks, call, length, _kind_of
                 )
-                run = _Run(batch, length, root, calls, _vocab(out, args, kwargs))
-                for name, module in _members(found):
+                vocab = _vocab(out, args, kwargs)
+                run = _Builder(model, found, plan, batch, length, root, calls, vocab)
+                for name, module in members:
                     kind = _kind_of(module)
                     if name in calls and kind not in run.recordings:
                         run.recordings[kind] = made = record(module, params, calls[name], length)
@@ -486,13 +469,12 @@ def _inputs(
         )
     for length in _LENGTHS if seq_len is None else (seq_len,):
         ids = torch.zeros(1, length, dtype=torch.long)
-        if hugging_face:
-            if getattr(model.config, "is_encoder_decoder", False):
-                yield (), {"input_ids": ids, "decoder_input_ids": ids}, 1, length
-            yield (), {"input_ids": ids, "use_cache": False}, 1, length
-            yield (), {"input_ids": ids}, 1, length
-        else:
+        if not hugging_face:
             yield (ids,), {}, 1, length
+            continue
+        decodes = getattr(model.config, "is_encoder_decoder", False)
+        for more in [{"decoder_input_ids": ids}] * decodes + [{"use_cache": False}, {}]:
+            yield (), {"input_ids": ids, **more}, 1, length
 
 
 def _placed(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -528,61 +510,74 @@ def _vocab(out: Any, args: Any, kwargs: Any) -> int:
 _WORK = ("matmuls", "attention", "elementwise", "activations", "tp_inputs", "tp_outputs")
 
 
+@dataclass
 class _Builder:
-    """Builds the units of ``model`` from a run."""
+    """Builds the units of ``model`` from a run of ``batch`` sequences of ``seq_len`` tokens.
 
-    def __init__(self, model: nn.Module, found: Units, plan: ModulePlan, run: _Run) -> None:
-        self.model, self.found, self.plan, self.run = model, found, plan, run
-        self.names = {id(p): name for name, p in model.named_parameters()}
+    Attributes:
+        root: the recording of what is outside the units; ``recordings``: one of each kind of unit.
+        calls: the calls of units, by name.
+        vocab: logits per token; 0: there are none.
+    """
+
+    model: nn.Module
+    found: Units
+    plan: ModulePlan
+    batch: int
+    seq_len: int
+    root: OpRecorder
+    calls: dict[str, Call]
+    vocab: int
+    recordings: dict[Any, OpRecorder] = field(default_factory=dict)
 
     def units(self) -> list[Unit]:
         """In the order of the forward: root and embeddings, blocks, final norm and head."""
-        found, run = self.found, self.run
+        found = self.found
         inside = {id(p) for _, module in _members(found) for p in module.parameters()}
         own = [p for p in self.model.parameters() if id(p) not in inside]
-        before = self._work(run.root, BEFORE)
+        before = self._work(self.root, BEFORE)
         units = []
         if own or before["matmuls"] or before["elementwise"]:
-            units.append(Unit("root", "root", self._parameters(own, run.root), **before))
+            units.append(Unit("root", "root", self._parameters(own, self.root), **before))
         units += [self._unit(name, "embedding", module) for name, module in found.embeddings]
         counted: dict[Any, list[tuple[str, nn.Module]]] = {}
         for name, module in found.blocks:
-            times = run.calls[name].times if name in run.calls else 0
+            times = self.calls[name].times if name in self.calls else 0
             counted.setdefault((_kind_of(module), times), []).append((name, module))
         for members in counted.values():
             name, module = members[0]
             units.append(self._unit(name, "block", module, len(members)))
-        called = {name: at for at, name in enumerate(run.calls)}
+        called = {name: at for at, name in enumerate(self.calls)}
         last = sorted(found.final_norm_and_head, key=lambda member: called.get(member[0], -1))
         tail = [self._unit(name, "tail", module) for name, module in last]
-        tail.append(Unit("root", "tail", (), **self._work(run.root, "")))
-        if run.vocab:
-            tail.append(Unit("loss", "tail", (), elementwise=(loss_work(run.vocab),)))
+        tail.append(Unit("root", "tail", (), **self._work(self.root, "")))
+        if self.vocab:
+            tail.append(Unit("loss", "tail", (), elementwise=(loss_work(self.vocab),)))
         units.append(_joined(tail, "tail"))
         return units
 
     def _unit(self, name: str, kind: str, module: nn.Module, count: int = 1) -> Unit:
-        recording = self.run.recordings.get(_kind_of(module))
+        recording = self.recordings.get(_kind_of(module))
         parameters = self._parameters(list(module.parameters()), recording, f"{name}.")
-        call = self.run.calls.get(name)
+        call = self.calls.get(name)
         if recording is None or call is None:
             return Unit(name, kind, parameters, count)
         unit = Unit(name, kind, parameters, count, **self._work(recording, prefix=f"{name}."))
         return _joined([unit, *[replace(unit, parameters=())] * (call.times - 1)], name)
 
     def _work(
-        self, recording: Recording, label: str | None = None, prefix: str = ""
+        self, recording: OpRecorder, label: str | None = None, prefix: str = ""
     ) -> dict[str, Any]:
-        run = self.run
         kv_heads = getattr(getattr(self.model, "config", None), "num_key_value_heads", None)
-        work = _Work(recording, self.plan, run.batch * run.seq_len, label)
-        return work.fields(run.batch, kv_heads, prefix)
+        work = _Work(recording, self.plan, self.batch * self.seq_len, label)
+        return work.fields(self.batch, kv_heads, prefix)
 
     def _parameters(
-        self, params: list[nn.Parameter], recording: Recording | None, prefix: str = ""
+        self, params: list[nn.Parameter], recording: OpRecorder | None, prefix: str = ""
     ) -> tuple[Parameter, ...]:
         """In the order of their use; those without a gradient first."""
         plan = self.plan
+        names = {id(p): name for name, p in self.model.named_parameters()}
         parameters = [
             Parameter(
                 name.removeprefix(prefix),
@@ -595,7 +590,7 @@ class _Builder:
                 plan.partial.get(name, plan.unplanned),
             )
             for param in params
-            for name in [self.names[id(param)]]
+            for name in [names[id(param)]]
         ]
         arrived = recording.arrived if recording is not None else []
         used = {name: at for at, name in enumerate(reversed(arrived))}
@@ -604,7 +599,7 @@ class _Builder:
     def hidden(self, units: list[Unit]) -> int:
         """Features of the first tensor that the first block gets."""
         for name, _ in self.found.blocks:
-            call = self.run.calls.get(name)
+            call = self.calls.get(name)
             for tensor in tensors_in((call.args, call.kwargs)) if call else ():
                 if tensor.is_floating_point():
                     return int(tensor.shape[-1])

@@ -122,9 +122,16 @@ def _from_dict(config: Mapping[str, Any], name: str, source: str) -> ModelSpec:
             f"word_embed_proj_dim is {told['word_embed_proj_dim']} and hidden_size {hidden}: projections "
             f"around the blocks can't be read here; {_ELSEWHERE}"
         )
-    kv = _kv_heads(told, heads)
+    kv = _size(told, ("num_key_value_heads",), 1 if told.get("multi_query") else heads)
     if heads % kv:
         raise PlanningError(f"num_key_value_heads is {kv}; it must divide the {heads} heads")
+    if hidden % heads and "head_dim" not in told:
+        raise PlanningError(
+            f"{heads} heads don't divide hidden_size, {hidden}, and there is no head_dim"
+        )
+    times_hidden = "expansion_ratio" in told or told.get("model_type") in _FOUR_TIMES
+    if times_hidden and not any(key in told for key in _FFN):
+        told["intermediate_size"] = _size(told, ("expansion_ratio",), 4) * hidden
     options = {option: value for option, value in family.items() if option not in _NO_OPTIONS}
     for option, value in options.items():
         if isinstance(value, str) and value.startswith("."):
@@ -137,8 +144,8 @@ def _from_dict(config: Mapping[str, Any], name: str, source: str) -> ModelSpec:
         hidden=hidden,
         heads=heads,
         kv=kv,
-        dim=_head_dim(told, hidden, heads),
-        ffn=_ffn(told, hidden),
+        dim=_size(told, ("head_dim",), hidden // heads),
+        ffn=_size(told, _FFN),
         vocab=_size(told, ("vocab_size",)),
         tied=bool(told.get("tie_word_embeddings", False)),
         **{**options, "mlp": _mlp(told, family)},
@@ -147,23 +154,21 @@ def _from_dict(config: Mapping[str, Any], name: str, source: str) -> ModelSpec:
 
 
 def _family_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    kind = config.get("model_type")
-    for key in _EXPERTS:
-        if isinstance(config.get(key), int) and config[key] > 1:
-            raise PlanningError(
-                f"{kind} is a mixture of experts ({key} is {config[key]}); only dense decoders can be read "
-                f"from a config; {_ELSEWHERE}"
-            )
-    for key, what in _OTHER.items():
-        if config.get(key):
-            raise PlanningError(f"{kind} has {what} ({key} is {config[key]}); {_ELSEWHERE}")
+    kind, families = config.get("model_type"), _toml("families.toml")
+    problems = [
+        f"is a mixture of experts ({key} is {config[key]}); only dense decoders can be read from a config; "
+        for key in _EXPERTS
+        if isinstance(config.get(key), int) and config[key] > 1
+    ]
+    problems += [
+        f"has {what} ({k} is {config[k]}); " for k, what in _OTHER.items() if config.get(k)
+    ]
     if config.get("is_encoder_decoder"):
-        raise PlanningError(f"{kind} is an encoder-decoder; {_ELSEWHERE}")
+        problems.append("is an encoder-decoder; ")
     if isinstance(config.get("text_config"), Mapping) or "vision_config" in config:
-        raise PlanningError(
-            f"{kind} has more than text; give config.text_config for its language model, or {_ELSEWHERE}"
-        )
-    families = _toml("families.toml")
+        problems.append("has more than text; give config.text_config for its language model, or ")
+    if problems:
+        raise PlanningError(f"{kind} {problems[0]}{_ELSEWHERE}")
     if kind not in families:
         raise PlanningError(
             f"model_type is {kind!r}, a family that isn't known here; the nearest: "
@@ -172,38 +177,14 @@ def _family_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return families[kind]
 
 
-def _size(told: Mapping[str, Any], keys: tuple[str, ...]) -> int:
+def _size(told: Mapping[str, Any], keys: tuple[str, ...], default: int = 0) -> int:
     for key in keys:
         if key in told:
             return check_size(key, told[key])
+    if default:
+        return default
     others = f" (nor {', '.join(keys[1:])})" if keys[1:] else ""
     raise PlanningError(f"the config has no {keys[0]}{others}")
-
-
-def _head_dim(told: Mapping[str, Any], hidden: int, heads: int) -> int:
-    if "head_dim" in told:
-        return _size(told, ("head_dim",))
-    if hidden % heads:
-        raise PlanningError(
-            f"{heads} heads don't divide hidden_size, {hidden}, and there is no head_dim"
-        )
-    return hidden // heads
-
-
-def _kv_heads(told: Mapping[str, Any], heads: int) -> int:
-    if "num_key_value_heads" in told:
-        return _size(told, ("num_key_value_heads",))
-    return 1 if told.get("multi_query") else heads
-
-
-def _ffn(told: Mapping[str, Any], hidden: int) -> int:
-    """Features of the MLP: of GPT-2 and its like four times hidden, unless the config says otherwise."""
-    if not any(key in told for key in _FFN):
-        if "expansion_ratio" in told:
-            return _size(told, ("expansion_ratio",)) * hidden
-        if told.get("model_type") in _FOUR_TIMES:
-            return 4 * hidden
-    return _size(told, _FFN)
 
 
 def _mlp(told: Mapping[str, Any], family: Mapping[str, Any]) -> str:

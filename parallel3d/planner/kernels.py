@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from math import ceil, prod
 from typing import NamedTuple
 
@@ -41,26 +43,24 @@ class HeadShare(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def head_share(heads: int, kv_heads: int, tp: int) -> HeadShare:
+def head_share(heads: int, kv_heads: int, tp: int, fused: bool = False) -> HeadShare:
     """How ``heads`` query heads and ``kv_heads`` key and value heads are divided over ``tp`` ranks.
 
     Query heads that attend to one key and value head stay together: a rank has ceil(kv_heads / tp) such
     groups. With fewer key and value heads than ranks the query heads are divided, and each rank has the keys
-    and values that its own need. With fewer query heads than ranks each rank computes all heads.
+    and values that its own need; but a ``fused`` matrix of queries, keys and values is then whole on each.
+    With fewer query heads than ranks each rank computes all heads.
     """
-    if heads < tp:
+    if heads < tp or (fused and kv_heads < tp):
         return HeadShare(heads, kv_heads, kv_heads)
     if kv_heads >= tp:
         groups = ceil_div(kv_heads, tp)
         return HeadShare(groups * (heads // kv_heads), groups, groups)
-    group, first, wanted = heads // kv_heads, 0, []
-    for rank in range(tp):
-        mine = heads // tp + (rank < heads % tp)
-        wanted.append([head // group for head in range(first, first + mine)])
-        first += mine
-    each = [set(kv) for kv in wanted]
-    alike = len({kv.count(head) for kv, own in zip(wanted, each, strict=True) for head in own}) == 1
-    query, span = max(map(len, wanted)), max(map(len, each))
+    ends = [rank * (heads // tp) + min(rank, heads % tp) for rank in range(tp + 1)]
+    # Of each rank: key and value head -> how many of its query heads attend to it.
+    wanted = [Counter(n * kv_heads // heads for n in range(*own)) for own in pairwise(ends)]
+    alike = len({number for own in wanted for number in own.values()}) == 1
+    query, span = ceil_div(heads, tp), max(map(len, wanted))
     return HeadShare(query, span, span if alike else query)
 
 
@@ -117,13 +117,23 @@ def kernels_of(unit: Unit, gpu: Gpu, work: Workload, tp: int, micro_batch: int) 
     attended = sum(a[0] for a in attention), sum(a[1] for a in attention)
     elementwise = sum(e[0] for e in counted) * size, sum(e[1] for e in counted) * size
     forward = matmul[0] + attended[0] + elementwise[0]
+    flops = [2.0 * m * n * k for _, way, (m, n, k), _ in gemms if way == "forward"]
+    scored = 0.0
+    for a in unit.attention:
+        scores = micro_batch * local_heads(a, tp).query * work.seq_len**2
+        scored += 4.0 * scores * a.head_dim / (2 if a.causal else 1)
+    all_flops = sum(flops) + scored
+    backward_flops = 2 * sum(flops) + scored * constant("attention_backward").value
+    started = [(1, 1) if work.compile else e.kernels for e in unit.elementwise]
+    started += [(1, 2)] * (len(unit.matmuls) + len(unit.attention))
+    host = constant("launch").value
     return Kernels(
         matmul,
         attended,
         elementwise,
         _recomputed(unit, work, forward, each, elementwise[0]),
-        _flops(unit, work, tp, micro_batch),
-        _launches(unit, work),
+        (all_flops, backward_flops, _recomputed(unit, work, all_flops, flops, 0.0)),
+        (sum(n for n, _ in started) * host, sum(n for _, n in started) * host),
     )
 
 
@@ -165,10 +175,7 @@ def local_sizes(matmul: Matmul, tp: int) -> tuple[int, int]:
 
 def local_heads(attention: Attention, tp: int) -> HeadShare:
     """Heads of the fullest rank."""
-    if not attention.fused:
-        return head_share(attention.heads, attention.kv_heads, tp)
-    groups = head_share(attention.kv_heads, attention.kv_heads, tp).kv
-    return HeadShare(groups * (attention.heads // attention.kv_heads), groups, groups)
+    return head_share(attention.heads, attention.kv_heads, tp, attention.fused)
 
 
 def gemms_of(
@@ -273,26 +280,6 @@ def share(
         "loss": work.loss_parallel,
     }
     return tp if divided.get(split, True) else 1
-
-
-def _flops(unit: Unit, work: Workload, tp: int, micro_batch: int) -> tuple[float, float, float]:
-    tokens = micro_batch * work.seq_len
-    each = [2.0 * tokens * n * k for m in unit.matmuls for n, k in [local_sizes(m, tp)]]
-    attention = 0.0
-    for a in unit.attention:
-        scores = micro_batch * local_heads(a, tp).query * work.seq_len**2
-        attention += 4.0 * scores * a.head_dim / (2 if a.causal else 1)
-    forward = sum(each) + attention
-    backward = 2 * sum(each) + attention * constant("attention_backward").value
-    return forward, backward, _recomputed(unit, work, forward, each, 0.0)
-
-
-def _launches(unit: Unit, work: Workload) -> tuple[float, float]:
-    host = constant("launch").value
-    kernels = [(1, 1) if work.compile else e.kernels for e in unit.elementwise]
-    others = len(unit.matmuls) + len(unit.attention)
-    forward = others + sum(count for count, _ in kernels)
-    return forward * host, (2 * others + sum(count for _, count in kernels)) * host
 
 
 # Bytes that forward keeps for backward, for one micro-batch on one GPU.

@@ -71,7 +71,7 @@ def state_memory(
     layouts = tuple(
         unit_layout(u, *sizes, work.sequence_parallel, zero_copy_bytes) for u in model.units
     )
-    backward = run_backward(layouts, widths, work.reshard_after_forward, streams)
+    unsharded, buffers, at_loss = run_backward(layouts, widths, work.reshard_after_forward, streams)
     buckets = [(unit.count, bucket) for unit in layouts for bucket in unit.buckets]
     numel = sum(count * bucket.numel for count, bucket in buckets)
     trained = sum(count * bucket.numel for count, bucket in buckets if bucket.trainable)
@@ -84,9 +84,9 @@ def state_memory(
         parameters=numel * work.param_itemsize,
         gradients=trained * work.param_itemsize,
         optimizer=trained * work.optimizer_bytes,
-        unsharded=backward.unsharded,
-        unsharded_at_loss=backward.at_loss,
-        buffers=backward.buffers,
+        unsharded=unsharded,
+        unsharded_at_loss=at_loss,
+        buffers=buffers,
         step=trained * step,
         results=_results(layouts, widths),
         results_again=_results(layouts, widths, again=True),
@@ -225,37 +225,30 @@ def memory_of(step: Step) -> Memory:
 def _moments(
     state: StateMemory, kept: Activations, accumulation: int
 ) -> dict[str, dict[str, float]]:
-    """The components at each moment that can be the peak."""
-    at_rest = {"parameters": state.parameters, "optimizer": state.optimizer}
+    """The components at each moment that can be the peak, in the order of ``_FORMULAS``."""
     before = state.gradients if accumulation > 1 or state.keeps_gradients else 0
+    results = state.results_again if accumulation > 1 else state.results
+    moments: dict[str, tuple[float | None, ...]] = {
+        "loss": (before, state.unsharded_at_loss, None, kept.kept + kept.gathered, kept.logits),
+        "backward": (
+            *(before, state.unsharded, state.buffers + state.waiting),
+            kept.kept + kept.block + kept.gathered,
+        ),
+        "end of backward": (
+            *(state.gradients, state.unsharded, state.buffers + results),
+            kept.block + kept.gathered,
+        ),
+        "optimizer": (state.gradients, None, None, None, None, state.step),
+    }
     return {
-        "loss": {
-            **at_rest,
-            "gradients": before,
-            "unsharded groups": state.unsharded_at_loss,
-            "activations": kept.kept + kept.gathered,
-            "logits and loss": kept.logits,
-        },
-        "backward": {
-            **at_rest,
-            "gradients": before,
-            "unsharded groups": state.unsharded,
-            "gather and reduce buffers": state.buffers + state.waiting,
-            "activations": kept.kept + kept.block + kept.gathered,
-        },
-        "end of backward": {
-            **at_rest,
-            "gradients": state.gradients,
-            "unsharded groups": state.unsharded,
-            "gather and reduce buffers": state.buffers
-            + (state.results_again if accumulation > 1 else state.results),
-            "activations": kept.block + kept.gathered,
-        },
-        "optimizer": {
-            **at_rest,
-            "gradients": state.gradients,
-            "optimizer's temporaries": state.step,
-        },
+        moment: {
+            name: value
+            for name, value in zip(
+                _FORMULAS, (state.parameters, state.optimizer, *values), strict=False
+            )
+            if value is not None
+        }
+        for moment, values in moments.items()
     }
 
 

@@ -184,12 +184,6 @@ class ModelSpec:
     tp_ready: bool = True
     source: str = ""
 
-    def each_unit(self) -> Iterator[Unit]:
-        """Every unit; equal ones ``count`` times."""
-        for unit in self.units:
-            for _ in range(unit.count):
-                yield unit
-
     @property
     def blocks(self) -> int:
         """The number of blocks."""
@@ -308,10 +302,8 @@ class Decoder:
             heads_kv, pair = self._heads_of(name)
             cut = 0 if split == "n" else 1
             yield Parameter(f"{name}.weight", (n, k), cut, heads=heads_kv, kv=pair)
-            if bias and cut == 0:
-                yield Parameter(f"{name}.bias", (n,), 0, heads=heads_kv, kv=pair)
-            elif bias:
-                yield Parameter(f"{name}.bias", (n,), kv=pair)
+            if bias:
+                yield Parameter(f"{name}.bias", (n,), None if cut else 0, heads=heads_kv, kv=pair)
             if name == "attn.o" and self.norms > 1:
                 yield from self._norm_parameters("norm2")
                 if self.norms == 4:

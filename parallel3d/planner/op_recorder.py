@@ -8,7 +8,7 @@ Face's models take the path without a mask, which they train on.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -75,17 +75,31 @@ class Op:
         return sum(size for *_, size in self.reads) + sum(size for _, size in self.writes)
 
 
+BEFORE = "before the blocks"
+"""Label of the root's operations before the first block."""
+
+
+@dataclass
+class Saved:
+    """A storage that forward keeps for backward: ``nbytes``, first saved as elements of ``itemsize``."""
+
+    nbytes: int
+    itemsize: int
+    label: str
+
+
 def storage_of(tensor: Tensor) -> int:
     """A number for the storage of ``tensor``, as long as the storage is kept."""
     return id(tensor.untyped_storage())
 
 
 class OpRecorder(TorchDispatchMode):
-    """Records the operations that run under it. Keys are ``storage_of`` tensors.
+    """Records the operations that run under it, one forward and backward. Keys are ``storage_of`` tensors.
 
     Args:
         params: key -> (name, parameter, dim that is sharded or None).
         seq_len: tokens of a sequence, which tell the scores of an attention.
+        constant: inputs without a gradient, and buffers.
 
     Attributes:
         forward_ops, backward_ops: what is recorded; ``ops``: the one of them that is under way.
@@ -98,11 +112,25 @@ class OpRecorder(TorchDispatchMode):
         softmaxed: keys of scores after the softmax.
         masked: whether a mask has hidden the future from scores.
         written: key -> the op that wrote it last, as its list and index.
+        saved: key -> what forward keeps.
+        origin: key -> index of the forward op that made it.
+        split_in_forward: ``split`` at the end of forward.
+        outputs: the outputs.
+        arrived: names of parameters, in the order in which their gradients arrived.
+        labels: node of the autograd graph -> label.
     """
 
-    def __init__(self, params: dict[int, tuple[str, Tensor, int | None]], seq_len: int) -> None:
+    def __init__(
+        self, params: dict[int, tuple[str, Tensor, int | None]], seq_len: int, constant: set[int]
+    ) -> None:
         super().__init__()
-        self.params, self.seq_len = params, seq_len
+        self.params, self.seq_len, self.constant = params, seq_len, constant
+        self.saved: dict[int, Saved] = {}
+        self.origin: dict[int, int] = {}
+        self.split_in_forward: set[int] = set()
+        self.outputs: set[int] = set()
+        self.arrived: list[str] = []
+        self.labels: dict[Any, str] = {}
         self._tables = {param.shape for _, param, _ in params.values() if param.ndim > 1}
         self.forward_ops: list[Op] = []
         self.backward_ops: list[Op] = []
@@ -123,9 +151,6 @@ class OpRecorder(TorchDispatchMode):
     @property
     def in_forward(self) -> bool:
         return self.ops is self.forward_ops
-
-    def start_backward(self) -> None:
-        self.ops, self.label = self.backward_ops, ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -148,14 +173,9 @@ class OpRecorder(TorchDispatchMode):
             self._note_call(func, args, kwargs, out)
         return out
 
-    @contextmanager
-    def quiet(self) -> Iterator[None]:
+    def quiet(self) -> AbstractContextManager[Any]:
         """Operations in here are not recorded."""
-        was_quiet, self.is_quiet = self.is_quiet, True
-        try:
-            yield
-        finally:
-            self.is_quiet = was_quiet
+        return patch.object(self, "is_quiet", True)
 
     def _note_call(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         name = func._schema.name.partition("::")[2]
@@ -352,99 +372,41 @@ class KernelMode(TorchFunctionMode):
         heads, kv_heads = query.shape[:-2].numel(), key.shape[:-2].numel()
         if self.recorder.in_forward and not self.recorder.is_quiet:
             self.recorder.attentions.append((heads, kv_heads, query.shape[-1], causal))
-        return _Attention.apply(self.recorder, query, key, value)
+        return _Kernel.apply(self.recorder, "attention", value.shape[-1], query, key, value)
 
     def _rms_norm(
         self, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: Any = None
     ) -> Any:
-        return _RmsNorm.apply(self.recorder, input, weight)
+        inputs = [input] if weight is None else [input, weight]
+        return _Kernel.apply(self.recorder, "norm", input.shape[-1], *inputs)
 
 
-class _Attention(torch.autograd.Function):
-    """Flash attention: keeps its inputs, its output and a sum in fp32 for each query."""
+class _Kernel(torch.autograd.Function):
+    """One kernel: keeps its inputs, a sum in fp32 for each row and, of attention, its output."""
 
     @staticmethod
-    def forward(
-        ctx: Any, recorder: OpRecorder, query: Tensor, key: Tensor, value: Tensor
-    ) -> Tensor:
-        ctx.recorder = recorder
+    def forward(ctx: Any, recorder: OpRecorder, kind: str, features: int, *inputs: Tensor) -> Any:
+        ctx.recorder, ctx.kind, first = recorder, kind, inputs[0]
         with recorder.quiet():
             # In the memory order of the queries, as cuDNN and flash have it.
-            out = torch.empty_like(query)
-            if value.shape[-1] != query.shape[-1]:
-                out = query.new_empty(*query.shape[:-1], value.shape[-1])
-            sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
-        recorder.note("attention", "attention", [query, key, value], [out])
-        recorder.note("attention", "attention", [query], [sums])
-        ctx.save_for_backward(query, key, value, out, sums)
+            out = torch.empty_like(first)
+            if features != first.shape[-1]:
+                out = first.new_empty(*first.shape[:-1], features)
+            sums = first.new_empty(first.shape[:-1], dtype=torch.float32)
+        recorder.note(kind, kind, [*inputs], [out, sums])
+        ctx.save_for_backward(*inputs, *([out] if kind == "attention" else []), sums)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        query, key, value, out, _ = ctx.saved_tensors
-        with ctx.recorder.quiet():
-            grads = [torch.empty_like(t) for t in (query, key, value)]
-        ctx.recorder.note("attention", "attention", [query, key, value, out, grad], grads)
-        return None, *grads
-
-
-class _RmsNorm(torch.autograd.Function):
-    """One kernel: keeps its input and a sum in fp32 for each row."""
-
-    @staticmethod
-    def forward(ctx: Any, recorder: OpRecorder, input: Tensor, weight: Tensor | None) -> Tensor:
-        ctx.recorder = recorder
+        saved, recorder = ctx.saved_tensors, ctx.recorder
+        inputs = saved[: len(ctx.needs_input_grad) - 3]
         with recorder.quiet():
-            out = torch.empty_like(input)
-            sums = input.new_empty(input.shape[:-1], dtype=torch.float32)
-        recorder.note("rms_norm", "norm", [input], [out, sums])
-        ctx.save_for_backward(input, weight, sums)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        input, weight, sums = ctx.saved_tensors
-        with ctx.recorder.quiet():
-            back = torch.empty_like(input)
-            weights = None if weight is None else torch.empty_like(weight)
-        ctx.recorder.note("rms_norm", "norm", [input, grad, sums], [back])
-        return None, back, weights
-
-
-BEFORE = "before the blocks"
-"""Label of the root's operations before the first block."""
-
-
-@dataclass
-class Saved:
-    """A storage that forward keeps for backward: ``nbytes``, first saved as elements of ``itemsize``."""
-
-    nbytes: int
-    itemsize: int
-    label: str
-
-
-@dataclass
-class Recording:
-    """One forward and backward. Keys are ``storage_of`` tensors.
-
-    Attributes:
-        saved: key -> what forward keeps.
-        origin: key -> index of the forward op that made it.
-        split: tensors that tensor parallelism divides, after forward.
-        outputs: the outputs. constant: inputs without a gradient.
-        arrived: names of parameters, in the order in which their gradients arrived.
-        labels: node of the autograd graph -> label.
-    """
-
-    recorder: OpRecorder
-    constant: set[int]
-    saved: dict[int, Saved] = field(default_factory=dict)
-    origin: dict[int, int] = field(default_factory=dict)
-    split: set[int] = field(default_factory=set)
-    outputs: set[int] = field(default_factory=set)
-    arrived: list[str] = field(default_factory=list)
-    labels: dict[Any, str] = field(default_factory=dict)
+            grads = [torch.empty_like(t) for t in inputs]
+        pairs = zip(inputs, grads, strict=True)
+        writes = [made for t, made in pairs if storage_of(t) not in recorder.params]
+        recorder.note(ctx.kind, ctx.kind, [*saved, grad], writes)
+        return None, None, None, *grads
 
 
 @dataclass
@@ -485,18 +447,18 @@ class MetaParams:
         return {name: self._made[id(t)] for name, t in named}
 
 
-def record(module: nn.Module, params: MetaParams, call: Call, seq_len: int) -> Recording:
+def record(module: nn.Module, params: MetaParams, call: Call, seq_len: int) -> OpRecorder:
     """Runs ``module`` forward and backward with the arguments of ``call``."""
     inputs = tensors_in((call.args, call.kwargs))
     constant = params.buffers | {storage_of(t) for t in inputs if not t.requires_grad}
-    recording = Recording(OpRecorder(params.known, seq_len), constant)
-    with _watching(recording), ExitStack() as stack:
+    recorder = OpRecorder(params.known, seq_len, constant)
+    with _watching(recorder), ExitStack() as stack:
         for name, child in module.named_modules():
             if "norm" in type(child).__name__.lower() and not any(True for _ in child.children()):
-                stack.enter_context(_labelled(child, name or type(child).__name__, recording))
+                stack.enter_context(_labelled(child, name or type(child).__name__, recorder))
         out = functional_call(module, params.of(module), call.args, call.kwargs)
-        _backward(recording, list(tensors_in(out)))
-    return recording
+        _backward(recorder, list(tensors_in(out)))
+    return recorder
 
 
 def record_root(
@@ -507,7 +469,7 @@ def record_root(
     call: Call,
     seq_len: int,
     kind_of: Callable[[nn.Module], Any],
-) -> tuple[Recording, dict[str, Call], Any]:
+) -> tuple[OpRecorder, dict[str, Call], Any]:
     """Runs ``model`` and records what it does outside ``members``, its units' modules.
 
     Args:
@@ -515,10 +477,10 @@ def record_root(
         kind_of: equal for members that do the same, which run once for equal shapes.
 
     Returns:
-        The recording, whose labels are ``BEFORE`` or "", the calls of the members, and the model's output.
+        The recorder, whose labels are ``BEFORE`` or "", the calls of the members, and the model's output.
     """
-    recording = Recording(OpRecorder(params.known, seq_len), params.buffers)
-    recorder, passed = recording.recorder, list[Tensor]()
+    recorder = OpRecorder(params.known, seq_len, params.buffers)
+    passed: list[Tensor] = []
     calls: dict[str, Call] = {}
     outputs: dict[Any, Any] = {}
     recorder.label = BEFORE if blocks else ""
@@ -530,7 +492,7 @@ def record_root(
             tensors = [t for t in tensors_in((args, kwargs)) if t.requires_grad and t.is_meta]
             passed.extend(tensors)
             if name in blocks and recorder.label == BEFORE:
-                _label(recording, tensors, [], BEFORE)
+                _label(recorder, tensors, [], BEFORE)
                 recorder.label = ""
             if name in calls:
                 calls[name].times += 1
@@ -551,24 +513,23 @@ def record_root(
     with ExitStack() as stack:
         for name, module in members:
             stack.enter_context(patch.object(module, "forward", replaced(name, module)))
-        stack.enter_context(_watching(recording))
+        stack.enter_context(_watching(recorder))
         out = functional_call(model, params.of(model), call.args, call.kwargs)
         ends = [t for t in [*tensors_in(out), *passed] if t.grad_fn is not None]
-        _backward(recording, ends)
-    return recording, calls, out
+        _backward(recorder, ends)
+    return recorder, calls, out
 
 
 @contextmanager
-def _watching(recording: Recording) -> Iterator[None]:
+def _watching(recorder: OpRecorder) -> Iterator[None]:
     """Records operations and what is saved for backward."""
-    recorder = recording.recorder
 
     def pack(tensor: Tensor) -> Tensor:
         key = storage_of(tensor)
-        if tensor.is_meta and key not in recorder.params and key not in recording.constant:
+        if tensor.is_meta and key not in recorder.params and key not in recorder.constant:
             storage = recorder.kept[key] = tensor.untyped_storage()
             seen = Saved(storage.nbytes(), tensor.element_size(), recorder.label)
-            recording.saved.setdefault(key, seen)
+            recorder.saved.setdefault(key, seen)
         return tensor
 
     saving = saved_tensors_hooks(pack, lambda t: t)
@@ -577,26 +538,26 @@ def _watching(recording: Recording) -> Iterator[None]:
 
 
 @contextmanager
-def _labelled(norm: nn.Module, name: str, recording: Recording) -> Iterator[None]:
+def _labelled(norm: nn.Module, name: str, recorder: OpRecorder) -> Iterator[None]:
     """Gives the label ``name`` to the operations of ``norm``, in forward and backward."""
 
     def before(_: nn.Module, args: Any) -> None:
-        recording.recorder.label = name
+        recorder.label = name
 
     def after(_: nn.Module, args: Any, out: Any) -> None:
-        recording.recorder.label = ""
-        _label(recording, tensors_in(out), tensors_in(args), name)
+        recorder.label = ""
+        _label(recorder, tensors_in(out), tensors_in(args), name)
 
     with norm.register_forward_pre_hook(before), norm.register_forward_hook(after):
         yield
 
 
 def _label(
-    recording: Recording, ends: Iterable[Tensor], starts: Iterable[Tensor], label: str
+    recorder: OpRecorder, ends: Iterable[Tensor], starts: Iterable[Tensor], label: str
 ) -> None:
     """Gives ``label`` to the nodes between ``starts`` and ``ends`` that have none."""
     for node in _nodes([t.grad_fn for t in ends], {t.grad_fn for t in starts}):
-        recording.labels.setdefault(node, label)
+        recorder.labels.setdefault(node, label)
 
 
 def _nodes(roots: list[Any], stop: set[Any]) -> Iterator[Any]:
@@ -610,22 +571,18 @@ def _nodes(roots: list[Any], stop: set[Any]) -> Iterator[Any]:
             waiting += [following for following, _ in node.next_functions]
 
 
-def _backward(recording: Recording, outputs: list[Tensor]) -> None:
+def _backward(recorder: OpRecorder, outputs: list[Tensor]) -> None:
     """Runs backward from ``outputs`` to all leaves, and labels every operation as its node."""
-    recorder = recording.recorder
-    recording.outputs = {storage_of(t) for t in outputs}
-    recording.origin = {key: at for key, (_, at) in recorder.written.items()}
-    recording.split = set(recorder.split)
+    recorder.outputs = {storage_of(t) for t in outputs}
+    recorder.origin = {key: at for key, (_, at) in recorder.written.items()}
+    recorder.split_in_forward = set(recorder.split)
     ends = [t for t in outputs if t.grad_fn is not None]
-    recorder.start_backward()
+    recorder.ops, recorder.label = recorder.backward_ops, ""
     if not ends:
         return
 
     def enter(label: str, *_: Any) -> None:
         recorder.label = label
-
-    def arrive(name: str, _: Tensor) -> None:
-        recording.arrived.append(name)
 
     nodes = list(_nodes([t.grad_fn for t in ends], set()))
     leaves = [node.variable for node in nodes if hasattr(node, "variable")]
@@ -633,9 +590,10 @@ def _backward(recording: Recording, outputs: list[Tensor]) -> None:
         for leaf in leaves:
             if storage_of(leaf) in recorder.params:
                 name = recorder.params[storage_of(leaf)][0]
-                stack.enter_context(leaf.register_hook(partial(arrive, name)))
+                arrive = partial(lambda name, _: recorder.arrived.append(name), name)
+                stack.enter_context(leaf.register_hook(arrive))
         for node in nodes:
-            label = recording.labels.get(node, "")
+            label = recorder.labels.get(node, "")
             stack.enter_context(node.register_prehook(partial(enter, label)))
             stack.enter_context(node.register_hook(partial(enter, "")))
         with recorder.quiet():

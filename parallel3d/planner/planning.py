@@ -90,13 +90,11 @@ class MeshPlan:
         Raises:
             PlanningError: it was refused for another reason.
         """
-        for prediction in self.candidates:
-            if prediction.layout == layout:
-                return prediction
+        for found in (*self.candidates, *(r.prediction for r in self.refused)):
+            if found is not None and found.layout == layout:
+                return found
         for refused in self.refused:
             if refused.layout == layout:
-                if refused.prediction is not None:
-                    return refused.prediction
                 raise PlanningError(f"{layout} was refused: {refused.reason}")
         raise PlanningError(
             f"{layout} has no {self.cluster.world_size} ranks, or isn't among those asked for"
@@ -124,31 +122,29 @@ class MeshPlan:
     ) -> dict[str, list[tuple[str, float, bool]]]:
         """Predictions with one thing changed: name -> (its value, tokens/s/GPU, whether it fits).
 
-        The micro-batch, the sequence, and the bandwidth between nodes and of memory are halved and doubled.
+        The micro-batch, the sequence, and the bandwidth between nodes and of memory: halved, as they are and
+        doubled. A micro-batch of 1 can't be halved and stays 1.
         """
         base = prediction or self.best
         work, cluster, gpu = base.workload, base.cluster, base.cluster.gpu
-        names = ("micro_batch", "seq_len", "nic", "memory bandwidth")
-        tried: dict[str, list[tuple[str, float, bool]]] = {name: [] for name in names}
-
-        def add(name: str, value: str, on: Cluster, what: Workload) -> None:
-            result = predict(self.model, base.layout, on, what)
-            tried[name].append((value, result.tokens_per_second_per_gpu, result.fits))
-
+        tried: dict[str, list[tuple[str, float, bool]]] = {}
         for factor in (0.5, 1, 2):
             size = max(int(base.micro_batch * factor), 1)
-            if size != base.micro_batch or factor == 1:  # 1 can't be halved
-                whole = size * base.accumulation * base.layout.data_size
-                batch = replace(work, micro_batch=size, global_batch=whole)
-                add("micro_batch", str(size), cluster, batch)
+            whole = size * base.accumulation * base.layout.data_size
+            batch = replace(work, micro_batch=size, global_batch=whole)
             length = max(int(work.seq_len * factor), base.layout.tp)
             longer = replace(work, seq_len=length, micro_batch=base.micro_batch)
-            add("seq_len", str(length), cluster, longer)
-            nic = cluster.nic * factor
-            add("nic", f"{nic:g} GB/s", replace(cluster, nic=nic), work)
-            wider = replace(gpu, bandwidth=gpu.bandwidth * factor)
-            text = f"{wider.bandwidth:g} TB/s"
-            add("memory bandwidth", text, replace(cluster, gpu=wider), work)
+            nic, bandwidth = cluster.nic * factor, gpu.bandwidth * factor
+            wider = replace(cluster, gpu=replace(gpu, bandwidth=bandwidth))
+            for name, value, on, what in (
+                ("micro_batch", f"{size}", cluster, batch),
+                ("seq_len", f"{length}", cluster, longer),
+                ("nic", f"{nic:g} GB/s", replace(cluster, nic=nic), work),
+                ("memory bandwidth", f"{bandwidth:g} TB/s", wider, work),
+            ):
+                result = predict(self.model, base.layout, on, what)
+                found = value, result.tokens_per_second_per_gpu, result.fits
+                tried.setdefault(name, []).append(found)
         return tried
 
     def pareto(self) -> tuple[Prediction, ...]:
@@ -180,9 +176,8 @@ def _named(prediction: Prediction) -> str:
 
 
 def _per_token(prediction: Prediction) -> dict[str, float]:
-    tokens = prediction.micro_batch * prediction.accumulation * prediction.workload.seq_len
-    share = prediction.layout.tp / tokens
-    return {name: term.value * share for name, term in prediction.time.terms.items()}
+    tokens = prediction.tokens_per_gpu
+    return {name: term.value / tokens for name, term in prediction.time.terms.items()}
 
 
 def _differences(a: dict[str, float], b: dict[str, float], text: Any) -> Sequence[str]:

@@ -64,10 +64,14 @@ class Prediction(Step):
         return self.time.total
 
     @property
+    def tokens_per_gpu(self) -> float:
+        """Tokens of a step, divided by the GPUs; the ranks of a tp group share their tokens."""
+        return self.micro_batch * self.accumulation * self.workload.seq_len / self.layout.tp
+
+    @property
     def tokens_per_second_per_gpu(self) -> float:
-        """Tokens a second, divided by the GPUs; the ranks of a tp group share their tokens."""
-        tokens = self.micro_batch * self.accumulation * self.workload.seq_len
-        return tokens / self.layout.tp / self.time.total
+        """``tokens_per_gpu`` a second."""
+        return self.tokens_per_gpu / self.time.total
 
     @property
     def mfu(self) -> float:

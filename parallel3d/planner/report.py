@@ -223,8 +223,7 @@ def time_chart(each: Sequence[Prediction]) -> Figure:
         return _stacked(each, time_groups, 1.0, "seconds a step", "%{x:.3f} s")
 
     def per_token(p: Prediction) -> dict[str, float]:
-        tokens = p.micro_batch * p.accumulation * p.workload.seq_len / p.layout.tp
-        return {name: value / tokens for name, value in time_groups(p).items()}
+        return {name: value / p.tokens_per_gpu for name, value in time_groups(p).items()}
 
     return _stacked(each, per_token, 1e6, "microseconds a token and GPU", "%{x:.3f} us")
 
@@ -311,23 +310,47 @@ _BARS, _TIMELINES, _ROWS = 10, 6, 40
 
 
 def write_report(plan: MeshPlan, path: str | PathLike[str]) -> None:
-    """Writes the page.
+    """Writes the page, with plotly's JavaScript in it: about 5 MB.
 
     Raises:
         PlanningError: plotly isn't installed.
         OSError: the file can't be written.
     """
-    Path(path).write_text(report_html(plan), encoding="utf-8")
-
-
-def report_html(plan: MeshPlan) -> str:
-    """The page, with plotly's JavaScript in it: about 5 MB.
-
-    Raises:
-        PlanningError: plotly isn't installed.
-    """
-    parts = {**_words(plan), "figures": page.embedded(_figures(plan))}
-    return page.filled("parallel3d.planner", "report_page.html", parts)
+    work, cluster, each = plan.workload, plan.cluster, _shown(plan)
+    batch = f", global batch {work.global_batch:,}" if work.global_batch else ""
+    setup = (
+        f"{plan.model.numel / 1e9:,.2f} B parameters; {cluster.nodes:,} nodes of {cluster.gpus_per_node}, "
+        f"{cluster.nic:g} GB/s a GPU between them; sequences of {work.seq_len:,}{batch}; {work.precision}, "
+        f"parameters at rest {work.param_dtype}, reduced in {work.reduce_dtype}; {work.optimizer}"
+        f"{'; compiled' if work.compile else ''}"
+    )
+    explanation = each[0].explain() if each else ""
+    if len(plan.layouts) > 1:
+        explanation += "\n\nbeside the second:\n" + plan.explain(*plan.layouts[:2])
+    figures = {
+        "pareto": pareto_chart(plan),
+        "memory": memory_chart(each[:_BARS]),
+        "time": time_chart(each[:_BARS]),
+        "timelines": [
+            {
+                "name": f"{short(p)}, {setting(p)}, micro-batch {p.micro_batch}",
+                "figure": timeline_chart(p),
+            }
+            for p in each[:_TIMELINES]
+        ],
+    }
+    parts = {
+        "title": escape(f"{plan.model.name} on {cluster.world_size:,} {_TIMES} {cluster.gpu.name}"),
+        "setup": escape(setup),
+        "cards": _cards(each),
+        "layouts": _layouts(plan),
+        "refusals": _refusals(plan),
+        "sensitivity": _sensitivity(plan),
+        "explanation": escape(explanation),
+        "figures": page.embedded(figures),
+    }
+    text = page.filled("parallel3d.planner", "report_page.html", parts)
+    Path(path).write_text(text, encoding="utf-8")
 
 
 def _shown(plan: MeshPlan) -> Sequence[Prediction]:
@@ -338,43 +361,7 @@ def _shown(plan: MeshPlan) -> Sequence[Prediction]:
     return sorted(tried, key=lambda p: p.memory.needed)
 
 
-def _figures(plan: MeshPlan) -> dict[str, Any]:
-    each = _shown(plan)
-    names = [f"{short(p)}, {setting(p)}, micro-batch {p.micro_batch}" for p in each[:_TIMELINES]]
-    return {
-        "pareto": pareto_chart(plan),
-        "memory": memory_chart(each[:_BARS]),
-        "time": time_chart(each[:_BARS]),
-        "timelines": [
-            {"name": name, "figure": timeline_chart(p)}
-            for name, p in zip(names, each, strict=False)
-        ],
-    }
-
-
-def _words(plan: MeshPlan) -> dict[str, str]:
-    """HTML of everything that isn't a chart."""
-    work, cluster = plan.workload, plan.cluster
-    batch = f", global batch {work.global_batch:,}" if work.global_batch else ""
-    setup = (
-        f"{plan.model.numel / 1e9:,.2f} B parameters; {cluster.nodes:,} nodes of {cluster.gpus_per_node}, "
-        f"{cluster.nic:g} GB/s a GPU between them; sequences of {work.seq_len:,}{batch}; {work.precision}, "
-        f"parameters at rest {work.param_dtype}, reduced in {work.reduce_dtype}; {work.optimizer}"
-        f"{'; compiled' if work.compile else ''}"
-    )
-    return {
-        "title": escape(f"{plan.model.name} on {cluster.world_size:,} {_TIMES} {cluster.gpu.name}"),
-        "setup": escape(setup),
-        "cards": _cards(plan),
-        "layouts": _layouts(plan),
-        "refusals": _refusals(plan),
-        "sensitivity": _sensitivity(plan),
-        "explanation": escape(_explanation(plan)),
-    }
-
-
-def _cards(plan: MeshPlan) -> str:
-    each = _shown(plan)
+def _cards(each: Sequence[Prediction]) -> str:
     if not each:
         return '<p class="bad">No layout is legal.</p>'
     best, memory = each[0], each[0].memory
@@ -438,11 +425,3 @@ def _sensitivity(plan: MeshPlan) -> str:
         ]
         rows.append((name.replace("_", " "), *cells))
     return table(("", "half", "as it is", "twice"), rows, 1, wrap=False)
-
-
-def _explanation(plan: MeshPlan) -> str:
-    each = _shown(plan)
-    text = each[0].explain() if each else ""
-    if len(plan.layouts) > 1:
-        text += "\n\nbeside the second:\n" + plan.explain(plan.layouts[0], plan.layouts[1])
-    return text

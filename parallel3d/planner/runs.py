@@ -6,7 +6,7 @@ import csv
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import lru_cache
+from itertools import zip_longest
 from math import gcd
 from os import PathLike
 from pathlib import Path
@@ -56,23 +56,18 @@ class Models(dict[str, Row]):
         """
         if name not in self:
             raise PlanningError(f"there is no model {name!r}; models are {', '.join(self)}")
-        return _spec(tuple(sorted(self[name].items())), seq_len)
-
-
-@lru_cache(maxsize=1024)
-def _spec(items: tuple[tuple[str, str], ...], seq_len: int) -> ModelSpec:
-    row = dict(items)
-    return spec_from_shapes(
-        **{name: int(row[name]) for name in _SHAPES},
-        mlp=row.get("mlp") or "swiglu",
-        positions=row.get("positions") or "rope",
-        norm=row.get("norm") or "rmsnorm",
-        bias=_flag(row, "bias", False),
-        tied=_flag(row, "tied", False),
-        seq_len=seq_len,
-        name=row["model"],
-        source="models.csv",
-    )
+        row = self[name]
+        sizes: dict[str, Any] = {size: int(row[size]) for size in _SHAPES}
+        kinds: dict[str, Any] = {k: row[k] for k in ("mlp", "positions", "norm") if row.get(k)}
+        return spec_from_shapes(
+            **sizes,
+            **kinds,
+            bias=_flag(row, "bias", False),
+            tied=_flag(row, "tied", False),
+            seq_len=seq_len,
+            name=row["model"],
+            source="models.csv",
+        )
 
 
 def read_models(path: str | PathLike[str]) -> Models:
@@ -116,7 +111,7 @@ def predict_run(row: Row, models: Models) -> Prediction:
     row = {key: value.strip().lower() for key, value in row.items() if isinstance(value, str)}
     try:
         layout = _layout(row)
-        work, cluster = _workload(row, layout), _cluster(row, layout)
+        work, cluster = _workload(row, layout), _cluster(row, layout.world_size)
         model = models.spec(model_name.strip(), work.seq_len)
         prediction = predict(model, layout, cluster, work)
         if not prediction.fits:
@@ -146,11 +141,9 @@ def _layout(row: Row) -> MeshLayout:
     return MeshLayout(replicate, shard, tp)
 
 
-def _cluster(row: Row, layout: MeshLayout) -> Cluster:
-    world = layout.world_size
-    node = min(_int(row, "gpus_per_node", min(8, world)), world)
-    if world % node:  # the last node isn't full: nodes that are
-        node = gcd(world, node)
+def _cluster(row: Row, world: int) -> Cluster:
+    # If the last node isn't full: nodes that are.
+    node = gcd(world, min(_int(row, "gpus_per_node", min(8, world)), world))
     return Cluster.of(_gpu_name(row["gpu"]), world // node, node)
 
 
@@ -215,25 +208,18 @@ def predict_runs(rows: Iterable[Row], models: Models) -> list[dict[str, str]]:
     """
     predicted = []
     for row in rows:
-        cells = dict.fromkeys(COLUMNS, "") | {"id": row.get("id", "")}
+        cells = [row.get("id", "")]
         try:
-            cells |= _cells(row, predict_run(row, models))
+            prediction = predict_run(row, models)
+            memory, kind = prediction.memory, (row.get("memory_kind") or "").strip().lower()
+            shown = memory.allocated if kind in ("allocated", "peak_active") else memory.reserved
+            cells.append(f"{prediction.tokens_per_second_per_gpu:.2f}")
+            cells += [f"{size / _GIB:.3f}" for size in (shown, memory.upper)]
+            cells.append(str(int(prediction.fits)))
         except PlanningError as error:
             warnings.warn(str(error), stacklevel=2)
-        predicted.append(cells)
+        predicted.append(dict(zip_longest(COLUMNS, cells, fillvalue="")))
     return predicted
-
-
-def _cells(row: Row, prediction: Prediction) -> dict[str, str]:
-    memory = prediction.memory
-    kind = (row.get("memory_kind") or "").strip().lower()
-    shown = memory.allocated if kind in ("allocated", "peak_active") else memory.reserved
-    return {
-        "tokens_per_s_per_gpu": f"{prediction.tokens_per_second_per_gpu:.2f}",
-        "memory_gib": f"{shown / _GIB:.3f}",
-        "memory_upper_gib": f"{memory.upper / _GIB:.3f}",
-        "fits": str(int(prediction.fits)),
-    }
 
 
 def write_predictions(

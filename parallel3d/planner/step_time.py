@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import log2
+from math import log2, prod
 
 from parallel3d.mesh.axes import AXES
 from parallel3d.planner.cluster import AxisLink, collective_time, link_of
 from parallel3d.planner.constants import Term, constant
-from parallel3d.planner.engine import rank_rows
+from parallel3d.planner.engine import tp_cut
 from parallel3d.planner.kernels import Kernels, kernels_of, memory_rate, share
 from parallel3d.planner.model_spec import Unit
 from parallel3d.planner.workload import Step, Workload
@@ -160,10 +160,7 @@ def tp_collectives(
 
 def local_numel(unit: Unit, tp: int) -> int:
     """Elements of a unit's parameters on the fullest rank of ``tp``."""
-    return sum(
-        p.numel if p.tp_dim is None else p.numel // p.shape[p.tp_dim] * rank_rows(p, tp)
-        for p in unit.parameters
-    )
+    return sum(prod(tp_cut(p, tp)[1]) for p in unit.parameters)
 
 
 class _Timing:

@@ -25,6 +25,7 @@ from torch.distributed import ProcessGroup
 from parallel3d._torch.fake import add_fake_backend, cuda_sleep, plain_group
 from parallel3d._torch.groups import COLLECTIVES
 from parallel3d._torch.v2_11 import fake_outputs_written
+from parallel3d._util.recorder import op_of
 from parallel3d._util.trace import issuing
 from parallel3d._util.trees import tensors_in
 from parallel3d.errors import MeshError, Parallel3dError
@@ -175,16 +176,13 @@ class CpuLine:
             self.clock.sleep_until(transfer.ended)
             transfer.waited += self.clock.now() - now
 
-    def resolve(self, transfer: Transfer) -> None:
-        """Fills in times that only the device knows; there are none on the CPU."""
-
 
 class CudaLine:
     """Carries tensors on a GPU: a stream sleeps for a transfer's time, and ``wait`` is a wait for its event.
 
     The stream itself keeps the transfers in order. Their times are read from events, which synchronizes, and
     converted to those of ``clock``. ``sleep`` occupies the current stream for a number of cycles. The methods
-    are those of ``CpuLine``.
+    are those of ``CpuLine``, and ``resolve``.
     """
 
     def __init__(
@@ -229,6 +227,7 @@ class CudaLine:
         self.device.current_stream().wait_event(transfer.events[1])
 
     def resolve(self, transfer: Transfer) -> None:
+        """Fills in the times of ``transfer``."""
         self.device.synchronize()
         start, end = transfer.events
         transfer.started = self.zero_time + self.zero.elapsed_time(start) * 1e-3
@@ -353,21 +352,9 @@ class EmulatedGroup(ProcessGroup):
 # optimal all-reduce algorithms for clusters of workstations", 2009. Broadcast and the others send all of it.
 _RING_FACTORS = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2}
 
-_OPS = (
-    *("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce", "gather"),
-    *("scatter", "send", "recv", "barrier"),
-)
-
-
-def _op_of(method: str) -> str:
-    """Returns ``all_gather`` for ``_allgather_base``, ``allgather_coalesced`` and so on."""
-    name = method.strip("_").replace("alltoall", "all_to_all")
-    name = name.replace("allgather", "all_gather").replace("allreduce", "all_reduce")
-    return next(op for op in _OPS if name.startswith(op))
-
 
 def _collective(method: str) -> Callable[..., EmulatedWork]:
-    op = _op_of(method)
+    op = op_of(method)
     return lambda group, *args, **kwargs: group.run(method, op, *args, **kwargs)
 
 
@@ -491,7 +478,9 @@ class EmulatedNetwork:
         """See the class. On a GPU, reading it synchronizes."""
         for transfer in self._timeline:
             if transfer.events is not None:
-                self._lines[transfer.link, transfer.events[0].device].resolve(transfer)
+                line = self._lines[transfer.link, transfer.events[0].device]
+                assert isinstance(line, CudaLine)
+                line.resolve(transfer)
         return self._timeline
 
     def clear(self) -> None:

@@ -4,30 +4,82 @@ Starting eight processes that import torch takes seconds. Each run gets a new de
 which a rank fails or hangs ends with an error that says so, and the pool replaces the workers it had to end.
 """
 
-import atexit
 import contextlib
-import dataclasses
+import faulthandler
+import gc
+import importlib
+import importlib.util
 import multiprocessing
 import os
 import pickle
+import socket
 import sys
 import tempfile
+import threading
 import time
-import weakref
+import traceback
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import torch
+from torch import distributed as dist
+
+from parallel3d._torch.dtensor import clear_dtensor_caches
 from parallel3d.errors import MeshError, Parallel3dError, StateError
-from parallel3d.testing._gloo_worker import RELEASE, Failure, Job, serve
-from parallel3d.testing.worlds import check_count, is_count
+from parallel3d.testing.worlds import check_count
 
 # Imported once by the forkserver instead of by each worker; modules that are not installed are ignored.
 # torch._dynamo is imported by the first collective, pytest by modules of tests.
-_PRELOAD = ["torch", "torch.distributed.tensor", "torch._dynamo", "parallel3d.testing", "pytest"]
+_PRELOAD = ["torch", "torch.distributed.tensor", "torch._dynamo", __name__, "pytest"]
 _STARTUP = 180.0  # seconds a worker may take to import torch
 _GRACE = 2.0  # seconds the other ranks have to fail too, once one has
 _RELEASE_TIME = 10.0  # seconds to destroy a process group
+# torch itself has 15 threads. More than this many: groups of earlier runs still exist, and a thread of gloo
+# wakes up a hundred times a second.
+_MOST_THREADS = 24
+RELEASE = b"release"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run, as one rank gets it.
+
+    Attributes:
+        store: path of the store's file.
+        timeout: seconds after which a collective fails.
+        sys_path: the pool's ``sys.path``.
+        module: name and file of the module that defines the function.
+        call: the pickled function and arguments.
+    """
+
+    rank: int
+    world_size: int
+    store: str
+    timeout: float
+    sys_path: tuple[str, ...]
+    module: tuple[str, str | None]
+    call: bytes
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The failure of one rank.
+
+    Attributes:
+        summary: type and message of the exception, or how the process ended.
+        traceback: the remote traceback; empty if the process died or was ended.
+        exception: the exception, or None if it can't be pickled and loaded here.
+        died: whether the process ended without an answer, by a signal or ``os._exit``.
+    """
+
+    rank: int
+    summary: str
+    traceback: str = ""
+    exception: BaseException | None = None
+    died: bool = False
 
 
 class WorkerError(RuntimeError):
@@ -129,7 +181,6 @@ class GlooPool:
         self._workers: list[_Worker | None] = [None] * size
         self._closed = False
         self._running = False
-        _pools.add(self)
 
     def run(
         self,
@@ -156,7 +207,17 @@ class GlooPool:
             Parallel3dError: ``fn`` or an argument can't be pickled, or ``timeout`` is not positive.
         """
         world_size = self.size if world_size is None else world_size
-        self._check_run(world_size, timeout)
+        if self._closed:
+            raise StateError("run: this GlooPool is closed; make a new one")
+        if self._running:
+            raise StateError("run: this GlooPool is already running a function; wait for it")
+        if type(world_size) is not int or not 0 < world_size <= self.size:
+            raise MeshError(
+                f"world_size={world_size!r}: must be an integer from 1 to {self.size}, "
+                "the number of workers of this pool"
+            )
+        if not timeout > 0:
+            raise Parallel3dError(f"timeout={timeout!r}: must be a positive number of seconds")
         job = _job(fn, args, world_size, timeout)
         self._running = True
         try:
@@ -165,7 +226,7 @@ class GlooPool:
                 # A file, because a TCPStore looks up host names, which can take 5 s even on loopback (m).
                 store = os.path.join(directory, "store")
                 for rank, worker in enumerate(workers):
-                    worker.send(pickle.dumps(dataclasses.replace(job, rank=rank, store=store)))
+                    worker.send(pickle.dumps(replace(job, rank=rank, store=store)))
                 results, failures = self._collect(workers, timeout)
                 unfinished = sorted(set(range(world_size)) - results.keys() - failures.keys())
                 self._release(workers, unfinished)
@@ -188,19 +249,6 @@ class GlooPool:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-    def _check_run(self, world_size: int, timeout: float) -> None:
-        if self._closed:
-            raise StateError("run: this GlooPool is closed; make a new one")
-        if self._running:
-            raise StateError("run: this GlooPool is already running a function; wait for it")
-        if not is_count(world_size) or world_size > self.size:
-            raise MeshError(
-                f"world_size={world_size!r}: must be an integer from 1 to {self.size}, "
-                "the number of workers of this pool"
-            )
-        if not timeout > 0:
-            raise Parallel3dError(f"timeout={timeout!r}: must be a positive number of seconds")
 
     def _start(self, count: int) -> list[_Worker]:
         """Returns the first ``count`` workers, started and ready."""
@@ -268,15 +316,6 @@ class GlooPool:
             self._end(index)
 
 
-_pools: "weakref.WeakSet[GlooPool]" = weakref.WeakSet()
-
-
-@atexit.register
-def _close_pools() -> None:
-    for pool in list(_pools):
-        pool.close()
-
-
 def _job(fn: Callable[..., Any], args: tuple[Any, ...], world_size: int, timeout: float) -> Job:
     """Returns the job without its rank and store."""
     try:
@@ -308,7 +347,7 @@ def _outcome(rank: int, worker: _Worker) -> Failure | tuple[Any]:
     if kind == "failed":
         failure, pickled = pickle.loads(payload)
         with contextlib.suppress(Exception):  # its constructor may take other arguments
-            return dataclasses.replace(failure, exception=pickle.loads(pickled))
+            return replace(failure, exception=pickle.loads(pickled))
         return failure
     try:
         return (pickle.loads(payload),)
@@ -341,3 +380,130 @@ def _error(
     error = WorkerError("\n".join(lines), failures, unfinished)
     error.__cause__ = first.exception
     return error
+
+
+# The worker process. Pool and worker talk over one pipe. The pool sends a ``Job``; the worker answers
+# ``("done", result)`` or ``("failed", (Failure, exception))`` and keeps its process group until the pool
+# sends ``RELEASE``, so that no rank closes a connection its peers still read from. Then it answers
+# ``("idle", b"")``, or ``("spent", b"")`` if the run has left threads behind: the pool then replaces it.
+
+
+def serve(connection: Connection, threads: int) -> None:
+    """Runs jobs until the pool closes its end of the pipe or its process has ended."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    faulthandler.enable()  # prints where a worker crashed
+    torch.set_num_threads(threads)
+    for _, name in socket.if_nameindex():
+        if name in ("lo", "lo0"):  # else gloo looks up the host name, which may not resolve
+            os.environ["GLOO_SOCKET_IFNAME"] = name
+    _send(connection, "ready")
+    modules = 0
+    while True:
+        if len(sys.modules) > modules:  # keep imported objects out of each job's garbage collection
+            modules = len(sys.modules)
+            gc.freeze()
+        try:
+            _run(connection, pickle.loads(connection.recv_bytes()))
+        except (EOFError, BrokenPipeError):
+            return
+
+
+def _end_with_parent() -> None:
+    """Ends this process, even inside a collective, when the pool's process has ended."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _run(connection: Connection, job: Job) -> None:
+    kind, answer, started = "done", b"", False
+    try:
+        _start_group(job)
+        started = True
+        answer = pickle.dumps(_call(job))
+    except BaseException as error:  # also SystemExit: the worker goes on
+        kind, answer = "failed", pickle.dumps(_failure(job.rank, error))
+    _send(connection, kind, answer)
+    if connection.recv_bytes() != RELEASE or not started:
+        # If a peer died while groups were made, torch has counted this group nevertheless: the next one would
+        # have another name than on the other ranks, and all would wait for each other.
+        raise EOFError
+    _clean_up()
+    try:
+        threads = len(os.listdir("/proc/self/task"))  # all of the process, not only Python's
+    except OSError:
+        threads = 0
+    _send(connection, "spent" if threads > _MOST_THREADS else "idle")
+
+
+def _start_group(job: Job) -> None:
+    store = dist.FileStore(job.store, job.world_size)
+    for name, value in (("RANK", job.rank), ("WORLD_SIZE", job.world_size)):
+        os.environ[name] = os.environ[f"LOCAL_{name}"] = str(value)
+    dist.init_process_group(
+        "gloo",
+        store=store,
+        rank=job.rank,
+        world_size=job.world_size,
+        timeout=timedelta(seconds=job.timeout),
+    )
+
+
+def _call(job: Job) -> Any:
+    sys.path.extend(path for path in job.sys_path if path not in sys.path)
+    _import_module(*job.module)
+    fn, args = pickle.loads(job.call)
+    torch.manual_seed(0)  # a run does not depend on earlier runs
+    return fn(*args)
+
+
+def _import_module(name: str, file: str | None) -> None:
+    """Imports the module of the function, from its file if it can't be found by name."""
+    if name in sys.modules or file is None:
+        return
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
+            raise  # the module was found, but not one that it imports
+        spec = importlib.util.spec_from_file_location(name, file)
+        if spec is None or spec.loader is None:
+            raise
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+
+
+def _failure(rank: int, error: BaseException) -> tuple[Failure, bytes | None]:
+    """Returns the failure, and the pickled exception apart, as the pool may not be able to load it."""
+    summary = "".join(traceback.format_exception_only(error)).strip()
+    while error.__traceback__ is not None:  # drop the frames of this file
+        if error.__traceback__.tb_frame.f_code.co_filename != __file__:
+            break
+        error.__traceback__ = error.__traceback__.tb_next
+    text = "".join(traceback.format_exception(error))
+    try:
+        pickled = pickle.dumps(error.with_traceback(None))
+    except Exception:
+        pickled = None
+    return Failure(rank, summary, text), pickled
+
+
+def _clean_up() -> None:
+    """Undoes what the run may have changed in this process."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    clear_dtensor_caches()
+    # Models and meshes in reference cycles keep their groups, whose threads wake up every few milliseconds.
+    gc.collect()
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+
+
+def _send(connection: Connection, kind: str, payload: bytes = b"") -> None:
+    # Not Connection.send: torch makes that one share tensors by file descriptor, which would tie a result to
+    # the life of the worker.
+    connection.send_bytes(pickle.dumps((kind, payload)))

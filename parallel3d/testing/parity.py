@@ -236,10 +236,10 @@ class Case:
                 parallel_losses = list(self.parallel_step(step))
             if step == 0:
                 self._compare_losses(plain_losses, parallel_losses)
-                self._compare_grads()
+                self._compare_tensors("gradient")
             self.update(optimizers)
         assert objects == [id(p) for p in self.parallel.parameters()], "parameters were replaced"
-        self._compare_weights()
+        self._compare_tensors("weight")
 
     def plain_step(self, step: int, around: Around = nullcontext) -> list[dict[int, torch.Tensor]]:
         """Runs the backward of the mean loss, each forward within ``around(data_rank)``.
@@ -295,28 +295,28 @@ class Case:
                 difference = float((loss - want).abs() / want.abs().clamp(min=1e-30))
                 self._check("loss", "loss", rank, difference)
 
-    def _compare_grads(self) -> None:
-        """Compares each gradient, relative to the model's largest: a key bias has true gradient zero."""
-        grads = [p.grad for p in self.plain.parameters() if p.grad is not None]
-        scale = max(float(g.abs().max()) for g in grads if g.numel())
-        for name, p, q in self._pairs():
-            assert (p.grad is None) == (q.grad is None), f"{name}: only one side has a gradient"
-            if p.grad is not None and q.grad is not None:
-                self._compare_tensor("gradient", name, p.grad, q.grad, scale)
+    def _compare_tensors(self, what: str) -> None:
+        """Compares each weight, relative to its largest value, or each gradient.
 
-    def _compare_weights(self) -> None:
-        """Compares each weight, relative to the largest of its tensor."""
-        for name, p, q in self._pairs():
-            scale = float(_numbers(p.detach()).abs().max()) if p.numel() else 1.0
-            self._compare_tensor("weight", name, p.detach(), q.detach(), scale)
-
-    def _pairs(self) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
-        """Yields (name, plain, parallel) for all parameters; the names must be the same."""
-        parallel = dict(self.parallel.named_parameters(remove_duplicate=False))
-        plain = dict(self.plain.named_parameters(remove_duplicate=False))
+        Gradients relative to the model's largest: a key bias has true gradient zero.
+        """
+        plain, parallel = (
+            {
+                name: p.grad if what == "gradient" else p.detach()
+                for name, p in model.named_parameters(remove_duplicate=False)
+            }
+            for model in (self.plain, self.parallel)
+        )
         assert list(parallel) == list(plain), "the parallel model's parameter names differ"
-        for name, param in plain.items():
-            yield name, param, parallel[name]
+        known = {name: t for name, t in plain.items() if t is not None and t.numel()}
+        largest = {name: float(_numbers(t).abs().max()) for name, t in known.items()}
+        if what == "gradient":
+            largest = dict.fromkeys(largest, max(largest.values()))
+        for name, whole in plain.items():
+            part = parallel[name]
+            assert (whole is None) == (part is None), f"{name}: only one side has a gradient"
+            if whole is not None and part is not None:
+                self._compare_tensor(what, name, whole, part, largest.get(name, 1.0))
 
     def _compare_tensor(
         self, what: str, name: str, whole: torch.Tensor, parallel: torch.Tensor, scale: float

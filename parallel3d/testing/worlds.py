@@ -80,7 +80,7 @@ class SimulationMode(LocalTensorMode):
         if _is_ordinary(func):
             return self._on_each_rank(func, args, kwargs)
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if _changes_sizes(func):
+        if isinstance(func, OpOverload) and torch.Tag.inplace_view in func.tags:
             update_sizes(args[0], func, args, kwargs)
         return result
 
@@ -89,7 +89,6 @@ class SimulationMode(LocalTensorMode):
             return make_simulated({rank: cb(rank) for rank in self._order}, self.ranks)
 
     def _on_each_rank(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls ``func`` once for each rank."""
         results = {}
         for rank in self._order:
             on_rank = [value_on_rank(a, rank) for a in args]
@@ -131,11 +130,6 @@ def _is_ordinary(func: Any) -> bool:
 
 _SPECIAL = frozenset({"aten::hash_tensor"})  # torch's mode has a case for empty tensors
 _TENSORS = frozenset({"Tensor", "Optional[Tensor]", "List[Tensor]"})
-
-
-@functools.cache
-def _changes_sizes(func: Any) -> bool:
-    return isinstance(func, OpOverload) and torch.Tag.inplace_view in func.tags
 
 
 def _check_not_plain(func: Any, types: Sequence[Any]) -> None:
@@ -281,21 +275,16 @@ def destroy_group() -> None:
     clear_dtensor_caches()
 
 
-def is_count(value: object, least: int = 1) -> bool:
-    """Whether ``value`` is an integer of at least ``least``, and not a bool."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
 def check_count(name: str, value: object) -> None:
     """Raises MeshError unless ``value`` is a positive integer."""
-    if not is_count(value):
+    if type(value) is not int or value < 1:
         raise MeshError(f"{name}={value!r}: must be a positive integer")
 
 
 def check_rank(rank: Any, world_size: Any) -> None:
     """Raises MeshError unless ``rank`` is a rank of a world of ``world_size``."""
     check_count("world_size", world_size)
-    if not is_count(rank, 0) or rank >= world_size:
+    if type(rank) is not int or not 0 <= rank < world_size:
         raise MeshError(
             f"rank={rank!r}: must be an integer from 0 to {world_size - 1} in a world of {world_size}"
         )

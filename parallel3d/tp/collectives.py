@@ -93,9 +93,8 @@ def reduce_from_tp(x: Tensor, axis: TpAxis, *, in_place: bool = False) -> Tensor
         in_place: whether the sum may overwrite ``x``: neither other code nor a backward reads ``x``.
     """
     # A compiler decides by itself what may be overwritten.
-    if in_place and axis.size > 1 and x.is_contiguous() and not torch.compiler.is_compiling():
-        return _ReduceInPlace.apply(x, axis)
-    return _apply(x, "reduce", axis)
+    in_place = in_place and x.is_contiguous() and not torch.compiler.is_compiling()
+    return _apply(x, "reduce_in_place" if in_place else "reduce", axis)
 
 
 def gather_from_tp(x: Tensor, dim: int, global_size: int, axis: TpAxis) -> Tensor:
@@ -119,9 +118,7 @@ def gather_sequence(x: Tensor, dim: int, global_size: int, axis: TpAxis) -> Tens
     return _apply(x, "gather_copies", axis, dim % x.dim(), global_size)
 
 
-def scatter_sequence(x: Tensor, dim: int, axis: TpAxis) -> Tensor:
-    """Returns this rank's chunk of ``x`` along ``dim``; the ranks' gradients are joined."""
-    return split_to_tp(x, dim, axis)
+scatter_sequence = split_to_tp  # under the name that the others on a sequence have
 
 
 def reduce_scatter_sequence(x: Tensor, dim: int, axis: TpAxis) -> Tensor:
@@ -200,6 +197,11 @@ def start_reduce_scatter(
     return for_compiled_function(own), work
 
 
+def _reduce_in_place(x: Tensor, axis: TpAxis) -> Tensor:
+    dist.all_reduce(x, group=axis.group)
+    return x
+
+
 def start_all_reduce(x: Tensor, axis: TpAxis, *, wait: bool = False) -> tuple[Tensor, Any]:
     """Returns the sum, and the work to ``wait()`` for before it is read, which is None with ``wait``."""
     # A copy: autograd may pass the same gradient to other consumers.
@@ -212,6 +214,7 @@ def start_all_reduce(x: Tensor, axis: TpAxis, *, wait: bool = False) -> tuple[Te
 _OPERATIONS: dict[str, tuple[Callable[..., Tensor], str]] = {
     "copy": (lambda x, axis: x.view_as(x), "reduce"),
     "reduce": (lambda x, axis: start_all_reduce(x, axis, wait=True)[0], "copy"),
+    "reduce_in_place": (_reduce_in_place, "copy"),
     "gather": (_all_gather, "split"),
     "split": (lambda x, axis, dim, size: local_chunk(x, dim, axis.size, axis.rank), "gather"),
     "gather_copies": (_all_gather, "reduce_scatter"),
@@ -243,24 +246,13 @@ class _Collective(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, operation: str, axis: TpAxis, how: tuple[Any, ...]) -> Tensor:
         forward, ctx.operation = _OPERATIONS[operation]
         ctx.axis, ctx.how = axis, how
+        if operation == "reduce_in_place":
+            ctx.mark_dirty(x)
         return forward(x, axis, *how)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return apply_in_backward(grad, ctx.operation, ctx.axis, *ctx.how), None, None, None
-
-
-class _ReduceInPlace(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: TpAxis) -> Tensor:
-        ctx.axis = axis
-        ctx.mark_dirty(x)
-        dist.all_reduce(x, group=axis.group)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return apply_in_backward(grad, "copy", ctx.axis), None
 
 
 @dataclass

@@ -55,10 +55,15 @@ class TpState:
     index: Tensor | None = field(default=None, repr=False)
 
 
-def bind_forward(module: nn.Module, forward: Any, state: TpState) -> None:
-    """Makes ``forward(module, ...)`` the module's forward."""
+def bind_forward(module: nn.Module, state: TpState) -> None:
+    """Makes the style's method ``forward`` the module's forward."""
     _set_state(module, module.forward, state)
-    state.inner = wrap_forward(module, functools.partial(as_if, forward), forward)
+    state.inner = wrap_forward(module, functools.partial(as_if, _forward), _forward)
+
+
+def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    tp: TpState = self._parallel3d_tp
+    return tp.style.forward(tp, self, *args, **kwargs)
 
 
 def _set_state(module: nn.Module, forward: Any, state: TpState) -> None:
@@ -133,28 +138,22 @@ def map_first(
     )
 
 
-def bind_base_forward(
-    module: nn.Module, base: type[nn.Module], forward: Any, state: TpState
-) -> None:
-    """Replaces ``base.forward`` by ``forward`` in the module. A subclass with a forward of its own (an
-    embedding that scales its output) goes on running it; its ``super().forward(...)`` becomes ``forward``."""
+def bind_base_forward(module: nn.Module, base: type[nn.Module], state: TpState) -> None:
+    """Replaces ``base.forward`` by the style's ``forward`` in the module. A subclass with a forward of its
+    own (an embedding that scales its output) goes on running it; its ``super().forward(...)`` becomes that
+    one."""
     cls = type(module)
     if cls.forward is base.forward or "forward" in module.__dict__:
-        bind_forward(module, forward, state)
+        bind_forward(module, state)
         return
     _set_state(module, base.forward, state)
     state.inner = base.forward
-    made = _classes.get((cls, base, forward))
-    if made is None:
-        made = _classes[cls, base, forward] = _with_base(cls, base, forward)
-    module.__class__ = made
+    module.__class__ = _with_base(cls, base)  # type: ignore[arg-type]  # a class has a hash
 
 
-_classes: dict[tuple[type, type, Any], type] = {}
-
-
-def _with_base(cls: type[nn.Module], base: type[nn.Module], forward: Any) -> type:
+@functools.cache
+def _with_base(cls: type[nn.Module], base: type[nn.Module]) -> type:
     """Returns a subclass of ``cls`` in whose MRO a class with the forward stands before ``base``."""
-    between = type(f"Tp{base.__name__}", (base,), {"forward": as_if(forward, base.forward)})
+    between = type(f"Tp{base.__name__}", (base,), {"forward": as_if(_forward, base.forward)})
     names = {"__doc__": cls.__doc__, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
     return type(cls.__name__, (cls, between), names)

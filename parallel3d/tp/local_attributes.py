@@ -95,17 +95,21 @@ def reads_of(module: nn.Module) -> frozenset[str] | None:
 def _reads_of_class(cls: type) -> frozenset[str] | None:
     found: set[str] = set()
     for base in cls.__mro__:
-        if base in (nn.Module, object):
-            continue
-        for name, member in vars(base).items():
-            function = inspect.unwrap(getattr(member, "__func__", member))
-            if name in NOT_COMPUTING or not inspect.isfunction(function):
-                continue
-            try:
-                found.update(_reads(ast.parse(textwrap.dedent(inspect.getsource(function)))))
-            except (OSError, TypeError, SyntaxError):
-                return None
+        trees = [] if base in (nn.Module, object) else method_trees(base)
+        if trees is None:
+            return None
+        found.update(name for tree in trees for name in _reads(tree))
     return frozenset(found)
+
+
+def method_trees(cls: type) -> list[ast.Module] | None:
+    """Returns the methods that a class itself has for its forward, parsed; None where there is no source."""
+    own = (getattr(m, "__func__", m) for n, m in vars(cls).items() if n not in NOT_COMPUTING)
+    functions = filter(inspect.isfunction, map(inspect.unwrap, own))
+    try:
+        return [ast.parse(textwrap.dedent(inspect.getsource(f))) for f in functions]
+    except (OSError, TypeError, SyntaxError):
+        return None
 
 
 def _reads(tree: ast.AST) -> Iterator[str]:

@@ -150,7 +150,7 @@ def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def obstacle(x: Tensor, dim: int, global_size: int, axis: TpAxis) -> str:
-    """Returns why :func:`gather_linear` can't take these arguments, in words for the user, or ``""``."""
+    """Returns why ``GatherLinear`` can't take these arguments, in words for the user, or ``""``."""
     if torch.compiler.is_compiling():
         return "torch.compile orders the collectives"
     if dim % x.dim() == x.dim() - 1:
@@ -162,17 +162,10 @@ def obstacle(x: Tensor, dim: int, global_size: int, axis: TpAxis) -> str:
     return "a transform of torch.func is active" if functorch_is_active() else ""
 
 
-def gather_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, dim: int, chunks: int, axis: TpAxis
-) -> Tensor:
-    """Returns ``F.linear`` of ``gather_sequence(x, dim, ...)``, by at most ``chunks`` all-gathers.
+class GatherLinear(torch.autograd.Function):
+    """``F.linear`` of ``gather_sequence(x, dim, ...)``, by at most ``chunks`` all-gathers. ``x`` is this
+    rank's part of the sequence, of one size on all ranks. See :func:`obstacle`."""
 
-    ``x`` is this rank's part of the sequence, of one size on all ranks. See :func:`obstacle`.
-    """
-    return _GatherLinear.apply(x, weight, bias, dim % x.dim(), chunks, axis)
-
-
-class _GatherLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

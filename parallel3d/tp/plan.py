@@ -17,18 +17,17 @@ from torch.distributed.tensor import DTensor, Shard
 from parallel3d._layout.packed import PackedShard
 from parallel3d._layout.param_layout import ParamLayout, set_param_layout
 from parallel3d._torch.dtensor import make_dtensor, make_spec
-from parallel3d._torch.simulated import ranks_are_simulated
 from parallel3d._util.replaced_params import marking_replaced
 from parallel3d._util.rollback import unchanged_on_error
 from parallel3d.errors import MeshError, PlanError, StateError
 from parallel3d.tp.auto.derive import choose
 from parallel3d.tp.auto.heads import align_heads
-from parallel3d.tp.collectives import SequenceLength, TpAxis
+from parallel3d.tp.collectives import SequenceLength, TpAxis, copy_by_rank
 from parallel3d.tp.local_attributes import PlannedAttribute, describe_attributes
 from parallel3d.tp.random import can_drop, install_random, refuse_later_dropout
 from parallel3d.tp.resolve import Plan, PlanSource, Resolution, check_plan_type, numberless
 from parallel3d.tp.styles import Style
-from parallel3d.tp.styles.base import ParamRule, Traffic
+from parallel3d.tp.styles.base import ParamRule, Traffic, own_params
 
 
 @dataclass(frozen=True)
@@ -123,8 +122,7 @@ class ResolvedPlan:
             f"Communicated {line}; where modules read one tensor, they share its collective"
             for line in _traffic(self)
         ]
-        names = list(dict.fromkeys(map(numberless, self.unplanned)))
-        if names:
+        if names := list(dict.fromkeys(map(numberless, self.unplanned))):
             shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
             lines.append(
                 f"Not in the plan, whole on every rank: {len(self.unplanned)} parameters ({shown})"
@@ -180,7 +178,8 @@ class ResolvedPlan:
             PlanError: ``model`` is not the one (or a copy of it) the plan was resolved for.
         """
         axis = _tp_axis(mesh, self.tp_size)
-        modules = _find_modules(self, model)
+        by_name = _find_modules(self, model)
+        modules = [by_name[planned.name] for planned in self.modules]
         if self.tp_size == 1:
             return model
         # All new parameters first: if one fails (memory), the model is unchanged.
@@ -200,7 +199,6 @@ class ResolvedPlan:
             sequence = SequenceLength()
             for planned, module in zip(self.modules, modules, strict=True):
                 planned.style.install(module, axis, sequence)
-            by_name = dict(model.named_modules(remove_duplicate=False))
             for attribute in self.attributes:
                 attribute.set(by_name[attribute.module], axis.rank)
             if can_drop(model):
@@ -260,30 +258,24 @@ def _tp_axis(mesh: DeviceMesh, size: int) -> TpAxis:
     return axis
 
 
-def _find_modules(plan: ResolvedPlan, model: nn.Module) -> list[nn.Module]:
+def _find_modules(plan: ResolvedPlan, model: nn.Module) -> dict[str, nn.Module]:
     by_name = dict(model.named_modules(remove_duplicate=False))
-    modules = []
     for planned in plan.modules:
         module = by_name.get(planned.name)
-        own = {} if module is None else module._parameters
-        shapes = {name: tuple(p.shape) for name, p in own.items() if p is not None}
+        shapes = {} if module is None else {n: p.shape for n, p in own_params(module).items()}
         if module is None or any(shapes.get(p.name) != p.shape for p in planned.params):
             raise PlanError(
                 f"the plan was resolved for another model: module {planned.name!r} is missing here "
                 "or has other parameters"
             )
-        modules.append(module)
-    return modules
+    return by_name
 
 
 def _distribute(param: nn.Parameter, rule: ParamRule, axis: TpAxis) -> nn.Parameter:
     """Returns the parameter as a DTensor on ``tp``, of which this rank holds its part."""
     whole = param.detach()
     local = rule.part(whole, axis.size, axis.rank)
-    if (
-        local is whole and ranks_are_simulated()
-    ):  # a factory call makes one tensor per simulated rank
-        local = torch.empty(whole.shape, dtype=whole.dtype, device=whole.device).copy_(whole)
+    local = copy_by_rank(local, axis) if local is whole else local
     placement = rule.placement if rule.packing is None else PackedShard(rule.packing)
     spec = make_spec(axis.mesh, (placement,), param.shape, param.dtype)
     new = nn.Parameter(make_dtensor(local, spec), requires_grad=param.requires_grad)

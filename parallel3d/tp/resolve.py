@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from torch import nn
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from parallel3d.errors import PlanError
@@ -64,6 +65,11 @@ def matches(pattern: str, name: str) -> bool:
         return pattern == name
     # fnmatch's wildcards match dots too; with as many dots in both, none does.
     return pattern.count(".") == name.count(".") and fnmatchcase(name, pattern)
+
+
+def is_in(path: str, outer: str) -> bool:
+    """Whether ``path`` is ``outer`` or a path inside it; ``""`` is the root."""
+    return outer in ("", path) or path.startswith(f"{outer}.")
 
 
 def has_wildcard(pattern: str) -> bool:
@@ -270,7 +276,6 @@ class Resolution:
         self.local_sizes: set[str] = set()
         self._is_empty = True
         self._params = dict(model.named_parameters(remove_duplicate=False))
-        self._param_rules: dict[str, RuledModule] = {}
         self._first_path = {id(module): name for name, module in reversed(self.modules.items())}
 
     # ---- patterns -> modules and parameters ----
@@ -279,6 +284,7 @@ class Resolution:
         """Gives modules and parameters the styles of the plan's rules; with ``strict`` a rule that matches
         nothing is a problem, otherwise a note."""
         self._is_empty = not plan_source.rules
+        by_owner: dict[str, dict[str, RuledModule]] = {}  # rules of parameters
         for pattern, value in plan_source.rules.items():
             try:
                 style, simple = parse_style(value), expand(pattern)
@@ -298,14 +304,10 @@ class Resolution:
                 for name in modules:
                     self._rule_module(name, pattern, style, why)
                 for path in params:
-                    owner = self.modules[path.rpartition(".")[0]]
-                    made = RuledModule(path, pattern, style, owner, why)
-                    rule = self._param_rules.setdefault(path, made)
+                    parent, _, own = path.rpartition(".")
+                    made = RuledModule(path, pattern, style, self.modules[parent], why)
+                    rule = by_owner.setdefault(parent, {}).setdefault(own, made)
                     self._check_one_rule("parameter", path, rule, pattern, style)
-        by_owner: dict[str, dict[str, RuledModule]] = {}
-        for path, rule in self._param_rules.items():
-            parent, _, name = path.rpartition(".")
-            by_owner.setdefault(parent, {})[name] = rule
         for parent, rules in by_owner.items():
             try:
                 self._rule_params(parent, rules)
@@ -451,7 +453,7 @@ class Resolution:
             if len(set(by_path.values())) > 1:
                 how = ", ".join(f"{path} as {rule.describe()}" for path, rule in by_path.items())
                 self.problems.append(f"one parameter can't be held in two ways: {how}")
-            elif free and any(rule.changes_compute for rule in by_path.values()):
+            elif free and any(rule != ParamRule(Replicate()) for rule in by_path.values()):
                 by, rule = next(iter(by_path.items()))
                 self.problems.append(
                     f"{', '.join(free)} shares its parameter with {by}, which a rule makes "
@@ -461,7 +463,7 @@ class Resolution:
     def _check_inputs(self) -> None:
         prepared = [r.name for r in self.ruled.values() if isinstance(r.style, PrepareInput)]
         for ruled in self.ruled.values():
-            around = any(_is_inside(ruled.name, name) for name in prepared)
+            around = any(is_in(ruled.name, name) for name in prepared)
             if getattr(ruled.style, "input", None) == "gathered" and not around:
                 self.problems.append(
                     f"module {ruled.name!r} as {ruled.style}: no module around it has the style "
@@ -492,7 +494,7 @@ class Resolution:
         split = (
             r for r in self.ruled.values() if isinstance(r.style, (Colwise, Rowwise, SplitHeads))
         )
-        return [r.name for r in split if r.name != name and _is_inside(r.name, name)]
+        return [r.name for r in split if r.name != name and is_in(r.name, name)]
 
     def leave_fast_paths(self) -> None:
         """Makes torch's transformer encoders call the modules in them that are split."""
@@ -507,10 +509,6 @@ class Resolution:
         for path, owners in self._owners():
             if not any(name in self.rules.get(id(module), {}) for module, name in owners):
                 yield path
-
-
-def _is_inside(name: str, outer: str) -> bool:
-    return outer == "" or name.startswith(f"{outer}.")
 
 
 def _splits_vocabulary(ruled: RuledModule) -> bool:

@@ -8,7 +8,7 @@ first training forward, in which a digest of the inputs is enough unless it diff
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -20,22 +20,20 @@ from torch.utils.hooks import RemovableHandle
 
 from parallel3d._torch.autograd import untraced
 from parallel3d._torch.groups import all_gather_single
-from parallel3d._torch.simulated import inner_tensors
+from parallel3d._torch.simulated import inner_tensors, ranks_are_simulated
 from parallel3d._util import dry_run
 from parallel3d._util.arguments import as_bool
 from parallel3d._util.trace import issuing
 from parallel3d._util.trees import tensors_in
 from parallel3d.errors import AgreementError, MeshError, Parallel3dError
-from parallel3d.mesh.store import others, ranks_are_played
+from parallel3d.mesh.store import others
 
 _HANDLE = "_parallel3d_same_batch"
 _DIMS = 8  # dims of a tensor that are compared
 _NEVER = torch.iinfo(torch.int64).max  # the rank in the record of a group without a difference
 _DTYPES = sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)), key=str)
 
-# A record, int64: global rank, input, dims, an element's index in each, its value here and on the first rank.
-_INDEX = slice(3, 3 + _DIMS)
-_GOT, _WANT = 3 + _DIMS, 4 + _DIMS
+# A record, int64: global rank, input, element, its value here and on the first rank; dtype, dims, sizes.
 
 
 def check_same_batch(model: nn.Module, mesh: DeviceMesh, enabled: bool = True) -> None:
@@ -114,17 +112,19 @@ class _Check:
             record = torch.where(record[0] == _NEVER, here, record)
         numbers = self.first_of_all(record)
         if numbers is not None:
-            rank, index, dims = numbers[:3]
-            name, tensor = named[index]
-            where = f"{name}, element {numbers[_INDEX][: min(dims, _DIMS)]}" if dims else name
-            self.fail(rank, where, *(_value(numbers[i], tensor.dtype) for i in (_GOT, _WANT)))
+            rank, index, element, got, want, dtype, dims, *sizes = numbers
+            place: list[int] = []
+            for size in reversed(sizes[:dims]):
+                element, at = divmod(element, max(size, 1))
+                place.insert(0, at)
+            where = f"{named[index][0]}, element {place}" if dims else named[index][0]
+            self.fail(rank, where, *(_value(bits, _DTYPES[dtype]) for bits in (got, want)))
 
     def filled(self, value: int) -> torch.Tensor:
         """Returns a number, which may differ by simulated rank, as a tensor."""
         return torch.full((), value, dtype=torch.int64, device=self.device)
 
     def rank(self) -> torch.Tensor:
-        """Returns this rank's global number."""
         place = self.mesh.mesh.to(self.device, torch.int64)
         for axis in range(self.mesh.ndim):
             place = place.select(0, self.mesh.get_local_rank(axis))
@@ -137,8 +137,7 @@ class _Check:
         return torch.stack([self.filled(number) for number in numbers])
 
     def no_difference(self) -> torch.Tensor:
-        """Returns the record of a group without a difference."""
-        return torch.full((5 + _DIMS,), _NEVER, dtype=torch.int64, device=self.device)
+        return torch.full((7 + _DIMS,), _NEVER, dtype=torch.int64, device=self.device)
 
     def first_difference(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the record of input ``index``, compared with the first rank of this tp group."""
@@ -154,19 +153,9 @@ class _Check:
         got, want = (x.index_select(0, element.view(1)) for x in values)
         if tensor.is_complex():
             element = element // 2  # of two numbers each
-        head = torch.stack([self.rank(), self.filled(index), self.filled(tensor.dim())])
-        record = torch.cat([head, self.unravel(element, tensor), got, want])
+        head = torch.stack([self.rank(), self.filled(index), element])
+        record = torch.cat([head, got, want, self.kind(tensor)])
         return torch.where(differs.any(), record, self.no_difference())
-
-    def unravel(self, element: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the index in each dim of a flat element."""
-        indices = []
-        for dim in reversed(range(min(tensor.dim(), _DIMS))):
-            size = self.filled(tensor.shape[dim]).clamp(min=1)
-            indices.append(element % size)
-            element = element // size
-        indices = indices[::-1] + [self.filled(0)] * (_DIMS - len(indices))
-        return torch.stack(indices)
 
     def rows(self, tensor: torch.Tensor, axis: int) -> torch.Tensor:
         """Gathers a flat tensor along ``axis``: (ranks, numel)."""
@@ -230,7 +219,7 @@ class _FirstCheck(_Check):
             return
         self.handle.remove()
         self.handle = None
-        if dry_run.active() or (others() is None and not ranks_are_played()):
+        if dry_run.active() or (others() is None and not ranks_are_simulated()):
             return
         # Some ranks may still have another model's, for which guards would raise.
         issuing.unit = ""
@@ -261,9 +250,9 @@ class _FirstCheck(_Check):
                 whole = whole + _hash(flat, number)
                 continue
             norm, products = scale.new_zeros(()), torch.zeros_like(signed)
-            for start, piece in _pieces(flat):
+            for start, piece in enumerate(flat.split(_PIECE)):
                 piece = torch.nan_to_num(piece, 0.0, 0.0, 0.0)
-                place = torch.arange(start, start + piece.numel(), device=self.device) + number
+                place = torch.arange(piece.numel(), device=self.device) + start * _PIECE + number
                 signs = torch.stack([1.0 - 2.0 * ((place * m >> 40) & 1) for m in _MIXERS])
                 norm, products = norm + piece.square().sum(), products + signs.double() @ piece
             norm = norm.sqrt().clamp(min=1e-300)
@@ -278,16 +267,11 @@ _MIXERS = (0x9E3779B97F4A7C1, 0xBF58476D1CE4E5B, 0x94D049BB133111E + 1, 0x2545F4
 _PIECE = 1 << 20
 
 
-def _pieces(flat: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    for start in range(0, flat.numel(), _PIECE):
-        yield start, flat[start : start + _PIECE]
-
-
 def _hash(flat: torch.Tensor, salt: int) -> torch.Tensor:
     """Returns a hash of int64 numbers and their places: a sum of products, which wraps around."""
     total = flat.new_zeros(())
-    for start, piece in _pieces(flat):
-        place = torch.arange(start, start + piece.numel(), device=flat.device) + 31 * salt + 1
+    for start, piece in enumerate(flat.split(_PIECE)):
+        place = torch.arange(piece.numel(), device=flat.device) + start * _PIECE + 31 * salt + 1
         total = total + ((piece + 1) * (place * _MIXERS[0] + _MIXERS[1])).sum()
     return total
 

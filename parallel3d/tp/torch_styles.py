@@ -4,6 +4,7 @@ Its module computes with DTensors, as under torch's ``parallelize_module``. Para
 styles, so they stay tied and frozen, and none is communicated; torch's style gives the module its hooks.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,13 +117,14 @@ class TorchStyle(Style):
 
     def _watch_sequence(self, module: nn.Module, axis: TpAxis, sequence: SequenceLength) -> None:
         """Registers hooks, run before torch's, that check the length of a sequence of which it has parts."""
-        check, dim = _CheckLength(sequence, axis.size), self._sequence_dim
-        if dim is not None:
-            module.register_forward_hook(_SetLength(check, dim))
+        if (dim := self._sequence_dim) is not None:
+            set_length = functools.partial(_set_length, sequence, axis.size, dim)
+            module.register_forward_hook(set_length)
         placements = getattr(self.style, "input_layouts", None) or ()
         parts = any(isinstance(x, Shard) and x.dim in (0, 1) for x in placements)
         # It makes a DTensor of such a part, without the length of the whole.
         if parts or isinstance(self.style, SequenceParallel):
+            check = functools.partial(_check_length, sequence, axis.size)
             module.register_forward_pre_hook(check)
 
     @property
@@ -153,29 +155,19 @@ class TorchStyle(Style):
         return "whole" if isinstance(placement, Replicate) else ""
 
 
-@dataclass
-class _CheckLength:
+def _check_length(sequence: SequenceLength, ranks: int, *_: Any) -> None:
     """Raises for a sequence that torch's style would split, or has split, into unequal parts."""
-
-    sequence: SequenceLength
-    ranks: int
-
-    def __call__(self, *_: Any) -> None:
-        if self.sequence.length is not None and self.sequence.length % self.ranks:
-            raise StateError(
-                f"a sequence of {self.sequence.length} can't be shared equally by {self.ranks} tp ranks, and "
-                "torch's styles take its parts for equal; our styles take any length"
-            )
+    if sequence.length is not None and sequence.length % ranks:
+        raise StateError(
+            f"a sequence of {sequence.length} can't be shared equally by {ranks} tp ranks, and torch's "
+            "styles take its parts for equal; our styles take any length"
+        )
 
 
-@dataclass
-class _SetLength:
+def _set_length(
+    sequence: SequenceLength, ranks: int, dim: int, module: nn.Module, args: Any, output: Any
+) -> None:
     """Sets the length of the sequence that torch's style is about to split, which our styles read too."""
-
-    check: _CheckLength
-    dim: int
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if isinstance(output, DTensor):
-            self.check.sequence.length = output.shape[self.dim]
-            self.check()
+    if isinstance(output, DTensor):
+        sequence.length = output.shape[dim]
+        _check_length(sequence, ranks)

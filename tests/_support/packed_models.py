@@ -12,7 +12,6 @@ from parallel3d.tp import Colwise, Rowwise
 from parallel3d.tp.collectives import SequenceLength, TpAxis
 from parallel3d.tp.forwards import TpState, bind_forward
 from parallel3d.tp.styles.base import ParamRule, Style
-from parallel3d.tp.styles.linear import colwise_linear, rowwise_linear
 
 DIM, HEAD = 8, 2
 VOCAB = 16
@@ -112,7 +111,7 @@ class PackedColumns(Style):
         return {name: rule for name, _ in module.named_parameters()}
 
     def install(self, module: nn.Module, axis: TpAxis, sequence: SequenceLength) -> None:
-        bind_forward(module, colwise_linear, TpState(Colwise(), axis, sequence))
+        bind_forward(module, TpState(Colwise(), axis, sequence))
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,7 @@ class PackedRows(PackedColumns):
         return rules
 
     def install(self, module: nn.Module, axis: TpAxis, sequence: SequenceLength) -> None:
-        bind_forward(module, rowwise_linear, TpState(Rowwise(), axis, sequence))
+        bind_forward(module, TpState(Rowwise(), axis, sequence))
 
 
 def packed_plan(model: PackedLm) -> dict[str, Style | str]:

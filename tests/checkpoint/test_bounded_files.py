@@ -298,16 +298,16 @@ def test_many_chunks_are_compared_in_one_pass(tmp_path: Path) -> None:
     folder.metadata.planner_data[name] = ("model", "weight")
     folder.write(tmp_path / "it")
     from parallel3d.checkpoint.pieces import whole_box
-    from parallel3d.checkpoint.torch_formats.stored import DcpFolder, DcpTensor
+    from parallel3d.checkpoint.torch_formats.stored import DcpTensor, read_folder
 
-    found = DcpFolder.read(tmp_path / "it", trusted=False)
-    tensor = DcpTensor(name, found, found.tensors[name])
+    tensor = read_folder(tmp_path / "it", trusted=False)[name]
+    assert isinstance(tensor, DcpTensor)
     import time
 
     began = time.process_time()
     boxes = [part for _, part in tensor._common(whole_box(tensor.shape))]
     assert len(boxes) == 4000
-    tensor._opened.update({(c.offsets, c.sizes): None for c in tensor.stored.chunks})  # type: ignore[misc]
+    tensor._opened.update({(c.offsets, c.sizes): None for c in tensor.chunks})  # type: ignore[misc]
     assert tensor.entries([whole_box(tensor.shape)]) == []
     assert time.process_time() - began < 1
 

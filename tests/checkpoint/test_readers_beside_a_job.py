@@ -52,7 +52,7 @@ def before_call(
 
 MOMENTS = [
     (folders, "open_checkpoint"),
-    (folders, "_loads"),
+    (folders, "loads"),
     (Reader, "prepare_local_plan"),
     (Reader, "read_data"),
 ]

@@ -34,7 +34,7 @@ class TestInputBuffers:
 
             def noted(bucket, *, all_reduce):
                 reduce(bucket, all_reduce=all_reduce)
-                depths.append(len(comm.scattering))
+                depths.append(len(comm.holding))
 
             comm.reduce = noted
             trial.backward(1)

@@ -27,10 +27,10 @@ def test_every_pair(state: ShardedState, registered: Registered, event: Event) -
     mine = registered if event in OF_MODULES else state
     if (mine, event) not in TRANSITIONS:
         with pytest.raises(KeyError):
-            group._enter(event)
+            group.enter(event)
         assert (group.state, group.registered) == (state, registered)
         return
-    group._enter(event)
+    group.enter(event)
     became = TRANSITIONS[mine, event]
     assert (group.state, group.registered) == (
         (state, became) if event in OF_MODULES else (became, registered)
@@ -39,13 +39,13 @@ def test_every_pair(state: ShardedState, registered: Registered, event: Event) -
 
 def test_what_models_do_comes_to_every_transition(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: set[tuple[object, Event]] = set()
-    enter = ParamGroup._enter
+    enter = ParamGroup.enter
 
     def noted(group: ParamGroup, event: Event) -> None:
         seen.add((group.registered if event in OF_MODULES else group.state, event))
         enter(group, event)
 
-    monkeypatch.setattr(ParamGroup, "_enter", noted)
+    monkeypatch.setattr(ParamGroup, "enter", noted)
     with fake_world(0, 4):
         mesh = build_mesh(MeshLayout(shard=4), device_type="cpu")
         model = shard_blocks(Lm(), mesh)

@@ -20,7 +20,7 @@ FSDP, HSDP = MeshLayout(1, 2, 1), MeshLayout(2, 2, 1)
 
 def in_flight(model) -> int:
     comm = get_unit(model).context.comm
-    return len(comm.scattering) + len(comm.reducing)
+    return len(comm.holding) + len(comm.reducing)
 
 
 class TestNotTheLastBackward:

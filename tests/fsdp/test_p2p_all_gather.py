@@ -27,7 +27,7 @@ def gathers(dtype: torch.dtype) -> None:
     base = torch.arange(size) % 50
     parts = [(base + rank + 10 * i).to(dtype) for i in range(3)]
     outputs = [torch.empty(n * size, dtype=dtype) for _ in parts]
-    works = [all_gather(o, p, group, unit="u") for o, p in zip(outputs, parts, strict=True)]
+    works = [all_gather([o], [p], group, unit="u") for o, p in zip(outputs, parts, strict=True)]
     assert all(isinstance(work, collectives.Works) for work in works)
     for work in reversed(works):
         work.wait()
@@ -71,7 +71,7 @@ def one_leaves() -> str:
     group = dist.new_group(timeout=timedelta(seconds=2))
     if dist.get_rank() == 1:
         return ""
-    work = all_gather(part.new_empty(2 * part.numel()), part, group, unit="u")
+    work = all_gather([part.new_empty(2 * part.numel())], [part], group, unit="u")
     try:
         work.wait()
     except RuntimeError as error:

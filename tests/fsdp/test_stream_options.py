@@ -122,7 +122,7 @@ def test_post_optim_event_is_what_the_first_gather_waits_for():
 
 @parity("argument: reshard_after_forward=int")
 def test_part_is_there_before_it_is_gathered_and_read_before_it_is_freed(device, monkeypatch):
-    from parallel3d.fsdp.gathers import PostForwardGroup
+    from parallel3d.fsdp.bucket import PostForwardGroup
 
     for name in ("keep", "drop"):
         original = getattr(PostForwardGroup, name)

@@ -233,7 +233,7 @@ class TestHalfWay:
         held, issue = [], CpuComm.issue_gather
 
         def noting(comm, bucket):
-            held.append((bucket.unit, sum(len(running.job.inputs) for running in comm.scattering)))
+            held.append((bucket.unit, sum(len(running.job.inputs) for running in comm.holding)))
             issue(comm, bucket)
 
         with fake_world(0, 4):

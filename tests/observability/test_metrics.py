@@ -235,21 +235,65 @@ def test_progress(capsys: pytest.CaptureFixture[str]) -> None:
             for number in range(20):
                 with metrics.step(number):
                     metrics.log(loss=2.0 if number < 19 else 1.0, grad_norm=0.5)
-        record = metrics.record | {"stragglers": [{"text": "shard 3 is 1.4 x slower"}]}
+        record = metrics.record
         progress.write(record | {"exposed_seconds": {"tp": record["step_seconds"] / 4}})
-        assert "waits: tp 25%" in progress._line(record)
-    first, last, hint = capsys.readouterr().out.splitlines()
-    assert (
-        first.startswith("step    1/40  loss 2.0000  grad norm 0.500  ")
-        and "tokens/s  MFU " in first
-    )
+        assert "waits tp 25%" in progress._line(record)
+    first, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("step    1/40  loss 2.0000  ") and "tokens/s  MFU " in first
     assert last.startswith("step   20/40  loss 1.0000") and " GiB" in last
-    assert hint == "step   21/40  shard 3 is 1.4 x slower"
-    progress.write(record | {"stragglers": [{"text": f"shard {at} is slow"} for at in range(7)]})
+    assert progress.result["steps"] == 21 and progress.result["smoothed_loss"] == 1.9
+
+
+def slow(*places: int) -> dict[str, Any]:
+    parts = [{"axes": {"shard": at}, "text": f"shard {at} is slow"} for at in places]
+    return of_a_step(0) | {"stragglers": parts}
+
+
+def test_progress_names_who_is_slow_again_and_again(capsys: pytest.CaptureFixture[str]) -> None:
+    """Once, in the third sample running; steps without a sample between them count for nothing."""
+    progress = Progress(1000)
+    progress.go_on_from(500)
+    progress.write(of_a_step(0))
+    capsys.readouterr()
+    for places in ((3,), (3, 1), (1,), (3,), (3,)):
+        progress.write(slow(*places))
+        progress.write(of_a_step(0))
+    assert capsys.readouterr().out == ""  # never three times running
+    progress.write(slow(3))
+    assert capsys.readouterr().out == "step  512/1000  shard 3 is slow\n"
+    progress.write(slow(3))
+    for _ in range(3):
+        progress.write(slow(*range(7)))
     shown = [line.split("  ")[-1] for line in capsys.readouterr().out.splitlines()]
-    assert shown[-2:] == ["shard 3 is slow", "and 3 more parts of the mesh are slow"]
-    values = dict(pair.split("=") for pair in progress.result.split())
-    assert values["steps"] == "22" and values["smoothed_loss"] == "1.850000"
+    assert shown[-1] == "and 2 more parts of the mesh are slow" and "shard 3 is slow" not in shown
+
+
+def test_progress_says_nothing_of_ranks_that_share_cores(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "100000")
+    progress = Progress(1000)
+    progress.start({"device": "cpu"})
+    progress.write(of_a_step(0))
+    capsys.readouterr()
+    for _ in range(4):
+        progress.write(slow(3))
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_progress_fits_the_screen(
+    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What matters comes first; what has no room is left out, not cut."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    progress = Progress(1000)
+    waits = {"exposed_seconds": {"shard": 0.1, "tp": 0.2}, "step_seconds": 1.0}
+    progress.write(of_a_step(0) | waits | {"memory_peak": 2**30, "grad_norm": 1.0, "loss": 2.0})
+    (line,) = capsys.readouterr().out.splitlines()
+    assert len(line) <= columns and line.startswith("step    1/1000  loss 2.0000  ")
+    assert ("waits shard 10% tp 20%" in line) == (columns >= 80)
+    assert ("grad norm" in line) == (columns == 120)
 
 
 def test_progress_that_goes_on(capsys: pytest.CaptureFixture[str]) -> None:

@@ -112,7 +112,7 @@ def test_as_many_parameters_as_the_real_model(kind, values):
     config, model = built(kind, values)
     real = sorted(tuple(sorted(p.shape)) for p in model.parameters())
     spec = spec_from_hf_config(config)
-    ours = sorted(tuple(sorted(p.shape)) for u in spec.each_unit() for p in u.parameters)
+    ours = sorted(tuple(sorted(p.shape)) for u in spec.units for p in u.count * u.parameters)
     assert ours == real
     assert spec.numel == sum(p.numel() for p in model.parameters())
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight

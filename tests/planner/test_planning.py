@@ -121,6 +121,16 @@ class TestQuestions:
             speeds = [speed for _, speed, _ in answer[name]]
             assert speeds == sorted(speeds)
 
+    @pytest.mark.parametrize("micro_batch", [1, 2])
+    def test_sensitivity_has_half_as_it_is_and_twice(self, micro_batch) -> None:
+        """Also of a micro-batch of 1, which can't be halved: the page and the terminal read columns."""
+        work = Workload(seq_len=4096, global_batch=64, micro_batch=micro_batch)
+        answer = plan(LLAMA_8B, H100, work, checkpointing="full")
+        now = answer.best.tokens_per_second_per_gpu
+        assert all(tried[1][1] == now for tried in answer.sensitivity().values())
+        values = [value for value, *_ in answer.sensitivity()["micro_batch"]]
+        assert values == ["1", str(micro_batch), str(2 * micro_batch)]
+
     def test_json(self, found) -> None:
         import json
 

@@ -8,17 +8,21 @@ import json
 import os
 import reprlib
 import secrets
+import shutil
 import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import pairwise
+from math import prod
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
-from parallel3d.errors import CorruptCheckpointError
+from parallel3d.errors import CheckpointError, CorruptCheckpointError
 
 try:  # several times as fast as zlib's, but without a wheel for some machines
     from isal.isal_zlib import crc32
@@ -30,7 +34,20 @@ BLOCK = 4 << 20
 blocks that hold them."""
 _STRIDE = 256 << 10  # bytes read and summed at once; they stay in the processor's cache
 _UNCHECKED = 1 << 20  # bytes of JSON that are parsed without looking at their ends first
+_MAX_DIMS = 64  # that torch's kernels take
+_MAX_ELEMENTS = 1 << 58
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ESTALE)
+
+
+@contextmanager
+def damaged_if(what: str, kinds: tuple[type[Exception], ...] = (ValueError,)) -> Iterator[None]:
+    """Converts an error of ``kinds`` to a CorruptCheckpointError that begins with ``what``."""
+    try:
+        yield
+    except kinds as error:
+        if isinstance(error, CheckpointError) and not isinstance(error, CorruptCheckpointError):
+            raise
+        raise CorruptCheckpointError(f"{what}: {error}") from error
 
 
 def open_regular(path: str, flags: int) -> int:
@@ -90,6 +107,13 @@ def file_in(folder: Path, name: str, links_to: Path | None = None) -> Path:
     return path
 
 
+def check_disjoint(ranges: Iterable[tuple[str, int, int, str]]) -> None:
+    """Raises ValueError if two of ``ranges``, (file, first byte, size, name), share a byte."""
+    for (file, start, size, name), (other, begin, _, following) in pairwise(sorted(ranges)):
+        if file == other and begin < start + size:
+            raise ValueError(f"{name!r:.100} and {following!r:.100} share bytes of {file!r:.100}")
+
+
 def read_json_object(path: Path, limit: int) -> bytes:
     """Returns the bytes of a JSON file of at most ``limit`` bytes.
 
@@ -111,13 +135,16 @@ def read_json_object(path: Path, limit: int) -> bytes:
             return reader.read(limit)
 
 
-def loads(text: str | bytes, what: str) -> Any:
-    """Parses JSON in UTF-8; raises CorruptCheckpointError if it is invalid or an object repeats a key."""
+def loads(text: str | bytes, what: str) -> dict[str, Any]:
+    """Parses a JSON object in UTF-8; raises CorruptCheckpointError if it is none or repeats a key."""
     try:
         text = text.decode() if isinstance(text, bytes) else text
-        return json.loads(text, object_pairs_hook=_unique_keys)
+        result = json.loads(text, object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"{what} is not valid JSON: {error}") from None
+    if not isinstance(result, dict):
+        raise CorruptCheckpointError(f"{what} is not a JSON object")
+    return result
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -131,6 +158,37 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def shown(value: Any) -> str:
     """A short text for a value of any size or depth, for error messages."""
     return reprlib.repr(value)
+
+
+def numbers_of(value: Any, what: str) -> tuple[int, ...]:
+    """Returns ``value``, sizes or offsets, named ``what`` in errors; raises ValueError if it is none."""
+    if not isinstance(value, (list, tuple)):
+        raise ValueError(f"there is no list for the {what}")
+    for number in value:
+        if type(number) is not int or not 0 <= number < 1 << 62:
+            raise ValueError(f"there is {shown(number)} in the {what}")
+    return tuple(value)
+
+
+def shape_of(value: Any, what: str) -> tuple[int, ...]:
+    """Returns ``value`` as the shape of a tensor; raises ValueError if it cannot be."""
+    shape = numbers_of(value, what)
+    if len(shape) > _MAX_DIMS or prod(max(n, 1) for n in shape) > _MAX_ELEMENTS:
+        raise ValueError(f"the {what} has {len(shape)} dims or too many elements")
+    return shape
+
+
+_REQUIRED: Any = object()
+
+
+def get_of(holder: Any, key: str, kind: type, default: Any = _REQUIRED) -> Any:
+    """Returns the value of ``key``, of this type; ``default`` if it is missing or null."""
+    value = holder.get(key) if isinstance(holder, dict) else None
+    if value is None and default is not _REQUIRED:
+        return default
+    if type(value) is not kind:
+        raise ValueError(f"{key} is {shown(value)}")
+    return value
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -147,6 +205,14 @@ def write_all(file: int, data: memoryview) -> None:
     """Calls ``os.write`` until all of ``data`` is written."""
     while data:
         data = data[os.write(file, data) :]
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """Writes a new file and flushes it to the disk; raises FileExistsError if it exists."""
+    with path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def read_into(file: int, target: memoryview, at: int, where: str) -> None:
@@ -191,6 +257,26 @@ def hidden_beside(path: Path, suffix: str) -> Path:
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.{suffix}")
 
 
+def replace_folder(temporary: Path, folder: Path) -> None:
+    """Renames the folder ``temporary`` to ``folder``, and removes the previous one."""
+    with suppress(OSError):  # not every file system can
+        sync_folder(temporary)
+    old = None
+    if folder.exists():
+        old = hidden_beside(folder, "old")
+        folder.rename(old)
+    try:
+        temporary.rename(folder)
+    except OSError:
+        if old is not None:
+            old.rename(folder)
+        raise
+    with suppress(OSError):
+        sync_folder(folder.parent)
+    if old is not None:
+        shutil.rmtree(old, ignore_errors=True)
+
+
 def sync_folder(folder: Path) -> None:
     """Flushes the names in a folder to the disk."""
     file = os.open(folder, os.O_RDONLY)
@@ -233,8 +319,15 @@ def read_strided(
     stride, count = (1, 1) if outer is None else (strides[outer], out.shape[outer])
     size = (span + (count - 1) * stride) * itemsize
     at = begin + offset * itemsize
-    if _is_image(out, dtype, strides, size):
+    if (  # the memory of ``out`` becomes exactly the file's bytes
+        (out.dtype, out.nbytes, out.device.type) == (dtype, size, "cpu")
+        and not out.is_conj()
+        and not out.is_neg()
+        and out.is_contiguous()
+        and all(out.stride(d) == strides[d] for d in dims)
+    ):
         read_into(file, bytes_of(out), at, where)
+        increment_version(out)
         return size
     at_once = 1
     if dense and (stride - span) * itemsize <= _GAP:
@@ -250,16 +343,3 @@ def read_strided(
         place = offset + first * stride
         total += read_strided(file, begin, dtype, place, strides, part, where)
     return total
-
-
-def _is_image(out: Tensor, dtype: torch.dtype, strides: Sequence[int], size: int) -> bool:
-    """Returns whether the memory of ``out`` becomes exactly the file's bytes."""
-    return (
-        out.dtype == dtype
-        and out.device.type == "cpu"
-        and not out.is_conj()
-        and not out.is_neg()
-        and out.nbytes == size
-        and out.is_contiguous()
-        and all(out.stride(d) == strides[d] for d in range(out.dim()) if out.shape[d] > 1)
-    )

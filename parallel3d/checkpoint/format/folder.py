@@ -21,7 +21,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from parallel3d.checkpoint.format.files import check_file, loads, read_json_object, sync_folder
+from parallel3d.checkpoint.format.files import (
+    check_file,
+    loads,
+    read_json_object,
+    sync_folder,
+    write_new,
+)
 from parallel3d.checkpoint.format.index import Index
 from parallel3d.checkpoint.format.lock import LOCK, Lock, Owner, this_process
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
@@ -46,7 +52,6 @@ def as_path(path: Any) -> Path:
 
 
 def step_folder(run: Path, step: int) -> Path:
-    """Returns the folder of the checkpoint of ``step``."""
     return run / f"step-{step:08d}"
 
 
@@ -207,7 +212,7 @@ def _newest(run: Path) -> tuple[int, Path | None, Owner | None]:
 def _marker(folder: Path) -> dict[str, Any]:
     """Returns the content of COMPLETE, empty if it is unreadable."""
     try:
-        return _loads(folder, MARKER, _read(folder, MARKER))
+        return loads(_read(folder, MARKER), f"{folder}: {MARKER}")
     except (CorruptCheckpointError, OSError):
         return {}
 
@@ -234,7 +239,7 @@ def is_checkpoint(path: Path) -> bool:
 
 def open_checkpoint(folder: Path) -> tuple[Index, dict[str, Any]]:
     """Returns (index, content of checkpoint.json) after checking marker, digests and file sizes."""
-    marker = _loads(folder, MARKER, _read(folder, MARKER))
+    marker = loads(_read(folder, MARKER), f"{folder}: {MARKER}")
     newer = re.fullmatch(r"parallel3d checkpoint ([0-9]{1,9})", str(marker.get("format"))[:80])
     if newer and int(newer[1]) > _VERSION:
         raise CheckpointError(
@@ -250,21 +255,11 @@ def open_checkpoint(folder: Path) -> tuple[Index, dict[str, Any]]:
         digest = hashlib.sha256(texts[name]).hexdigest()
         if not isinstance(digests, dict) or digests.get(name) != digest:
             raise CorruptCheckpointError(f"{folder}: {name} has changed since it was saved")
-    try:
-        index = Index.from_json(texts[INDEX])
-    except CorruptCheckpointError as error:
-        raise CorruptCheckpointError(f"{folder}: {error}") from None
-    info = _loads(folder, INFO, texts[INFO])
+    index = Index.from_json(texts[INDEX], f"{folder}: {INDEX}")
+    info = loads(texts[INFO], f"{folder}: {INFO}")
     for name, size in index.files.items():
         check_file(folder / name, size)
     return index, info
-
-
-def _loads(folder: Path, name: str, text: bytes) -> dict[str, Any]:
-    content = loads(text, f"{folder}: {name}")
-    if not isinstance(content, dict):
-        raise CorruptCheckpointError(f"{folder}: {name} is not a JSON object")
-    return content
 
 
 def _read(folder: Path, name: str) -> bytes:
@@ -277,10 +272,7 @@ def _read(folder: Path, name: str) -> bytes:
 
 def _write(path: Path, text: str) -> None:
     try:
-        with path.open("x") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        write_new(path, text.encode())
     except OSError as error:
         raise CheckpointError(f"{path} can't be written: {error}") from error
 

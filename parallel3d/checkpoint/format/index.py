@@ -8,19 +8,25 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass, field
-from itertools import pairwise
 from math import prod
 from typing import Any
 
 import torch
 
-from parallel3d.checkpoint.format.files import BLOCK, loads, shown
-from parallel3d.checkpoint.format.safetensors_file import DTYPES, MAX_DIMS, NAMES
+from parallel3d.checkpoint.format.files import (
+    BLOCK,
+    check_disjoint,
+    damaged_if,
+    get_of,
+    loads,
+    numbers_of,
+    shape_of,
+    shown,
+)
+from parallel3d.checkpoint.format.safetensors_file import DTYPES, NAMES
 from parallel3d.checkpoint.pieces import Boxed, tile
-from parallel3d.errors import CorruptCheckpointError
 
 _FILE = re.compile(r"rank-[0-9]{5,9}\.safetensors")
-_LIMIT = 1 << 62  # all numbers are smaller
 
 
 def file_name(rank: int) -> str:
@@ -74,30 +80,25 @@ class Index:
         return json.dumps(content, separators=(",", ":"))
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> Index:
-        """Raises CorruptCheckpointError unless all of ``text`` is as ``to_json`` writes it."""
-        content = loads(text, "index.json")
-        try:
-            return cls._from_content(content)
-        except ValueError as error:
-            raise CorruptCheckpointError(f"index.json is damaged: {error}") from None
-
-    @classmethod
-    def _from_content(cls, content: Any) -> Index:
-        if not isinstance(content, dict):
-            raise ValueError("it is not a JSON object")
-        if content.get("block") != BLOCK:
-            raise ValueError(f"its block size is not {BLOCK}")
-        index = cls()
-        for name, size in _table(content, "files").items():
-            if not _FILE.fullmatch(name):
-                raise ValueError(f"{name!r} is not the name of a checkpoint's file")
-            index.files[name] = _number(size, f"size of {name}")
-        for name, entry in _table(content, "tensors").items():
-            index.tensors[name] = _tensor(name, entry, index.files)
-        _check_disjoint(index.tensors)
-        index.objects = _table(content, "objects")
-        return index
+    def from_json(cls, text: str | bytes, what: str) -> Index:
+        """Raises CorruptCheckpointError, about ``what``, unless ``text`` is as ``to_json`` writes it."""
+        content, index = loads(text, what), cls()
+        with damaged_if(f"{what} is damaged"):
+            if content.get("block") != BLOCK:
+                raise ValueError(f"its block size is not {BLOCK}")
+            for name, size in get_of(content, "files", dict).items():
+                if not _FILE.fullmatch(name):
+                    raise ValueError(f"{name!r} is not the name of a checkpoint's file")
+                (index.files[name],) = numbers_of([size], f"size of {name}")
+            for name, entry in get_of(content, "tensors", dict).items():
+                index.tensors[name] = _tensor(name, entry, index.files)
+            check_disjoint(
+                (chunk.file, chunk.begin, chunk.nbytes(entry.dtype), name)
+                for name, entry in index.tensors.items()
+                for chunk in entry.chunks
+            )
+            index.objects = get_of(content, "objects", dict)
+            return index
 
 
 def _tensor(name: str, entry: Any, files: dict[str, int]) -> TensorEntry:
@@ -106,11 +107,7 @@ def _tensor(name: str, entry: Any, files: dict[str, int]) -> TensorEntry:
     kind, chunks = entry.get("dtype"), entry.get("chunks")
     if not isinstance(kind, str) or kind not in DTYPES:
         raise ValueError(f"{name!r} has the dtype {shown(kind)}")
-    result = TensorEntry(DTYPES[kind], _numbers(entry.get("shape"), f"shape of {name!r}"))
-    if len(result.shape) > MAX_DIMS:
-        raise ValueError(f"{name!r} has {len(result.shape)} dims")
-    if prod(max(n, 1) for n in result.shape) * result.dtype.itemsize >= _LIMIT:
-        raise ValueError(f"{name!r} has a shape of too many elements")
+    result = TensorEntry(DTYPES[kind], shape_of(entry.get("shape"), f"shape of {name!r}"))
     if not isinstance(chunks, list):
         raise ValueError(f"{name!r} has no chunks")
     parts = [_chunk(name, chunk, result, files) for chunk in chunks]
@@ -123,50 +120,19 @@ def _tensor(name: str, entry: Any, files: dict[str, int]) -> TensorEntry:
 def _chunk(name: str, chunk: Any, entry: TensorEntry, files: dict[str, int]) -> Chunk:
     if not isinstance(chunk, list) or len(chunk) != 5:
         raise ValueError(f"a chunk of {name!r} doesn't have 5 fields")
-    offsets = _numbers(chunk[0], "offsets of a chunk")
-    sizes = _numbers(chunk[1], "sizes of a chunk")
+    offsets = numbers_of(chunk[0], "offsets of a chunk")
+    sizes = numbers_of(chunk[1], "sizes of a chunk")
     if not len(offsets) == len(sizes) == len(entry.shape):
         raise ValueError(f"a chunk of {name!r} has another number of dims")
     if any(o + s > n for o, s, n in zip(offsets, sizes, entry.shape, strict=True)):
         raise ValueError(f"a chunk of {name!r} exceeds its shape {entry.shape}")
-    file, begin = chunk[2], _number(chunk[3], "begin of a chunk")
+    file, (begin,) = chunk[2], numbers_of([chunk[3]], "begin of a chunk")
     if not isinstance(file, str) or file not in files:
         raise ValueError(f"{name!r} is stored in {shown(file)}, which is not listed")
-    result = Chunk(offsets, sizes, file, begin, _numbers(chunk[4], "checksums of a chunk"))
+    result = Chunk(offsets, sizes, file, begin, numbers_of(chunk[4], "checksums of a chunk"))
     size = result.nbytes(entry.dtype)
     if begin + size > files[file]:
         raise ValueError(f"a chunk of {name!r} exceeds the end of {file}")
     if len(result.crc) != -(-size // BLOCK):
         raise ValueError(f"a chunk of {name!r} has {len(result.crc)} checksums")
     return result
-
-
-def _check_disjoint(tensors: dict[str, TensorEntry]) -> None:
-    """Raises ValueError if two chunks share a byte of a file."""
-    ranges = sorted(
-        (chunk.file, chunk.begin, chunk.begin + chunk.nbytes(entry.dtype), name)
-        for name, entry in tensors.items()
-        for chunk in entry.chunks
-    )
-    for (file, _, end, name), (following_file, begin, _, following) in pairwise(ranges):
-        if file == following_file and begin < end:
-            raise ValueError(f"{name!r} and {following!r} share bytes of {file}")
-
-
-def _table(content: dict[str, Any], key: str) -> dict[str, Any]:
-    table = content.get(key)
-    if not isinstance(table, dict):
-        raise ValueError(f"it has no {key!r}")
-    return table
-
-
-def _numbers(value: Any, what: str) -> tuple[int, ...]:
-    if not isinstance(value, list):
-        raise ValueError(f"the {what} is not a list")
-    return tuple([_number(item, what) for item in value])
-
-
-def _number(value: Any, what: str) -> int:
-    if type(value) is not int or not 0 <= value < _LIMIT:
-        raise ValueError(f"the {what} is {shown(value)}")
-    return value

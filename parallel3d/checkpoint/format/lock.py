@@ -23,7 +23,7 @@ from functools import cache
 from itertools import count
 from pathlib import Path
 
-from parallel3d.checkpoint.format.files import loads
+from parallel3d.checkpoint.format.files import loads, write_new
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
 
 _MAX_TEXT = 300  # characters of a text field
@@ -80,7 +80,6 @@ class Owner:
 
 
 def this_process() -> Owner:
-    """Returns the calling process."""
     return _process(os.getpid())
 
 
@@ -99,7 +98,6 @@ def _process(pid: int) -> Owner:
 
 
 def format_time(seconds: float) -> str:
-    """Formats a time in UTC."""
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
     except (ValueError, OverflowError, OSError):
@@ -239,8 +237,6 @@ class _Holder:
             content = loads(text.partition(b"\n")[0], LOCK)
         except CorruptCheckpointError:
             return None
-        if not isinstance(content, dict):
-            return None
         token, since, step = (content.get(key) for key in ("parallel3d lock", "since", "step"))
         owner = Owner.from_json(content.get("owner"))
         if owner is None or (type(token), type(since), type(step)) != (str, float, int):
@@ -300,7 +296,7 @@ def _create(path: Path, text: bytes) -> int | None:
     """Creates the lock with its content in one step, and returns it open; None if it already exists."""
     temporary = path.with_name(f"{LOCK}-{secrets.token_hex(4)}")
     try:
-        _write(temporary, text)
+        write_new(temporary, text)
         try:
             os.link(temporary, path)
         except FileExistsError:
@@ -309,7 +305,7 @@ def _create(path: Path, text: bytes) -> int | None:
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
-            _write(path, text)
+            write_new(path, text)
         return os.open(path, os.O_RDWR)
     except (FileExistsError, FileNotFoundError):
         if not path.parent.is_dir():
@@ -318,16 +314,6 @@ def _create(path: Path, text: bytes) -> int | None:
     finally:
         with suppress(OSError):
             temporary.unlink()
-
-
-def _write(path: Path, text: bytes) -> None:
-    """Writes a new file; raises FileExistsError if it exists."""
-    file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
-    try:
-        os.write(file, text)
-        os.fsync(file)
-    finally:
-        os.close(file)
 
 
 def _break(path: Path, content: bytes, why: str) -> None:

@@ -18,7 +18,14 @@ from typing import Any
 
 import torch
 
-from parallel3d.checkpoint.format.files import loads, open_regular, shown
+from parallel3d.checkpoint.format.files import (
+    damaged_if,
+    loads,
+    numbers_of,
+    open_regular,
+    shape_of,
+    shown,
+)
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
 
 DTYPES: dict[str, torch.dtype] = {
@@ -42,7 +49,6 @@ DTYPES: dict[str, torch.dtype] = {
 """The format's name of a dtype -> the dtype."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-MAX_DIMS = 64  # dims that torch's kernels take
 _METADATA = {"format": "pt", "made_by": "parallel3d"}
 MAX_HEADER = 100 << 20
 """Bytes of a header, or of an index of files; the library has the same limit."""
@@ -71,14 +77,10 @@ def read_header(path: Path, file: str) -> dict[str, Stored]:
             )
         text = opened.read(length)
     header = loads(text, f"{path}: its header")
-    try:
-        if not isinstance(header, dict):
-            raise ValueError("not a JSON object")
+    with damaged_if(f"{path} has an invalid header"):
         header.pop("__metadata__", None)
         tensors = {name: _stored(file, name, entry, 8 + length) for name, entry in header.items()}
         _check_gapless(tensors, 8 + length, size)
-    except ValueError as error:
-        raise CorruptCheckpointError(f"{path} has an invalid header: {error}") from error
     return tensors
 
 
@@ -86,23 +88,16 @@ def _stored(file: str, name: str, entry: Any, begin: int) -> Stored:
     name = name[:200]
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise ValueError(f"{name!r} has no dtype, shape and data_offsets")
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or not _are_counts(shape) or not _are_counts(offsets):
-        raise ValueError(f"{name!r} is {shown(entry)}")
-    if len(shape) > MAX_DIMS:  # checked before their product is taken
-        raise ValueError(f"{name!r} has {len(shape)} dims")
+    dtype, shape = entry["dtype"], shape_of(entry["shape"], f"shape of {name!r}")
+    offsets = numbers_of(entry["data_offsets"], f"data_offsets of {name!r}")
+    if not isinstance(dtype, str):
+        raise ValueError(f"{name!r} has the dtype {shown(dtype)}")
     if len(offsets) != 2 or offsets[0] > offsets[1]:
         raise ValueError(f"{name!r} has the data_offsets {shown(offsets)}")
     nbytes = offsets[1] - offsets[0]
     if dtype in DTYPES and prod(shape) * DTYPES[dtype].itemsize != nbytes:
         raise ValueError(f"{name!r}, {dtype} of shape {shape}, can't have {nbytes} bytes")
-    return Stored(file, dtype, tuple(shape), begin + offsets[0], begin + offsets[1])
-
-
-def _are_counts(values: Any) -> bool:
-    return isinstance(values, list) and all(
-        type(value) is int and 0 <= value < 1 << 62 for value in values
-    )
+    return Stored(file, dtype, shape, begin + offsets[0], begin + offsets[1])
 
 
 def _check_gapless(tensors: Mapping[str, Stored], begin: int, size: int) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch.autograd.graph import increment_version
 from torch.distributed.checkpoint import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
@@ -54,7 +53,7 @@ from parallel3d.checkpoint.format.files import (
 from parallel3d.checkpoint.format.index import Chunk, Index, TensorEntry, file_name
 from parallel3d.checkpoint.format.lock import Lock
 from parallel3d.checkpoint.format.safetensors_file import header_of
-from parallel3d.checkpoint.pieces import slices_of, whole_box
+from parallel3d.checkpoint.pieces import Boxed, slices_of, whole_box
 from parallel3d.checkpoint.values import decode, encode
 from parallel3d.errors import CheckpointError
 
@@ -147,17 +146,15 @@ class Reader(StorageReader):
                 chunk = self._chunks[item.storage_index]
                 dtype = self.index.tensors[item.storage_index.fqn].dtype
                 offsets, sizes = tuple(item.storage_offsets), tuple(item.lengths)
-                yield item, _Part(chunk, dtype, offsets, sizes)
+                yield item, _Part(offsets, sizes, chunk, dtype)
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Part(Boxed):
     """A box of a chunk that is read; the rows that contain it are verified."""
 
     chunk: Chunk
     dtype: torch.dtype
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
 
     @property
     def row_bytes(self) -> int:
@@ -188,7 +185,6 @@ class _Part:
         offset = sum(o * stride for o, stride in zip(self.offsets, strides, strict=True))
         with torch.inference_mode(target.is_inference()):
             read_strided(file, self.chunk.begin, self.dtype, offset, strides, target, where)
-        increment_version(target)
 
 
 def _verify(folder: Path, parts: Iterable[_Part], label: str = "") -> None:
@@ -204,7 +200,7 @@ def _verify(folder: Path, parts: Iterable[_Part], label: str = "") -> None:
 def read_whole(folder: Path, index: Index, name: str) -> torch.Tensor:
     """Reads the whole tensor ``name`` to the CPU, after verifying its bytes."""
     entry = index.tensors[name]
-    parts = [_Part(c, entry.dtype, *whole_box(c.sizes)) for c in entry.chunks]
+    parts = [_Part(*whole_box(c.sizes), c, entry.dtype) for c in entry.chunks]
     _verify(folder, parts, f", of {name!r:.200}")  # before memory is allocated
     whole = torch.empty(entry.shape, dtype=entry.dtype)
     for part in parts:
@@ -358,8 +354,8 @@ def _write_file(
         key = name if sizes == shape else f"{name}@{','.join(map(str, offsets))}"
         header[key] = dtype, sizes
     written: list[tuple[WriteItem, torch.dtype, tuple[int, ...], Chunk]] = []
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-    try:
+    with open(path, "wb", buffering=0) as opened_file:
+        file = opened_file.fileno()
         first = header_of(header)
         write_all(file, memoryview(first))
         at = len(first)
@@ -379,8 +375,6 @@ def _write_file(
             write_all(file, data)
             at += len(data)
         os.fsync(file)
-    finally:
-        os.close(file)
     return [
         WriteResult(item.index, chunk.nbytes(dtype), (dtype, shape, chunk, at))
         for item, dtype, shape, chunk in written

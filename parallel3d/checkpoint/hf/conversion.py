@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from difflib import get_close_matches
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -20,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from parallel3d._torch.fully_shard import plain_name
 from parallel3d.checkpoint.hf.layout import Layout, Traced, Untraceable, whole_of
-from parallel3d.checkpoint.model_state import plain_name
+from parallel3d.checkpoint.torch_formats.names import shown
 from parallel3d.errors import CheckpointError
-from parallel3d.fsdp.inspect import check_at_rest, units_of
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -73,7 +72,7 @@ def file_names(entries: Iterable[Entry], names: Names) -> dict[str, str]:
     if isinstance(names, Mapping):
         foreign = [name for name in names if name not in own]
         if foreign:
-            raise CheckpointError(f"names has what the model hasn't: {listed(foreign, own)}")
+            raise CheckpointError(f"names has what the model hasn't: {shown(foreign, own)}")
         result: dict[str, Any] = {name: names.get(name, name) for name in own}
     elif callable(names):
         result = {name: names(name) for name in own}
@@ -93,30 +92,6 @@ def file_names(entries: Iterable[Entry], names: Names) -> dict[str, str]:
                     f"names gives {first.name!r} and {name!r} the same name {result[name]!r}"
                 )
     return result
-
-
-def listed(names: Iterable[str], among: Iterable[str], most: int = 8) -> str:
-    """Returns the first few ``names`` with the nearest of ``among`` to each, for an error."""
-    names, among = list(names), list(among)
-    parts = []
-    for name in names[:most]:
-        nearest = get_close_matches(name, among[:5000], n=1, cutoff=0.6)
-        parts.append(f"{name!r}" + (f" (nearest: {nearest[0]!r})" if nearest else ""))
-    more = len(names) - most
-    return ", ".join(parts) + (f" and {more} more" if more > 0 else "")
-
-
-def bring_to_rest(model: nn.Module, what: str) -> None:
-    """Reshards all units and registers their sharded parameters; raises StateError if one is in use."""
-    units = list(units_of(model, recurse=True))
-    for unit in units:
-        check_at_rest(unit, what)
-    for unit in units:
-        group = unit.group
-        if unit.context is not None:
-            group.register_sharded()
-            group.reshard(unit.context.comm)
-        group.adopt()
 
 
 Tensors = Mapping[str, tuple[tuple[int, ...], torch.dtype]]

@@ -73,6 +73,17 @@ class Patch:
             patch = patch.part(dim, first, count)
         return patch
 
+    def bounded(self, limit: int) -> Iterator[Patch]:
+        """Divides it into parts of at most ``limit`` elements."""
+        if prod(self.counts) <= limit:
+            yield self
+            return
+        dim = next(d for d, size in enumerate(self.counts) if size > 1)
+        size = self.counts[dim]
+        at_once = max(1, limit // (prod(self.counts) // size))
+        for first in range(0, size, at_once):
+            yield from self.part(dim, first, min(at_once, size - first)).bounded(limit)
+
     def slices(self, offsets: Sequence[int] | None = None) -> tuple[slice, ...]:
         """Returns its index in the tensor, or in a box of it that begins at ``offsets``."""
         starts = [0] * len(self.runs) if offsets is None else offsets
@@ -249,7 +260,14 @@ def in_source(patch: Patch, shape: Sequence[int]) -> Iterator[tuple[Patch, tuple
         count, stride = patch.runs[dim].size, patch.strides[dim]
         if count == 1:
             continue
-        at, step = _source_dim(shape, stride)
+        at, step = next(  # the source's dim along which it steps, and by how many indices
+            (
+                (d, stride // unit)
+                for d, unit in enumerate(contiguous_strides(shape))
+                if shape[d] > 1 and stride % unit == 0 and stride // unit < shape[d]
+            ),
+            (0, 0),
+        )
         if step == 0 or alongs[at].dim is not None:  # along no dim, or the same as another
             for index in range(count):
                 yield from in_source(patch.part(dim, index, 1), shape)
@@ -261,14 +279,6 @@ def in_source(patch: Patch, shape: Sequence[int]) -> Iterator[tuple[Patch, tuple
             return
         alongs[at] = Along(alongs[at].start, step, dim)
     yield patch, tuple(alongs)
-
-
-def _source_dim(shape: Sequence[int], stride: int) -> tuple[int, int]:
-    """Returns (the dim of a source along which ``stride`` steps, by how many indices); 0 if there is none."""
-    for dim, unit in enumerate(contiguous_strides(shape)):
-        if shape[dim] > 1 and stride % unit == 0 and stride // unit < shape[dim]:
-            return dim, stride // unit
-    return 0, 0
 
 
 def within_source(

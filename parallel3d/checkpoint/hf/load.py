@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from parallel3d._util.arguments import as_bool
 from parallel3d.checkpoint.format.files import (
     bytes_of,
+    damaged_if,
     file_in,
     loads,
     read_json_object,
@@ -27,38 +28,31 @@ from parallel3d.checkpoint.hf.conversion import (
     Converted,
     Entry,
     Names,
-    bring_to_rest,
     entries_of,
     file_names,
     from_file,
     ignored,
     is_transformers,
-    listed,
 )
 from parallel3d.checkpoint.hf.layout import Layout, Patch, whole_of
+from parallel3d.checkpoint.model_state import bring_to_rest
 from parallel3d.checkpoint.pieces import pieces_of, shares_memory_within
 from parallel3d.checkpoint.ranks import ranks_of
+from parallel3d.checkpoint.torch_formats.names import shown
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
 from parallel3d.materialize import check_can_initialise, give_memory
 
-_COMPARED = 1 << 20  # elements compared at once
+_COMPARED = 1 << 18  # elements compared at once
 
 
-class Reader:
+class Reader(ExitStack):
     """Reads parts of stored tensors into tensors of the model."""
 
     def __init__(self, folder: Path, stored: Mapping[str, Stored]) -> None:
+        super().__init__()
         self.folder, self.stored = folder, stored
         self.bytes_read = 0
         self._files: dict[str, int] = {}
-
-    def __enter__(self) -> Reader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        files, self._files = self._files, {}
-        for file in files.values():
-            os.close(file)
 
     def check_files(self, names: Sequence[str]) -> None:
         """Raises CorruptCheckpointError unless the files of ``names`` exist and are long enough."""
@@ -85,16 +79,10 @@ class Reader:
 
     def same(self, one: Patch, two: Patch) -> bool:
         """Returns whether two patches of equal counts have the same values, bit for bit."""
-        rows = one.counts[0] if one.counts else 1
-        at_once = max(1, _COMPARED * rows // max(1, 4 * prod(one.counts)))
-        for first in range(0, rows, at_once):
-            count = min(at_once, rows - first)
-            values = []
-            for patch in (one, two):
-                part = patch.part(0, first, count) if patch.counts else patch
-                values.append(torch.empty(part.counts, dtype=self.dtype_of(part)))
-                self.read(part, values[-1])
-            a, b = values
+        for parts in zip(one.bounded(_COMPARED), two.bounded(_COMPARED), strict=True):
+            a, b = (torch.empty(part.counts, dtype=self.dtype_of(part)) for part in parts)
+            for part, values in zip(parts, (a, b), strict=True):
+                self.read(part, values)
             if a.dtype != b.dtype or bytes_of(a) != bytes_of(b):
                 return False
         return True
@@ -102,6 +90,7 @@ class Reader:
     def _opened(self, file: str) -> int:
         if file not in self._files:
             self._files[file] = os.open(path_in(self.folder, file), os.O_RDONLY)
+            self.callback(os.close, self._files[file])
         return self._files[file]
 
 
@@ -147,7 +136,7 @@ def load_hf(
     strict = as_bool("strict", strict)
     path = Path(folder)
     ranks = ranks_of(model, "load_hf")
-    ranks.all(lambda: bring_to_rest(model, "load_hf"))
+    ranks.all(lambda: bring_to_rest(model, "load_hf", meta_ok=True))
     stored = ranks.first(lambda: stored_tensors(path))
     with Reader(path, stored) as reader:
         plan = ranks.on_each(lambda: _plan(model, reader, names, strict))
@@ -184,9 +173,9 @@ def _plan(model: nn.Module, reader: Reader, names: Names, strict: bool) -> _Plan
     problems = _misfits(entries, layouts, stored)
     if strict and missing:
         sought = [in_files.get(name, name) for name in missing]
-        problems.append(f"not in the files: {listed(sought, unexpected)}")
+        problems.append(f"not in the files: {shown(sought, unexpected)}")
     if strict and unexpected:
-        problems.append(f"in the files, but not in the model: {listed(unexpected, missing)}")
+        problems.append(f"in the files, but not in the model: {shown(unexpected, missing)}")
     if problems:
         raise CheckpointError("\n".join([f"{reader.folder} doesn't fit the model:", *problems]))
     first = [(e, layouts[e.name][0]) for e in entries if layouts[e.name]]
@@ -234,18 +223,14 @@ def _misfits(
                 )
                 continue
             dtypes = {DTYPES[stored[patch.source].dtype] for patch in layout.patches}
-            wrong = [dtype for dtype in dtypes if not _casts(dtype, own)]
+            # Eight-bit floating dtypes need scales.
+            castable = {d for d in dtypes if d.is_floating_point and d.itemsize > 1}
+            wrong = list(dtypes - {own} - (castable if own.is_floating_point else set()))
             if wrong:
                 problems.append(
                     f"{entry.name!r} is {own} in the model and {wrong[0]} in the files, which can't be cast"
                 )
     return problems[:20]
-
-
-def _casts(stored: torch.dtype, own: torch.dtype) -> bool:
-    """Returns whether it may be cast: between floating dtypes, except from eight bits, which need scales."""
-    both = stored.is_floating_point and own.is_floating_point
-    return stored == own or (both and stored.itemsize > 1)
 
 
 def _needed(layout: Layout, tensor: Tensor) -> Iterator[tuple[Patch, Tensor]]:
@@ -277,8 +262,6 @@ def _read(model: nn.Module, plan: _Plan, reader: Reader) -> None:
         if layout is not None:
             for patch, target in _needed(layout, entry.tensor):
                 reader.read(patch, target)
-            for piece in pieces_of(entry.tensor):
-                mark_changed(piece.local)
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
@@ -295,7 +278,12 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
         raise CheckpointError(
             f"{folder} holds no {SINGLE} and no {INDEX}, which load_hf reads; it holds {there or 'nothing'}"
         )
-    files = _index(folder)
+    path = path_in(folder, INDEX)
+    invalid = f"{path} is no index of safetensors files"
+    with damaged_if(invalid, (ValueError, KeyError, TypeError)):
+        files = loads(read_json_object(path.resolve(), MAX_HEADER), "it")["weight_map"]
+        if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):
+            raise ValueError("its weight_map is not a table of file names")
     headers = {
         file: read_header(path_in(folder, file), file) for file in sorted(set(files.values()))
     }
@@ -306,17 +294,6 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
             + (f"; nor do the files hold {len(lacking) - 1} more" if len(lacking) > 1 else "")
         )
     return {name: headers[file][name] for name, file in files.items()}
-
-
-def _index(folder: Path) -> Mapping[str, str]:
-    path = path_in(folder, INDEX)
-    try:
-        files = loads(read_json_object(path.resolve(), MAX_HEADER), "it")["weight_map"]
-        if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):
-            raise ValueError("its weight_map is not a table of file names")
-    except (ValueError, KeyError, TypeError) as error:
-        raise CorruptCheckpointError(f"{path} is no index of safetensors files: {error}") from error
-    return files
 
 
 def path_in(folder: Path, name: str) -> Path:
@@ -341,9 +318,3 @@ def allocate(model: nn.Module, initialised: list[tuple[str, nn.Module]]) -> None
     """Allocates memory for all tensors on meta, and initialises the modules ``initialised``."""
     if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
         give_memory(model, initialised)
-
-
-def mark_changed(tensor: Tensor) -> None:
-    """Tells autograd, and the unit that has gathered it, that its memory was written to."""
-    with torch.no_grad():
-        tensor.as_strided((0,), (1,)).zero_()

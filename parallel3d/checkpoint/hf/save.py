@@ -7,10 +7,8 @@ import hashlib
 import json
 import os
 import re
-import shutil
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count, zip_longest
@@ -23,13 +21,12 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
-from parallel3d.checkpoint.format.files import bytes_of, hidden_beside, sync_folder, write_all
+from parallel3d.checkpoint.format.files import bytes_of, write_all
 from parallel3d.checkpoint.format.safetensors_file import NAMES, header_of, is_ours
 from parallel3d.checkpoint.hf.conversion import (
     INDEX,
     SINGLE,
     Names,
-    bring_to_rest,
     entries_of,
     file_names,
     is_transformers,
@@ -37,6 +34,7 @@ from parallel3d.checkpoint.hf.conversion import (
     to_file,
 )
 from parallel3d.checkpoint.hf.layout import Layout, Patch, in_source, whole_of, within_source
+from parallel3d.checkpoint.model_state import bring_to_rest
 from parallel3d.checkpoint.pieces import (
     Box,
     boxes_of,
@@ -45,7 +43,7 @@ from parallel3d.checkpoint.pieces import (
     pieces_of,
     whole_box,
 )
-from parallel3d.checkpoint.ranks import Ranks, as_checkpoint_error, ranks_of
+from parallel3d.checkpoint.ranks import Ranks, as_checkpoint_error, new_folder, ranks_of
 from parallel3d.errors import CheckpointError
 
 _TEXTS = {"config.json", "generation_config.json", INDEX}
@@ -86,31 +84,21 @@ def save_hf(
     def check() -> int:
         if dtype is not None and not (dtype in NAMES and dtype.is_floating_point):
             raise CheckpointError(f"save_hf: dtype is {dtype!r}; give a floating-point one")
-        bring_to_rest(model, "save_hf")
+        bring_to_rest(model, "save_hf", meta_ok=True)
         return as_bytes(max_shard_size)
 
     export = plan_export(model, ranks, names, dtype, ranks.all(check)[0])
-    temporary = ranks.first(lambda: _make_temporary(path))
-    done = False
-    try:
+    with new_folder(ranks, path, _check_only_export) as temporary:
         ranks.all(lambda: _check_seen(temporary))
-        with _Files(temporary) as files:
-            ranks.all(lambda: exchange(export, ranks, files.write))
+        ranks.all(lambda: exchange(export, ranks, temporary))
         ranks.first(lambda: _write_texts(model, export, dtype, temporary))
-        ranks.first(lambda: _finish(temporary, path))
-        done = True
-    finally:
-        if not done and ranks.is_first:
-            shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _make_temporary(folder: Path) -> Path:
-    """Makes the temporary folder, if ``folder`` does not exist or is an earlier export."""
-    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
-        raise CheckpointError(f"save_hf: {folder} is there and is no folder")
+def _check_only_export(folder: Path) -> None:
+    """Raises unless an existing ``folder`` is an earlier export."""
     foreign = [
         path.name
-        for path in (sorted(folder.iterdir()) if folder.exists() else ())
+        for path in sorted(folder.iterdir())
         if path.name not in _TEXTS and not (_WEIGHTS.fullmatch(path.name) and is_ours(path))
     ]
     if foreign:
@@ -118,10 +106,6 @@ def _make_temporary(folder: Path) -> Path:
             f"save_hf: {folder} holds {', '.join(foreign[:5])}, which is no export of save_hf's, and only "
             "those are replaced; give another folder"
         )
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = hidden_beside(folder, "tmp")
-    temporary.mkdir()
-    return temporary
 
 
 def _check_seen(temporary: Path) -> None:
@@ -130,26 +114,6 @@ def _check_seen(temporary: Path) -> None:
             f"save_hf: this rank doesn't see {temporary}, which the first has made; the folder must be on a "
             "file system that all ranks share"
         )
-
-
-def _finish(temporary: Path, folder: Path) -> None:
-    """Renames the temporary folder to ``folder``, and removes the previous one."""
-    with suppress(OSError):  # not every file system can
-        sync_folder(temporary)
-    old = None
-    if folder.exists():
-        old = hidden_beside(folder, "old")
-        folder.rename(old)
-    try:
-        temporary.rename(folder)
-    except OSError:
-        if old is not None:
-            old.rename(folder)
-        raise
-    with suppress(OSError):
-        sync_folder(folder.parent)
-    if old is not None:
-        shutil.rmtree(old, ignore_errors=True)
 
 
 def _write_texts(model: nn.Module, export: Export, dtype: torch.dtype | None, folder: Path) -> None:
@@ -173,32 +137,15 @@ def _write_texts(model: nn.Module, export: Export, dtype: torch.dtype | None, fo
         hf_model.generation_config.save_pretrained(folder)
 
 
-class _Files:
-    """The files that this rank writes, one after another."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._opened: int | None = None
-
-    def write(self, file: OutFile, tensor: OutTensor, values: Tensor) -> None:
-        """Writes the next tensor of a file; the header before the first one, and closes it after the last."""
-        if tensor is file.tensors[0]:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-            self._opened = os.open(self._folder / file.name, flags, 0o666)
-            write_all(self._opened, memoryview(file.header))
-        assert self._opened is not None
-        write_all(self._opened, bytes_of(values))
-        if tensor is file.tensors[-1]:
-            os.fsync(self._opened)
-            self.__exit__()
-
-    def __enter__(self) -> _Files:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._opened is not None:
-            opened, self._opened = self._opened, None
-            os.close(opened)
+def _write(folder: Path, file: OutFile, tensor: OutTensor, values: Tensor) -> None:
+    """Appends the next tensor to a file of ``folder``; makes it, with the header, for the first one."""
+    is_first, is_last = tensor is file.tensors[0], tensor is file.tensors[-1]
+    with open(folder / file.name, "xb" if is_first else "ab", buffering=0) as opened:
+        if is_first:
+            write_all(opened.fileno(), memoryview(file.header))
+        write_all(opened.fileno(), bytes_of(values))
+        if is_last:
+            os.fsync(opened.fileno())
 
 
 _MIN_FILE = 256 << 20  # bytes; smaller files are not made to give more ranks one to write
@@ -367,8 +314,6 @@ _MESSAGE = 4 << 20  # bytes of a message
 _IN_FLIGHT = 8 << 20  # bytes of the messages that a rank has started and not completed
 _TAGS = 1 << 30
 
-Write = Callable[[OutFile, OutTensor, Tensor], None]
-
 
 @dataclass(frozen=True)
 class _Message:
@@ -385,13 +330,13 @@ class _Message:
         return prod(self.patch.counts) * self.tensor.dtype.itemsize
 
 
-def exchange(export: Export, ranks: Ranks, write: Write) -> None:
-    """Calls ``write(file, tensor, values)`` for each tensor this rank owns, in the files' order. Collective.
+def exchange(export: Export, ranks: Ranks, folder: Path) -> None:
+    """Writes each tensor that this rank owns into ``folder``, in the files' order. Collective.
 
     A rank assembles one tensor at a time, from messages of a few megabytes, each sent by one of the ranks
     that hold it. All ranks enumerate all messages in one order and process their own, with a bounded number
     in flight. The first message that is not complete is being processed by both its ranks, so there is no
-    deadlock. ``values`` are contiguous, and overwritten afterwards. An error on this rank is raised at the
+    deadlock. An error on this rank is raised at the
     end; until then it continues to send, because others depend on it.
     """
     own = _owned(export, ranks.rank)
@@ -400,13 +345,14 @@ def exchange(export: Export, ranks: Ranks, write: Write) -> None:
     for turn, messages in enumerate(_turns(export, ranks.size)):
         current = own[turn] if turn < len(own) else None
         if current is not None:
-            work.begin(current[1])
+            memory = work.memory[: current[1].nbytes]
+            work.values = memory.view(current[1].dtype).view(current[1].layout.shape)
         for message in messages:
             if ranks.rank in (message.sender, message.owner):
                 work.process(message)
         if current is not None:
             work.finish_receiving()
-            work.guarded(partial(write, *current, work.values))
+            work.guarded(partial(_write, folder, *current, work.values))
     work.finish()
 
 
@@ -437,20 +383,8 @@ def _parts(
         for (offsets, sizes), holders in export.boxes[patch.source].items():
             sender = owner if owner in holders else holders[next(spread) % len(holders)]
             for part in within_source(patch, shape, offsets, sizes):
-                for piece in _bounded(part, _MESSAGE // tensor.dtype.itemsize):
+                for piece in part.bounded(_MESSAGE // tensor.dtype.itemsize):
                     yield tensor, piece, sender, owner
-
-
-def _bounded(patch: Patch, limit: int) -> Iterator[Patch]:
-    """Divides ``patch`` into parts of at most ``limit`` elements."""
-    if prod(patch.counts) <= limit:
-        yield patch
-        return
-    dim = next(d for d, size in enumerate(patch.counts) if size > 1)
-    size = patch.counts[dim]
-    at_once = max(1, limit // (prod(patch.counts) // size))
-    for first in range(0, size, at_once):
-        yield from _bounded(patch.part(dim, first, min(at_once, size - first)), limit)
 
 
 class _Work:
@@ -461,18 +395,13 @@ class _Work:
     def __init__(self, export: Export, ranks: Ranks, own: list[tuple[OutFile, OutTensor]]) -> None:
         self._ranks = ranks
         largest = max((tensor.nbytes for _, tensor in own), default=0)
-        self._memory = torch.empty(largest, dtype=torch.uint8)
+        self.memory = torch.empty(largest, dtype=torch.uint8)
         self._tensors = export.tensors
         self._pieces = {name: pieces_of(tensor) for name, tensor in export.tensors.items()}
         # (work, bytes, what to do when it is complete, None when it sends)
         self._in_flight: deque[tuple[dist.Work, int, Callable[[], object] | None]] = deque()
         self._bytes = 0
         self._problem: Exception | None = None
-
-    def begin(self, tensor: OutTensor) -> None:
-        """Starts to assemble ``tensor``."""
-        memory = self._memory[: tensor.nbytes]
-        self.values = memory.view(tensor.dtype).view(tensor.layout.shape)
 
     def process(self, message: _Message) -> None:
         """Starts this rank's part of a message, after completing earlier ones if too much is in flight."""
@@ -503,26 +432,20 @@ class _Work:
     @torch.no_grad()
     def _copy_out(self, message: _Message, out: Tensor) -> None:
         """Copies the message's values, which this rank holds, to ``out``, and casts them."""
-        source = message.patch.source
-        for patch, alongs in in_source(message.patch, self._tensors[source].shape):
-            first = tuple(along.start for along in alongs), (1,) * len(alongs)
-            piece = next(p for p in self._pieces[source] if intersection(p.box, first))
-            index: list[int | slice] = []
-            for (start, step, dim), offset in zip(alongs, piece.offsets, strict=True):
-                begin = start - offset
-                if dim is None:
-                    index.append(begin)
-                else:
-                    index.append(slice(begin, begin + (patch.runs[dim].size - 1) * step + 1, step))
-            dims = [along.dim for along in alongs if along.dim is not None]
-            order = sorted(range(len(dims)), key=lambda i: dims[i])
-            values = piece.local[tuple(index)].permute(order).reshape(patch.counts)
-            starts = [
-                (run.start - whole.start) // whole.step
-                for run, whole in zip(patch.runs, message.patch.runs, strict=True)
-            ]
-            box = tuple(slice(s, s + n) for s, n in zip(starts, patch.counts, strict=True))
-            out[box].copy_(values)
+        patch = message.patch
+        ((_, alongs),) = in_source(patch, self._tensors[patch.source].shape)
+        first = tuple(along.start for along in alongs), (1,) * len(alongs)
+        piece = next(p for p in self._pieces[patch.source] if intersection(p.box, first))
+        index: list[int | slice] = []
+        for (start, step, dim), offset in zip(alongs, piece.offsets, strict=True):
+            begin = start - offset
+            if dim is None:
+                index.append(begin)
+            else:
+                index.append(slice(begin, begin + (patch.runs[dim].size - 1) * step + 1, step))
+        dims = [along.dim for along in alongs if along.dim is not None]
+        order = sorted(range(len(dims)), key=lambda i: dims[i])
+        out.copy_(piece.local[tuple(index)].permute(order).reshape(patch.counts))
 
     def guarded(self, action: Callable[[], object]) -> None:
         """Calls ``action`` and keeps its error for the end; after an error only messages are processed."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import StateDictType
 
-from parallel3d.checkpoint.model_state import ExtraState, has_extra, plain_name
+from parallel3d._torch.fully_shard import plain_name
+from parallel3d.checkpoint.model_state import ExtraState, bring_to_rest, has_extra
 from parallel3d.checkpoint.pieces import boxes_of, check_own_memory, whole_box
 from parallel3d.checkpoint.ranks import ranks_of
 from parallel3d.checkpoint.torch_formats.names import (
@@ -26,7 +27,6 @@ from parallel3d.checkpoint.torch_formats.optimizer import OptimizerTarget, Saved
 from parallel3d.checkpoint.torch_formats.stored import Entry, Source
 from parallel3d.errors import CheckpointError
 from parallel3d.fsdp import load_model_state_dict, model_state_dict
-from parallel3d.fsdp.inspect import check_at_rest, to_rest, units_of
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,8 @@ class Checkpoint(ABC):
     """An opened checkpoint."""
 
     names: Mapping[str, Any]  # flat, without those of wrappers
-    shared = (
-        False  # whether all ranks need the same records, which the ranks of a host verify together
-    )
+    # Whether all ranks need the same records, which the ranks of a host verify together.
+    shared = False
 
     @abstractmethod
     def value(self, name: str) -> Any:
@@ -71,70 +70,50 @@ def load(
     A CheckpointError is raised on all ranks, with model and optimizer unchanged.
     """
     ranks = ranks_of(model, call)
-    job = ranks.on_each(lambda: _Job(model, optimizer, open_checkpoint(options), options))
-    own = slice(None)  # the records that this rank verifies
-    if job.shared:
+    targets, entries, shared = ranks.on_each(
+        lambda: _prepare(model, optimizer, open_checkpoint(options), options)
+    )
+    if shared:  # this rank verifies its part
         hosts = ranks.all(socket.gethostname)
         peers = [rank for rank, host in enumerate(hosts) if host == hosts[ranks.rank]]
-        own = slice(peers.index(ranks.rank), None, len(peers))
-    ranks.all(lambda: job.verify(own))
-    ranks.all(job.read_new)
-    ranks.with_undo(job.adopt, lambda: None, job.undo)
-    ranks.all(job.copy)
+        entries = entries[peers.index(ranks.rank) :: len(peers)]
+    ranks.all(lambda: _call_each(entry.verify for entry in entries))
+    ranks.all(lambda: _call_each(target.read_new for target in targets))
+    ranks.with_undo(
+        lambda: _call_each(target.adopt for target in targets),
+        lambda: None,
+        lambda: _call_each(target.undo for target in reversed(targets)),
+    )
+    ranks.all(lambda: _call_each(target.copy for target in targets))
 
 
-class _Job:
-    """What one rank does in one load; the values of tensors change only in ``copy``."""
+def _call_each(functions: Iterable[Callable[[], None]]) -> None:
+    for function in functions:
+        function()
 
-    def __init__(
-        self, model: nn.Module, optimizer: Any, saved: Checkpoint, options: LoadOptions
-    ) -> None:
-        self.shared = saved.shared
-        state = state_at_rest(model, "loading a checkpoint")
-        prefix = find_model(list(state), saved.names, given=options.model_prefix)
-        own = {name.removeprefix(prefix): name for name in saved.names if name.startswith(prefix)}
-        values = {name: saved.value(own[name]) for name in state if name in own}
-        unexpected = unexpected_names(own, state, top_level=not prefix)
-        saved_optimizer = None
-        if optimizer is not None:
-            at = find_optimizer(saved.names, given=options.optimizer_prefix, model=prefix)
-            parts = (f"{at}state.", f"{at}param_groups")
-            unexpected = [name for name in unexpected if not own[name].startswith(parts)]
-            saved_optimizer = saved.optimizer(at, state)
-        if options.strict:
-            check_names(state, values, unexpected)
-        self.targets: list[ModelTarget | OptimizerTarget] = [
-            ModelTarget(model, state, values, options.cast)
-        ]
-        if saved_optimizer is not None:
-            self.targets.append(OptimizerTarget(model, optimizer, saved_optimizer, options.cast))
-        entries = [entry for target in self.targets for entry in target.entries()]
-        self.entries: list[Entry] = list(dict.fromkeys(entries))
 
-    def verify(self, own: slice) -> None:
-        """Verifies checksums of this rank's share of the records."""
-        for entry in self.entries[own]:
-            entry.verify()
-
-    def read_new(self) -> None:
-        """Reads what model and optimizer have no tensors for."""
-        for target in self.targets:
-            target.read_new()
-
-    def adopt(self) -> None:
-        """Calls the user's code, which may raise, before the values of tensors change."""
-        for target in self.targets:
-            target.adopt()
-
-    def undo(self) -> None:
-        """Undoes ``adopt``."""
-        for target in reversed(self.targets):
-            target.undo()
-
-    def copy(self) -> None:
-        """Copies into existing tensors, after all ranks have agreed."""
-        for target in self.targets:
-            target.copy()
+def _prepare(
+    model: nn.Module, optimizer: Any, saved: Checkpoint, options: LoadOptions
+) -> tuple[list[ModelTarget | OptimizerTarget], list[Entry], bool]:
+    """Returns what is loaded into, the records that this rank reads, and ``saved.shared``."""
+    state = state_at_rest(model, "loading a checkpoint")
+    prefix = find_model(list(state), saved.names, given=options.model_prefix)
+    own = {name.removeprefix(prefix): name for name in saved.names if name.startswith(prefix)}
+    values = {name: saved.value(own[name]) for name in state if name in own}
+    unexpected = unexpected_names(own, state, top_level=not prefix)
+    saved_optimizer = None
+    if optimizer is not None:
+        at = find_optimizer(saved.names, given=options.optimizer_prefix, model=prefix)
+        parts = (f"{at}state.", f"{at}param_groups")
+        unexpected = [name for name in unexpected if not own[name].startswith(parts)]
+        saved_optimizer = saved.optimizer(at, state)
+    if options.strict:
+        check_names(state, values, unexpected)
+    targets: list[ModelTarget | OptimizerTarget] = [ModelTarget(model, state, values, options.cast)]
+    if saved_optimizer is not None:
+        targets.append(OptimizerTarget(model, optimizer, saved_optimizer, options.cast))
+    entries = dict.fromkeys(entry for target in targets for entry in target.entries())
+    return targets, list(entries), saved.shared
 
 
 EXTRA_STATE = "_extra_state"
@@ -144,9 +123,7 @@ _SHARDED = StateDictType.SHARDED_STATE_DICT
 
 def state_at_rest(model: nn.Module, what: str) -> dict[str, Any]:
     """Brings all units to rest and returns the model's state dict, of the Parameters themselves."""
-    for unit in units_of(model, True):
-        check_at_rest(unit, what)
-        to_rest(unit)
+    bring_to_rest(model, what)
     return model_state_dict(model, type=_SHARDED, offload_to_cpu=False)
 
 
@@ -199,7 +176,6 @@ class ModelTarget:
         self._extra.apply()
 
     def undo(self) -> None:
-        """Undoes ``adopt``."""
         self._extra.undo()
 
     def copy(self) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
+from difflib import get_close_matches
 from heapq import nsmallest
+from itertools import islice
 from typing import Any
 
-from parallel3d.checkpoint.model_state import plain_name
+from parallel3d._torch.fully_shard import plain_name
 from parallel3d.errors import CheckpointError
 
+_SHOWN = 4  # names in an error
 # Where torch's examples and torchtitan put a model.
 _USUAL = ("model.", "", "app.model.", "state_dict.", "module.")
 
@@ -96,12 +99,15 @@ def unexpected_names(
     ]
 
 
-def shown(names: Iterable[str], count: int = 4) -> str:
-    """Returns the first few names, for an error."""
-    all_names = list(names)
-    first = nsmallest(count, map(repr, all_names))
-    more = f" and {len(all_names) - count} more" if len(all_names) > count else ""
-    return (", ".join(name[:120] for name in first) + more) or "nothing"
+def shown(names: Iterable[str], among: Iterable[str] = ()) -> str:
+    """Returns the first few names, with the nearest of ``among`` to each, for an error."""
+    all_names, among = list(names), list(islice(among, 5000))
+    parts = []
+    for name in nsmallest(_SHOWN, all_names):
+        nearest = get_close_matches(name, among, n=1, cutoff=0.6)
+        parts.append(f"{name!r:.120}" + (f" (nearest: {nearest[0]!r:.120})" if nearest else ""))
+    more = f" and {len(all_names) - _SHOWN} more" if len(all_names) > _SHOWN else ""
+    return (", ".join(parts) + more) or "nothing"
 
 
 def _dotted(prefix: str) -> str:

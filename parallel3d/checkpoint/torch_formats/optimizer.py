@@ -6,6 +6,8 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
-from parallel3d._torch.dtensor import get_local_tensor, make_dtensor, make_spec
+from parallel3d._torch.dtensor import make_dtensor, make_spec
 from parallel3d._torch.simulated import simulation_off
 from parallel3d.checkpoint.optimizer_state import NO_OPTIONS, alike, stateful
 from parallel3d.checkpoint.pieces import Box, boxes_of, shares_memory_within, whole_box
@@ -79,14 +81,11 @@ class SavedOptimizer:
 def _check_numbers(saved: list[Key]) -> None:
     """Raises unless they are as in ``optimizer.state_dict()``: all integers from 0 on, once."""
     numbers = sorted(key for key in saved if isinstance(key, int))
-    for number, key in enumerate(numbers):
-        if number and key == numbers[number - 1]:
-            raise CheckpointError(f"parameter {key} is in two groups of the saved optimizer")
-        if key != number:
-            break
-    else:
-        if len(numbers) == len(saved):
-            return
+    twice = next((a for a, b in pairwise(numbers) if a == b), None)
+    if twice is not None:
+        raise CheckpointError(f"parameter {twice} is in two groups of the saved optimizer")
+    if numbers == list(range(len(saved))):
+        return
     raise CheckpointError(
         f"the saved optimizer's groups have {len(saved)} parameters, of other numbers than 0 to "
         f"{len(saved) - 1}"
@@ -181,36 +180,12 @@ class Kind:
     a tensor without dims."""
     category: str  # of its dtype
 
-    def shape(self, param: Tensor) -> tuple[int, ...]:
-        return tuple(1 if d is None else param.shape[d] for d in self.dims or ())
-
-
-class ExpectedState:
-    """The state that classes of ``torch.optim`` keep for a parameter, found by a step on a small tensor.
-
-    For classes of ``torch.optim`` a step on a tensor of few elements tells. Of other classes nothing is
-    expected, as a load must not run code that it does not know.
-    """
-
-    def __init__(self, optimizer: Any) -> None:
-        self._class = _torch_class(optimizer)
-        self.name = self._class.__name__ if self._class else type(optimizer).__name__
-        self._known: dict[tuple[int, int, bool], dict[str, Kind] | None] = {}
-
-    def of(self, number: int, options: Mapping[str, Any], param: Tensor) -> dict[str, Kind] | None:
-        """Returns the entries by key, for a parameter of the group ``number``; None if unknown."""
-        if self._class is None or param.dim() > len(_SIZES):
-            return None
-        key = number, param.dim(), param.is_complex()
-        if key not in self._known:
-            dtype = torch.complex64 if param.is_complex() else torch.float32
-            self._known[key] = _try_step(self._class, number, param.dim(), dtype, options)
-        return self._known[key]
-
 
 def _try_step(
     cls: type[Optimizer], number: int, ndim: int, dtype: torch.dtype, options: Mapping[str, Any]
 ) -> dict[str, Kind] | None:
+    """Returns the state, by key, that a class of ``torch.optim`` keeps for a parameter, found by a step on a
+    small one; None if unknown."""
     given = {
         k: v.item() if isinstance(v, Tensor) and v.numel() == 1 else v
         for k, v in options.items()
@@ -276,9 +251,8 @@ class Slot:
     source: Source
     existing: Tensor | None  # that fits; None: a new one is allocated
     dtype: torch.dtype
-    replicated: (
-        bool  # a new one of another shape than the parameter's is a DTensor, whole on each rank
-    )
+    # A new one of another shape than the parameter's is a DTensor, whole on each rank.
+    replicated: bool
 
     def __post_init__(self) -> None:
         self.tensor = self.existing  # or the new one, once its values are read
@@ -299,9 +273,7 @@ class Slot:
         """Returns a new tensor without values."""
         param, shape, dtype = self.param, torch.Size(self.source.shape), self.dtype
         if isinstance(param, DTensor) and self.placed_as_param:
-            local = torch.empty_like(get_local_tensor(param.detach()), dtype=dtype)
-            spec = make_spec(param.device_mesh, param.placements, shape, dtype)
-            return make_dtensor(local, spec)
+            return torch.empty_like(param.detach(), dtype=dtype)
         device = "cpu" if self.key == "step" else param.device
         local = torch.empty(shape, dtype=dtype, device=device)
         if isinstance(param, DTensor) and self.replicated and shape:
@@ -326,20 +298,32 @@ class OptimizerTarget:
         self.groups = self._groups(options)
         self.slots: list[Slot] = []
         self.values: list[tuple[int, str, Any]] = []
-        expected = ExpectedState(optimizer)
+        known = _torch_class(optimizer)  # of others nothing is expected: no unknown code is run
+
+        @cache
+        def expected(number: int, ndim: int, dtype: torch.dtype) -> dict[str, Kind] | None:
+            if known is None or ndim > len(_SIZES):
+                return None
+            return _try_step(known, number, ndim, dtype, self.groups[number])
+
         group_of = [n for n, g in enumerate(self.groups) for _ in g["params"]]
         for index, ((name, param), state) in enumerate(zip(named, states, strict=True)):
-            kinds = expected.of(group_of[index], self.groups[group_of[index]], param)
+            trial_dtype = torch.complex64 if param.is_complex() else torch.float32
+            kinds = expected(group_of[index], param.dim(), trial_dtype)
             missing = [key for key in kinds or () if state and key not in state]
             if missing:
                 raise CheckpointError(
                     f"the saved optimizer has no {missing[0]} of {name}; it has {shown(state)}, and "
-                    f"{expected.name} keeps {shown(kinds or ())}"
+                    f"{known and known.__name__} keeps {shown(kinds or ())}"
                 )
             existing = self.raw["state"].get(self.keys[index], {})
             for key, value in state.items():
                 kind = (kinds or {}).get(key)
-                _check_fits(f"{key} of {name}", key, value, param, existing.get(key), kind)
+                problem = _problem(key, value, param, existing.get(key), kind)
+                if problem is not None:
+                    raise CheckpointError(
+                        f"the saved optimizer's {key} of {name} is {_described(value)}; {problem}"
+                    )
                 if not isinstance(value, Source):
                     self.values.append((index, key, value))
                     continue
@@ -381,7 +365,6 @@ class OptimizerTarget:
         return result
 
     def entries(self) -> list[Entry]:
-        """Returns the records that this rank reads."""
         return [entry for slot in self.slots for entry in slot.source.entries(slot.boxes())]
 
     def read_new(self) -> None:
@@ -390,8 +373,11 @@ class OptimizerTarget:
             if slot.existing is None:
                 new = slot.tensor = slot.new()
                 slot.source.fill(new)
-                if slot.key == "step" and new.numel() == 1:
-                    _check_step(f"step of {slot.name}", new.item())
+                if slot.key == "step" and new.numel() == 1 and not _is_step(new.item()):
+                    raise CheckpointError(
+                        f"the saved optimizer's step of {slot.name} is {new.item()}; it must be a number of "
+                        "steps"
+                    )
 
     def adopt(self) -> None:
         """Gives the optimizer its new state and options; existing tensors are not read yet."""
@@ -413,7 +399,6 @@ class OptimizerTarget:
                 self._state(index)[key] = value
 
     def undo(self) -> None:
-        """Undoes ``adopt``."""
         if self._before is None:
             return
         kept, state, groups, options = self._before
@@ -445,19 +430,11 @@ class OptimizerTarget:
         return state
 
 
-def _check_fits(
-    what: str, key: str, value: Any, param: Tensor, current: Any, kind: Kind | None
-) -> None:
-    """Raises unless ``value`` can be the entry ``key`` of the state of ``param``, which has the entry
-    ``current``, or None; ``kind``: what the optimizer's class keeps, if known."""
-    if key == "step" and not isinstance(value, Source):
-        _check_step(what, value)
-    problem = _problem(key, value, param, current, kind)
-    if problem is not None:
-        raise CheckpointError(f"the saved optimizer's {what} is {_described(value)}; {problem}")
-
-
 def _problem(key: str, value: Any, param: Tensor, current: Any, kind: Kind | None) -> str | None:
+    """Returns why ``value`` cannot be the entry ``key`` of the state of ``param``, which has the entry
+    ``current``, or None; ``kind``: what the optimizer's class keeps, if known."""
+    if key == "step" and not isinstance(value, Source) and not _is_step(value):
+        return "it must be a number of steps"
     own = f"the optimizer's own is {_described(current)}"
     shape, numbers = None, None
     if isinstance(value, Source):
@@ -470,7 +447,7 @@ def _problem(key: str, value: Any, param: Tensor, current: Any, kind: Kind | Non
     if (key == "step" or (kind is not None and kind.dims is None)) and not is_number:
         return "it must be one number"
     if kind is not None and kind.dims is not None:
-        want = kind.shape(param)
+        want = tuple(1 if dim is None else param.shape[dim] for dim in kind.dims)
         if (shape, numbers) != (want, kind.category):
             return f"for shape {tuple(param.shape)} it must be {kind.category}, of shape {want}"
     if isinstance(value, Source):
@@ -487,11 +464,8 @@ def _problem(key: str, value: Any, param: Tensor, current: Any, kind: Kind | Non
     return None
 
 
-def _check_step(what: str, value: Any) -> None:
-    if type(value) not in (int, float) or not (math.isfinite(value) and 0 <= value < _MAX_STEP):
-        raise CheckpointError(
-            f"the saved optimizer's {what} is {_described(value)}; it must be a number of steps"
-        )
+def _is_step(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and 0 <= value < _MAX_STEP
 
 
 def _described(value: Any) -> str:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from parallel3d.checkpoint.format.files import numbers_of, shape_of
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
 
 
@@ -225,27 +226,11 @@ def _check_values(value: Any) -> None:
 
 # The names in pickles of torch's files, and what they stand for.
 
-_MAX_DIMS = 64
-_MAX_ELEMENTS = 1 << 60
 MAX_NAME = 2000
 """Characters of a name: searching it for prefixes takes time that grows with its square."""
 
 
-def sizes_of(value: Any) -> tuple[int, ...]:
-    """Returns ``value`` as sizes or offsets; raises ValueError if it cannot be."""
-    if not isinstance(value, (tuple, list)) or len(value) > _MAX_DIMS:
-        raise ValueError("sizes that are not a short tuple")
-    if any(type(n) is not int or not 0 <= n < 1 << 62 for n in value):
-        raise ValueError("sizes or offsets that are negative, huge or not integers")
-    return tuple(value)
-
-
-def shape_of(value: Any) -> tuple[int, ...]:
-    """Returns ``value`` as the shape of a tensor; raises ValueError if it cannot be."""
-    shape = sizes_of(value)
-    if prod(max(n, 1) for n in shape) > _MAX_ELEMENTS:
-        raise ValueError("a shape of too many elements")
-    return shape
+sizes_of = partial(numbers_of, what="sizes or offsets")
 
 
 def check_name(name: Any) -> None:
@@ -311,7 +296,11 @@ def _tensor_v3(*arguments: Any) -> SavedTensor:
     storage, start, shape, stride, _requires_grad, _hooks, dtype, *bits = arguments
     if type(storage) is not StorageId or type(dtype) is not torch.dtype:
         raise ValueError("a tensor without a typed storage")
-    shape, stride, (start,) = shape_of(shape), sizes_of(stride), sizes_of((start,))
+    shape, stride, (start,) = (
+        shape_of(shape, "shape of a tensor"),
+        sizes_of(stride),
+        sizes_of((start,)),
+    )
     if len(shape) != len(stride):
         raise ValueError("a tensor with more sizes than strides, or fewer")
     if any(bits):

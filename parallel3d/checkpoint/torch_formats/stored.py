@@ -12,9 +12,8 @@ import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel3d.checkpoint.format.files import crc_of, file_in, read_into, read_strided
+from parallel3d.checkpoint.format.files import (
+    check_disjoint,
+    crc_of,
+    damaged_if,
+    file_in,
+    read_into,
+    read_strided,
+    shape_of,
+)
 from parallel3d.checkpoint.pieces import (
     Box,
     Boxed,
@@ -41,7 +48,6 @@ from parallel3d.checkpoint.torch_formats.pickled import (
     StorageId,
     check_name,
     read_pickle,
-    shape_of,
     sizes_of,
 )
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
@@ -94,16 +100,14 @@ class Archive:
     ) -> None:
         self.path, self.offset, self.length = path, offset, length
         self.what, self.checksums = what, checksums
-        self._bytes_left = length
+        self.bytes_left = length
         self._values_left = _MAX_VALUES
         self._copies: dict[int, tuple[Any, Any, int]] = {}  # id -> (the value, its copy, count)
         self._verified: set[Entry] = set()
 
     def raw(self) -> bytes:
-        """Returns all its bytes."""
-        with open(self.path, "rb") as file:
-            file.seek(self.offset)
-            return file.read(self.length)
+        whole = Entry(self.path, self.offset, self.length, None, self.what)
+        return bytes(whole.read(0, self.length))
 
     @cached_property
     def entries(self) -> dict[str, Entry]:
@@ -120,10 +124,7 @@ class Archive:
                 if name in entries:
                     raise zipfile.BadZipFile(f"two records {name}")
                 entries[name] = self._entry(info, name, window)
-            ranges = sorted((e.offset, e.size, name) for name, e in entries.items())
-            for (start, size, name), (begin, _, following) in pairwise(ranges):
-                if start + size > begin:
-                    raise zipfile.BadZipFile(f"the records {name} and {following} share bytes")
+            check_disjoint(("", e.offset, e.size, name) for name, e in entries.items())
             return entries
 
     def _entry(self, info: zipfile.ZipInfo, name: str, window: _Window) -> Entry:
@@ -159,12 +160,12 @@ class Archive:
                 raise zipfile.BadZipFile("a description that doesn't begin as a pickle")
 
         def storage(value: Any) -> StorageId:
-            self._record_of(found := StorageId.of(value))
+            self.record_of(found := StorageId.of(value))
             return found
 
         return read_pickle(data, SAVED_VALUES, what=self.what, persistent=storage)
 
-    def _record_of(self, storage: StorageId) -> Entry:
+    def record_of(self, storage: StorageId) -> Entry:
         """Returns the record of ``storage`` after checking its size."""
         entry = self.entries.get(f"data/{storage.key}")
         itemsize = 1 if storage.dtype is None else storage.dtype.itemsize
@@ -174,33 +175,6 @@ class Archive:
                 f"{self.what}: the record of a storage of {storage.elements} x {itemsize} bytes {state}"
             )
         return entry
-
-    def checked(self, tensor: SavedTensor) -> Entry:
-        """Returns the record of ``tensor`` after checking that the tensor is within it."""
-        entry = self._record_of(tensor.storage)
-        if prod(tensor.shape) and tensor.end * tensor.dtype.itemsize > entry.size:
-            raise CorruptCheckpointError(
-                f"{self.what}: a tensor of shape {tensor.shape} exceeds its storage"
-            )
-        return entry
-
-    def take(self, tensor: SavedTensor, name: str) -> None:
-        """Counts memory allocated for ``tensor``; raises if it would exceed the archive's size in all."""
-        self.checked(tensor)
-        self._bytes_left -= tensor.nbytes
-        if self._bytes_left < 0:
-            raise CorruptCheckpointError(
-                f"{name} would be {tensor.nbytes} bytes, {tensor.dtype} of shape {tensor.shape}: with what "
-                f"came before it more than {self.what} has; if it was expanded, save a .clone() of it"
-            )
-
-    def copy(self, tensor: SavedTensor, offsets: tuple[int, ...], target: Tensor) -> None:
-        """Copies the box of ``tensor`` that begins at ``offsets`` into ``target``, of the box's sizes."""
-        entry = self.checked(tensor)
-        offset = tensor.start + tensor.span(offsets, tuple(target.shape))[0]
-        with open(entry.path, "rb") as file:
-            begin, dtype, stride = entry.offset, tensor.dtype, tensor.stride
-            read_strided(file.fileno(), begin, dtype, offset, stride, target, entry.what)
 
     def with_tensors(self, value: Any) -> Any:
         """Returns a copy of ``value``, a part of ``self.value``, with its tensors read and verified. As a
@@ -214,14 +188,12 @@ class Archive:
     def _copied(self, value: Any, depth: int) -> tuple[Any, int]:
         """Returns (the copy, how many values are in it); a value in several places is copied once."""
         if isinstance(value, SavedTensor):
-            self.take(value, f"{self.what}: a tensor")
-            entry = self.checked(value)
-            if entry not in self._verified:
-                entry.verify()
-                self._verified.add(entry)
-            result = torch.empty(value.shape, dtype=value.dtype)
-            self.copy(value, (0,) * len(value.shape), result)
-            return result, 1
+            source = FileTensor(self, value)
+            source.take(f"{self.what}: a tensor")
+            if source.entry not in self._verified:
+                source.entry.verify()
+                self._verified.add(source.entry)
+            return source.whole(), 1
         if not isinstance(value, (dict, list, tuple)):
             return value, 1
         if id(value) in self._copies:
@@ -288,11 +260,22 @@ _MAX_METADATA = 1 << 31
 
 @dataclass(frozen=True)
 class StoredAt:
-    """Bytes [offset, offset + length) of a file in the folder."""
+    """Bytes [offset, offset + length) of a file in ``folder``."""
 
-    path: str
+    folder: Path
+    name: str
     offset: int
     length: int
+
+    def archive(self, what: str, *, checksums: bool) -> Archive:
+        """Returns the archive that is stored there."""
+        path, end = file_in(self.folder, self.name), self.offset + self.length
+        size = path.stat().st_size
+        if end > size:
+            raise CorruptCheckpointError(
+                f"{what}: bytes {self.offset} to {end} of {path.name}, which has {size}"
+            )
+        return Archive(path, self.offset, self.length, what=what, checksums=checksums)
 
 
 @dataclass(frozen=True)
@@ -302,60 +285,36 @@ class StoredChunk(Boxed):
     at: StoredAt | None
 
 
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor in the folder. Each of its elements is in exactly one of the chunks."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    chunks: tuple[StoredChunk, ...]
-
-
-@dataclass(frozen=True)
-class DcpFolder:
-    """The contents of a folder by flat names, such as "model.layers.0.weight"; blobs are no tensors."""
-
-    path: Path
-    tensors: Mapping[str, StoredTensor]
-    blobs: Mapping[str, StoredAt]
-
-    @classmethod
-    def read(cls, path: Path, *, trusted: bool) -> DcpFolder:
-        """Reads the ``.metadata`` of the folder ``path``; ``trusted``: by ``pickle``, which runs its code."""
-        if not path.is_dir():
-            raise CheckpointError(f"{path} is no folder; load_dcp reads those of dcp.save")
-        file = path / METADATA
-        if not os.path.lexists(file):
-            raise CheckpointError(
-                f"{path} has no {METADATA}: it is no checkpoint of torch.distributed.checkpoint, or its save "
-                "didn't complete"
-            )
-        what = str(file)
-        size = file_in(path, METADATA).stat().st_size
-        if size > _MAX_METADATA:
-            raise CorruptCheckpointError(f"{what} has {size} bytes")
-        with open(file, "rb") as opened:
-            first = opened.read(len(PROTO))
-            if not trusted and first != PROTO:
-                raise CorruptCheckpointError(f"{what} is no whole pickle: it begins with {first!r}")
-            data = first + opened.read(_MAX_METADATA)
-        if trusted:
-            try:
-                content = pickle.loads(data)
-            except Exception as error:
-                raise CorruptCheckpointError(
-                    f"{what} is no whole pickle ({type(error).__name__}: {error})"
-                ) from error
-        else:
-            content = read_pickle(data, DCP_METADATA, what=what, max_keys=len(data))
-        try:
-            return cls(path, *_contents(content))
-        except CheckpointError:
-            raise
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CorruptCheckpointError(
-                f"{what} is not valid metadata of torch.distributed.checkpoint: {error}"
-            ) from None
+def read_folder(
+    path: Path, *, trusted: bool, checksums: bool = True
+) -> dict[str, DcpTensor | StoredAt]:
+    """Returns the contents of a folder by flat names, such as "model.layers.0.weight"; what is no tensor as a
+    StoredAt. ``trusted``: read its ``.metadata`` by ``pickle``, which runs code in it."""
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is no folder; load_dcp reads those of dcp.save")
+    file = path / METADATA
+    if not os.path.lexists(file):
+        raise CheckpointError(
+            f"{path} has no {METADATA}: it is no checkpoint of torch.distributed.checkpoint, or its save "
+            "didn't complete"
+        )
+    what = str(file)
+    size = file_in(path, METADATA).stat().st_size
+    if size > _MAX_METADATA:
+        raise CorruptCheckpointError(f"{what} has {size} bytes")
+    with open(file, "rb") as opened:
+        first = opened.read(len(PROTO))
+        if not trusted and first != PROTO:
+            raise CorruptCheckpointError(f"{what} is no whole pickle: it begins with {first!r}")
+        data = first + opened.read(_MAX_METADATA)
+    if trusted:
+        with damaged_if(f"{what} is no whole pickle", (Exception,)):
+            content = pickle.loads(data)
+    else:
+        content = read_pickle(data, DCP_METADATA, what=what, max_keys=len(data))
+    invalid = f"{what} is not valid metadata of torch.distributed.checkpoint"
+    with damaged_if(invalid, (ValueError, KeyError, TypeError, AttributeError)):
+        return _contents(path, content, checksums)
 
 
 # -- metadata ----------------------------------------------------------------------------------------------
@@ -377,17 +336,16 @@ def _fields(value: Any, kind: str) -> dict[str, Any]:
     return fields
 
 
-def _contents(value: Any) -> tuple[dict[str, StoredTensor], dict[str, StoredAt]]:
+def _contents(path: Path, value: Any, checksums: bool) -> dict[str, DcpTensor | StoredAt]:
     metadata = _fields(value, "Metadata")
     described, places = metadata["state_dict_metadata"], metadata["storage_data"]
     if not isinstance(described, dict) or not isinstance(places, dict):
         raise ValueError("no state_dict_metadata or no storage_data")
-    stored = dict(_place(index, at) for index, at in places.items())
-    _check_disjoint(stored.values())
+    stored = dict(_place(path, index, at) for index, at in places.items())
+    check_disjoint((at.name, at.offset, at.length, key) for key, at in stored.items())
     _check_paths(described, metadata.get("planner_data"))
     listed = 0
-    tensors: dict[str, StoredTensor] = {}
-    blobs: dict[str, StoredAt] = {}
+    contents: dict[str, DcpTensor | StoredAt] = {}
     for name, entry in described.items():
         check_name(name)
         if _kind(entry) == "TensorStorageMetadata":
@@ -395,22 +353,15 @@ def _contents(value: Any) -> tuple[dict[str, StoredTensor], dict[str, StoredAt]]
             listed += len(fields["chunks"])
             if listed > 2 * len(stored) + 1000:  # many tensors may refer to one list
                 raise ValueError("more chunks are listed than stored")
-            tensors[name] = _tensor(name, fields, stored)
+            dtype, shape, chunks = _tensor(name, fields, stored)
+            contents[name] = DcpTensor(f"{path}: {name}", dtype, shape, chunks, checksums)
         elif _kind(entry) != "BytesStorageMetadata":
             raise ValueError(f"a {_kind(entry)} as the description of a value")
         elif (at := stored.get(_key(name, None))) is None:
             raise ValueError(f"{name} is listed but not stored")
         else:
-            blobs[name] = at
-    return tensors, blobs
-
-
-def _check_disjoint(places: Iterable[StoredAt]) -> None:
-    """Raises ValueError if two values share bytes of a file."""
-    ordered = sorted((at.path, at.offset, at.length) for at in places)
-    for (path, start, length), (following, begin, _) in pairwise(ordered):
-        if path == following and start + length > begin:
-            raise ValueError(f"two values at bytes {begin} to {start + length} of {path!r:.100}")
+            contents[name] = at
+    return contents
 
 
 def _check_paths(described: dict[Any, Any], planned: Any) -> None:
@@ -430,7 +381,7 @@ def _key(name: str, offset: tuple[int, ...] | None) -> str:
     return f"{offset} {name}"
 
 
-def _place(index: Any, at: Any) -> tuple[str, StoredAt]:
+def _place(folder: Path, index: Any, at: Any) -> tuple[str, StoredAt]:
     fields, place = _fields(index, "MetadataIndex"), _fields(at, "_StorageInfo")
     name, offset = fields["fqn"], fields.get("offset")
     path, start, length = place["relative_path"], place["offset"], place["length"]
@@ -442,14 +393,18 @@ def _place(index: Any, at: Any) -> tuple[str, StoredAt]:
             "write it without"
         )
     sizes_of((start, length))
-    return _key(name, None if offset is None else sizes_of(offset)), StoredAt(path, start, length)
+    key = _key(name, None if offset is None else sizes_of(offset))
+    return key, StoredAt(folder, path, start, length)
 
 
-def _tensor(name: str, fields: dict[str, Any], stored: Mapping[str, StoredAt]) -> StoredTensor:
+def _tensor(
+    name: str, fields: dict[str, Any], stored: Mapping[str, StoredAt]
+) -> tuple[torch.dtype, tuple[int, ...], list[StoredChunk]]:
+    """Returns (dtype, shape, chunks); each element of the tensor is in exactly one of the chunks."""
     dtype = _fields(fields["properties"], "TensorProperties")["dtype"]
     if type(dtype) is not torch.dtype:
         raise ValueError(f"{name} has no dtype")
-    shape = shape_of(fields["size"])
+    shape = shape_of(fields["size"], f"shape of {name!r:.100}")
     chunks: dict[str, StoredChunk] = {}
     for chunk in fields["chunks"]:
         box = _fields(chunk, "ChunkStorageMetadata")
@@ -460,10 +415,9 @@ def _tensor(name: str, fields: dict[str, Any], stored: Mapping[str, StoredAt]) -
         if not inside:
             raise ValueError(f"{name}, {shape}, has a chunk at {offsets} of {sizes}, outside of it")
         chunks[f"{offsets} {sizes}"] = StoredChunk(offsets, sizes, stored.get(_key(name, offsets)))
-    result = StoredTensor(dtype, shape, tuple(chunks.values()))
-    if not tile(shape, [chunk.box for chunk in result.chunks if prod(chunk.sizes)]):
+    if not tile(shape, [chunk.box for chunk in chunks.values() if prod(chunk.sizes)]):
         raise ValueError(f"the chunks of {name}, {shape}, overlap or don't cover it")
-    return result
+    return dtype, shape, list(chunks.values())
 
 
 # -- sources -----------------------------------------------------------------------------------------------
@@ -493,7 +447,6 @@ class Source(ABC):
             self.copy(piece.box, piece.local)
 
     def whole(self) -> Tensor:
-        """Reads the whole tensor."""
         tensor = torch.empty(self.shape, dtype=self.dtype)
         self.fill(tensor)
         return tensor
@@ -528,35 +481,51 @@ class FileTensor(Source):
         self.archive, self.tensor = archive, tensor
         self.dtype, self.shape = tensor.dtype, tensor.shape
 
+    @cached_property
+    def entry(self) -> Entry:
+        """Its record; raises if the tensor is not within it."""
+        entry, tensor = self.archive.record_of(self.tensor.storage), self.tensor
+        if prod(tensor.shape) and tensor.end * tensor.dtype.itemsize > entry.size:
+            raise CorruptCheckpointError(
+                f"{self.archive.what}: a tensor of shape {tensor.shape} exceeds its storage"
+            )
+        return entry
+
     def entries(self, boxes: Iterable[Box]) -> list[Entry]:
-        return [self.archive.checked(self.tensor)]
+        return [self.entry]
 
     def take(self, name: str) -> None:
-        self.archive.take(self.tensor, name)
+        self.archive.bytes_left -= self.tensor.nbytes
+        if self.archive.bytes_left < 0:
+            raise CorruptCheckpointError(
+                f"{name} would be {self.tensor.nbytes} bytes, {self.dtype} of shape {self.shape}: with what "
+                f"came before it more than {self.archive.what} has; if it was expanded, save a .clone() of it"
+            )
 
     def copy(self, box: Box, target: Tensor) -> None:
-        self.archive.copy(self.tensor, box[0], target)
+        entry, stride = self.entry, self.tensor.stride
+        offset = self.tensor.start + self.tensor.span(*box)[0]
+        with open(entry.path, "rb") as file:
+            read_strided(
+                file.fileno(), entry.offset, self.dtype, offset, stride, target, entry.what
+            )
 
 
+@dataclass(eq=False)
 class DcpTensor(Source):
-    """A tensor of a DCP folder, in chunks that are archives."""
+    """A tensor of a DCP folder, in chunks that are archives; ``what`` names it in errors."""
 
-    def __init__(
-        self, name: str, folder: DcpFolder, stored: StoredTensor, checksums: bool = True
-    ) -> None:
-        self.name, self.folder, self.stored, self.checksums = name, folder, stored, checksums
-        self.dtype, self.shape = stored.dtype, stored.shape
-        self._opened: dict[Box, FileTensor] = {}
+    what: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: list[StoredChunk]
+    checksums: bool
+    _opened: dict[Box, FileTensor] = field(default_factory=dict)
 
     def entries(self, boxes: Iterable[Box]) -> list[Entry]:
         entries: list[Entry] = []
         for box in boxes:
-            common = list(self._common(box))
-            if sum(prod(sizes) for _, (_, sizes) in common) != prod(box[1]):
-                raise CorruptCheckpointError(
-                    f"{self.folder.path}: the chunks of {self.name}, {self.shape}, overlap or don't cover it"
-                )
-            for chunk, _ in common:
+            for chunk, _ in self._common(box):
                 if chunk.box not in self._opened:
                     source = self._opened[chunk.box] = self._open(chunk)
                     entries += source.entries([])
@@ -570,21 +539,21 @@ class DcpTensor(Source):
             source.copy((in_chunk, sizes), target[slices_of(in_target, sizes)])
 
     def take(self, name: str) -> None:
-        stored = sum(chunk.at.length for chunk in self.stored.chunks if chunk.at is not None)
-        _check_memory(f"{self.folder.path}: {name}", self, stored)
+        stored = sum(chunk.at.length for chunk in self.chunks if chunk.at is not None)
+        _check_memory(f"{name} ({self.what})", self, stored)
 
     def _common(self, box: Box) -> Iterable[tuple[StoredChunk, Box]]:
         """Yields the chunks that contain a part of ``box``, and that part."""
-        for chunk in self.stored.chunks:
+        for chunk in self.chunks:
             part = intersection(box, chunk.box)
             if part is not None:
                 yield chunk, part
 
     def _open(self, chunk: StoredChunk) -> FileTensor:
-        what = f"{self.folder.path}: {self.name} at {chunk.offsets}"
+        what = f"{self.what} at {chunk.offsets}"
         if chunk.at is None:
             raise CorruptCheckpointError(f"{what} is listed but not stored")
-        archive = archive_at(self.folder, chunk.at, what, checksums=self.checksums)
+        archive = chunk.at.archive(what, checksums=self.checksums)
         value = archive.value
         if not isinstance(value, SavedTensor):
             raise CorruptCheckpointError(f"{what} is no tensor")
@@ -602,14 +571,3 @@ def read_small(source: Source, name: str) -> Tensor:
     for entry in entries:
         entry.verify()
     return source.whole()
-
-
-def archive_at(folder: DcpFolder, at: StoredAt, what: str, *, checksums: bool = True) -> Archive:
-    """Returns the archive that is stored at ``at``."""
-    path = file_in(folder.path, at.path)
-    size = path.stat().st_size
-    if at.offset + at.length > size:
-        raise CorruptCheckpointError(
-            f"{what}: bytes {at.offset} to {at.offset + at.length} of {path.name}, which has {size}"
-        )
-    return Archive(path, at.offset, at.length, what=what, checksums=checksums)

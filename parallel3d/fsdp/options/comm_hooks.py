@@ -182,7 +182,7 @@ def _reduce(
     if output is None:
         work = ScatterWork(all_reduce(sent, group, unit=issuing.unit), sent)
         return HookWork(work, grad, after)
-    work = reduce_scatter(sent, group, unit=issuing.unit, device_type=sent.device.type)
+    work = reduce_scatter([sent], group, unit=issuing.unit, device_type=sent.device.type)
     return HookWork(work, output, after)
 
 

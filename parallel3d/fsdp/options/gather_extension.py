@@ -10,7 +10,7 @@ one all-gather; a single input is sent without a copy. Gradients are reduced as 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from parallel3d.fsdp.collectives import all_gather
 from parallel3d.fsdp.context import root_options
 from parallel3d.fsdp.gradients import BucketGradients
 from parallel3d.fsdp.options import ContextOption
-from parallel3d.fsdp.param import ShardedParam, count_zero_copy, is_small
+from parallel3d.fsdp.param import ShardedParam
 from parallel3d.fsdp.placement import DataAxes, chunk_length, post_forward_mesh
 
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
@@ -421,7 +421,7 @@ class ExtensionBucket(Bucket):
             return
         own = torch.tensor(sizes, device=self.device)
         gathered = own.repeat(self.num_shards)
-        work = all_gather(gathered, own, self.shard_group, unit=self.unit)
+        work = all_gather([gathered], [own], self.shard_group, unit=self.unit)
         if work is not None:
             work.wait()
         by_param = gathered.view(self.num_shards, -1).T.tolist()
@@ -489,7 +489,7 @@ class ExtensionBucket(Bucket):
             for extension in self.other_precision["extensions"]:
                 extension.release()
 
-    def to_sharded_post_forward(self, ranks: int, make: Callable[..., Any]) -> None:
+    def to_sharded_post_forward(self, ranks: int) -> None:
         """Keeps the gathered bytes of n / ``ranks`` ranks between forward and backward; see ``Bucket``."""
         if self.shard_group is None or ranks >= self.num_shards:
             return
@@ -580,10 +580,7 @@ def _split_bucket(bucket: Bucket) -> list[Bucket]:
         setattr(new, name, getattr(bucket, name))
     if not others:
         return [new]
-    device_type = bucket.axes.mesh.device_type
     bucket.params = others
-    if bucket.shard_group is not None:
-        bucket.zero_copy = count_zero_copy(others, device_type)
-    bucket.small_grads = [is_small(param, device_type) for param in others]
+    bucket.plan_copies()
     bucket._take([param.local for param in others])
     return [bucket, new]

@@ -203,7 +203,7 @@ class HybridBucket(Bucket):
 
         def start() -> Any:
             parts.append(Bucket.gather_input(self))
-            return all_gather(self.copy, parts, self.replicate_scatter_group, unit=self.unit)
+            return all_gather([self.copy], parts, self.replicate_scatter_group, unit=self.unit)
 
         work = comm.run_over_replicate(start, reads_host=self.reads_host)
         # Only now, as after an exception the copy must still be renewed.

@@ -13,7 +13,7 @@ from parallel3d.fsdp.reduction import Reduction, Stage
 
 
 class CpuOffload:
-    """Implements ``CPUOffloadPolicy`` for a bucket; see ``bucket.Offload``."""
+    """Implements ``CPUOffloadPolicy`` for a bucket; see ``Bucket.offload``."""
 
     def __init__(self, policy: CPUOffloadPolicy) -> None:
         self.policy = policy
@@ -22,7 +22,7 @@ class CpuOffload:
     def places(
         self, given: torch.device, mesh: DeviceMesh
     ) -> tuple[torch.device, torch.device, bool]:
-        """See ``bucket.Offload``. On a CPU mesh there is nothing to offload, and no memory to pin."""
+        """See ``Bucket.offload``. On a CPU mesh there is nothing to offload, and no memory to pin."""
         if given.type == "meta":
             return given, given, False
         device = given if given.type == mesh.device_type else torch.device(mesh.device_type)

@@ -297,7 +297,7 @@ class CoalescedAllReduce:
             return
         self.launched = True
         assert self.comm is not None
-        self.comm.reduce(self, all_reduce=True)  # type: ignore[arg-type]
+        self.comm.reduce(self, all_reduce=True)
         itself = weakref.ref(self)
         for bucket in self.buckets:
             bucket.grads.in_flight = itself
@@ -306,7 +306,7 @@ class CoalescedAllReduce:
         """Completes the reduction, before one of the buckets is reduced again by itself."""
         if self.launched and self.arrived is not None:
             assert self.comm is not None
-            self.comm.drain(self)  # type: ignore[arg-type]
+            self.comm.drain(self)
 
     def start(self, *, all_reduce: bool) -> Reduction:
         """Returns the reduction of what has arrived: from the first bucket that has gradients to the last."""
@@ -322,7 +322,7 @@ class CoalescedAllReduce:
             flat.div_(before)
             if self.over_replicate:  # see ``BucketGradients``
                 scale, rest = rest, scale
-        job = Reduction(self, [flat], [], scale, final_scale=rest)  # type: ignore[arg-type]
+        job = Reduction(self, [flat], [], scale, final_scale=rest)
         job.stages = stages_of(job, self.over_replicate, (), ())
         return job
 
@@ -545,7 +545,7 @@ class ReplicatedUnits(ContextOption):
             if unit.group.retain is not Retain.USER:
                 unit.group.register_sharded()
 
-    # -- what units ask, see ``Registrar`` -----------------------------------------------------------------
+    # -- what units ask, see ``Unit.registrar`` ------------------------------------------------------------
 
     def has_registered(self, unit: Unit) -> bool:
         group = unit.group

@@ -24,7 +24,7 @@ from parallel3d._torch.simulated import ranks_are_simulated
 from parallel3d._util.arguments import as_bool
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.gradients import waits_for_reduction
-from parallel3d.fsdp.group import Retain
+from parallel3d.fsdp.group import Event, Retain
 from parallel3d.fsdp.members import check_module, params_of, units_of
 from parallel3d.fsdp.options.gather_extension import as_plain
 from parallel3d.fsdp.param import parameters_dict
@@ -296,7 +296,7 @@ def check_at_rest(unit: Unit, what: str) -> None:
     check_not_swapped(unit, what)
     unit.come_to_rest()
     context = unit.context
-    running = context is not None and (context.running or context.in_backward)
+    running = context is not None and (context.running or context.backward is not None)
     if unit.depth or unit.backward_begun or running:
         raise StateError(
             f"{what}: unit {unit.label} is in a forward or backward; call it between steps, or after "
@@ -304,15 +304,16 @@ def check_at_rest(unit: Unit, what: str) -> None:
         )
 
 
-def to_rest(unit: Unit) -> None:
-    """Reshards ``unit`` and takes replaced Parameters back into its buckets; raises StateError if on meta."""
+def to_rest(unit: Unit, meta_ok: bool = False) -> None:
+    """Reshards ``unit`` and takes replaced Parameters back into its buckets; raises StateError if on meta,
+    unless ``meta_ok``."""
     group = unit.group
     if unit.context is not None:
         group.register_sharded()
         group.reshard(unit.context.comm)
     group.adopt()
     for bucket in group.buckets:
-        if bucket.flat.is_meta:
+        if bucket.flat.is_meta and not meta_ok:
             raise StateError(
                 f"parameters of unit {bucket.unit} ({bucket.params[0].name} is the first) are on the meta "
                 "device and have no values yet; call parallel3d.materialize or to_empty first"
@@ -350,7 +351,7 @@ def swapped_params(
 ) -> Iterator[None]:
     """Registers ``others[param]`` instead of the sharded Parameters ``chosen``, where there is one."""
     swapped: list[tuple[Any, str, nn.Parameter]] = []
-    unit.group.show_other()
+    unit.group.enter(Event.SHOW_OTHER)
     try:
         for _, params in chosen:
             for param in params:
@@ -360,7 +361,7 @@ def swapped_params(
                         holder[name] = others[param]
         yield
     finally:
-        unit.group.hide_other()
+        unit.group.enter(Event.HIDE_OTHER)
         for holder, name, sharded in swapped:
             holder[name] = sharded
 

@@ -135,7 +135,7 @@ def all_gathered(part: torch.Tensor, group: ProcessGroup, unit: str = "") -> tor
     """All-gathers the flat ``part``, (k,), of every rank of ``group`` and returns (n * k,), in rank order."""
     size = group.size() * part.numel()
     output = torch.empty(size, dtype=part.dtype, device=part.device)
-    work = all_gather(output, part.contiguous(), group, unit=unit) if part.numel() else None
+    work = all_gather([output], [part.contiguous()], group, unit=unit) if part.numel() else None
     if work is not None:
         work.wait()
     return output

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from inspect import signature
 from typing import Any
 
 import torch
@@ -24,8 +25,7 @@ _SURE = 25.0  # nats: two independent masks are equal with probability exp(-25)
 _BY_ELEMENT = (F.dropout, torch.dropout, F.dropout1d, F.dropout2d, F.dropout3d)
 _OTHER = (F.alpha_dropout, F.feature_alpha_dropout, torch.feature_dropout, torch.alpha_dropout)
 _ATTENTION = F.scaled_dot_product_attention
-# Positions of dropout_p and training among multi_head_attention_forward's arguments.
-_MHA_RATE, _MHA_TRAINING = 10, 13
+_MHA = signature(F.multi_head_attention_forward)
 
 
 class DropoutMode(TorchFunctionMode):
@@ -44,8 +44,12 @@ class DropoutMode(TorchFunctionMode):
         if func is _ATTENTION:
             return self._attention(*args, **kwargs)
         if func is F.multi_head_attention_forward and not self.masks:
-            rate, args, kwargs = _without_rate(args, kwargs)
-            if rate:
+            # The calls inside are not seen: it runs without its rate.
+            given = _MHA.bind(*args, **kwargs)
+            given.apply_defaults()
+            rate, given.arguments["dropout_p"] = float(given.arguments["dropout_p"]), 0.0
+            args, kwargs = given.args, given.kwargs
+            if rate and given.arguments["training"]:
                 self._note(func.__name__, args[:3], rate)
         return func(*args, **kwargs)
 
@@ -92,17 +96,6 @@ class DropoutMode(TorchFunctionMode):
         self._note(_ATTENTION.__name__, (query, key, value), rate, (weights != 0).to(value.dtype))
         repeats = weights.shape[-3] // value.shape[-3] if more.get("enable_gqa") else 1
         return weights @ (value.repeat_interleave(repeats, -3) if repeats > 1 else value)
-
-
-def _without_rate(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, Any, Any]:
-    """Returns the rate of a multi-head attention, whose calls are not seen, and its arguments without it."""
-    training = kwargs.get("training", args[_MHA_TRAINING] if len(args) > _MHA_TRAINING else True)
-    if len(args) > _MHA_RATE:
-        rate = args[_MHA_RATE]
-        args = (*args[:_MHA_RATE], 0.0, *args[_MHA_RATE + 1 :])
-    else:
-        rate, kwargs = kwargs.get("dropout_p", 0.0), {**kwargs, "dropout_p": 0.0}
-    return float(rate) if training else 0.0, args, kwargs
 
 
 def first_in_dropout(forward: Forward, masks: Trace) -> tuple[Difference | None, int]:

@@ -100,7 +100,7 @@ class Forward:
             call = parallel.calls.get(key)
             if call is None or (what == "exit" and not call.done):
                 continue
-            wanted, held = plain.calls[key].tensors(what), call.tensors(what)
+            wanted, held = plain.calls[key].tensors[what], call.tensors[what]
             if len(wanted) != len(held):
                 continue
             for at, want in wanted.items():
@@ -158,7 +158,7 @@ class Forward:
 
     def _is_right(self, key: Key) -> bool:
         """Whether the outputs of a call are right. A single number, such as a loss, may be so by chance."""
-        event, outputs = ("exit", key), self.plain.calls[key].outputs
+        event, outputs = ("exit", key), self.plain.calls[key].tensors["exit"]
         telling = any(value.numel() > 1 for values in outputs.values() for value in values.values())
         fits = all(("exit", key, at) in self.fits for at in outputs)
         return telling and fits and event not in self.bad and not self._odd(event)
@@ -188,7 +188,8 @@ class Backward:
         largest = [
             float(value.abs().max())
             for call in self.plain.calls.values()
-            for values in (*call.output_grads.values(), *call.input_grads.values())
+            for tensors in call.grads.values()
+            for values in tensors.values()
             for value in values.values()
             if value.numel()
         ]
@@ -217,10 +218,10 @@ class Backward:
         """Returns ``"whole"``, ``"partial"``, ``""`` if nothing is known, or how far the gradient is off."""
         what, key, at = place
         form, call = self.forward.fits.get(place), self.forward.parallel.calls.get(key)
-        want = self.plain.calls[key].tensors(what, grads=True).get(at)
+        want = self.plain.calls[key].grads[what].get(at)
         if form is None or call is None or want is None:
             return ""
-        got, groups = call.tensors(what, grads=True).get(at), self.forward.groups
+        got, groups = call.grads[what].get(at), self.forward.groups
         if got is None:
             return Gap(math.inf, groups[0].ranks[0], "no gradient arrives")
         scaled = {rank: value * self.scale for rank, value in want.items()}
@@ -228,7 +229,7 @@ class Backward:
 
     def _places(self, what: str, key: Key) -> list[Place]:
         """Returns the places of one event that have a gradient, last first."""
-        grads = self.plain.calls[key].tensors(what, grads=True)
+        grads = self.plain.calls[key].grads[what]
         return [(what, key, at) for at in sorted(grads, reverse=True)]
 
     def _readers(self, place: Place) -> list[Place]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from parallel3d._torch.dtensor import get_local_tensor
+from parallel3d._torch.fully_shard import plain_name
 from parallel3d._torch.simulated import tensors_by_rank
 from parallel3d._util.trees import map_tensors, tensors_in
 from parallel3d.testing.differences.fit import ALL, WHOLE
@@ -21,12 +22,6 @@ Key = tuple[str, int]  # a call: the module's name, and the number of the call
 Place = tuple[str, Key, int]  # "enter" or "exit" of a call, and which of its tensors
 
 FUNCTION = "::"  # between the names of a module and of a function that it calls, which is recorded as a call
-_WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
-
-
-def plain_name(name: str) -> str:
-    """Returns a module's or parameter's name without torch's wrappers."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 @dataclass
@@ -36,7 +31,7 @@ class Call:
     Attributes:
         parent: the call in which it was made.
         reads: (number of an input, an earlier place of the same tensor).
-        inputs, outputs, input_grads, output_grads: tensors by position, then by rank.
+        tensors: its inputs ("enter") and outputs ("exit") by position, then by rank; grads: their gradients.
         kinds: the forms (see ``fit``) that an output may have, where they are known.
         rate, mask: of a dropout: its probability, 0 in evaluation mode; the elements it kept, if recorded.
         done: whether it returned.
@@ -45,20 +40,12 @@ class Call:
     key: Key
     parent: Key | None
     reads: list[tuple[int, Place]] = field(default_factory=list)
-    inputs: dict[int, Values] = field(default_factory=dict)
-    outputs: dict[int, Values] = field(default_factory=dict)
-    input_grads: dict[int, Values] = field(default_factory=dict)
-    output_grads: dict[int, Values] = field(default_factory=dict)
+    tensors: dict[str, dict[int, Values]] = field(default_factory=lambda: {"enter": {}, "exit": {}})
+    grads: dict[str, dict[int, Values]] = field(default_factory=lambda: {"enter": {}, "exit": {}})
     kinds: dict[int, frozenset[str]] = field(default_factory=dict)
     rate: float = 0.0
     mask: Values | None = None
     done: bool = False
-
-    def tensors(self, event: str, grads: bool = False) -> dict[int, Values]:
-        """Returns the inputs (``event`` is "enter") or outputs ("exit"), or their gradients."""
-        if event == "enter":
-            return self.input_grads if grads else self.inputs
-        return self.output_grads if grads else self.outputs
 
 
 @dataclass
@@ -78,9 +65,12 @@ def merged(traces: list[Trace]) -> Trace:
             if into is None:
                 continue
             into.done = into.done and call.done
-            for name in ("inputs", "outputs", "input_grads", "output_grads"):
-                for at, values in getattr(call, name).items():
-                    getattr(into, name).setdefault(at, {}).update(values)
+            for event in ("enter", "exit"):
+                for whole, part in zip(
+                    (into.tensors, into.grads), (call.tensors, call.grads), strict=True
+                ):
+                    for at, values in part[event].items():
+                        whole[event].setdefault(at, {}).update(values)
             if into.mask is not None and call.mask is not None:
                 into.mask.update(call.mask)
     return first
@@ -159,23 +149,23 @@ class Recorder:
             trained = tensor.requires_grad and torch.is_grad_enabled() and _is_usual(tensor)
             seen = tensor.view_as(tensor) if trained else tensor
             if call is not None:
-                call.inputs[at] = self.values(tensor)
+                call.tensors["enter"][at] = self.values(tensor)
                 before = self._places.get(id(tensor), [])
                 call.reads += [(at, place) for place in before]
                 self._keep(seen, [*before, ("enter", call.key, at)])
                 if trained:
-                    seen.register_hook(self._grad_hook(call.input_grads, at))
+                    seen.register_hook(self._grad_hook(call.grads["enter"], at))
             return seen
 
         return view
 
     def _output(self, call: Call, at: int, tensor: Tensor, kinds: frozenset[str] | None) -> None:
-        call.outputs[at] = self.values(tensor)
+        call.tensors["exit"][at] = self.values(tensor)
         if kinds is not None:
             call.kinds[at] = kinds
         self._keep(tensor, [*self._places.get(id(tensor), []), ("exit", call.key, at)])
         if tensor.requires_grad and tensor.grad_fn is not None:
-            tensor.register_hook(self._grad_hook(call.output_grads, at))
+            tensor.register_hook(self._grad_hook(call.grads["exit"], at))
 
     def _keep(self, tensor: Tensor, places: list[Place]) -> None:
         """Notes the places of ``tensor``, and keeps it alive so that no other tensor gets its id."""
@@ -195,7 +185,8 @@ class Recorder:
         if self.trace is None or not self.stack:
             return
         call = self._new(self.stack[-1].key[0] + FUNCTION + name)
-        call.inputs, call.rate = {at: self.values(t) for at, t in enumerate(inputs)}, rate
+        call.rate = rate
+        call.tensors["enter"] = {at: self.values(t) for at, t in enumerate(inputs)}
         if mask is not None:
             call.mask = self.values(mask)
 

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
+from parallel3d._torch.fully_shard import plain_name
 from parallel3d._torch.simulated import tensors_by_rank
 from parallel3d.testing.differences.fit import Comparison, Fit, Gap, Group, distance, take
 from parallel3d.testing.differences.forward import Difference, owner_of
-from parallel3d.testing.differences.record import Values, plain_name
+from parallel3d.testing.differences.record import Values
 from parallel3d.testing.parity import shards_of
 
 _CUT = frozenset({"whole", "shard", "slices"})

@@ -44,10 +44,9 @@ def from_json(text: str | bytes) -> DryRun:
             "write it again with this one"
         )
     try:
-        run: DryRun = decoded(DryRun, data["run"])
+        return decoded(DryRun, data["run"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DryRunError(f"a damaged dry run: {type(error).__name__}: {error}") from error
-    return run
 
 
 def _encoded(value: Any) -> Any:
@@ -80,7 +79,16 @@ def _decoder(kind: Any) -> Callable[[Any], Any]:
         (other,) = [_decoder(each) for each in inner if each is not type(None)]
         return lambda value: None if value is None else other(value)
     if origin is tuple:
-        return _tuple_decoder(inner)
+        of_item, size = _decoder(inner[0]), None if inner[-1] is Ellipsis else len(inner)
+
+        def items(value: Any) -> tuple[Any, ...]:
+            if isinstance(value, dict):
+                return tuple(map(_row_decoder(inner[0], tuple(value["columns"])), value["rows"]))
+            if size is not None and len(value) != size:
+                raise TypeError(f"{value!r} has not {size} items")
+            return tuple(map(of_item, value))
+
+        return items
     if origin is dict:
         of_value = _decoder(inner[1])
         return lambda value: {key: of_value(item) for key, item in value.items()}
@@ -93,20 +101,6 @@ def _decoder(kind: Any) -> Callable[[Any], Any]:
         raise TypeError(f"{value!r} is no {kind.__name__}")
 
     return plain
-
-
-def _tuple_decoder(inner: tuple[Any, ...]) -> Callable[[Any], Any]:
-    kind, any_length = inner[0], inner[-1] is Ellipsis
-    of_item = _decoder(kind)
-
-    def decode(value: Any) -> tuple[Any, ...]:
-        if isinstance(value, dict):
-            return tuple(map(_row_decoder(kind, tuple(value["columns"])), value["rows"]))
-        if not any_length and len(value) != len(inner):
-            raise TypeError(f"{value!r} has not {len(inner)} items")
-        return tuple(map(of_item, value))
-
-    return decode
 
 
 @lru_cache(maxsize=64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 
@@ -10,10 +11,11 @@ from parallel3d._util.recorder import Collective
 from parallel3d.errors import DryRunError
 from parallel3d.mesh.agreement import name_ranks
 from parallel3d.tools.dryrun.result import DryRun
+from parallel3d.tools.dryrun.wording import counted, first_few
 
 _WORLD = ""  # the axis of a group of all ranks that is no axis's
 _UNEVEN = ("all_to_all", "gather", "scatter", "reduce")
-_WINDOW, _MOST_SWAPPED, _SHOWN = 400, 64, 3
+_WINDOW, _MOST_SWAPPED = 400, 64
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,12 @@ def compare(a: DryRun, b: DryRun) -> Divergence | None:
             f"these are dry runs of different worlds: {a.world_size} ranks {a.mesh} and {b.world_size} ranks "
             f"{b.mesh}; record both with the same world_size and options"
         )
-    return _Comparison(a, b).divergence()
+    found = _Comparison(a, b)
+    if not (found.ours or found.theirs):
+        return None
+    first, second = (calls[0] if calls else None for calls in (found.ours, found.theirs))
+    where = found.position, first, second, found.before
+    return Divergence((a.rank, b.rank), *where, *found.how(), *found.consequence())
 
 
 class _Comparison:
@@ -138,23 +145,13 @@ class _Comparison:
 
     def __init__(self, a: DryRun, b: DryRun) -> None:
         self.a, self.b = a, b
-        axes = (x for x in a.axis_ranks if a.axis_ranks[x] == b.axis_ranks.get(x))
-        self.shared = {_WORLD, *axes}
+        self.shared = {_WORLD, *(x for x, r in a.axis_ranks.items() if r == b.axis_ranks.get(x))}
         ours, theirs = _issued_by(a), _issued_by(b)
         pairs = enumerate(zip(ours, theirs, strict=False))
         ends = min(len(ours), len(theirs))
         self.position = next((i for i, pair in pairs if self.difference(*pair)), ends)
         self.before = ours[self.position - 1] if self.position else None
         self.ours, self.theirs = ours[self.position :], theirs[self.position :]
-
-    def divergence(self) -> Divergence | None:
-        if not self.ours and not self.theirs:
-            return None
-        first, second = (calls[0] if calls else None for calls in (self.ours, self.theirs))
-        ranks = (self.a.rank, self.b.rank)
-        return Divergence(
-            ranks, self.position, first, second, self.before, *self._how(), *self._consequence()
-        )
 
     def difference(self, one: Issued, other: Issued) -> str:
         """``call``, ``group size``, ``dtype`` or ``bytes``; ``""`` if they may be the same collective."""
@@ -172,14 +169,19 @@ class _Comparison:
 
     # How the two sequences differ.
 
-    def _how(self) -> tuple[str, str]:
+    def how(self) -> tuple[str, str]:
         """Returns kind and detail."""
         a, b, ours, theirs = self.a.rank, self.b.rank, self.ours, self.theirs
         if ours and theirs:
             what = self.difference(ours[0], theirs[0])
             if what != "call":
-                kind = f"{'other' if what == 'bytes' else 'another'} {what}"
-                return kind, self._similar_differences(what)
+                pairs = list(zip(ours, theirs, strict=False))
+                similar = [one for one, other in pairs if self.difference(one, other) == what]
+                units = {issued.call.unit for issued in similar} - {""}
+                where = f", in {len(units)} units" if len(units) > 1 else ""
+                return f"{'other' if what == 'bytes' else 'another'} {what}", (
+                    f"of the {len(pairs)} calls from there on, {len(similar)} differ in {what}{where}"
+                )
             if swapped := self._swapped():
                 return "another order", (
                     f"the same {swapped} calls come in another order: on rank {a} "
@@ -193,17 +195,10 @@ class _Comparison:
             rank, more = (a, ours[i1:i2]) if tag == "delete" else (b, theirs[j1:j2])
             to_end = len(more) == max(len(ours), len(theirs))
             after = "to its end" if to_end else "then both continue alike for a while"
-            count = f"{len(more)} call" + ("s" if len(more) != 1 else "")
+            count = counted(len(more), "call")
             return "extra calls", f"rank {rank} issues {count} more, {after}: {_named(more)}"
         second = f"rank {b} with {_named(theirs[j1:j2])}"
         return "other calls", f"rank {a} continues with {_named(ours[i1:i2])}; {second}"
-
-    def _similar_differences(self, what: str) -> str:
-        pairs = list(zip(self.ours, self.theirs, strict=False))
-        similar = [ours for ours, theirs in pairs if self.difference(ours, theirs) == what]
-        units = {issued.call.unit for issued in similar} - {""}
-        where = f", in {len(units)} units" if len(units) > 1 else ""
-        return f"of the {len(pairs)} calls from there on, {len(similar)} differ in {what}{where}"
 
     def _swapped(self) -> int:
         """Returns after how many calls both have made the same ones in another order; 0 if never."""
@@ -218,7 +213,7 @@ class _Comparison:
 
     # What happens on the machines.
 
-    def _consequence(self) -> tuple[str, str]:
+    def consequence(self) -> tuple[str, str]:
         """Returns consequence and why.
 
         On a group that contains both ranks the n-th call of one meets the n-th call of the other. A backend
@@ -227,9 +222,11 @@ class _Comparison:
         """
         a, b = self.a.rank, self.b.rank
         groups = self.shared & {issued.group for issued in (*self.ours, *self.theirs)}
-        found = [self._on_group(group) for group in sorted(groups)]
-        wrong = min((each for each, _ in found if each), default=None)
-        hang = min((each for _, each in found if each), default=None)
+        found = [each for group in sorted(groups) for each in self._on_group(group)]
+        wrong, hang = (
+            min(((at, why) for end, at, why in found if end == kind), default=None)
+            for kind in ("wrong", "hang")
+        )
         if hang and wrong and wrong[0] < hang[0]:
             return "silently wrong, then hang", f"{wrong[1]} Then: {hang[1]}"
         if hang:
@@ -245,27 +242,27 @@ class _Comparison:
             )
         return "depends on other ranks", self._elsewhere()
 
-    def _on_group(self, group: str) -> tuple[tuple[int, str] | None, tuple[int, str] | None]:
-        """Returns (index, why) of the first silently wrong call on ``group``, and of one that hangs."""
+    def _on_group(self, group: str) -> Iterator[tuple[str, int, str]]:
+        """Yields ``wrong`` or ``hang``, index and why of the calls on ``group``, up to one that hangs."""
         a, b = self.a.rank, self.b.rank
-        mine = [(at, issued) for at, issued in enumerate(self.ours) if issued.group == group]
-        yours = [(at, issued) for at, issued in enumerate(self.theirs) if issued.group == group]
-        wrong: tuple[int, str] | None = None
+        mine, yours = (
+            [(at, issued) for at, issued in enumerate(calls) if issued.group == group]
+            for calls in (self.ours, self.theirs)
+        )
         for (at, one), (_, other) in zip(mine, yours, strict=False):
             what = self._mismatch(one, other)
             where = f"Rank {a}'s {one.short} meets rank {b}'s {other.short}"
             if what == "hang":
-                return wrong, (at, f"{where} (gloo aborts, NCCL hangs or continues).")
-            if what and wrong is None:
-                wrong = at, f"{where}: both return, with each other's {what}."
-        if len(mine) == len(yours):
-            return wrong, None
+                yield "hang", at, f"{where} (gloo aborts, NCCL hangs or continues)."
+                return
+            if what:
+                yield "wrong", at, f"{where}: both return, with each other's {what}."
         more, less = (a, b) if len(mine) > len(yours) else (b, a)
-        left = max(mine, yours, key=len)[min(len(mine), len(yours)) :]
-        count = f"{len(left)} more calls" if len(left) > 1 else "one more call"
-        at, issued = left[0]
-        waits = f"waits in {issued.short} for rank {less}, which does not come."
-        return wrong, (at, f"Rank {more} makes {count}, and {waits}")
+        if left := max(mine, yours, key=len)[min(len(mine), len(yours)) :]:
+            at, issued = left[0]
+            count = f"{len(left)} more calls" if len(left) > 1 else "one more call"
+            waits = f"waits in {issued.short} for rank {less}, which does not come."
+            yield "hang", at, f"Rank {more} makes {count}, and {waits}"
 
     def _mismatch(self, one: Issued, other: Issued) -> str:
         """What happens where the two calls meet: ``hang``, or what is wrong."""
@@ -293,6 +290,4 @@ class _Comparison:
 
 
 def _named(calls: list[Issued]) -> str:
-    left = len(calls) - _SHOWN
-    named = ", ".join(issued.short for issued in calls[:_SHOWN]) or "nothing"
-    return named + (f" and {left} more" if left > 0 else "")
+    return first_few([issued.short for issued in calls]) or "nothing"

@@ -130,8 +130,13 @@ def name_kinds(roots: list[nn.Module], optimizers: Iterable[Optimizer], ledger: 
             _mark(ledger, state, "optimizer state", "")
 
 
+def local_of(tensor: Tensor) -> Tensor:
+    """Returns the tensor that a DTensor wraps; a plain one itself."""
+    return get_local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+
+
 def _mark(ledger: Ledger, tensor: Tensor, kind: str, name: str) -> None:
-    held = ledger.find(get_local_tensor(tensor) if isinstance(tensor, DTensor) else tensor)
+    held = ledger.find(local_of(tensor))
     if held is not None and not held.kind:
         held.kind, held.name = kind, name
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -16,10 +15,8 @@ from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from parallel3d._torch.dtensor import get_local_tensor
 from parallel3d._torch.fake import (
     FakeTensor,
-    as_fake,
     boxed,
     forget_conversions,
     functions_unseen,
@@ -31,7 +28,7 @@ from parallel3d._util.recorder import Recorder, RecordingMode, Signature
 from parallel3d._util.trace import issuing
 from parallel3d._util.trees import map_tensors, tensors_in
 from parallel3d.errors import DryRunError
-from parallel3d.tools.dryrun.memory import Held, Ledger
+from parallel3d.tools.dryrun.memory import Held, Ledger, local_of
 from parallel3d.tools.dryrun.place import Place, Streams
 from parallel3d.tools.dryrun.result import Operation
 from parallel3d.tools.dryrun.unknown import caller
@@ -40,123 +37,6 @@ from parallel3d.tools.dryrun.unknown import caller
 def dtype_name(tensor: Tensor) -> str:
     """``bfloat16``."""
     return str(tensor.dtype).removeprefix("torch.")
-
-
-# FakeRunner: operations on fake tensors, each kind of call traced once.
-#
-# A model's blocks are alike, so nearly all calls repeat an earlier one with the same shapes. Torch's fake
-# mode takes about half a millisecond for a call, even with a result in its cache; a repeated one a tenth.
-
-_PLAIN = (
-    *(int, float, bool, str, type(None)),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
-)
-_DEVICE = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class _Output:
-    """How to make an output again; ``source`` is the index of the argument whose storage it has, or -1."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-    source: int
-
-
-class FakeRunner:
-    """Runs operations whose tensors are fake, or on meta; new calls in ``mode``, torch's fake mode."""
-
-    def __init__(self) -> None:
-        self.mode = make_fake_mode()
-        self._known: dict[Any, Any] = {}
-
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns ``func(*args, **kwargs)``."""
-        key = _key_of(func, args, kwargs)
-        if key is not None and key in self._known:
-            return self._again(self._known[key], args)
-        with self.mode:
-            out = func(*args, **kwargs)
-        forget_conversions(self.mode)
-        if key is not None:
-            recipe = _recipe(func, args, out)
-            if recipe is not None and not _reshapes(func, args, kwargs, key):
-                self._known[key] = recipe
-        return out
-
-    def _again(self, recipe: Any, args: tuple[Any, ...]) -> Any:
-        if isinstance(recipe, int):
-            return args[recipe]
-        if not isinstance(recipe, _Output):
-            kind, parts = recipe
-            return None if kind is None else kind(self._again(part, args) for part in parts)
-        shape, stride, dtype = recipe.shape, recipe.stride, recipe.dtype
-        if recipe.source < 0:
-            meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        else:
-            meta = torch.empty(0, dtype=dtype, device="meta")
-            meta.set_(args[recipe.source].untyped_storage(), recipe.offset, shape, stride)
-        return as_fake(self.mode, meta, _DEVICE)
-
-
-def _key_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Everything that the shapes of the result depend on; None if that is not known."""
-    parts: list[Any] = [func]
-    return tuple(parts) if _add(parts, (args, tuple(kwargs.items()))) else None
-
-
-def _add(parts: list[Any], values: Any) -> bool:
-    for value in values:
-        if isinstance(value, FakeTensor):
-            if value.is_conj() or value.is_neg():
-                return False
-            parts += (value.shape, value.stride(), value.storage_offset(), value.dtype)
-        elif isinstance(value, list | tuple):
-            parts += (type(value), len(value))
-            if not _add(parts, value):
-                return False
-        elif isinstance(value, _PLAIN):
-            parts += (type(value), value)  # as 1, 1.0 and True are equal
-        else:
-            return False
-    return True
-
-
-def _recipe(func: Any, args: tuple[Any, ...], out: Any) -> Any:
-    """How to make ``out`` without ``func``; None if not known.
-
-    It is the index of an argument, an ``_Output``, or a type and its items.
-    """
-    if out is None:
-        return (None, ())
-    if isinstance(out, list | tuple):
-        parts = [_recipe(func, args, item) for item in out]
-        return None if None in parts else (type(out), tuple(parts))
-    if not isinstance(out, FakeTensor) or out.device != _DEVICE or out.is_conj() or out.is_neg():
-        return None
-    storage, source = out.untyped_storage(), -1
-    for position, value in enumerate(args):
-        if isinstance(value, FakeTensor) and value.untyped_storage() is storage:
-            source = position
-            break
-    else:
-        # It may have the storage of a tensor in a list or in kwargs, or be a part of something else.
-        alone = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device="meta")
-        if func._schema.is_mutable or storage.nbytes() != alone.untyped_storage().nbytes():
-            return None
-    if source >= 0 and out is args[source]:
-        return source
-    return _Output(tuple(out.shape), out.stride(), int(out.storage_offset()), out.dtype, source)
-
-
-def _reshapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], before: Any) -> bool:
-    """Whether the call has changed the shape or the storage of an argument."""
-    if not func._schema.is_mutable:
-        return False
-    name = func.overloadpacket.__name__
-    return name.startswith(("set_", "resize_")) or _key_of(func, args, kwargs) != before
 
 
 # Collectives that send nothing.
@@ -227,11 +107,10 @@ def _work(func: Any, args: Any, read: list[Tensor], written: list[Tensor]) -> di
         a, b = [t for t in read if t.ndim >= 2][-2:] if name.endswith("addmm") else read[:2]
         m, n, k = prod(a.shape[:-1]), b.shape[-1], a.shape[-1]
         return {"kind": "matmul", "flops": 2.0 * m * n * k, "moved": moved, "sizes": (m, n, k)}
-    if name == "convolution":
-        flops = 2.0 * written[0].numel() * prod(read[1].shape[1:])
-        return {"kind": "matmul", "flops": flops, "moved": moved}
-    if name == "convolution_backward":  # of the output's gradient, the input and the weight
-        flops = 4.0 * read[0].numel() * prod(read[2].shape[1:])
+    if name in ("convolution", "convolution_backward"):
+        backward = name.endswith("backward")  # of the output's gradient, the input and the weight
+        out, weight = (read[0], read[2]) if backward else (written[0], read[1])
+        flops = (4.0 if backward else 2.0) * out.numel() * prod(weight.shape[1:])
         return {"kind": "matmul", "flops": flops, "moved": moved}
     if "dot_product" in name and "attention" in name:
         return {"kind": "attention", "moved": moved, **_attention(func, args, read)}
@@ -289,7 +168,7 @@ class DryMode(RecordingMode):
         place.on_backward = self.ledger.begin_backward
         self.streams = Streams(self._wait)
         self.meshes: list[DeviceMesh] = []
-        self._fakes = FakeRunner()
+        self._fake_mode = make_fake_mode()
         self._stand_ins: Any = WeakTensorKeyDictionary()  # real tensor -> fake
         self._overwritten: dict[int, Any] = {}  # id -> storage of a real tensor, kept alive
         self._works: list[DryWork] = []  # kept alive: see there
@@ -301,7 +180,7 @@ class DryMode(RecordingMode):
             return func(*args, **(kwargs or {}))
         with functions_unseen():
             if DTensor in types and _is_elementwise_list(func, args):
-                args, kwargs = map_tensors(_local, (args, kwargs))
+                args, kwargs = map_tensors(local_of, (args, kwargs))
                 types = ()
             return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -320,10 +199,7 @@ class DryMode(RecordingMode):
             return self._scalar(tensors[0])
         if func.namespace == "_c10d_functional":
             return self._wait_for(func, args, kwargs)
-        if func._schema.is_mutable or any(type(tensor) is not FakeTensor for tensor in tensors):
-            out = self._run(func, args, kwargs)
-        else:
-            out = self._fakes.run(func, tuple(args), kwargs)
+        out = self._run(func, args, kwargs)
         self._note(func, args, tensors, out)
         return out
 
@@ -348,7 +224,10 @@ class DryMode(RecordingMode):
                     self.forget(tensors_in(value))
             self.forget(tensors_in(kwargs.get("out")))
         args, kwargs = map_tensors(self._stand_in, (tuple(args), kwargs))
-        return self._fakes.run(func, args, kwargs)
+        with self._fake_mode:
+            out = func(*args, **kwargs)
+        forget_conversions(self._fake_mode)
+        return out
 
     def forget(self, tensors: Any) -> None:
         """Marks the values of these tensors, if they are real, as unknown from now on."""
@@ -362,7 +241,7 @@ class DryMode(RecordingMode):
             return tensor
         fake = self._stand_ins.get(tensor)
         if fake is None or fake.shape != tensor.shape or fake.dtype != tensor.dtype:
-            with self._fakes.mode:
+            with self._fake_mode:
                 fake = torch.empty_strided(
                     tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
                 )
@@ -384,15 +263,13 @@ class DryMode(RecordingMode):
         if not written and func._schema.is_mutable:  # _foreach_add_ and the like return nothing
             written = tensors[:1]
         name = func.overloadpacket.__name__
-        work = _work(func, args, tensors, written)
-        if work is not None:
+        if (work := _work(func, args, tensors, written)) is not None:
             self._add(name=name, dtype=dtype_name(written[0]), **work)
         for tensor in written:
             if isinstance(tensor, FakeTensor):
                 self._held(tensor, name)
-        if name.startswith(("resize_", "set_")):
-            for tensor in tensors[:1]:
-                self.ledger.resized(tensor.untyped_storage())
+        if tensors and name.startswith(("resize_", "set_")):
+            self.ledger.resized(tensors[0].untyped_storage())
 
     def _add(self, kind: str, name: str, **more: Any) -> None:
         place = self.place
@@ -413,8 +290,6 @@ class DryMode(RecordingMode):
             f"{caller()}: an operation needs the value of a tensor ({tuple(tensor.shape)}, {tensor.dtype}) "
             "that a dry run does not know; use a Python number, or skip the lines with p3d.dryrun.active()"
         )
-
-    # Collectives
 
     def collective(
         self, func: Any, signature: Signature, values: dict[str, Any], args: Any, kwargs: Any
@@ -492,7 +367,3 @@ def _is_elementwise_list(func: Any, args: Any) -> bool:
         if any(p != placed[0] or any(each.is_partial() for each in p) for p in placed):
             return False
     return True
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return get_local_tensor(tensor) if isinstance(tensor, DTensor) else tensor

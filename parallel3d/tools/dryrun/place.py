@@ -6,7 +6,9 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
+from unittest.mock import patch
 
 from torch import nn
 from torch.nn.modules import module as modules
@@ -64,14 +66,9 @@ class Place:
         """Whether a module runs within backward: activation checkpointing."""
         return bool(self._stack) and in_backward_pass()
 
-    @contextmanager
-    def unrecorded(self) -> Iterator[None]:
-        """The body runs on real tensors and is not recorded."""
-        before, self.paused = self.paused, True
-        try:
-            yield
-        finally:
-            self.paused = before
+    def unrecorded(self) -> Any:
+        """Returns a context that runs on real tensors and is not recorded."""
+        return patch.object(self, "paused", True)
 
     @contextmanager
     def following(self) -> Iterator[None]:
@@ -129,9 +126,9 @@ class Event:
         """The host waits, and with it what is put on any stream later."""
         self._streams.compute.wait_event(self)
 
-    def wait(self, stream: FakeStream | None = None) -> None:
-        """``stream``, by default the current one, waits."""
-        (stream or self._streams.current_stream()).wait_event(self)
+    def wait(self) -> None:
+        """The current stream waits."""
+        self._streams.current_stream().wait_event(self)
 
 
 class FakeStream:
@@ -157,11 +154,15 @@ class FakeStream:
         """What is put on the stream from now on comes after ``event``; one of a real GPU is ignored."""
         if not isinstance(event, Event):
             return
-        if self.number == 0:
-            self.streams.wait(event)
-        else:
+        if self.number:
             self.after |= event.after
             self.collectives |= event.collectives
+            return
+        found = sorted(event.collectives - self.streams.over)
+        self.streams.over.update(found)
+        for index in found:
+            after = sorted(event.after) if index == found[-1] else ()
+            self.streams.on_wait(index, tuple(after))
 
     def wait_stream(self, other: FakeStream) -> None:
         """What is put on the stream from now on comes after what was put on ``other`` so far."""
@@ -177,28 +178,22 @@ class Streams:
     """
 
     def __init__(self, on_wait: Callable[[int, tuple[int, ...]], None]) -> None:
-        self._on_wait = on_wait
-        self._made = 0
+        self.on_wait = on_wait
+        self._numbers = count(1)
         self.compute = FakeStream(self, 0)
         self._current = self.compute
         self.over: set[int] = set()  # the collectives that the computation has waited for
 
     def Stream(self, priority: int = 0) -> FakeStream:
         """Returns a new stream."""
-        self._made += 1
-        return FakeStream(self, self._made)
+        return FakeStream(self, next(self._numbers))
 
     def current_stream(self) -> FakeStream:
         return self._current
 
-    @contextmanager
-    def stream(self, stream: FakeStream) -> Iterator[None]:
-        """Makes ``stream`` the current one in the body."""
-        before, self._current = self._current, stream
-        try:
-            yield
-        finally:
-            self._current = before
+    def stream(self, stream: FakeStream) -> Any:
+        """Returns a context in which ``stream`` is the current one."""
+        return patch.object(self, "_current", stream)
 
     def place(self, position: int) -> tuple[int, tuple[int, ...]]:
         """Puts an operation on the current stream.
@@ -221,10 +216,3 @@ class Streams:
             return True
         self._current.collectives.add(index)
         return False
-
-    def wait(self, event: Event) -> None:
-        """The computation waits for ``event``, unless it has done so."""
-        found = sorted(event.collectives - self.over)
-        self.over.update(found)
-        for index in found:
-            self._on_wait(index, tuple(sorted(event.after)) if index == found[-1] else ())

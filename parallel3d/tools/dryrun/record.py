@@ -12,12 +12,11 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from parallel3d._torch.dtensor import get_local_tensor
 from parallel3d._torch.fake import VALUE_ERRORS
 from parallel3d._util import dry_run
 from parallel3d.errors import DryRunError, StateError
 from parallel3d.testing.worlds import check_no_group, check_rank
-from parallel3d.tools.dryrun.memory import memory_over_time, name_kinds, note_gradients
+from parallel3d.tools.dryrun.memory import local_of, memory_over_time, name_kinds, note_gradients
 from parallel3d.tools.dryrun.modes import DryMode, dtype_name
 from parallel3d.tools.dryrun.place import Place
 from parallel3d.tools.dryrun.result import DryRun, ParameterPlacement
@@ -91,18 +90,15 @@ def record(
         name_kinds(place.roots, place.optimizers, mode.ledger)
         mode.ledger.closed = True
         memory, peak, step_peak = memory_over_time(mode.ledger, mode.operations)
-        named = [mesh for mesh in mode.meshes if mesh.mesh_dim_names]
-        sizes, ranks = {}, {}
-        if named:
+        groups: dict[str, dist.ProcessGroup] = {}
+        if named := [mesh for mesh in mode.meshes if mesh.mesh_dim_names]:
             mesh = max(named, key=lambda mesh: (mesh.ndim, mesh.size()))
-            for axis, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True):
-                sizes[axis] = size
-                ranks[axis] = tuple(dist.get_process_group_ranks(mesh.get_group(axis)))
+            groups = {axis: mesh.get_group(axis) for axis in mesh.mesh_dim_names or ()}
         return DryRun(
             rank=rank,
             world_size=world_size,
-            mesh=sizes,
-            axis_ranks=ranks,
+            mesh={axis: group.size() for axis, group in groups.items()},
+            axis_ranks={x: tuple(dist.get_process_group_ranks(g)) for x, g in groups.items()},
             gpus_per_node=gpus_per_node,
             steps=place.steps,
             collectives=tuple(mode.recorder.calls),
@@ -140,9 +136,8 @@ def _parameters(roots: list[nn.Module]) -> tuple[ParameterPlacement, ...]:
 
 
 def _placement(name: str, param: torch.Tensor) -> ParameterPlacement:
-    local, placements = param, {}
+    local, placements = local_of(param), {}
     if isinstance(param, DTensor):
-        local = get_local_tensor(param)
         axes = param.device_mesh.mesh_dim_names or tuple(map(str, range(param.device_mesh.ndim)))
         placements = {axis: str(p) for axis, p in zip(axes, param.placements, strict=True)}
     return ParameterPlacement(

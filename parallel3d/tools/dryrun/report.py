@@ -10,7 +10,7 @@ from pathlib import Path
 from parallel3d._util import page
 from parallel3d._util.page import Figure, as_figure, chart_layout, embedded, filled, mark, table
 from parallel3d.tools.dryrun.compare import Divergence, compare
-from parallel3d.tools.dryrun.result import KINDS, DryRun, DryRunWarning, ParameterPlacement, Peak
+from parallel3d.tools.dryrun.result import KINDS, DryRun, ParameterPlacement, Peak
 from parallel3d.tools.dryrun.timeline import COMPUTE, STREAMS, Call, Timeline, calls_of, timeline
 from parallel3d.tools.dryrun.trace import Bar, merged, thinned
 from parallel3d.tools.dryrun.warnings import all_warnings
@@ -59,7 +59,6 @@ def _memory_chart(run: DryRun, times: Timeline) -> Figure:
     samples = thinned(run.memory, _MOST_SAMPLES)
     unit, size = ("GiB", 2**30) if run.peak.bytes >= 2**30 else ("MiB", 2**20)
     at = [round(times.times[sample.operation] * 1e3, 4) for sample in samples]
-    held = {kind: [sample.by_kind.get(kind, 0) for sample in samples] for kind in KINDS}
     traces = [
         {
             "type": "scatter",
@@ -67,13 +66,13 @@ def _memory_chart(run: DryRun, times: Timeline) -> Figure:
             "name": kind,
             "stackgroup": "memory",
             "x": at,
-            "y": [round(value / size, 4) for value in values],
+            "y": [round(sample.by_kind.get(kind, 0) / size, 4) for sample in samples],
             "line": {"shape": "hv", "width": 0.5, "color": _MEMORY[kind]},
             "fillcolor": _MEMORY[kind],
             "hovertemplate": f"%{{y:.2f}} {unit}",
         }
-        for kind, values in held.items()
-        if any(values)
+        for kind in KINDS
+        if any(kind in sample.by_kind for sample in samples)
     ]
     layout = chart_layout(440, "milliseconds, predicted", unit)
     layout["hovermode"] = "x unified"
@@ -136,6 +135,10 @@ def _hover(bar: Bar) -> str:
 
 _MOST_ROWS = 3000
 _NONE = "<p>None.</p>"
+_FIRST_STEP = (
+    " It is the first step, in which the engine does not know the order of units yet and prefetches "
+    "nothing in forward; record two to see the others."
+)
 
 
 def _calls_table(calls: Sequence[Call]) -> str:
@@ -178,23 +181,18 @@ def _cells(parameter: ParameterPlacement, name: str) -> tuple[str, ...]:
 
 def _peak_tables(peak: Peak) -> str:
     """The memory at ``peak`` by kind, and the largest tensors."""
-    kinds = [
-        (kind, in_bytes(size), f"{size / peak.bytes:.1%}" if peak.bytes else "")
-        for kind, size in by_size(peak)
-    ]
+    kinds = [(kind, in_bytes(size), f"{size / peak.bytes:.1%}") for kind, size in by_size(peak)]
     groups = grouped(
         peak.largest, lambda t: (t.kind, pattern_of(t.module), t.made_by, _sizes(t.shape), t.dtype)
     )
     html = table(("kind", "bytes", "of the peak"), kinds, 1, wrap=False)
-    if not groups:
-        return html
     tensors = []
     for (kind, pattern, *rest), group in groups.items():
         module = pattern if len(group) > 1 else group[0].module or "-"
         tensors.append((kind, module, *rest, f"{len(group):,}", in_bytes(group[0].bytes)))
     columns = ("kind", "module or parameter", "made by", "shape", "dtype", "of them", "bytes each")
     head = f"<h3>The {len(peak.largest)} largest tensors at the peak</h3>"
-    return html + head + table(columns, tensors, 5, wrap=False)
+    return html + (head + table(columns, tensors, 5, wrap=False) if groups else "")
 
 
 def _filtered(
@@ -238,10 +236,11 @@ def write_report(
         OSError: the file can't be written.
     """
     times = predicted or timeline(run)
-    calls = calls_of(run, times)
+    calls, cluster = calls_of(run, times), times.cluster
     if other is not None and divergence is None:
         divergence = compare(run, other)
     warnings = all_warnings(run, times, divergence)
+    items = "".join(f"<li><b>{escape(w.kind)}</b>: {escape(w.text)}</li>" for w in warnings)
     mesh = ", ".join(f"{axis} {size}" for axis, size in run.mesh.items()) or "no mesh"
     axes = [cells for cells, _ in axis_rows(times, calls)]
     reads = [(read.where, read.what, f"{read.count:,}") for read in run.unknown[:_MOST_ROWS]]
@@ -251,44 +250,36 @@ def write_report(
     )
     parts = {
         "title": escape(f"Dry run: rank {run.rank} of {run.world_size:,} ({mesh})"),
-        "setup": escape(_setup(run, times)),
+        "setup": escape(
+            f"{counted(run.steps, 'optimizer step')}, {counted(len(run.operations), 'operation')}, "
+            f"{counted(len(run.collectives), 'collective')}, recorded in {in_seconds(run.seconds)}."
+        ),
+        "machines": escape(
+            f"{cluster.gpu.name}, {cluster.gpus_per_node} on a node, {cluster.nic:g} GB/s a GPU"
+        ),
         "count": str(len(warnings)),
         "cards": f'<dl class="cards">{cards}</dl>',
-        "warnings": _warnings(warnings),
+        "warnings": f'<ul class="warnings">{items}</ul>' if warnings else _NONE,
         "comparison": _comparison(run, other, divergence),
         "peaks": "".join(
             f"<p>{escape(_peak(run, peak, when))}</p>{_peak_tables(peak)}"
             for peak, when in peaks_of(run)
         ),
-        "timeline": escape(_timeline(times)),
+        "step": f"{times.step}, {in_seconds(times.step_seconds)}",
+        "note": "" if times.step else _FIRST_STEP,
         "axes": table(AXIS_COLUMNS, axes, 2, wrap=False) if axes else _NONE,
         "collectives": _calls_table(calls),
         "parameters": _parameters_tables(run),
         "reads": table(("where", "what", "how often"), reads, 2) if reads else _NONE,
-        "schedule": escape(_streams(times)),
+        "busy": _seconds_of(times.busy()),
+        "waited": _seconds_of(times.exposed()),
+        "late": in_seconds(times.host[times.step]),
         "figures": embedded(
             {"memory": _memory_chart(run, times), "timeline": _timeline_chart(times)}
         ),
     }
     html = filled("parallel3d.tools.dryrun", "report_page.html", parts)
     Path(path).write_text(html, encoding="utf-8")
-
-
-def _setup(run: DryRun, times: Timeline) -> str:
-    return (
-        f"The program as one rank would run it, without its hardware: "
-        f"{counted(run.steps, 'optimizer step')}, {counted(len(run.operations), 'operation')}, "
-        f"{counted(len(run.collectives), 'collective')}, recorded in {in_seconds(run.seconds)}. Times are "
-        f"predicted for {times.cluster.gpu.name}, {times.cluster.gpus_per_node} on a node, "
-        f"{times.cluster.nic:g} GB/s a GPU between nodes; bytes are exact."
-    )
-
-
-def _warnings(warnings: Sequence[DryRunWarning]) -> str:
-    if not warnings:
-        return _NONE
-    items = "".join(f"<li><b>{escape(w.kind)}</b>: {escape(w.text)}</li>" for w in warnings)
-    return f'<ul class="warnings">{items}</ul>'
 
 
 def _comparison(run: DryRun, other: DryRun | None, divergence: Divergence | None) -> str:
@@ -311,28 +302,10 @@ def _peak(run: DryRun, peak: Peak, when: str) -> str:
     step = run.operations[peak.operation].step if run.operations else 0
     return (
         f"The peak{when} is {in_bytes(peak.bytes)}, {where}, step {step} (operation {peak.operation:,} of "
-        f"{len(run.operations):,}); most of it is {most or 'nothing'}. These are tensors only, without the "
-        "allocator's gaps, workspaces and the context."
+        f"{len(run.operations):,}); most of it is {most or 'nothing'}."
     )
 
 
-def _timeline(times: Timeline) -> str:
-    note = ""
-    if times.step == 0:
-        note = (
-            " It is the first step, in which the engine does not know the order of units yet and prefetches "
-            "nothing in forward; record two to see the others."
-        )
-    return (
-        f"Step {times.step}, {in_seconds(times.step_seconds)}. Durations are the planner's, for the local "
-        "shapes; collectives of one axis follow each other. Red: the computation waits. Drag to zoom, double "
-        f"click to see all.{note}"
-    )
-
-
-def _streams(times: Timeline) -> str:
-    busy = ", ".join(f"{name} {in_seconds(seconds)}" for name, seconds in times.busy().items())
-    exposed = times.exposed().items()
-    waits = ", ".join(f"{axis or 'no axis'} {in_seconds(seconds)}" for axis, seconds in exposed)
-    late = in_seconds(times.host[times.step])
-    return f"Busy: {busy}. Waited for: {waits or 'nothing'}; for the host {late}."
+def _seconds_of(each: dict[str, float]) -> str:
+    listed = (f"{name or 'no axis'} {in_seconds(seconds)}" for name, seconds in each.items())
+    return escape(", ".join(listed) or "nothing")

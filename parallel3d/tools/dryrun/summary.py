@@ -30,8 +30,6 @@ from parallel3d.tools.dryrun.wording import (
 )
 from parallel3d.tools.terminal import output, titled_table
 
-_WIDE = 100
-
 
 def print_summary(
     run: DryRun,
@@ -48,7 +46,7 @@ def print_summary(
     """
     console = console or output()
     times = predicted or timeline(run)
-    wide = console.width >= _WIDE
+    wide = console.width >= 100
     mesh = " x ".join(f"{axis} {size}" for axis, size in run.mesh.items())
     heading = (
         f"{f' ({mesh})' if mesh else ''}: {counted(run.steps, 'step')}, "
@@ -100,8 +98,9 @@ def _peak(peak: Peak, when: str, wide: bool) -> Table:
             + (f" ({count} times)" if count > 1 else "")
             for (name, shape, dtype), count in tensors.most_common(2)
         )
-        part = share(size, peak.bytes) if peak.bytes else ""
-        table.add_row(kind, in_bytes(size), part, *((Text(named),) if wide else ()))
+        table.add_row(
+            kind, in_bytes(size), share(size, peak.bytes), *((Text(named),) if wide else ())
+        )
     return table
 
 

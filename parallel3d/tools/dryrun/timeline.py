@@ -176,8 +176,7 @@ class _Schedule:
         self._streams: dict[str, float] = defaultdict(float)
         self._axes: dict[object, float] = defaultdict(float)
         self._ends: dict[int, float] = {}  # index of a collective -> its end
-        # Index of an operation beside the computation -> its end.
-        self._beside: dict[int, float] = {}
+        self._beside: dict[int, float] = {}  # index of an operation beside the computation -> end
         self._names: dict[int, str] = {}  # number of a stream -> its name
         self._reduced: dict[str, float] = {}  # unit -> end of its last reduce-scatter
         self._running = 0.0  # until when any collective runs
@@ -254,24 +253,17 @@ class _Schedule:
         start = max(self._compute, min(self._launched, end))
         if end > start:
             self.host[operation.step] += start - self._compute
-            self._span(COMPUTE, position, operation, start, end, is_wait=True)
+            self._span(COMPUTE, position, operation, start, end)
             self._compute = end
 
     def _span(
-        self,
-        stream: str,
-        position: int,
-        operation: Operation,
-        start: float,
-        end: float,
-        *,
-        is_wait: bool = False,
+        self, stream: str, position: int, operation: Operation, start: float, end: float
     ) -> None:
         module, index = operation.module, operation.collective
         what = operation.kind, operation.name, module, unit_of(module), ""
-        if index is not None:
+        if index is not None:  # on the computation's stream it is the wait for the collective
             call = self._run.collectives[index]
-            kind = "wait" if is_wait else call.op
+            kind = "wait" if stream == COMPUTE else call.op
             what = kind, call.op, module, call.unit, call.axis or ""
         when = operation.phase, operation.step, start, end
         self.spans.append(Span(stream, *what, *when, position, index))
@@ -409,12 +401,10 @@ class Call(Collective):
 
 def calls_of(run: DryRun, timeline: Timeline) -> tuple[Call, ...]:
     """Returns the collectives of ``run`` in the order of the program."""
-    issued: dict[int, int] = {}
-    waited: dict[int, int] = {}
+    positions: dict[str, dict[int, int]] = {"collective": {}, "wait": {}}
     for position, operation in enumerate(run.operations):
         if operation.collective is not None:
-            positions = issued if operation.kind == "collective" else waited
-            positions.setdefault(operation.collective, position)
+            positions[operation.kind].setdefault(operation.collective, position)
     seconds, exposed = [0.0] * len(run.collectives), [0.0] * len(run.collectives)
     kernels = [0.0] * len(run.operations)
     for span in timeline.spans:
@@ -424,9 +414,9 @@ def calls_of(run: DryRun, timeline: Timeline) -> tuple[Call, ...]:
             kernels[span.operation] = span.seconds
     computed = list(accumulate(kernels, initial=0.0))  # seconds of kernels before each operation
     calls = []
-    for index, position in issued.items():
+    for index, position in positions["collective"].items():
         collective, operation = run.collectives[index], run.operations[position]
-        wait, cluster = waited.get(index), timeline.cluster
+        wait, cluster = positions["wait"].get(index), timeline.cluster
         call = Call(
             **vars(collective),
             issued=position,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from parallel3d.tools.dryrun.result import KINDS, DryRun, MemorySample
-from parallel3d.tools.dryrun.timeline import COMPUTE, STREAMS, Span, Timeline, timeline, unit_of
+from parallel3d.tools.dryrun.timeline import (
+    COMPUTE,
+    STREAMS,
+    Span,
+    Timeline,
+    calls_of,
+    timeline,
+    unit_of,
+)
+from parallel3d.tools.dryrun.wording import first_few
 
 # Fewer memory samples and fewer spans that look the same, so that pages and traces stay small.
 
@@ -74,30 +84,24 @@ def merged(spans: Sequence[Span], most: int) -> list[Bar]:
     return [_bar(group) for group in groups]
 
 
-def _key(span: Span, level: int, short: float) -> Hashable:
-    """What spans that are joined have in common; waits of less than ``short`` seconds join from 1 on."""
-    if level == 0:
-        return _kind(span), span.unit, span.phase
-    is_long_wait = span.kind == "wait" and span.seconds >= short
-    return is_long_wait, span.unit if level == 1 else "", span.phase
-
-
 def _kind(span: Span) -> str:
     return span.kind if span.stream == COMPUTE else "collective"
 
 
 def _joined(spans: Sequence[Span], level: int, gap: float) -> list[list[Span]]:
-    """Joins consecutive spans of a stream that have equal keys and at most ``gap`` seconds between them."""
+    """Joins consecutive spans of a stream that are alike and at most ``gap`` seconds apart."""
     groups: list[list[Span]] = []
-    last: dict[str, tuple[Hashable, list[Span]]] = {}
+    last: dict[str, tuple[Hashable, list[Span]]] = {}  # stream -> key and spans of its last group
     for span in spans:
-        own = _key(span, level, 4 * gap)
+        is_long_wait = span.kind == "wait" and span.seconds >= 4 * gap
+        alike = _kind(span) if level == 0 else is_long_wait
+        key = alike, span.unit if level < 2 else "", span.phase
         previous, group = last.get(span.stream, (None, []))
-        if group and previous == own and span.start - group[-1].end <= gap:
-            group.append(span)
-            continue
-        last[span.stream] = own, [span]
-        groups.append(last[span.stream][1])
+        if previous != key or span.start - group[-1].end > gap:
+            group = []
+            groups.append(group)
+            last[span.stream] = key, group
+        group.append(span)
     return groups
 
 
@@ -106,13 +110,12 @@ def _bar(group: list[Span]) -> Bar:
     kinds = {_kind(span) for span in group}
     kind = kinds.pop() if len(kinds) == 1 else COMPUTE
     names = Counter(span.name for span in group)
-    name = " and ".join(each for each, _ in names.most_common(2))
-    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+    name = first_few([each for each, _ in names.most_common()], 2, " and ")
     places = {span.unit if span.collective is not None else span.module for span in group}
     where = places.pop() if len(places) == 1 else first.unit
     if len({span.unit for span in group}) > 1:
         where = f"{first.unit} to {last.unit}"
-    what = ("wait for " if kind == "wait" else "") + name + more + (f", {where}" if where else "")
+    what = ("wait for " if kind == "wait" else "") + name + (f", {where}" if where else "")
     busy = sum(span.seconds for span in group)
     return Bar(first.stream, kind, what, first.phase, first.start, last.end, len(group), busy)
 
@@ -212,22 +215,13 @@ def _modules(times: Timeline, threads: dict[str, int]) -> Iterator[Event]:
 
 def _arrows(run: DryRun, times: Timeline, threads: dict[str, int]) -> Iterator[Event]:
     """For each asynchronous collective that is waited for: from its issue by its slice to the wait."""
-    waits: dict[int | None, int] = {}
-    for position, operation in enumerate(run.operations):
-        if operation.kind == "wait":
-            waits.setdefault(operation.collective, position)
-    compute = {span.operation: span for span in times.spans if span.stream == COMPUTE}
-    following: dict[int, Span] = {}  # position -> the first span of the computation from there on
-    after: Span | None = None
-    for position in reversed(range(len(run.operations))):
-        after = compute.get(position, after)
-        if after is not None:
-            following[position] = after
+    calls = {call.issued: call for call in calls_of(run, times)}
+    compute = [span for span in times.spans if span.stream == COMPUTE]
     free = 0  # nanoseconds until which the host thread has a slice
     for span in times.spans:
         if span.stream == COMPUTE or span.collective is None:
             continue
-        call = run.collectives[span.collective]
+        call = calls[span.operation]
         at = max(_nanoseconds(min(times.times[span.operation], span.start)), free)
         free = at + 1000
         about = {"cat": "collective", "name": call.op}
@@ -237,10 +231,11 @@ def _arrows(run: DryRun, times: Timeline, threads: dict[str, int]) -> Iterator[E
         arrow = {**about, "id": span.collective}
         yield {**arrow, **host, "ph": "s"}
         there = {"tid": threads[span.stream], "ts": _nanoseconds(span.start) / 1e3}
-        target = following.get(waits.get(span.collective, len(run.operations)))
-        if target is not None:
+        waited = len(run.operations) if call.waited is None else call.waited
+        after = bisect_left(compute, waited, key=lambda each: each.operation)
+        if after < len(compute):
             yield {**arrow, **there, "ph": "t"}
-            there = {"tid": threads[COMPUTE], "ts": _nanoseconds(target.start) / 1e3}
+            there = {"tid": threads[COMPUTE], "ts": _nanoseconds(compute[after].start) / 1e3}
         yield {**arrow, **there, "ph": "f", "bp": "e"}
 
 

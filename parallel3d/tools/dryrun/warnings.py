@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from statistics import median
@@ -185,13 +185,13 @@ def _no_checkpointing(run: DryRun, times: Timeline) -> Warnings:
     """Only where memory is scarce: checkpointing costs time."""
     peak = run.step_peak or run.peak
     kept, capacity = peak.by_kind.get("activations", 0), times.cluster.gpu.capacity_gib * 2**30
-    flops: dict[str, float] = defaultdict(float)
-    for operation in run.operations:
-        if operation.kind == "matmul":
-            flops[operation.phase] += operation.flops
-    recomputed = flops["backward"] > _AGAIN * flops["forward"]
+    matmuls = [operation for operation in run.operations if operation.kind == "matmul"]
+    forward, backward = (
+        sum(each.flops for each in matmuls if each.phase == phase)
+        for phase in ("forward", "backward")
+    )
     scarce = peak.bytes >= capacity / 2 and kept > peak.bytes / 2
-    if scarce and flops["backward"] and not recomputed:
+    if scarce and 0 < backward <= _AGAIN * forward:
         yield DryRunWarning(
             "no checkpointing",
             f"{in_bytes(kept)} of the peak's {in_bytes(peak.bytes)} ({share(kept, peak.bytes)}) are "

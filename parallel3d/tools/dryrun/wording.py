@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from math import prod
 from typing import TypeVar
 
+from parallel3d._util.recorder import Collective
 from parallel3d.tools.dryrun.result import DryRun, ParameterPlacement, Peak
 from parallel3d.tools.dryrun.timeline import Call, Timeline
 
@@ -33,8 +34,8 @@ def in_seconds(seconds: float) -> str:
 
 def _scaled(value: float, **units: float) -> str:
     """``value`` with three digits, in the first unit that it fills, else in the last."""
-    filled = [unit for unit, factor in units.items() if abs(value) >= 0.9995 * factor]
-    unit = filled[0] if filled else list(units)[-1]
+    filled = (unit for unit, factor in units.items() if abs(value) >= 0.9995 * factor)
+    unit = next(filled, list(units)[-1])
     size = value / units[unit]
     digits = 2 if abs(size) < 9.995 else 1 if abs(size) < 99.95 else 0
     return f"{size:,.{digits}f} {unit}"
@@ -45,7 +46,7 @@ def share(part: float, whole: float) -> str:
     return f"{part / whole:.0%}" if whole else "0%"
 
 
-def total_bytes(items: Iterable[Call | ParameterPlacement]) -> str:
+def total_bytes(items: Iterable[Collective | ParameterPlacement]) -> str:
     """The bytes of all ``items`` together."""
     return in_bytes(sum(item.bytes for item in items))
 
@@ -55,11 +56,15 @@ def pattern_of(name: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
-def some(names: Iterable[str], most: int = 3) -> str:
-    """The first ``most`` different names, and how many more there are."""
-    different = [name or "(no unit)" for name in dict.fromkeys(names)]
-    left = len(different) - most
-    return ", ".join(different[:most]) + (f" and {left} more" if left > 0 else "")
+def first_few(names: Sequence[str], most: int = 3, between: str = ", ") -> str:
+    """The first ``most`` names, and how many more there are."""
+    left = len(names) - most
+    return between.join(names[:most]) + (f" and {left} more" if left > 0 else "")
+
+
+def some(names: Iterable[str]) -> str:
+    """The first few different names."""
+    return first_few([name or "(no unit)" for name in dict.fromkeys(names)])
 
 
 def placements_of(parameter: ParameterPlacement) -> str:
@@ -90,16 +95,17 @@ def figures_of(run: DryRun, times: Timeline) -> list[tuple[str, str]]:
     exposed = sum(times.exposed().values())
     waits = f" ({exposed / step:.0%})" if step else ""
     used = flops / (gpu.peak * 1e12 * step) if step else 0.0
-    traffic = in_bytes(sum(call.bytes for call in calls))
-    capacity = in_bytes(gpu.capacity_gib * 2**30)
     return [
         ("parameters of the model", _numel(sum(prod(p.shape) for p in run.parameters))),
         ("parameters on this rank", total_bytes(run.parameters)),
-        ("peak memory", f"{in_bytes(run.peak.bytes)} of {capacity}{later}"),
+        (
+            "peak memory",
+            f"{in_bytes(run.peak.bytes)} of {in_bytes(gpu.capacity_gib * 2**30)}{later}",
+        ),
         ("a step, predicted", in_seconds(step)),
         ("waits for collectives", f"{in_seconds(exposed)}{waits}"),
         ("FLOPs of a step", f"{flops / 1e12:,.3g} T ({used:.0%} of peak)"),
-        ("collectives of a step", f"{len(calls):,} ({traffic})"),
+        ("collectives of a step", f"{len(calls):,} ({total_bytes(calls)})"),
     ]
 
 

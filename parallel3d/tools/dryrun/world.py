@@ -247,11 +247,7 @@ def as_rank(
         mesh_init(self, DEVICE_TYPE, *args, **kwargs)
         on_mesh(self)
 
-    compile_model = torch.compile
-
-    def compiled(model: Any = None, **options: Any) -> Any:
-        return compile_model(model, backend="eager")  # importing a compiler takes seconds
-
+    compile_model = torch.compile  # eager, as importing a compiler takes seconds
     autocast_init = torch.autocast.__init__
 
     def init_autocast(
@@ -278,15 +274,25 @@ def as_rank(
         return owner, name, function
 
     methods = ("__init__", "_next_data")
+    local = min(gpus_per_node, world_size)
+    environment = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(rank % local),
+        "LOCAL_WORLD_SIZE": str(local),
+        "GROUP_RANK": str(rank // local),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "29500",
+    }
     with ExitStack() as stack:
-        stack.enter_context(patch.dict(os.environ, _environment(rank, world_size, gpus_per_node)))
+        stack.enter_context(patch.dict(os.environ, environment))
         stack.enter_context(fake_world(rank, world_size))
         stack.enter_context(patch.object(groups, "pretended_backend", backend))
         for owner, name, replacement in (
             (dist, "init_process_group", init_process_group),
             (dist, "destroy_process_group", lambda group=None: None),
             (DeviceMesh, "__init__", init_mesh),
-            (torch, "compile", compiled),
+            (torch, "compile", lambda model=None, **_: compile_model(model, backend="eager")),
             (torch.autocast, "__init__", init_autocast),
             (torch.UntypedStorage, "resize_", resize),
             (torch.amp.GradScaler, SCALED_STEP, _scaled_step),
@@ -330,19 +336,6 @@ def _settings_kept() -> Iterator[None]:
         torch.set_num_threads(threads)
         if changed:
             set_device(None if device == torch.device("cpu") else device)
-
-
-def _environment(rank: int, world_size: int, gpus_per_node: int) -> dict[str, str]:
-    local = min(gpus_per_node, world_size)
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_RANK": str(rank % local),
-        "LOCAL_WORLD_SIZE": str(local),
-        "GROUP_RANK": str(rank // local),
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": "29500",
-    }
 
 
 def _returning(value: Any) -> Callable[..., Any]:

@@ -13,9 +13,7 @@ the report lists it.
 
 import ast
 import functools
-import inspect
 import re
-import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -38,8 +36,8 @@ from parallel3d.tp.auto.derive import (
 from parallel3d.tp.auto.heads import GROUP_SIZES, HEAD_SIZES, KV_NUMBERS, NUMBERS, Attention
 from parallel3d.tp.auto.prove import NotEqual, NotProven, Proof, Prover, Split
 from parallel3d.tp.auto.trace import OUTPUT, Layer, Trace, find_layers, inside
-from parallel3d.tp.local_attributes import NOT_COMPUTING, reads_of
-from parallel3d.tp.resolve import Resolution, numberless
+from parallel3d.tp.local_attributes import method_trees, reads_of
+from parallel3d.tp.resolve import Resolution, is_in, numberless
 from parallel3d.tp.styles import (
     Colwise,
     PrepareInput,
@@ -95,15 +93,14 @@ class _Check:
         # Norms too: sequence parallelism begins and ends at them.
         norms = [n for n, one in self.ruled.items() if isinstance(one.style, SequenceParallel)]
         self.layers = dict.fromkeys(norms, Layer("norm", 0)) | find_layers(self.model)
-        self.ups: dict[str, Colwise] = {}
-        self.downs: dict[str, Rowwise] = {}
-        for name, one in self.ruled.items():
-            if name not in self.layers or self.layers[name].kind != "linear":
-                continue
-            if isinstance(one.style, Colwise) and one.style.output == "shard":
-                self.ups[name] = one.style
-            elif isinstance(one.style, Rowwise) and one.style.input == "shard":
-                self.downs[name] = one.style
+        linear = [name for name, layer in self.layers.items() if layer.kind == "linear"]
+        styles = {name: one.style for name, one in self.ruled.items() if name in linear}
+        self.ups = {
+            n: s for n, s in styles.items() if isinstance(s, Colwise) and s.output == "shard"
+        }
+        self.downs = {
+            n: s for n, s in styles.items() if isinstance(s, Rowwise) and s.input == "shard"
+        }
         named = {id(p): n for n, p in self.model.named_parameters()}
         self.split_params = {
             named[id(one.module._parameters[own])]: name
@@ -185,7 +182,7 @@ class _Check:
         """Whether a module around it changes the layout of its input or output."""
         kinds = (PrepareInput, PrepareOutput, TorchStyle)
         around = (n for n, one in self.ruled.items() if isinstance(one.style, kinds))
-        return any(_is_in(name, n) and name != n for n in around)
+        return any(is_in(name, n) and name != n for n in around)
 
     # ---- groups ----
 
@@ -291,20 +288,19 @@ class _Check:
                 rules[path] = styles[path].plan(self.modules[name], self.resolution.tp)
             except PlanError as error:
                 raise NotProven(str(error)) from error
-        attributes = []
-        for attribute in self.resolution.attributes:
-            path = self.paths[id(self.resolution.modules[attribute.module])]
-            if _is_in(path, group.owner):
-                attributes.append(replace(attribute, module=inside(path, group.owner)))
-        split = Split(styles, rules, tuple(attributes))
-        return self.prover(group, trace).prove_split(split)
+        attributes = tuple(
+            replace(attribute, module=inside(path, group.owner))
+            for attribute in self.resolution.attributes
+            if is_in(path := self.paths[id(self.resolution.modules[attribute.module])], group.owner)
+        )
+        return self.prover(group, trace).prove_split(Split(styles, rules, attributes))
 
     def prover(self, group: Group, trace: Trace) -> Prover:
         owner, call = self.modules[group.owner], trace.calls[group.owner]
         return Prover(owner, call, self.resolution.tp, frozenset(group.ups))
 
     def styles_in(self, owner: str) -> Iterator[tuple[str, Style]]:
-        return ((name, one.style) for name, one in self.ruled.items() if _is_in(name, owner))
+        return ((name, one.style) for name, one in self.ruled.items() if is_in(name, owner))
 
     # ---- what can't be proven ----
 
@@ -319,7 +315,7 @@ class _Check:
         packed = any(isinstance(getattr(style, "packed", 1), Packing) for style in styles)
         sized = (self.paths[id(self.resolution.modules[n])] for n in self.resolution.local_sizes)
         read = "" if layer is None else self.reads_unset(layer)
-        if packed or any(_is_in(path, group.owner) for path in sized):
+        if packed or any(is_in(path, group.owner) for path in sized):
             self.unchecked.append(f"{described}, by the sizes that the plan gives: {why}")
         elif layer is not None and layer.heads and layer.kv_heads and not read:
             self.unchecked.append(f"{described}, by its {layer.heads} heads: {why}")
@@ -411,10 +407,6 @@ def _remedy(group: Group) -> str:
     )
 
 
-def _is_in(name: str, owner: str) -> bool:
-    return owner in ("", name) or name.startswith(f"{owner}.")
-
-
 def _with_whole_inputs(style: Style, prepared: bool) -> Style:
     """Returns the style for a module whose inputs and outputs are whole, as the plain module's are."""
     if isinstance(style, TorchStyle):
@@ -448,10 +440,8 @@ _MIXING = re.compile(
 @functools.cache
 def _mixes(cls: type) -> bool:
     """Whether a class calls an operation that isn't elementwise, as far as its source shows."""
-    methods = [m for n, m in vars(cls).items() if n not in NOT_COMPUTING and inspect.isfunction(m)]
-    try:
-        trees = [ast.parse(textwrap.dedent(inspect.getsource(m))) for m in methods]
-    except (OSError, TypeError, SyntaxError):
+    trees = method_trees(cls)
+    if trees is None:
         return True
     for node in (node for tree in trees for node in ast.walk(tree)):
         match node:

@@ -107,11 +107,9 @@ def _trace(
     if flow is not None:
         return flow, ""
     parts = [_first(trace, calls(part), path)[0] for path, part in _models_inside(model)]
-    for part in parts:
-        if part is None:
-            return None, failed
-        flow = part if flow is None else flow.joined(part)
-    return flow, failed
+    flows = [flow for flow in parts if flow is not None]
+    whole = functools.reduce(Flow.joined, flows) if flows and len(flows) == len(parts) else None
+    return whole, failed
 
 
 def _first(trace: Callable[..., Flow], calls: Iterable[Call], path: str) -> tuple[Flow | None, str]:
@@ -186,8 +184,8 @@ def _is_summed(path: str, styles: dict[str, Style]) -> bool:
 
 
 def _inside(model: nn.Module, pattern: str, block: str) -> bool:
-    matched = {numberless(name) for name in _names(model) if matches(pattern, name)}
-    return bool(block) and any(n == block or n.startswith(f"{block}.") for n in matched)
+    matched = (numberless(name) for name in _names(model) if matches(pattern, name))
+    return bool(block) and any(f"{name}.".startswith(f"{block}.") for name in matched)
 
 
 # ---- corrections ----

@@ -5,7 +5,7 @@ Groups of layers that may be split together are read off a trace; ways to split 
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import combinations, islice
@@ -33,7 +33,7 @@ from parallel3d.tp.auto.trace import (
     trace,
     with_patterns,
 )
-from parallel3d.tp.resolve import PlanSource, Rule, numberless
+from parallel3d.tp.resolve import PlanSource, Rule, is_in, numberless
 from parallel3d.tp.styles import (
     Colwise,
     HeadArguments,
@@ -209,8 +209,11 @@ def _local_sizes(
     """Yields choices of int attributes of the modules around the group to be made local, by module."""
     likely: list[tuple[str, str]] = []
     others: list[tuple[str, str]] = []
-    for path in _around(group):
-        for name, value in vars(modules[path]).items():
+    for path, module in modules.items():
+        # The owner, and the modules between it and the group's layers.
+        between = is_in(path, group.owner) and path not in group.members
+        between = between and any(is_in(n, path) for n in group.members)
+        for name, value in vars(module).items() if between else ():
             if type(value) is int and value > 1 and name not in _NEVER and not name.startswith("_"):
                 fits = value in sizes or ("head" in name and "dim" not in name)
                 (likely if fits else others).append((path, name))
@@ -225,18 +228,6 @@ def _local_sizes(
 
 
 _NEVER = {"training", "layer_idx", "layer_id"}
-
-
-def _around(group: Group) -> Iterator[str]:
-    """Yields the owner and the modules between it and the group's layers."""
-    seen = {group.owner: None}
-    for name in group.members:
-        parts = name.split(".")
-        for end in range(len(parts) - 1, 0, -1):
-            path = ".".join(parts[:end])
-            if len(path) > len(group.owner) and path.startswith(group.owner):
-                seen[path] = None
-    return iter(seen)
 
 
 def derive_plan(model: nn.Module, tp_size: int, example: Any = None) -> PlanSource:
@@ -326,11 +317,11 @@ class _Derivation:
         self._equal = f"proven equal on {tp} ranks"
 
     def plan(self) -> PlanSource:
-        self._attention()
         groups, why_not = find_groups(self.trace, self.layers)
         self.refused.update(why_not)
+        attention = [n for n in self.trace.reads if self._kind(n) == "attention"]
         proven: dict[Any, _Proven] = {}
-        for group in groups:
+        for group in [*(Group(name, (), (name,)) for name in attention), *groups]:
             if any(name in self.styles for name in group.members):
                 continue  # one of its layers is split with others already
             key = self._kinds.of(group)
@@ -348,26 +339,8 @@ class _Derivation:
         rules, why = with_patterns(self.styles, self.why, self.modules)
         return PlanSource(rules, why, tuple(self._notes()), "derived")
 
-    def _attention(self) -> None:
-        """Splits torch's attention modules."""
-        proven: dict[Any, str] = {}  # the reason why one can't be split, or ""
-        for name in self.trace.reads:
-            if name not in self.layers or self.layers[name].kind != "attention":
-                continue
-            key = self._kinds.of(Group(name, (), (name,)))
-            if key not in proven:
-                try:
-                    prover = Prover(self.modules[name], self.trace.calls[name], self.tp)
-                    prover.prove({"": SplitHeads()})
-                    proven[key] = ""
-                except (NotEqual, PlanError) as error:
-                    proven[key] = str(error)
-            if proven[key]:
-                self.refused[name] = proven[key]
-            else:
-                self.styles[name] = SplitHeads()
-                heads = self.modules[name].num_heads
-                self.why[name] = f"{heads} heads of their own weights; {self._equal}"
+    def _kind(self, name: str) -> str:
+        return self.layers[name].kind if name in self.layers else ""
 
     def _prove(self, group: Group) -> _Proven:
         for path in (f"{name}.{own}" for name in group.members for own in ("weight", "bias")):
@@ -379,7 +352,10 @@ class _Derivation:
             return f"the module around them has {size} parameters, too many to prove anything of it"
         prover = Prover(owner, call, self.tp, frozenset(group.ups))
         errors: dict[str, str] = {}  # error -> the local sizes with which it was raised
-        for way in ways_to_split(group, self.model, self.trace, self.layers):
+        ways: Iterable[dict[str, Style]] = [{group.owner: SplitHeads()}]
+        if self._kind(group.owner) != "attention":
+            ways = ways_to_split(group, self.model, self.trace, self.layers)
+        for way in ways:
             styles = {inside(name, group.owner): style for name, style in way.items()}
             try:
                 extra = self._partial(owner, prover.prove(styles))
@@ -409,10 +385,11 @@ class _Derivation:
     def _accept(self, group: Group, proven: _Proven) -> None:
         """Records the styles of the group's modules, as proven of a group that is alike, or the reason."""
         if isinstance(proven, str):
-            members = ", ".join(inside(name, group.owner) for name in group.members)
+            if len(group.members) > 1:
+                members = ", ".join(inside(name, group.owner) for name in group.members)
+                proven = f"{members} of {group.owner or 'the model'} together: {proven}"
             for name in group.members:
-                message = f"{members} of {group.owner or 'the model'} together: {proven}"
-                self.refused.setdefault(name, message)
+                self.refused.setdefault(name, proven)
             return
         other, styles = proven
         for name, style in styles.items():
@@ -423,6 +400,8 @@ class _Derivation:
 
     def _reason(self, name: str, style: Style, group: Group) -> str:
         down = inside(group.downs[0], group.owner)
+        if isinstance(style, SplitHeads):
+            return f"{self.modules[name].num_heads} heads of their own weights"
         if name in group.downs:
             return f"reads {', '.join(inside(n, group.owner) for n in group.ups)} and nothing else split"
         if name in group.ups:
@@ -483,7 +462,7 @@ class _Derivation:
         heads = [name for name in heads if self._split_shared(name)]
         others = [name for name in tied if name not in heads]
         for name in others:
-            if name not in self.layers or self.layers[name].kind != "embedding":
+            if self._kind(name) != "embedding":
                 self.refused[table] = f"its weight is also {name}'s, which can't be split so"
                 return
         for name in (table, *others):

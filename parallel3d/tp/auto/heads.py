@@ -177,10 +177,6 @@ def align_heads(resolution: Resolution) -> None:
             _Alignment(resolution, layer).run()
 
 
-class _Unfit(Exception):
-    """Something in a layer can't be split between heads."""
-
-
 def _whole(style: Style) -> Style | None:
     """Returns the style's counterpart in a layer that every rank computes whole, or None."""
     if isinstance(style, Colwise):
@@ -233,7 +229,7 @@ class _Alignment:
             if not even:
                 # First, as it changes nothing if a parameter that is split has no part for each head.
                 self.split_params(self.heads if shared else self.kv_heads)
-        except _Unfit as unfit:
+        except PlanError as unfit:
             self.keep_whole(str(unfit))
             return
         if shared:
@@ -295,7 +291,7 @@ class _Alignment:
         return [
             (key, ruled)
             for key, ruled in self.resolution.ruled.items()
-            if name in ("", ruled.name) or ruled.name.startswith(f"{name}.") or key in outputs
+            if not name or f"{ruled.name}.".startswith(f"{name}.") or key in outputs
         ]
 
     def split_heads(self, p: Projection, heads: int) -> None:
@@ -320,7 +316,7 @@ class _Alignment:
             dim = max(param.dim() - 2, 0)
             size, rest = divmod(param.shape[dim], heads)
             if rest:
-                raise _Unfit(f"a parameter of {tuple(param.shape)} has no part for each head")
+                raise PlanError(f"a parameter of {tuple(param.shape)} has no part for each head")
             packing = cut_sections(dim, (param.shape[dim],), self.tp, size)
             return replace(style, packed=packing)
 

@@ -7,7 +7,9 @@ numbers for dropout, each is replaced by its mean, so that training's code runs 
 import functools
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from types import NoneType, SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -32,13 +34,8 @@ from parallel3d.tp.styles.base import ParamRule
 ResultT = TypeVar("ResultT")
 
 
-class _Done:
-    """The work of a collective that has finished."""
-
-    def wait(self, *_: Any) -> bool:
-        return True
-
-    is_completed = wait
+# The work of a collective, which has finished.
+_DONE = SimpleNamespace(wait=lambda *_: True, is_completed=lambda: True)
 
 
 class _Exchange:
@@ -67,26 +64,26 @@ class _ThreadGroup(dist.ProcessGroup):
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._exchange, self._index, self._ranks = exchange, rank, size
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> _Done:  # type: ignore[override]
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:  # type: ignore[override]
         (tensor,) = tensors
         largest = opts is not None and opts.reduceOp == dist.ReduceOp.MAX
         assert largest or opts is None or opts.reduceOp == dist.ReduceOp.SUM, opts.reduceOp
         parts = torch.stack(self._exchange.exchange(self._index, f"all-reduce {largest}", tensor))
         with torch.no_grad():
             tensor.copy_(parts.amax(0) if largest else parts.sum(0))
-        return _Done()
+        return _DONE
 
-    def all_gather_single(self, output: Tensor, input: Tensor, *_: Any) -> _Done:  # type: ignore[override]
+    def all_gather_single(self, output: Tensor, input: Tensor, *_: Any) -> Any:
         with torch.no_grad():
             parts = self._exchange.exchange(self._index, "allgather", input)
             output.view(-1).copy_(torch.cat([t.reshape(-1) for t in parts]))
-        return _Done()
+        return _DONE
 
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, *_: Any) -> _Done:  # type: ignore[override]
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, *_: Any) -> Any:
         with torch.no_grad():
             parts = self._exchange.exchange(self._index, "reducescatter", input)
             output.view(-1).copy_(torch.stack(parts).sum(0).view(self._ranks, -1)[self._index])
-        return _Done()
+        return _DONE
 
     # torch 2.11's names.
     _allgather_base = all_gather_single  # type: ignore[assignment]
@@ -106,28 +103,21 @@ class ThreadAxis(TpAxis):
 def run_ranks(size: int, run: Callable[[ThreadAxis], ResultT]) -> list[ResultT]:
     """Returns ``run(axis)`` of each of ``size`` ranks, which run at once; raises the first rank's error."""
     exchange = _Exchange(size)
-    results: list[Any] = [None] * size
-    errors: dict[int, Exception] = {}
 
-    def work(rank: int) -> None:
+    def work(rank: int) -> ResultT:
         try:
-            results[rank] = run(ThreadAxis(exchange, rank, size))
-        except threading.BrokenBarrierError:
-            pass  # another rank failed
-        except Exception as error:
-            errors[rank] = error
-        finally:
-            if rank in errors or results[rank] is None:
-                exchange.barrier.abort()
+            return run(ThreadAxis(exchange, rank, size))
+        except BaseException:
+            exchange.barrier.abort()
+            raise
 
-    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[min(errors)]
-    return results
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(work, rank) for rank in range(size)]
+    for future in futures:
+        # Of a rank whose barrier broke another one has failed.
+        if not isinstance(error := future.exception(), (NoneType, threading.BrokenBarrierError)):
+            raise error
+    return [future.result() for future in futures]
 
 
 _TOLERANCE = 1e-8
@@ -179,10 +169,10 @@ def resolve_split(module: nn.Module, styles: Mapping[str, Style], tp: int) -> Sp
 
 @dataclass
 class _Result:
-    outputs: list[Tensor]
-    input_grads: list[Tensor | None]
+    values: dict[
+        str, Tensor | None
+    ]  # outputs, the gradients of inputs, and buffers that were changed
     param_grads: dict[str, Tensor | None]
-    buffers: dict[str, Tensor]
 
 
 class Prover:
@@ -276,12 +266,13 @@ class Prover:
             torch.autograd.backward(
                 trained, [g.to(t.dtype) for g, t in zip(self._upstream, trained, strict=True)]
             )
-        return _Result(
-            [t.detach() for t in outputs],
-            [x.grad for x in leaves],
-            {name: p.grad for name, p in model.named_parameters(remove_duplicate=False)},
-            _take_buffers(model, before),
-        )
+        values: dict[str, Tensor | None] = {
+            f"output {i}": t.detach() for i, t in enumerate(outputs)
+        }
+        values |= {f"the gradient of input {i}": x.grad for i, x in enumerate(leaves)}
+        values |= {f"buffer {n}": b for n, b in _take_buffers(model, before).items()}
+        grads = {name: p.grad for name, p in model.named_parameters(remove_duplicate=False)}
+        return _Result(values, grads)
 
     def _run_split(self, split: Split, training: bool, axis: TpAxis) -> _Result:
         originals = dict(self._original.named_modules(remove_duplicate=False))
@@ -310,7 +301,7 @@ class Prover:
             want = self._run(self._plain, training)
         except Exception as error:
             raise NotProven(f"it doesn't run by itself in float64: {error}") from error
-        for tensor in (*want.outputs, *want.input_grads, *want.param_grads.values()):
+        for tensor in (*want.values.values(), *want.param_grads.values()):
             if tensor is not None and tensor.is_floating_point() and not tensor.sum().isfinite():
                 raise NotProven("with random weights it gives infinite or undefined numbers")
         return want
@@ -325,12 +316,8 @@ class Prover:
         """Returns the largest difference; adds those whose gradients must be summed to ``partial``."""
         found = [0.0]
         for result in got:
-            for i, (a, b) in enumerate(zip(result.outputs, want.outputs, strict=True)):
-                found.append(_difference(f"output {i}", a, b))
-            for name, buffer in want.buffers.items():
-                found.append(_difference(f"buffer {name}", result.buffers.get(name), buffer))
-            for i, (x, y) in enumerate(zip(result.input_grads, want.input_grads, strict=True)):
-                found.append(_difference(f"the gradient of input {i}", x, y))
+            for what, value in want.values.items():
+                found.append(_difference(what, result.values.get(what), value))
         planned = {  # path in the module -> rule
             f"{module}.{name}".lstrip("."): rule
             for module, own in rules.items()

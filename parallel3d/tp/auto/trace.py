@@ -46,11 +46,6 @@ def copy_with(module: ModuleT, make: Callable[[nn.Parameter], nn.Parameter]) -> 
     return copy.deepcopy(module, memo)
 
 
-def weightless(param: nn.Parameter) -> nn.Parameter:
-    """Returns a float32 parameter of the same shape that takes no memory: one number, expanded."""
-    return nn.Parameter(torch.full((), 0.01).expand(param.shape), param.requires_grad)
-
-
 def random_like(param: nn.Parameter, generator: torch.Generator) -> Tensor:
     """Returns a float64 tensor with the parameter's shape, scaled to keep activations near 1."""
     made = torch.empty(param.shape, dtype=torch.float64)
@@ -130,6 +125,10 @@ def trace(
     model: nn.Module, layers: dict[str, Layer], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Trace:
     """Runs a copy of ``model`` without weights; ``layers``, path -> layer, run as one operation."""
+
+    def weightless(p: nn.Parameter) -> nn.Parameter:  # a number in a storage of its own, expanded
+        return nn.Parameter(torch.full((), 0.01).expand(p.shape), p.requires_grad)
+
     copied = copy_with(model, weightless).eval()
     for module in copied.modules():
         for name, buffer in module._buffers.items():
@@ -192,21 +191,15 @@ class _Recorder(TorchDispatchMode):
             if mixes:
                 self.trace.mixes.setdefault(source, name)
         made = list(tensors_in(result))
-        if read and made:
-            self._note_cut(name, read[0], made)
+        # The sections into which a layer's output, or a view with its last dim, is cut.
+        layer = self._direct.get(_place(read[0])) if read and name in _CUTS else None
+        if layer is not None and layer not in self.trace.cuts and read[0].dim():
+            sizes = tuple(part.shape[-1] for part in made)
+            if len(sizes) > 1 and sum(sizes) == read[0].shape[-1] == self._features[layer]:
+                self.trace.cuts[layer] = sizes
         for tensor in made:
             self.give(tensor, self.of(tensor) | sources)
         return result
-
-    def _note_cut(self, name: str, whole: Tensor, parts: list[Tensor]) -> None:
-        """Records the sections into which a layer's output, or a view with its last dim, is cut."""
-        layer = self._direct.get(_place(whole))
-        if layer is None or layer in self.trace.cuts or whole.dim() == 0:
-            return
-        if name in ("split", "split_with_sizes", "chunk", "unsafe_split", "tensor_split"):
-            sizes = tuple(part.shape[-1] for part in parts)
-            if len(sizes) > 1 and sum(sizes) == whole.shape[-1] == self._features[layer]:
-                self.trace.cuts[layer] = sizes
 
     # ---- modules ----
 
@@ -265,6 +258,7 @@ class _Recorder(TorchDispatchMode):
         return Call(kept_args, kept_kwargs, computed)
 
 
+_CUTS = {"split", "split_with_sizes", "chunk", "unsafe_split", "tensor_split"}
 _COPIES = {"detach", "clone", "alias", "_to_copy", "lift_fresh", "contiguous", "empty_like"}
 
 

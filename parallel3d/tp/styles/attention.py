@@ -18,7 +18,7 @@ from parallel3d.tp.collectives import (
     reduce_from_tp,
     split_packed,
 )
-from parallel3d.tp.forwards import TpState, bind_forward, take_input
+from parallel3d.tp.forwards import TpState, take_input
 from parallel3d.tp.styles.base import (
     ParamRule,
     RandomLayout,
@@ -69,12 +69,67 @@ class SplitHeads(Style):
         plain = is_plain(module, nn.MultiheadAttention)
         return {"out_proj": _OutProjection(module.num_heads)} if plain else {}
 
-    def install(self, module: nn.Module, axis: TpAxis, sequence: SequenceLength) -> None:
-        bind_forward(module, split_heads, TpState(self, axis, sequence))
-
     def traffic(self, module: Any, tp: int) -> tuple[Traffic, ...]:
         size = module.embed_dim
         return *sum_traffic("replicate", size), *input_traffic("replicate", size)
+
+    def forward(
+        self,
+        tp: TpState,
+        module: Any,
+        /,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """``nn.MultiheadAttention``'s forward on this rank's heads. In the shapes below, B is the batch, L
+        the length of the queries, S of the keys, h the number of this rank's heads and d the size of a head.
+        """
+        if is_causal and attn_mask is None:
+            raise RuntimeError("is_causal is a hint about attn_mask, which must be given too")
+        batched = query.dim() == 3
+        whole: dict[int, Tensor] = {}
+        for x in (query, key, value):
+            if id(x) not in whole:
+                taken = take_input(x, "replicate", 1, tp)
+                if not batched:
+                    taken = taken.unsqueeze(0)
+                elif not module.batch_first:
+                    taken = taken.transpose(0, 1)
+                whole[id(x)] = taken
+        q, k, v = _project(module, *(whole[id(x)] for x in (query, key, value)))
+        if is_causal and key_padding_mask is None and not need_weights:
+            mask = None
+        else:
+            is_causal = False
+            mask = _merge_masks(module, attn_mask, key_padding_mask, q, batched, tp)
+        dropout = module.dropout if module.training else 0.0
+        weights = None
+        if need_weights:
+            scores = (q * module.head_dim**-0.5) @ k.transpose(-2, -1)
+            weights = (scores if mask is None else scores + mask).softmax(-1)
+            weights = F.dropout(weights, dropout) if dropout else weights
+            attended = weights @ v
+        else:
+            attended = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=is_causal)
+        out = F.linear(attended.transpose(1, 2).flatten(2), module.out_proj.weight)
+        out = reduce_from_tp(out, tp.axis, in_place=True)
+        if module.out_proj.bias is not None:
+            out = out + module.out_proj.bias
+        if weights is not None and average_attn_weights:  # (B, h, L, S) -> (B, L, S)
+            weights = reduce_from_tp(weights.sum(1) / module.num_heads, tp.axis, in_place=True)
+        elif weights is not None:  # (B, h, L, S) -> (B, heads, L, S)
+            weights = gather_packed(
+                weights, cut_sections(1, (module.num_heads,), tp.axis.size), tp.axis
+            )
+        if not batched:
+            return out.squeeze(0), None if weights is None else weights.squeeze(0)
+        return (out if module.batch_first else out.transpose(0, 1)), weights
 
 
 @dataclass(frozen=True)
@@ -105,60 +160,6 @@ class NoFastPath(Style):
 def _rule(dim: int, heads: int, size: int, tp: int) -> ParamRule:
     packing = None if heads % tp == 0 else cut_sections(dim, (heads * size,), tp, size)
     return ParamRule(Shard(dim), packing=packing)
-
-
-def split_heads(
-    self: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_padding_mask: Tensor | None = None,
-    need_weights: bool = True,
-    attn_mask: Tensor | None = None,
-    average_attn_weights: bool = True,
-    is_causal: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """``nn.MultiheadAttention``'s forward on this rank's heads. In the shapes below, B is the batch, L the
-    length of the queries, S of the keys, h the number of this rank's heads and d the size of a head."""
-    tp: TpState = self._parallel3d_tp
-    if is_causal and attn_mask is None:
-        raise RuntimeError("is_causal is a hint about attn_mask, which must be given too")
-    batched = query.dim() == 3
-    whole: dict[int, Tensor] = {}
-    for x in (query, key, value):
-        if id(x) not in whole:
-            taken = take_input(x, "replicate", 1, tp)
-            if not batched:
-                taken = taken.unsqueeze(0)
-            elif not self.batch_first:
-                taken = taken.transpose(0, 1)
-            whole[id(x)] = taken
-    q, k, v = _project(self, *(whole[id(x)] for x in (query, key, value)))
-    if is_causal and key_padding_mask is None and not need_weights:
-        mask = None
-    else:
-        is_causal = False
-        mask = _merge_masks(self, attn_mask, key_padding_mask, q, batched, tp)
-    dropout = self.dropout if self.training else 0.0
-    weights = None
-    if need_weights:
-        scores = (q * self.head_dim**-0.5) @ k.transpose(-2, -1)
-        weights = (scores if mask is None else scores + mask).softmax(-1)
-        weights = F.dropout(weights, dropout) if dropout else weights
-        attended = weights @ v
-    else:
-        attended = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=is_causal)
-    out = F.linear(attended.transpose(1, 2).flatten(2), self.out_proj.weight)
-    out = reduce_from_tp(out, tp.axis, in_place=True)
-    if self.out_proj.bias is not None:
-        out = out + self.out_proj.bias
-    if weights is not None and average_attn_weights:  # (B, h, L, S) -> (B, L, S)
-        weights = reduce_from_tp(weights.sum(1) / self.num_heads, tp.axis, in_place=True)
-    elif weights is not None:  # (B, h, L, S) -> (B, heads, L, S)
-        weights = gather_packed(weights, cut_sections(1, (self.num_heads,), tp.axis.size), tp.axis)
-    if not batched:
-        return out.squeeze(0), None if weights is None else weights.squeeze(0)
-    return (out if self.batch_first else out.transpose(0, 1)), weights
 
 
 def _project(self: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
@@ -239,24 +240,19 @@ class HeadArguments(Style):
             raise PlanError(f"{self.heads} heads are too few for {tp} tp ranks")
         return {}
 
-    def install(self, module: nn.Module, axis: TpAxis, sequence: SequenceLength) -> None:
-        bind_forward(module, head_arguments, TpState(self, axis, sequence))
-
     def traffic(self, module: nn.Module, tp: int) -> tuple[Traffic, ...]:
         return (Traffic("all-gather", "backward", None),) * len(self.arguments)
 
-
-def head_arguments(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The module's forward on this rank's part of some arguments."""
-    tp: TpState = self._parallel3d_tp
-    positional = list(args)
-    for name, dim in tp.style.arguments:
-        place = tp.names.index(name)
-        if place < len(positional):
-            positional[place] = _own_heads(positional[place], dim, tp)
-        elif name in kwargs:
-            kwargs = {**kwargs, name: _own_heads(kwargs[name], dim, tp)}
-    return tp.inner(self, *positional, **kwargs)
+    def forward(self, tp: TpState, module: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward on this rank's part of some arguments."""
+        positional = list(args)
+        for name, dim in self.arguments:
+            place = tp.names.index(name)
+            if place < len(positional):
+                positional[place] = _own_heads(positional[place], dim, tp)
+            elif name in kwargs:
+                kwargs = {**kwargs, name: _own_heads(kwargs[name], dim, tp)}
+        return tp.inner(module, *positional, **kwargs)
 
 
 def _own_heads(value: Any, dim: int, tp: TpState) -> Any:

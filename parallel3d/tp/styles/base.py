@@ -23,6 +23,7 @@ from parallel3d._layout.packing import Packing
 from parallel3d._layout.param_layout import local_chunk
 from parallel3d.errors import PlanError
 from parallel3d.tp.collectives import SequenceLength, TpAxis
+from parallel3d.tp.forwards import TpState, bind_forward
 
 
 @dataclass(frozen=True)
@@ -34,12 +35,6 @@ class ParamRule:
     tp_grad: Literal["whole", "partial"] = "whole"
     packing: Packing | None = None
     compute: Literal["local", "dtensor"] = "local"
-
-    @property
-    def changes_compute(self) -> bool:
-        """Whether a module that uses the parameter without a rule of its own would be wrong."""
-        changed = self.tp_grad == "partial" or self.compute == "dtensor"
-        return changed or isinstance(self.placement, Shard)
 
     def part(self, whole: Tensor, size: int, rank: int) -> Tensor:
         """Returns the part of a parameter, or of its gradient, that ``rank`` of ``size`` holds."""
@@ -295,6 +290,8 @@ class Style(ABC):
     """
 
     random_before: ClassVar[bool] = False
+    # Called with the module's ``TpState``, the module and its arguments.
+    forward: ClassVar[Callable[..., Any] | None] = None
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -347,45 +344,42 @@ class Style(ABC):
         """Returns the rule of each of the module's own parameters, by name; PlanError if the style can't
         split this type of module, or this size over ``tp`` ranks."""
 
-    def install(  # noqa: B027 (optional)
-        self, module: nn.Module, axis: TpAxis, sequence: SequenceLength
-    ) -> None:
-        """Gives ``module`` its tensor-parallel forward. Base: its own forward is right."""
+    def install(self, module: nn.Module, axis: TpAxis, sequence: SequenceLength) -> None:
+        """Gives ``module`` its tensor-parallel forward: the style's method ``forward``, if it has one."""
+        if self.forward is not None:
+            bind_forward(module, TpState(self, axis, sequence))
 
     def traffic(self, module: nn.Module, tp: int) -> tuple[Traffic, ...]:
         """Returns the collectives of the module, with their sizes per token, for the report."""
         return ()
 
     @property
+    def ends(self) -> tuple[str, str]:
+        """The layouts of its input and of its output, such as ``"sequence"``; ``""``: those it is given."""
+        return "", ""
+
+    @property
     def random_after(self) -> RandomLayout:
         """The layout of the output, for random numbers (``tp/random.py``); ``""``: that of the input."""
-        return ""
+        return RANDOM_LAYOUTS.get(self.ends[1], "")
 
     @property
     def splits_sequence(self) -> bool:
         """Whether its forward splits the sequence among the ranks."""
-        return False
+        return self.ends[1] == "sequence"
 
     @property
     def takes_parts(self) -> bool:
         """Whether its input is a part of the sequence, of which it must know the global length."""
-        return False
+        return self.ends[0] == "sequence"
 
 
 class LayoutStyle(Style):
-    """A style with the field ``output``, a layout of ``RANDOM_LAYOUTS``, and perhaps with ``input``."""
+    """A style with the field ``output``, and perhaps with ``input``."""
 
     @property
-    def random_after(self) -> RandomLayout:
-        return RANDOM_LAYOUTS[self.output]  # type: ignore[attr-defined]
-
-    @property
-    def splits_sequence(self) -> bool:
-        return self.output == "sequence"  # type: ignore[attr-defined]
-
-    @property
-    def takes_parts(self) -> bool:
-        return getattr(self, "input", None) == "sequence"
+    def ends(self) -> tuple[str, str]:
+        return getattr(self, "input", ""), self.output  # type: ignore[attr-defined]
 
 
 def _shown(value: object) -> str:

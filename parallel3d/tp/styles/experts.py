@@ -106,13 +106,12 @@ class Experts(Style):
         return found
 
     def install(self, module: nn.Module, axis: TpAxis, sequence: SequenceLength) -> None:
-        biases = {name: p for name, p in own_params(module).items() if name.endswith("bias")}
-        once = tuple(  # those that every rank holds whole
+        once = tuple(  # biases that every rank holds whole
             name
-            for name, p in biases.items()
-            if isinstance(p, DTensor) and isinstance(p.placements[0], Replicate)
+            for name, p in own_params(module).items()
+            if name.endswith("bias") and isinstance(p, DTensor) and p.placements[0].is_replicate()
         )
-        bind_forward(module, experts, TpState(self, axis, sequence, once=once))
+        bind_forward(module, TpState(self, axis, sequence, once=once))
 
     def traffic(self, module: nn.Module, tp: int) -> tuple[Traffic, ...]:
         # The experts' input and output features are the weights' dim that isn't split. The gradients of the
@@ -123,6 +122,26 @@ class Experts(Style):
             if size is None and isinstance(rule.placement, Shard) and len(shape) == 3:
                 size = int(shape[3 - rule.placement.dim])
         return *sum_traffic("replicate", size), *input_traffic("replicate", size)
+
+    def forward(self, tp: TpState, module: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward on copies of its inputs, summed over the ranks."""
+        args = tuple(_copy(value, tp) for value in args)
+        kwargs = {name: _copy(value, tp) for name, value in kwargs.items()}
+        for (
+            name
+        ) in tp.once:  # in front of the parameter: itself on the first rank, zeros on the others
+            module.__dict__[name] = module._parameters[name] * (1 - torch.sym_min(tp.axis.rank, 1))
+        try:
+            y = tp.inner(module, *args, **kwargs)
+        finally:
+            for name in tp.once:
+                del module.__dict__[name]
+        if not isinstance(y, Tensor):
+            raise StateError(
+                f"{type(module).__name__} as {self} gave a {type(y).__name__}; the ranks' outputs are "
+                "summed, which takes one tensor"
+            )
+        return reduce_from_tp(y, tp.axis)
 
 
 @dataclass(frozen=True)
@@ -135,34 +154,9 @@ class IdentityExpert(Style):
             raise PlanError(f"{type(module).__name__} has parameters: it is no identity")
         return {}
 
-    def install(self, module: nn.Module, axis: TpAxis, sequence: SequenceLength) -> None:
-        bind_forward(module, identity_expert, TpState(self, axis, sequence))
-
-
-def experts(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The module's forward on copies of its inputs, summed over the ranks."""
-    tp: TpState = self._parallel3d_tp
-    args = tuple(_copy(value, tp) for value in args)
-    kwargs = {name: _copy(value, tp) for name, value in kwargs.items()}
-    for name in tp.once:  # in front of the parameter: itself on the first rank, zeros on the others
-        self.__dict__[name] = self._parameters[name] * (1 - torch.sym_min(tp.axis.rank, 1))
-    try:
-        y = tp.inner(self, *args, **kwargs)
-    finally:
-        for name in tp.once:
-            del self.__dict__[name]
-    if not isinstance(y, Tensor):
-        raise StateError(
-            f"{type(self).__name__} as {tp.style} gave a {type(y).__name__}; the ranks' outputs are summed, "
-            "which takes one tensor"
-        )
-    return reduce_from_tp(y, tp.axis)
-
-
-def identity_expert(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The module's output over the number of ranks, which all add it."""
-    tp: TpState = self._parallel3d_tp
-    return tp.inner(self, *args, **kwargs) / tp.axis.size
+    def forward(self, tp: TpState, module: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """The module's output over the number of ranks, which all add it."""
+        return tp.inner(module, *args, **kwargs) / tp.axis.size
 
 
 def _copy(value: Any, tp: TpState) -> Any:

@@ -23,7 +23,7 @@ from parallel3d.tp.forwards import (
     split_features,
     take_input,
 )
-from parallel3d.tp.overlap import gather_linear, linear, obstacle
+from parallel3d.tp.overlap import GatherLinear, linear, obstacle
 from parallel3d.tp.styles.base import (
     LayoutStyle,
     ParamRule,
@@ -40,8 +40,31 @@ from parallel3d.tp.styles.base import (
 )
 
 
+class SplitStyle(LayoutStyle):
+    """A style whose ``forward`` replaces that of a linear layer or of an embedding."""
+
+    def install(self, module: Any, axis: TpAxis, sequence: SequenceLength) -> None:
+        embedding = isinstance(module, nn.Embedding)
+        base = nn.Embedding if embedding else linear_kind(self, module).base
+        state = TpState(self, axis, sequence, packing=packing_of(module.weight))
+        bind_base_forward(module, base, state)
+
+    def _check_forward(
+        self, module: nn.Module, base: type, whole: str = "output", needs: str = "all features"
+    ) -> None:
+        """Refuses a forward of its own that would get or give parts, unless it works by element."""
+        if set(self.ends) - {"", "replicate"} and not works_by_element(module, base):
+            raise PlanError(
+                f"{type(module).__name__} does something of its own with what {base.__name__} takes or "
+                f'gives, which may need {needs}; {type(self).__name__}({whole}="replicate") gives it all'
+            )
+
+    def _cut(self: Any, what: str, size: Any, dim: int, tp: int) -> ParamRule:
+        return cut_features(what, size, dim, self.packed, self.multiple_of, tp)
+
+
 @dataclass(frozen=True)
-class VocabParallel(LayoutStyle):
+class VocabParallel(SplitStyle):
     """Splits the vocabulary of an ``nn.Embedding`` over ``tp``: each rank looks up the tokens that it holds.
     ``padding_idx`` works; ``max_norm``, ``scale_grad_by_freq`` and ``sparse`` raise.
 
@@ -58,47 +81,32 @@ class VocabParallel(LayoutStyle):
             raise PlanError(
                 f"VocabParallel is for nn.Embedding with its own forward, not {type(module).__name__}"
             )
-        if self.splits_sequence and not works_by_element(module, nn.Embedding):
-            raise PlanError(
-                f"{type(module).__name__} does something with what it looks up, which may need the whole "
-                'sequence; VocabParallel(output="replicate") gives it all'
-            )
+        self._check_forward(module, nn.Embedding, needs="the whole sequence")
         refuse_lookup_options(module, scale_grad_by_freq=False)
         return fit_rules(module, weight=ParamRule(Shard(0)))
-
-    def install(self, module: nn.Module, axis: TpAxis, sequence: SequenceLength) -> None:
-        state = TpState(self, axis, sequence)
-        bind_base_forward(module, nn.Embedding, vocab_parallel_embedding, state)
 
     def traffic(self, module: Any, tp: int) -> tuple[Traffic, ...]:
         return sum_traffic(self.output, module.embedding_dim)
 
-
-def colwise_embedding(self: Any, input: Tensor) -> Tensor:
-    """(...) ids -> (..., width / tp), or (..., width) if gathered."""
-    tp: TpState = self._parallel3d_tp
-    y = tp.inner(self, input)
-    return gather_features(y, self.embedding_dim, tp) if tp.style.output == "replicate" else y
-
-
-def vocab_parallel_embedding(self: Any, input: Tensor) -> Tensor:
-    """(...) ids -> (..., width): each rank looks up the ids that it holds, and zeros for the others. An id
-    outside the vocabulary is an error on every rank, as in the plain module."""
-    tp: TpState = self._parallel3d_tp
-    size, chunk = self.num_embeddings, tp.axis.chunk(self.num_embeddings)
-    start = tp.axis.rank * chunk
-    ids = copy_by_rank(input, tp.axis)
-    assert_async(((ids >= 0) & (ids < size)).all(), f"an id is outside the vocabulary of {size}")
-    local = ids - start
-    elsewhere = (local < 0) | (local >= chunk)
-    weight = self.weight
-    if chunk * (tp.axis.size - 1) >= size:  # the last rank holds no row
-        weight = F.pad(weight, (0, 0, 0, 1))  # a row for id 0
-    y = F.embedding(local.masked_fill(elsewhere, 0), weight)
-    y = y.masked_fill(elsewhere.unsqueeze(-1), 0)
-    if self.padding_idx is not None:  # its row is looked up but not trained
-        y = torch.where((ids == self.padding_idx).unsqueeze(-1), y.detach(), y)
-    return finish_sum(y, tp.style.output, tp.style.sequence_dim, tp)
+    def forward(self, tp: TpState, module: Any, /, input: Tensor) -> Tensor:
+        """(...) ids -> (..., width): each rank looks up the ids that it holds, and zeros for the others. An
+        id outside the vocabulary is an error on every rank, as in the plain module."""
+        size, chunk = module.num_embeddings, tp.axis.chunk(module.num_embeddings)
+        start = tp.axis.rank * chunk
+        ids = copy_by_rank(input, tp.axis)
+        assert_async(
+            ((ids >= 0) & (ids < size)).all(), f"an id is outside the vocabulary of {size}"
+        )
+        local = ids - start
+        elsewhere = (local < 0) | (local >= chunk)
+        weight = module.weight
+        if chunk * (tp.axis.size - 1) >= size:  # the last rank holds no row
+            weight = F.pad(weight, (0, 0, 0, 1))  # a row for id 0
+        y = F.embedding(local.masked_fill(elsewhere, 0), weight)
+        y = y.masked_fill(elsewhere.unsqueeze(-1), 0)
+        if module.padding_idx is not None:  # its row is looked up but not trained
+            y = torch.where((ids == module.padding_idx).unsqueeze(-1), y.detach(), y)
+        return finish_sum(y, self.output, self.sequence_dim, tp)
 
 
 Packed = int | tuple[int, ...] | Packing
@@ -166,7 +174,7 @@ def sections_of(what: str, size: int, packed: int | tuple[int, ...]) -> tuple[in
 
 
 @dataclass(frozen=True)
-class Colwise(LayoutStyle):
+class Colwise(SplitStyle):
     """Splits the output features over ``tp``: of ``nn.Linear`` and transformers' ``Conv1D`` the weight and
     bias, of ``nn.Embedding`` the width, so that each rank has all tokens and a part of each vector.
 
@@ -222,24 +230,6 @@ class Colwise(LayoutStyle):
         dim = max(param.dim() - 2, 0)
         return self._cut(f"dim {dim}", param.shape[dim], dim, tp)
 
-    def _cut(self, what: str, size: Any, dim: int, tp: int) -> ParamRule:
-        return cut_features(what, size, dim, self.packed, self.multiple_of, tp)
-
-    def _check_forward(self, module: nn.Module, base: type[nn.Module]) -> None:
-        whole = (self.input, self.output) == ("replicate", "replicate")
-        if not whole and not works_by_element(module, base):
-            raise PlanError(
-                f"{type(module).__name__} does something of its own with what {base.__name__} takes or "
-                'gives, which may need all features; Colwise(output="replicate") gives it all'
-            )
-
-    def install(self, module: Any, axis: TpAxis, sequence: SequenceLength) -> None:
-        state = TpState(self, axis, sequence, packing=packing_of(module.weight))
-        if isinstance(module, nn.Embedding):
-            bind_base_forward(module, nn.Embedding, colwise_embedding, state)
-        else:
-            bind_base_forward(module, linear_kind(self, module).base, colwise_linear, state)
-
     def traffic(self, module: Any, tp: int) -> tuple[Traffic, ...]:
         if is_embedding(module):
             width = module.embedding_dim
@@ -254,9 +244,41 @@ class Colwise(LayoutStyle):
             return ""
         return super().random_after
 
+    def forward(self, tp: TpState, module: Any, /, input: Tensor) -> Tensor:
+        """(..., in) or, of an embedding, (...) ids -> (..., out / tp), or (..., out) if gathered."""
+        y: Tensor | None = None
+        if isinstance(module, nn.Embedding):
+            y, size = tp.inner(module, input), module.embedding_dim
+        else:
+            weight, size = _as_linear(module), _out_features(module)
+            if self.chunks > 1:
+                y = self._in_chunks(tp, input, weight, module.bias)
+            if y is None:
+                x = take_input(input, self.input, self.sequence_dim, tp, read_only=True)
+                y = linear(x, weight, module.bias)
+        return gather_features(y, size, tp) if self.output == "replicate" else y
+
+    def _in_chunks(
+        self, tp: TpState, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor | None:
+        size = tp.sequence.of(x, self.sequence_dim, tp.axis)
+        if tp.axis.size == 1:
+            return None
+        why_not = obstacle(x, self.sequence_dim, size, tp.axis)
+        if why_not:
+            if not torch.compiler.is_compiling():  # which parallelize(compile=...) refuses
+                warnings.warn(
+                    f"{self}: the sequence is gathered at once, not in {self.chunks} chunks beside the "
+                    f"matmul: {why_not}",
+                    stacklevel=2,
+                )
+            return None
+        dim = self.sequence_dim % x.dim()
+        return GatherLinear.apply(x, weight, bias, dim, self.chunks, tp.axis)
+
 
 @dataclass(frozen=True)
-class Rowwise(LayoutStyle):
+class Rowwise(SplitStyle):
     """Splits the input features of an ``nn.Linear`` or ``Conv1D`` over ``tp``; the bias is whole and added
     once, after the sum. On an ``nn.Embedding`` it means :class:`VocabParallel`, as in torch.
 
@@ -282,19 +304,12 @@ class Rowwise(LayoutStyle):
 
     def plan(self, module: nn.Module, tp: int) -> dict[str, ParamRule]:
         kind = linear_kind(self, module)
-        whole = (self.input, self.output) == ("replicate", "replicate")
-        if not whole and not works_by_element(module, kind.base):
-            raise PlanError(
-                f"{type(module).__name__} does something of its own before or after the product, which may "
-                'need all features; Rowwise(input="replicate") gives it all'
-            )
+        self._check_forward(module, kind.base, "input")
         # Added to a part of the sequence, the bias gets a part of its gradient.
         bias_grad: Literal["whole", "partial"] = "partial" if self.splits_sequence else "whole"
         return fit_rules(
             module,
-            weight=cut_features(
-                kind.in_name, kind.in_features, kind.in_dim, self.packed, self.multiple_of, tp
-            ),
+            weight=self._cut(kind.in_name, kind.in_features, kind.in_dim, tp),
             bias=ParamRule(Replicate(), bias_grad),
         )
 
@@ -302,64 +317,28 @@ class Rowwise(LayoutStyle):
         if param.dim() == 1:
             return ParamRule(Replicate())
         dim = param.dim() - 1
-        return cut_features(f"dim {dim}", param.shape[dim], dim, self.packed, self.multiple_of, tp)
-
-    def install(self, module: Any, axis: TpAxis, sequence: SequenceLength) -> None:
-        state = TpState(self, axis, sequence, packing=packing_of(module.weight))
-        bind_base_forward(module, linear_kind(self, module).base, rowwise_linear, state)
+        return self._cut(f"dim {dim}", param.shape[dim], dim, tp)
 
     def traffic(self, module: Any, tp: int) -> tuple[Traffic, ...]:
         kind = linear_kind(self, module)
         gather = (Traffic("all-gather", "backward", kind.in_features),)
         return sum_traffic(self.output, kind.out_features) + gather * (self.input == "replicate")
 
-
-def colwise_linear(self: Any, input: Tensor) -> Tensor:
-    """(..., in) -> (..., out / tp), or (..., out) if gathered."""
-    tp: TpState = self._parallel3d_tp
-    style: Any = tp.style
-    weight = _as_linear(self)
-    y = _in_chunks(tp, input, weight, self.bias) if style.chunks > 1 else None
-    if y is None:
-        x = take_input(input, style.input, style.sequence_dim, tp, read_only=True)
-        y = linear(x, weight, self.bias)
-    return gather_features(y, _out_features(self), tp) if style.output == "replicate" else y
-
-
-def _in_chunks(tp: TpState, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    style: Any = tp.style
-    size = tp.sequence.of(x, style.sequence_dim, tp.axis)
-    if tp.axis.size == 1:
-        return None
-    why_not = obstacle(x, style.sequence_dim, size, tp.axis)
-    if why_not:
-        if not torch.compiler.is_compiling():  # which parallelize(compile=...) refuses
-            warnings.warn(
-                f"{style}: the sequence is gathered at once, not in {style.chunks} chunks beside the matmul: "
-                f"{why_not}",
-                stacklevel=2,
+    def forward(self, tp: TpState, module: Any, /, input: Tensor) -> Tensor:
+        """(..., in / tp), or (..., in) which is split here, -> (..., out)."""
+        x, weight = input, _as_linear(module)
+        features = module.in_features if isinstance(module, nn.Linear) else module.nx
+        if self.input == "replicate":
+            x = split_features(x, tp)
+        elif isinstance(x.shape[-1], int) and x.shape[-1] == features != weight.shape[1]:
+            raise StateError(
+                f"a Rowwise linear of {features} input features got all of them, but each tp "
+                f'rank\'s part was expected (the output of Colwise). Rowwise(input="replicate") splits '
+                "a whole input."
             )
-        return None
-    return gather_linear(x, weight, bias, style.sequence_dim, style.chunks, tp.axis)
-
-
-def rowwise_linear(self: Any, input: Tensor) -> Tensor:
-    """(..., in / tp), or (..., in) which is split here, -> (..., out)."""
-    tp: TpState = self._parallel3d_tp
-    style: Any = tp.style
-    x, weight = input, _as_linear(self)
-    features = self.in_features if isinstance(self, nn.Linear) else self.nx
-    if style.input == "replicate":
-        x = split_features(x, tp)
-    elif isinstance(x.shape[-1], int) and x.shape[-1] == features != weight.shape[1]:
-        raise StateError(
-            f"a Rowwise linear of {features} input features got all of them, but each tp "
-            f'rank\'s part was expected (the output of Colwise). Rowwise(input="replicate") splits '
-            "a whole input."
-        )
-    y = finish_sum(F.linear(x, weight), style.output, style.sequence_dim, tp)
-    # The bias after the sum, in which it would be added tp times.
-    return y if self.bias is None else y + self.bias
+        y = finish_sum(F.linear(x, weight), self.output, self.sequence_dim, tp)
+        # The bias after the sum, in which it would be added tp times.
+        return y if module.bias is None else y + module.bias
 
 
 def _as_linear(module: Any) -> Tensor:
@@ -368,7 +347,6 @@ def _as_linear(module: Any) -> Tensor:
 
 
 def _out_features(module: Any) -> int:
-    """Returns the plain module's number of output features."""
     return module.out_features if isinstance(module, nn.Linear) else module.nf
 
 
@@ -393,30 +371,23 @@ class GroupedKv(Colwise):
         rule = ParamRule(Replicate(), "partial")
         return fit_rules(module, weight=rule, bias=rule)
 
-    def install(self, module: nn.Module, axis: TpAxis, sequence: SequenceLength) -> None:
-        base = linear_kind(self, module).base
-        bind_base_forward(module, base, grouped_kv_linear, TpState(self, axis, sequence))
-
-
-def grouped_kv_linear(self: Any, input: Tensor) -> Tensor:
-    """(..., in) -> (..., heads in this rank's output x head size)."""
-    tp: TpState = self._parallel3d_tp
-    style: Any = tp.style
-    x = take_input(input, style.input, style.sequence_dim, tp, read_only=True)
-    # A rank's heads are neighbours: its rows of the weight are a view.
-    numbers = [max(heads) - min(heads) + 1 for heads in style.heads]
-    number = pick_by_rank(numbers, tp.axis.rank)
-    size = _out_features(self) // style.kv_heads
-    start = pick_by_rank([min(heads) * size for heads in style.heads], tp.axis.rank)
-    weight = _as_linear(self).narrow(0, start, number * size)
-    bias = None if self.bias is None else self.bias.narrow(0, start, number * size)
-    y = F.linear(x, weight, bias)
-    if [len(heads) for heads in style.heads] == numbers:
-        return y
-    # On some rank a head is repeated.
-    if tp.index is None or tp.index.device != y.device:
-        tp.index = _index(style.heads, tp.axis.rank, y.device)
-    return y.unflatten(-1, (number, size)).index_select(-2, tp.index).flatten(-2)
+    def forward(self, tp: TpState, module: Any, /, input: Tensor) -> Tensor:
+        """(..., in) -> (..., heads in this rank's output x head size)."""
+        x = take_input(input, self.input, self.sequence_dim, tp, read_only=True)
+        # A rank's heads are neighbours: its rows of the weight are a view.
+        numbers = [max(heads) - min(heads) + 1 for heads in self.heads]
+        number = pick_by_rank(numbers, tp.axis.rank)
+        size = _out_features(module) // self.kv_heads
+        start = pick_by_rank([min(heads) * size for heads in self.heads], tp.axis.rank)
+        weight = _as_linear(module).narrow(0, start, number * size)
+        bias = None if module.bias is None else module.bias.narrow(0, start, number * size)
+        y = F.linear(x, weight, bias)
+        if [len(heads) for heads in self.heads] == numbers:
+            return y
+        # On some rank a head is repeated.
+        if tp.index is None or tp.index.device != y.device:
+            tp.index = _index(self.heads, tp.axis.rank, y.device)
+        return y.unflatten(-1, (number, size)).index_select(-2, tp.index).flatten(-2)
 
 
 def _index(heads: tuple[tuple[int, ...], ...], rank: int, device: torch.device) -> Tensor:

@@ -2,7 +2,6 @@
 and outputs."""
 
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -21,7 +20,6 @@ from parallel3d.tp.collectives import (
 )
 from parallel3d.tp.forwards import (
     TpState,
-    bind_forward,
     finish_sum,
     gather_parts,
     map_first,
@@ -29,10 +27,8 @@ from parallel3d.tp.forwards import (
     take_input,
 )
 from parallel3d.tp.styles.base import (
-    RANDOM_LAYOUTS,
     LayoutStyle,
     ParamRule,
-    RandomLayout,
     Style,
     Traffic,
     fit_rules,
@@ -145,7 +141,7 @@ class SequenceParallel(LayoutStyle):
 
     def install(self, module: nn.Module, axis: TpAxis, sequence: SequenceLength) -> None:
         if "replicate" in (self.input, self.output):  # otherwise the plain forward is right
-            bind_forward(module, sequence_parallel, TpState(self, axis, sequence))
+            super().install(module, axis, sequence)
 
     def traffic(self, module: nn.Module, tp: int) -> tuple[Traffic, ...]:
         size = next((p.numel() for p in own_params(module).values()), None)
@@ -156,16 +152,13 @@ class SequenceParallel(LayoutStyle):
     def splits_sequence(self) -> bool:
         return self.input == "replicate"
 
-
-def sequence_parallel(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The module's forward on this rank's part of the sequence."""
-    tp: TpState = self._parallel3d_tp
-    style: Any = tp.style
-    dim = style.sequence_dim
-    if style.input == "replicate":
-        args, kwargs = map_first(tp, args, kwargs, lambda x: split_sequence(x, dim, tp))
-    y = tp.inner(self, *args, **kwargs)
-    return gather_parts(y, dim, tp) if style.output == "replicate" else y
+    def forward(self, tp: TpState, module: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward on this rank's part of the sequence."""
+        dim = self.sequence_dim
+        if self.input == "replicate":
+            args, kwargs = map_first(tp, args, kwargs, lambda x: split_sequence(x, dim, tp))
+        y = tp.inner(module, *args, **kwargs)
+        return gather_parts(y, dim, tp) if self.output == "replicate" else y
 
 
 @dataclass(frozen=True)
@@ -214,23 +207,16 @@ class PrepareOutput(Style):
             )
         return whole_params(module)
 
-    def install(self, module: nn.Module, axis: TpAxis, sequence: SequenceLength) -> None:
-        bind_forward(module, prepare_output, TpState(self, axis, sequence))
-
     def traffic(self, module: nn.Module, tp: int) -> tuple[Traffic, ...]:
         return _TRAFFIC[self.given, self.wanted]
 
     @property
-    def random_after(self) -> RandomLayout:
-        return RANDOM_LAYOUTS[self.wanted]
+    def ends(self) -> tuple[str, str]:
+        return self.given, self.wanted
 
-    @property
-    def splits_sequence(self) -> bool:
-        return self.wanted == "sequence"
-
-    @property
-    def takes_parts(self) -> bool:
-        return self.given == "sequence"
+    def forward(self, tp: TpState, module: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward with its output in the layout of the style."""
+        return _change_layout(tp.inner(module, *args, **kwargs), self, tp)
 
 
 _TRAFFIC: dict[tuple[str, str], tuple[Traffic, ...]] = {
@@ -241,12 +227,6 @@ _TRAFFIC: dict[tuple[str, str], tuple[Traffic, ...]] = {
     ("sequence", "replicate"): (Traffic("all-gather", "forward", None),),
     ("shard", "replicate"): (Traffic("all-gather", "forward", None),),
 }
-
-
-def prepare_output(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The module's forward with its output in the layout of the style."""
-    tp: TpState = self._parallel3d_tp
-    return _change_layout(tp.inner(self, *args, **kwargs), tp.style, tp)
 
 
 def _change_layout(y: Any, style: PrepareOutput, tp: TpState) -> Any:
@@ -304,19 +284,14 @@ class RopeOutput(Style):
             )
         return whole_params(module)
 
-    def install(self, module: nn.Module, axis: TpAxis, sequence: SequenceLength) -> None:
-        bind_forward(module, rope_output, TpState(self, axis, sequence))
-
     def traffic(self, module: nn.Module, tp: int) -> tuple[Traffic, ...]:
         return (Traffic("all-reduce", "backward", self.features),)
 
-
-def rope_output(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The module's forward, with the last features of its output as a copy."""
-    tp: TpState = self._parallel3d_tp
-    y = tp.inner(self, *args, **kwargs)
-    whole, rope = y[..., : -tp.style.features], y[..., -tp.style.features :]
-    return torch.cat([whole, copy_to_tp(rope, tp.axis)], -1)
+    def forward(self, tp: TpState, module: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward, with the last features of its output as a copy."""
+        y = tp.inner(module, *args, **kwargs)
+        whole, rope = y[..., : -self.features], y[..., -self.features :]
+        return torch.cat([whole, copy_to_tp(rope, tp.axis)], -1)
 
 
 Layout = Literal["replicate", "sequence"]
@@ -379,17 +354,34 @@ class PrepareInput(Style):
         whole = {name: Replicated() for name in module._parameters if self.wanted == "whole"}
         return LocalParams(tuple({**whole, **dict(self.params)}.items())).plan(module, tp)
 
-    def install(self, module: nn.Module, axis: TpAxis, sequence: SequenceLength) -> None:
-        bind_forward(module, prepare_input, TpState(self, axis, sequence))
-
     def traffic(self, module: nn.Module, tp: int) -> tuple[Traffic, ...]:
         found = [t for layout in self.layouts for t in input_traffic(layout, None)]
         # A whole input's gradient is whole too.
         return tuple(t for t in found if self.wanted == "copy" or t.phase == "forward")
 
     @property
-    def takes_parts(self) -> bool:
-        return "sequence" in self.layouts
+    def ends(self) -> tuple[str, str]:
+        return "sequence" if "sequence" in self.layouts else "", ""
+
+    def forward(self, tp: TpState, module: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward on inputs that are copied or gathered once for all its children."""
+        args, kwargs = map_first(tp, args, kwargs, lambda x: self._prepare(x, self.layout, tp))
+        positional = list(args)
+        first = next((i for i, value in enumerate(positional) if isinstance(value, Tensor)), -1)
+        for name, layout in self.named:
+            place = tp.names.index(name) if name in tp.names else len(positional)
+            if place < len(positional):
+                if place != first and isinstance(positional[place], Tensor):
+                    positional[place] = self._prepare(positional[place], layout, tp)
+            elif (name != tp.first or first >= 0) and isinstance(kwargs.get(name), Tensor):
+                kwargs = {**kwargs, name: self._prepare(kwargs[name], layout, tp)}
+        y = tp.inner(module, *positional, **kwargs)
+        return _change_layout(y, self.output, tp) if isinstance(self, PrepareInputOutput) else y
+
+    def _prepare(self, x: Tensor, layout: str, tp: TpState) -> Tensor:
+        if self.wanted == "copy":
+            return take_input(x, layout, self.sequence_dim, tp)
+        return x if layout == "replicate" else gather_parts(x, self.sequence_dim, tp)
 
 
 @dataclass(frozen=True)
@@ -409,43 +401,6 @@ class PrepareInputOutput(PrepareInput):
         return *super().traffic(module, tp), *self.output.traffic(module, tp)
 
     @property
-    def random_after(self) -> RandomLayout:
-        return self.output.random_after
-
-    @property
-    def splits_sequence(self) -> bool:
-        return self.output.splits_sequence
-
-    @property
-    def takes_parts(self) -> bool:
-        return super().takes_parts or self.output.takes_parts
-
-
-def prepare_input(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The module's forward on inputs that are copied or gathered once for all its children."""
-    tp: TpState = self._parallel3d_tp
-    style: Any = tp.style
-    args, kwargs = map_first(tp, args, kwargs, _preparation(tp, style.layout))
-    positional = list(args)
-    first = next((i for i, value in enumerate(positional) if isinstance(value, Tensor)), -1)
-    for name, layout in style.named:
-        prepare = _preparation(tp, layout)
-        place = tp.names.index(name) if name in tp.names else len(positional)
-        if place < len(positional):
-            if place != first and isinstance(positional[place], Tensor):
-                positional[place] = prepare(positional[place])
-        elif (name != tp.first or first >= 0) and isinstance(kwargs.get(name), Tensor):
-            kwargs = {**kwargs, name: prepare(kwargs[name])}
-    y = tp.inner(self, *positional, **kwargs)
-    return _change_layout(y, style.output, tp) if isinstance(style, PrepareInputOutput) else y
-
-
-def _preparation(tp: TpState, layout: str) -> Callable[[Tensor], Tensor]:
-    style: Any = tp.style
-
-    def prepare(x: Tensor) -> Tensor:
-        if style.wanted == "copy":
-            return take_input(x, layout, style.sequence_dim, tp)
-        return x if layout == "replicate" else gather_parts(x, style.sequence_dim, tp)
-
-    return prepare
+    def ends(self) -> tuple[str, str]:
+        given, wanted = self.output.ends
+        return super().ends[0] or given, wanted

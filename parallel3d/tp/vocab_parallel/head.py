@@ -12,12 +12,13 @@ from torch.nn import functional as F
 from parallel3d._torch.autograd import functorch_is_active, untraced
 from parallel3d._util.forwards import as_if, wrap_forward
 from parallel3d.errors import Parallel3dError, PlanError
-from parallel3d.tp.collectives import SequenceLength, TpAxis, copy_to_tp, gather_from_tp
-from parallel3d.tp.forwards import TpState, bind_base_forward, take_input
+from parallel3d.tp.collectives import TpAxis, copy_to_tp, gather_from_tp
+from parallel3d.tp.forwards import TpState, take_input
 from parallel3d.tp.overlap import linear
 from parallel3d.tp.plan import ResolvedPlan
-from parallel3d.tp.styles import Colwise, Style
+from parallel3d.tp.styles import Colwise
 from parallel3d.tp.styles.base import ParamRule, Traffic, is_plain
+from parallel3d.tp.styles.linear import SplitStyle
 from parallel3d.tp.vocab_parallel.rows import LossOptions
 from parallel3d.tp.vocab_parallel.vocab_logits import (
     VocabLogits,
@@ -28,7 +29,7 @@ from parallel3d.tp.vocab_parallel.vocab_logits import (
 
 
 @dataclass(frozen=True)
-class LogitsHead(Style):
+class LogitsHead(SplitStyle):
     """A column-parallel output head whose logits are ``VocabLogits``: they have the plain logits' shape,
     cross entropy takes them split, and all other functions get them gathered.
 
@@ -43,28 +44,22 @@ class LogitsHead(Style):
     def plan(self, module: nn.Module, tp: int) -> dict[str, ParamRule]:
         return self.head.plan(module, tp)
 
-    def install(self, module: nn.Module, axis: TpAxis, sequence: SequenceLength) -> None:
-        bind_base_forward(module, nn.Linear, logits_head, TpState(self, axis, sequence))
-
     def traffic(self, module: nn.Module, tp: int) -> tuple[Traffic, ...]:
         # The loss reduces two numbers a token.
         loss = (Traffic("all-reduce", "forward", 1),) * 2
         return *replace(self.head, output="shard").traffic(module, tp), *loss
 
     @property
-    def takes_parts(self) -> bool:
-        return self.head.takes_parts
+    def ends(self) -> tuple[str, str]:
+        return self.head.ends[0], ""
 
-
-def logits_head(self: Any, input: Tensor) -> Tensor:
-    """(..., in) -> VocabLogits (..., out)."""
-    tp: TpState = self._parallel3d_tp
-    style: Any = tp.style
-    x = take_input(input, style.head.input, style.head.sequence_dim, tp, read_only=True)
-    if torch.compiler.is_compiling() or functorch_is_active():  # neither handles our subclass
-        y = F.linear(x, self.weight, self.bias)
-        return gather_from_tp(y, -1, self.out_features, tp.axis)
-    return _logits(self, x, tp.axis, style.chunked)
+    def forward(self, tp: TpState, module: Any, /, input: Tensor) -> Tensor:
+        """(..., in) -> VocabLogits (..., out)."""
+        x = take_input(input, self.head.input, self.head.sequence_dim, tp, read_only=True)
+        if torch.compiler.is_compiling() or functorch_is_active():  # neither handles our subclass
+            y = F.linear(x, module.weight, module.bias)
+            return gather_from_tp(y, -1, module.out_features, tp.axis)
+        return _logits(module, x, tp.axis, self.chunked)
 
 
 def _chunked_linear(inner: Callable[..., Tensor]) -> Callable[..., Tensor]:

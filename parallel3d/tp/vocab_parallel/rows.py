@@ -50,11 +50,6 @@ class LogitsRows:
     tokens: int | None = None
     over: Event = field(default_factory=Event)
 
-    @property
-    def inputs(self) -> tuple[Tensor | None, ...]:
-        """The tensors that get gradients."""
-        return self.hidden, self.weight, self.bias
-
     def chunk(self, classes: int) -> int:
         """Returns the number of rows in a chunk."""
         if self.weight is None:

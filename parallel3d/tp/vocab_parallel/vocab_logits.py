@@ -313,7 +313,6 @@ def _sources_of(grad: Tensor, view: LogitsView) -> tuple[GradientSource, ...]:
 def _input_gradients(
     rows: LogitsRows, sources: tuple[GradientSource, ...], needed: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
-    """Returns the gradients of ``rows.inputs``."""
     if rows.weight is None and len(sources) == 1 and sources[0].view.index is None:
         (source,) = sources
         parts = [pull_back(source, rows.get(part), part) for part in source.view.parts()]
@@ -325,7 +324,7 @@ def _input_gradients(
             rows.add(sums, where, pull_back(source, rows.get(where), part))
     return tuple(
         total if total is None or x is None else total.to(x.dtype)
-        for total, x in zip(sums, rows.inputs, strict=True)
+        for total, x in zip(sums, (rows.hidden, rows.weight, rows.bias), strict=True)
     )
 
 
@@ -537,22 +536,16 @@ def _elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
     others = [t for t in tensors if not isinstance(t, VocabLogits)]
     if len(logits) != 1 or "out" in kwargs or any(t.dim() or t.requires_grad for t in others):
         return NotImplemented
-    # Copies, as the others may change before the function is applied.
-    args, kwargs = map_tensors(
-        lambda t: t if isinstance(t, VocabLogits) else t.detach().clone(), (args, kwargs)
-    )
-    # A placeholder, as the operation must not keep the logits, which refer to it.
-    place = object()
-    args, kwargs = _replaced(args, logits[0], place), _replaced(kwargs, logits[0], place)
-    return _after(
-        logits[0], lambda x: func(*_replaced(args, place, x), **_replaced(kwargs, place, x))
-    )
+    # Copies, as the others may change before the function is applied; and a placeholder for the logits, which
+    # the operation must not keep, as they refer to it.
+    place = torch.empty(0)
+    given = map_tensors(lambda t: place if t is logits[0] else t.detach().clone(), (args, kwargs))
 
+    def op(x: Tensor) -> Tensor:
+        args, kwargs = map_tensors(lambda t: x if t is place else t, given)
+        return func(*args, **kwargs)
 
-def _replaced(values: Any, old: object, new: object) -> Any:
-    if isinstance(values, dict):
-        return {key: new if value is old else value for key, value in values.items()}
-    return tuple(new if value is old else value for value in values)
+    return _after(logits[0], op)
 
 
 def _after(logits: VocabLogits, op: Callable[[Tensor], Tensor]) -> Any:
@@ -655,26 +648,15 @@ def _index(func: Any, input: VocabLogits, key: Any) -> Any:
 
 def _without_vocabulary(key: tuple[Any, ...], rows: int) -> tuple[Any, ...] | None:
     """Returns the part of ``key`` for the first ``rows`` dims; None if it selects from the last."""
-    dims = [_indexed_dims(item) for item in key]
-    if None in dims or sum(item is Ellipsis for item in key) > 1:
+    dims = [n for item in key if (n := _indexed_dims(item)) is not None]
+    ellipses = [i for i, item in enumerate(key) if item is Ellipsis] or [len(key)]
+    skipped = rows + 1 - sum(dims)
+    if len(dims) < len(key) or len(ellipses) > 1 or skipped < 0:
         return None
-    used = sum(n for n in dims if n is not None)
-    kept: list[Any] = []
-    dim = 0
-    for item, n in zip(key, dims, strict=True):
-        if item is Ellipsis:
-            skipped = rows + 1 - used
-            kept += [slice(None)] * min(skipped, rows - dim)
-            dim += skipped
-        elif dim == rows and not (isinstance(item, slice) and item == slice(None)):
-            return None  # of the vocabulary
-        elif dim + (n or 0) > rows + (dim == rows):
-            return None  # of rows and vocabulary at once, or of dims that don't exist
-        else:
-            if dim < rows:
-                kept.append(item)
-            dim += n or 0
-    return tuple(kept)
+    at = ellipses[0]
+    filled = (*key[:at], *(slice(None),) * skipped, *key[at + 1 :])
+    last = filled[-1]
+    return filled[:-1] if isinstance(last, slice) and last == slice(None) else None
 
 
 def _indexed_dims(item: Any) -> int | None:

@@ -130,7 +130,7 @@ class Held(TorchDispatchMode):
         sums = [joint.arrived for joint in joints]
         grads = [p.sharded.grad for bucket in self.buckets for p in bucket.params]
         results = [local_of(t) for t in (*sums, *grads) if t is not None]
-        jobs = [running.job for running in (*self.comm.scattering, *self.comm.reducing)]
+        jobs = [running.job for running in (*self.comm.holding, *self.comm.reducing)]
         results += [job.tensor for job in jobs if not job.inputs and hasattr(job, "tensor")]
         for tensor in results:
             self._add(self.results, tensor)
