@@ -186,9 +186,9 @@ def check_agreement(
     if verdict.warning is not None and rank == members[0]:
         warnings.warn(verdict.warning, stacklevel=2)
     if verdict.error is not None:
-        error = AgreementError(verdict.error)
-        print_once(error, first=rank == members[0])
-        raise error
+        disagreement = AgreementError(verdict.error)
+        print_once(disagreement, first=rank == members[0])
+        raise disagreement
 
 
 @dataclass(frozen=True)
