@@ -16,8 +16,7 @@ def announce() -> None:
     """Says what starts. Until the training handles Ctrl-C itself, it ends the process without a traceback."""
     if is_first_rank() and not {"--json", "--help", "-h"} & set(sys.argv):
         ranks = int(os.environ.get("WORLD_SIZE", "1"))
-        many = f"{ranks} ranks" if ranks > 1 else "one process"
-        print(since_start(f"starting on {many}; importing torch"), flush=True)
+        print(since_start(f"rank 0 of {ranks}: importing torch"), flush=True)
     signal.signal(signal.SIGINT, _stop)
 
 

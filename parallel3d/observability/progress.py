@@ -67,7 +67,7 @@ class Progress:
         self.quiet = quiet
         self.bar = None if quiet or Bar is None else self._live_line()
         self._total_memory: int | None = None
-        self._exposed = ""
+        self._exposed: list[str] = []
         self._slow: dict[tuple[Any, ...], int] = {}  # coordinates -> times running
         self._shares_cores = False  # with other ranks, which makes one of them slow at any time
 
@@ -170,7 +170,7 @@ class Progress:
             # Averaged over the same steps as the speed.
             mfu = record["mfu"] / record["tokens_per_second"] * self.tokens_per_second
             parts.append(f"MFU {mfu:.1%}")
-        parts.append(self._exposed)
+        parts += self._exposed
         if "memory_peak" in record:
             total = self._total_memory
             share = f" ({record['memory_peak'] / total:.0%})" if total else ""
@@ -209,8 +209,10 @@ class Progress:
         return {**values, "tokens_per_second": self.tokens_per_second, "seconds": seconds}
 
 
-def _shares(exposed: Mapping[str, float], seconds: float) -> str:
-    """Returns ``waits shard 4% tp 12%`` of the step, without axes below half a percent."""
+def _shares(exposed: Mapping[str, float], seconds: float) -> list[str]:
+    """Returns ``waits tp 12%``, ``shard 4%`` of the step, the largest first, those from half a percent on."""
     shares = {axis: waited / seconds for axis, waited in exposed.items() if seconds}
-    shown = [f"{axis} {share:.0%}" for axis, share in shares.items() if share >= 0.005]
-    return f"waits {' '.join(shown)}" if shown else ""
+    shown = sorted(
+        (axis for axis in shares if shares[axis] >= 0.005), key=lambda axis: -shares[axis]
+    )
+    return [f"{'waits ' * (not n)}{axis} {shares[axis]:.0%}" for n, axis in enumerate(shown)]

@@ -77,7 +77,7 @@ def demo(arguments: Sequence[str]) -> int:
         ranks *= int(size)
     rest = [word for at, word in enumerate(arguments) if not _of_mesh(arguments, at, axes)]
     sizes = [word for axis in axes for word in (axis, str(mesh.get(axis, 1)))]
-    print(f"starting {ranks} processes: torch is imported in each", flush=True)
+    print(f"starting {ranks} processes on this machine", flush=True)
     program = examples_folder() / "train.py"
     options = [] if {"--check", "--help", "-h"} & set(rest) else ["--steps", "60", "--check"]
     return run(["--nproc-per-node", str(ranks), str(program), *sizes, *options, *rest])
