@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from parallel3d._torch.autograd import untraced
 from parallel3d.errors import StateError
 
 _MARK = "_parallel3d_replaced"  # attribute of the user's Parameter
@@ -62,7 +62,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         _check(optimizer)
 
 
-@torch.compiler.disable
+@untraced
 def _check(optimizer: Optimizer) -> None:
     """Raises if ``optimizer`` has replaced Parameters; looks at each optimizer once."""
     params = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
