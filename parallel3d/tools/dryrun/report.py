@@ -175,7 +175,7 @@ def _peak_tables(peak: Peak) -> str:
         module = pattern if len(group) > 1 else group[0].module or "-"
         tensors.append((kind, module, *rest, f"{len(group):,}", in_bytes(group[0].bytes)))
     columns = ("kind", "module or parameter", "made by", "shape", "dtype", "of them", "bytes each")
-    head = f"<h3>The {len(peak.largest)} largest tensors at the peak</h3>"
+    head = f"<h3>The {counted(len(peak.largest), 'largest tensor')} at the peak</h3>"
     return html + (head + table(columns, tensors, 5, wrap=False) if groups else "")
 
 

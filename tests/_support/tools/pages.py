@@ -29,6 +29,9 @@ document.querySelectorAll(".chart").forEach(function (chart) {
   var found = document.createElement("pre");
   found.className = "measured";
   found.textContent = chart.id + ": " + texts.length + " texts";
+  document.querySelectorAll("h2 + p").forEach(function (p) {
+    if (p.clientWidth < chart.clientWidth) found.textContent += "; narrower: " + p.textContent;
+  });
   boxes.forEach(function (a, i) {
     if (a.left < 0 || a.right > page) found.textContent += "; outside: " + texts[i].textContent;
     boxes.forEach(function (b, j) {
@@ -40,7 +43,7 @@ document.querySelectorAll(".chart").forEach(function (chart) {
   document.body.appendChild(found);
 });
 </script>"""
-"""Says for each chart which of its texts lie over each other or beyond the page."""
+"""Says for each chart which of its texts lie over each other or beyond the page, and what is narrower."""
 
 
 def in_browser(path: Path, width: int = 1200) -> tuple[str, list[str]]:

@@ -247,7 +247,7 @@ def test_no_two_kinds_look_alike() -> None:
 def test_the_page_opens_in_a_browser(tmp_path: Path, width: int) -> None:
     """With hostile names, so that an escape that is missing would show."""
     dom = check_texts(report_html(hostile()), tmp_path, 2, width)
-    assert "1 rows" in dom  # the filter counted
+    assert ">1 row<" in dom  # the filter counted
     assert "<img" not in dom.split("<script", 1)[0]
 
 
@@ -263,3 +263,48 @@ def test_the_browser_would_tell_of_texts_over_each_other(tmp_path: Path) -> None
     check_texts(page.format(texts), tmp_path, 1, 1200)
     with pytest.raises(AssertionError, match="over each other: 4 and late"):
         check_texts(page.format(texts + '<text x="161" y="22">late</text>'), tmp_path, 1, 1200)
+
+
+POINTER = """<script>
+function point(target, kind, x, y) {
+  var given = { bubbles: true, clientX: x, clientY: y, pointerType: "mouse" };
+  target.dispatchEvent(new PointerEvent(kind, given));
+}
+function tip(id) { return document.querySelector("#" + id + " .tip").textContent; }
+function ticks() {
+  var texts = document.querySelectorAll('#timeline .drawn > text[text-anchor="middle"]');
+  return Array.from(texts).map(function (text) { return text.textContent; }).join(" ");
+}
+var said = [], box = document.querySelector("#timeline rect.bar").getBoundingClientRect();
+point(document.querySelector("#timeline rect.bar"), "pointermove", box.left + 1, box.top + 1);
+said.push(tip("timeline"));
+var area = document.querySelector("#memory .drawn"), frame = area.getBoundingClientRect();
+point(area, "pointermove", frame.left + 0.6 * frame.width, frame.top + 80);
+said.push(tip("memory"));
+said.push(ticks());
+var line = document.querySelector("#timeline .drawn"), at = line.getBoundingClientRect();
+point(line, "pointerdown", at.left + 0.4 * at.width, at.top + 50);
+point(line, "pointermove", at.left + 0.5 * at.width, at.top + 50);
+point(line, "pointerup", at.left + 0.5 * at.width, at.top + 50);
+said.push(ticks());
+document.querySelector("#timeline .drawn").dispatchEvent(new MouseEvent("dblclick", { bubbles: true }));
+said.push(ticks());
+var found = document.createElement("pre");
+found.id = "said";
+found.textContent = JSON.stringify(said);
+document.body.appendChild(found);
+</script>"""
+
+
+def test_the_pointer_asks_and_zooms(tmp_path: Path) -> None:
+    run = Llama(layers=4).run(LAYOUT)
+    html = report_html(run).replace("</body>", POINTER + "</body>")
+    (tmp_path / "page.html").write_text(html, encoding="utf-8")
+    dom, console = in_browser(tmp_path / "page.html")
+    assert console == []
+    bar, memory, whole, zoomed, again = json.loads(dom.split('id="said">')[1].split("</pre>")[0])
+    assert bar.startswith("optimizer: ") and bar.endswith(" ms")
+    assert " ms" in memory and "optimizer state" in memory and "GiB" in memory
+    ends = [[float(tick) for tick in each.split()[:-2]] for each in (whole, zoomed)]
+    assert ends[0][0] == 0 < ends[1][0] and ends[1][-1] < ends[0][-1]
+    assert again == whole
