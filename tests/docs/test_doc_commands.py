@@ -23,6 +23,7 @@ ELSEWHERE = {
     "-m parallel3d doctor --replicate 4 --shard 1 --tp 8 "
     "--checkpoint /shared/run": "tests/tools/doctor/test_on_hosts.py: doctor",
     "pip install -c constraints.txt -e '.[test]' && pytest -n auto": ".ci/run: && pytest",
+    "pip install -c constraints.txt -e '.[cli,report]'": ".ci/run: pip install",
     "parallel3d verify --replicate 2 --shard 2 --tp 2 package.module:build_model "
     "--input package.module:make_batch": "tests/testing/test_verify_cli.py: verify",
 }
