@@ -10,6 +10,7 @@ DARK = {
     "rect #ffffff": "#17181a",
     "rect #f4f4f4": "#26282c",
     "text #222222": "#dddddd",
+    "rect #222222": "#dddddd",
     "text #777777": "#9a9a9a",
     "polyline #999999": "#777777",
     "polyline #888888": "#8a8a8a",

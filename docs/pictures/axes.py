@@ -2,7 +2,7 @@
 
     python docs/pictures/axes.py [FOLDER]
 
-The numbers of ranks are a mesh's own: ``MeshLayout(2, 2, 2).rank_of`` of each coordinate.
+The numbers of ranks are a mesh's own: ``MeshLayout(2, 2, 2).rank`` of each coordinate.
 """
 
 import sys
@@ -33,7 +33,7 @@ def rank_box(drawing: Drawing, x: float, y: float, shard: int, tp: int, rank: in
 def main(folder: Path) -> None:
     """Two copies side by side; in each, rows of shard and columns of tp."""
     step = WEIGHT + GAP + 24
-    drawing = Drawing(LEFT + 2 * PANEL, TOP + 2 * step + 72)
+    drawing = Drawing(LEFT + 2 * PANEL, TOP + 2 * step + 34)
     drawing.text(
         LEFT, 22, "One weight on 2 x 2 x 2 ranks: each stores the coloured quarter.", size=15
     )
@@ -45,7 +45,7 @@ def main(folder: Path) -> None:
         color="#555555",
     )
     for replicate, shard, tp in product(*(range(size) for size in LAYOUT.sizes)):
-        rank = (replicate * LAYOUT.shard + shard) * LAYOUT.tp + tp
+        rank = LAYOUT.rank(replicate=replicate, shard=shard, tp=tp)
         x = LEFT + replicate * PANEL + tp * (step + 10)
         rank_box(drawing, x, TOP + shard * step, shard, tp, rank)
     width = 2 * WEIGHT + GAP + 34
@@ -60,22 +60,24 @@ def main(folder: Path) -> None:
                 y + 6,
                 "tp: activations, in each layer",
                 anchor="middle",
-                color="#777777",
+                color="#555555",
+                size=12,
             )
         x += width + 12
         drawing.line([(x, TOP), (x, TOP + step + WEIGHT)], color="#bbbbbb")
         for line, words in enumerate(
             ("shard:", "weights before", "a layer, their", "gradients after")
         ):
-            drawing.text(x + 8, TOP + step / 2 + 36 + 15 * line, words, color="#777777")
-    y = TOP + 2 * step + 18
+            drawing.text(x + 8, TOP + step / 2 + 36 + 15 * line, words, color="#555555", size=12)
+    y = TOP + 2 * step - 8
     drawing.line([(LEFT, y), (LEFT + PANEL + width, y)], color="#bbbbbb")
     drawing.text(
         LEFT + (PANEL + width) / 2,
         y + 18,
         "replicate: gradients of the stored quarter, once a step",
         anchor="middle",
-        color="#777777",
+        color="#555555",
+        size=12,
     )
     drawing.write(folder / "axes.svg")
 

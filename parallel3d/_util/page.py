@@ -1,38 +1,32 @@
-"""HTML pages with charts that need no network: the parts that reports share. Charts need plotly."""
+"""HTML pages with charts that need no network: the parts that reports share. Scripts draw them as SVG."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from typing import Any
 
-from parallel3d.errors import PlanningError
+ORANGE, SKY, GREEN, YELLOW = "orange", "sky", "green", "yellow"
+BLUE, VERMILION, PURPLE, GREY, INK = "blue", "vermilion", "purple", "grey", "ink"
+"""Colours of ``page.css``. The first seven are Okabe and Ito's; ink is the text's, for marks."""
 
-BLUE, SKY, TEAL, GREEN, AMBER = "#4269d0", "#8ab0f0", "#5bb8a4", "#3ca951", "#efb118"
-RED, PINK, VIOLET, BROWN, GREY = "#f0614d", "#ff8ab7", "#a463f2", "#9c6b4e", "#9498a0"
-
+Fill = tuple[str, bool]
+"""Colour, and whether it is hatched."""
 Figure = dict[str, Any]
 
 
 def filled(package: str, page: str, parts: Mapping[str, str]) -> str:
     """Returns the file ``page`` of ``package`` with each ``@@name@@`` replaced by the part of that name.
 
-    Every page has the parts plotly, style and charts.
+    Every page has the parts style and charts.
     """
-    try:
-        from plotly.offline import get_plotlyjs
-    except ModuleNotFoundError:
-        raise PlanningError(
-            "the report needs plotly, which isn't installed: pip install 'parallel3d[report]'"
-        ) from None
     shared = files("parallel3d._util")
     all_parts = {
         "style": shared.joinpath("page.css").read_text(encoding="utf-8"),
         "charts": shared.joinpath("page.js").read_text(encoding="utf-8"),
-        "plotly": get_plotlyjs(),
         **parts,
     }
     text = files(package).joinpath(page).read_text(encoding="utf-8")
@@ -68,55 +62,47 @@ def table(
     return f'<div class="{kind}"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def chart_layout(height: int, x: str, y: str) -> dict[str, Any]:
-    """Returns plotly's layout of a chart with these titles of its axes. The page's script reads ``meta``."""
+def chart(
+    kind: str,
+    series: list[dict[str, Any]],
+    x: tuple[str, float],
+    y: tuple[str, float] = ("", 0.0),
+    *,
+    rows: Sequence[Sequence[str]] = (),
+    row_height: int = 34,
+    marks: Sequence[dict[str, Any]] = (),
+    **more: Any,
+) -> Figure:
+    """Returns what ``page.js`` draws.
+
+    Args:
+        kind: "items" (points and bars) or "area" (stacked over ``at``).
+        series: made by ``bars`` or ``points``; of an area name, colour, hatched and ``y``.
+        x, y: titles of the axes, and where they end; they begin at 0.
+        rows: labels of rows, which then replace the y axis; narrow pages show only the first part.
+        row_height: pixels.
+        marks: made by ``mark``.
+    """
     return {
-        "height": height,
-        "margin": {"l": 8, "r": 12, "t": 28, "b": 8},
-        "xaxis": {"title": {"text": x}, "automargin": True, "fixedrange": False},
-        "yaxis": {"title": {"text": y}, "automargin": True},
-        "legend": {
-            "orientation": "h",
-            "yanchor": "bottom",
-            "y": 1.04,
-            "x": 0,
-            "traceorder": "normal",
-        },
-        "hoverlabel": {"align": "left"},
-        "bargap": 0.3,
-        "shapes": [],
-        "annotations": [],
-        "meta": {},
+        "kind": kind,
+        "series": series,
+        "x": {"title": x[0], "max": x[1] or 1.0},
+        "y": {"title": y[0], "max": y[1] or 1.0},
+        "rows": [list(row) for row in rows] or None,
+        "rowHeight": row_height,
+        "height": 380,
+        "marks": list(marks),
+        **more,
     }
 
 
-def as_figure(traces: list[dict[str, Any]], layout: dict[str, Any]) -> Figure:
-    layout["meta"]["entries"] = len(traces)
-    return {"data": traces, "layout": layout}
+def bars(name: str, fill: Fill, each: Iterable[tuple[int, float, float, str]]) -> dict[str, Any]:
+    """Returns a series of bars: (row, from, to, what the pointer shows)."""
+    row, begin, end, notes = ([*column] for column in zip(*each, strict=True))
+    ends = {"from": [round(at, 5) for at in begin], "to": [round(at, 5) for at in end]}
+    return {"name": name, "colour": fill[0], "hatched": fill[1], "row": row, **ends, "notes": notes}
 
 
-def mark(
-    layout: dict[str, Any],
-    at: float,
-    text: str,
-    dash: str = "dash",
-    width: int = 2,
-    anchor: str = "right",
-    *,
-    top: bool = False,
-    axis: str = "x",
-) -> None:
-    """Draws a line at ``at`` on ``axis`` across the chart.
-
-    The text is at the foot of a vertical line, or at its ``top``; of a horizontal one at its left end.
-    """
-    across = "y" if axis == "x" else "x"
-    shape = {"type": "line", "line": {"dash": dash, "width": width}}
-    ends = {f"{axis}0": at, f"{axis}1": at, f"{across}0": 0, f"{across}1": 1}
-    layout["shapes"].append({**shape, **ends, f"{across}ref": "paper"})
-    if axis == "y":
-        anchor, top = "left", True
-    note = {axis: at, across: int(top and axis == "x"), f"{across}ref": "paper", "text": text}
-    place = {"xanchor": anchor, "yanchor": "top" if top else "bottom"}
-    shift = {"xshift": -4 if anchor == "right" else 4}
-    layout["annotations"].append({**note, "showarrow": False, **place, **shift})
+def mark(at: float, text: str, *, axis: str = "x", dashed: bool = True) -> dict[str, Any]:
+    """Returns a line at ``at`` on ``axis`` across the chart, with its text beside its end."""
+    return {"at": at, "text": text, "axis": axis, "dashed": dashed}

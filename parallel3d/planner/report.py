@@ -1,4 +1,4 @@
-"""The report of a plan: one HTML file with charts that needs no network. Needs plotly (``report`` extra)."""
+"""The report of a plan: one HTML file with charts that needs no network."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel3d._util import page
-from parallel3d._util.page import Figure, as_figure, chart_layout, mark, table
+from parallel3d._util.page import Figure, table
 from parallel3d.planner.constants import constant
 from parallel3d.planner.model_spec import Unit
 from parallel3d.planner.planning import (
@@ -109,44 +109,45 @@ def _phase(
     return [span for span in spans if span.seconds > 0]
 
 
-# The charts as plotly's JSON. Colours of text and grids are the page's, for light and dark.
+# The charts.
 
 _GIB = 2**30
 _TIMES = "\N{MULTIPLICATION SIGN}"
 _MOST_POINTS = 1500
-_COLOURS = {
-    # memory
-    "parameters": page.BLUE,
-    "gradients": page.SKY,
-    "optimizer": page.GREEN,
-    "unsharded, buffers": page.AMBER,
-    "activations": page.VIOLET,
-    "logits, loss": page.PINK,
-    "framework": page.GREY,
-    # time
-    "matmul": page.BLUE,
-    "attention": page.SKY,
-    "elementwise": page.TEAL,
-    "recompute": page.GREY,
-    "tensor parallel": page.AMBER,
-    "exposed gather, reduce": page.RED,
-    "exposed all-reduce": page.PINK,
-    "slowdown": page.BROWN,
-    "copies, launch": page.VIOLET,
-    # timeline
-    "compute": page.BLUE,
-    "hidden": page.TEAL,
-    "exposed": page.RED,
+_MEMORY: dict[str, page.Fill] = {
+    "parameters": (page.BLUE, False),
+    "gradients": (page.SKY, False),
+    "optimizer": (page.GREEN, False),
+    "unsharded, buffers": (page.ORANGE, False),
+    "activations": (page.PURPLE, False),
+    "logits, loss": (page.YELLOW, False),
+    "framework": (page.GREY, False),
 }
+_TIME: dict[str, page.Fill] = {
+    "matmul": (page.BLUE, False),
+    "attention": (page.SKY, False),
+    "elementwise": (page.GREEN, False),
+    "recompute": (page.BLUE, True),
+    "tensor parallel": (page.ORANGE, False),
+    "exposed gather, reduce": (page.VERMILION, False),
+    "exposed all-reduce": (page.VERMILION, True),
+    "stragglers": (page.GREY, False),
+    "slowdown": (page.YELLOW, False),
+    "copies, launch": (page.PURPLE, False),
+    "optimizer": (page.PURPLE, True),
+}
+_OTHER: page.Fill = page.GREY, True
+_SPANS: dict[str, tuple[str, page.Fill]] = {
+    "compute": ("compute", (page.BLUE, False)),
+    "slowdown": ("compute is slower", (page.YELLOW, False)),
+    "tensor parallel": ("tensor parallel", (page.ORANGE, False)),
+    "hidden": ("collective, hidden", (page.GREEN, False)),
+    "exposed": ("collective, waited for", (page.VERMILION, False)),
+}
+"""Kind of span -> name in the legend, fill."""
 _BY_TP = (
-    page.BLUE,
-    page.AMBER,
-    page.GREEN,
-    page.PINK,
-    page.VIOLET,
-    page.TEAL,
-    page.BROWN,
-    page.SKY,
+    *(page.BLUE, page.ORANGE, page.GREEN, page.PURPLE),
+    *(page.SKY, page.YELLOW, page.GREY),
 )
 
 
@@ -156,26 +157,23 @@ def pareto_chart(plan: MeshPlan) -> Figure:
     each = [*plan.layouts, *front, *plan.candidates[:_MOST_POINTS]]
     shown = list({id(p): p for p in each}.values())
     capacity = plan.cluster.gpu.capacity_gib
-    traces = [
+    series = [
         _points([p for p in shown if p.layout.tp == tp], f"tp {tp}", _BY_TP[i % len(_BY_TP)])
         for i, tp in enumerate(sorted({p.layout.tp for p in shown}))
     ]
     beyond = [r.prediction for r in plan.refused if r.prediction is not None]
     close = [p for p in beyond if not shown or p.memory.needed < 1.5 * capacity * _GIB]
     if close:
-        traces.append(_points(close, "does not fit", page.GREY, symbol="x"))
+        series.append(_points(close, "does not fit", page.INK, "cross"))
     if front:
-        line = _points(front, "Pareto front", page.GREY)
-        del line["hovertemplate"]
-        shape = {"color": page.GREY, "width": 2, "shape": "hv"}
-        traces.insert(0, line | {"mode": "lines", "line": shape, "hoverinfo": "skip"})
-        traces.append(_points(front[-1:], "fastest", page.RED, symbol="star", size=16))
+        series.insert(0, _points(front, "Pareto front", page.INK, "line"))
+        series.append(_points(front[-1:], "fastest", page.VERMILION, "star"))
     most = max([capacity, *(p.memory.needed / _GIB for p in [*shown, *close])])
-    layout = chart_layout(440, "GiB needed", "tokens/s/GPU")
-    layout["xaxis"]["range"] = [0, 1.04 * most]
-    layout["yaxis"]["rangemode"] = "tozero"
-    _mark_capacity(layout, capacity, most)
-    return as_figure(traces, layout)
+    speed = max((p.tokens_per_second_per_gpu for p in [*shown, *close]), default=1.0)
+    y = "tokens/s/GPU", 1.08 * speed
+    return page.chart(
+        "items", series, ("GiB needed", 1.04 * most), y, marks=[_capacity_mark(capacity)]
+    )
 
 
 def _batch(prediction: Prediction) -> str:
@@ -183,137 +181,105 @@ def _batch(prediction: Prediction) -> str:
 
 
 def _points(
-    each: Sequence[Prediction], name: str, colour: str, symbol: str = "circle", size: int = 8
+    each: Sequence[Prediction], name: str, colour: str, shape: str = "dot"
 ) -> dict[str, Any]:
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "name": name,
-        "x": [round(p.memory.needed / _GIB, 3) for p in each],
-        "y": [round(p.tokens_per_second_per_gpu, 2) for p in each],
-        "customdata": [[short(p), _batch(p), setting(p), f"{p.mfu:.1%}"] for p in each],
-        "hovertemplate": "<b>%{customdata[0]}</b><br>micro-batch %{customdata[1]}<br>checkpointing "
-        "%{customdata[2]}<br>%{x:.1f} GiB<br>%{y:,.0f} tokens/s/GPU, MFU %{customdata[3]}<extra></extra>",
-        "marker": {"color": colour, "symbol": symbol, "size": size, "opacity": 0.85},
-    }
+    gib = [round(p.memory.needed / _GIB, 3) for p in each]
+    speed = [round(p.tokens_per_second_per_gpu, 2) for p in each]
+    notes = [
+        f"{short(p)}\nmicro-batch {_batch(p)}\ncheckpointing {setting(p)}\n{x:.1f} GiB\n"
+        f"{y:,.0f} tokens/s/GPU, MFU {p.mfu:.1%}"
+        for p, x, y in zip(each, gib, speed, strict=True)
+    ]
+    return {"name": name, "colour": colour, "shape": shape, "x": gib, "y": speed, "notes": notes}
 
 
 def memory_chart(each: Sequence[Prediction]) -> Figure:
     """GiB by component, a bar a layout, with the capacity and upper bounds."""
-    figure = _stacked(each, memory_groups, 1 / _GIB, "GiB", "%{x:.2f} GiB")
-    beside = [(p.memory.upper + p.memory.needed - p.memory.reserved) / _GIB for p in each]
-    bound = {
-        "type": "scatter",
-        "mode": "markers",
-        "name": "upper bound",
-        "x": [round(value, 3) for value in beside],
-        "y": _labels(each),
-        "marker": {"symbol": "line-ns", "size": 14, "line": {"width": 2, "color": page.RED}},
-        "hovertemplate": "upper bound: %{x:.2f} GiB<extra>%{y}</extra>",
-    }
-    if each:
-        capacity = each[0].cluster.gpu.capacity_gib
-        _mark_capacity(figure["layout"], capacity, max([capacity, *beside]))
-    return as_figure([*figure["data"], bound], figure["layout"])
+    bounds = [round((p.memory.upper + p.memory.needed - p.memory.reserved) / _GIB, 3) for p in each]
+    bound = {"name": "upper bound", "colour": page.INK, "shape": "tick", "x": bounds}
+    bound |= {"row": [*range(len(each))], "notes": [f"upper bound: {at:.2f} GiB" for at in bounds]}
+    capacity = each[0].cluster.gpu.capacity_gib if each else 1.0
+    marks = [_capacity_mark(capacity)] if each else []
+    series, most = _stacked(each, memory_groups, _MEMORY, 1 / _GIB, "{:.2f} GiB")
+    end = 1.04 * max([capacity, most, *bounds])
+    return page.chart("items", [*series, bound], ("GiB", end), rows=_labels(each), marks=marks)
 
 
 def time_chart(each: Sequence[Prediction]) -> Figure:
     """By component, a bar a layout: seconds a step if all have the same batch, else microseconds a token."""
     if all(p.workload.global_batch for p in each):
-        return _stacked(each, time_groups, 1.0, "seconds a step", "%{x:.3f} s")
+        unit = "seconds a step"
+        series, most = _stacked(each, time_groups, _TIME, 1.0, "{:.3f} s")
+    else:
+        unit = "microseconds a token and GPU"
 
-    def per_token(p: Prediction) -> dict[str, float]:
-        return {name: value / p.tokens_per_gpu for name, value in time_groups(p).items()}
+        def per_token(p: Prediction) -> dict[str, float]:
+            return {name: value / p.tokens_per_gpu for name, value in time_groups(p).items()}
 
-    return _stacked(each, per_token, 1e6, "microseconds a token and GPU", "%{x:.3f} us")
+        series, most = _stacked(each, per_token, _TIME, 1e6, "{:.3f} us")
+    return page.chart("items", series, (unit, 1.04 * most), rows=_labels(each))
 
 
 def _stacked(
     each: Sequence[Prediction],
     groups: Callable[[Prediction], Mapping[str, float]],
+    fills: Mapping[str, page.Fill],
     scale: float,
-    unit: str,
     shown: str,
-) -> Figure:
-    parts, labels, traces = [groups(p) for p in each], _labels(each), []
+) -> tuple[list[dict[str, Any]], float]:
+    """A series for each component, and where the longest bar ends."""
+    parts, ends, series = [groups(p) for p in each], [0.0] * len(each), []
     for name in dict.fromkeys(name for part in parts for name in part):
-        values = [round(part.get(name, 0.0) * scale, 6) for part in parts]
-        if any(values):
-            colour = {"color": _COLOURS.get(name, page.GREY)}
-            hover = f"{name}: {shown}<extra>%{{y}}</extra>"
-            traces.append(_bars(name, values, labels, colour, hover))
-    layout = chart_layout(170 + 34 * len(each), unit, "")
-    layout["barmode"] = "stack"
-    layout["yaxis"] |= {"autorange": "reversed", "type": "category"}
-    layout["meta"]["labels"] = labels
-    return as_figure(traces, layout)
+        found = []
+        for row, part in enumerate(parts):
+            value = part.get(name, 0.0) * scale
+            if value:
+                note = f"{name}: {shown.format(value)}\n{short(each[row])}"
+                found.append((row, ends[row], ends[row] + value, note))
+                ends[row] += value
+        if found:
+            series.append(page.bars(name, fills.get(name, _OTHER), found))
+    return series, max(ends, default=0.0)
 
 
-def _bars(
-    name: str, x: list[float], y: list[str], marker: dict[str, Any], hover: str
-) -> dict[str, Any]:
-    bars = {"type": "bar", "orientation": "h", "name": name, "x": x, "y": y}
-    return {**bars, "marker": marker, "hovertemplate": hover}
-
-
-def _labels(each: Sequence[Prediction]) -> list[str]:
-    """Short labels, all different."""
-    labels: list[str] = []
-    for p in each:
-        label = f"{short(p)} <i>{setting(p).replace('selective ', 'sel. ')}, {p.micro_batch}</i>"
-        while label in labels:
-            label += " "
-        labels.append(label)
-    return labels
+def _labels(each: Sequence[Prediction]) -> list[tuple[str, str]]:
+    return [
+        (short(p), f"{setting(p).replace('selective ', 'sel. ')}, {p.micro_batch}") for p in each
+    ]
 
 
 def timeline_chart(prediction: Prediction) -> Figure:
     """A block forward and backward: what runs beside its compute, and what is waited for."""
-    spans = layer_spans(prediction)
-    names = {
-        "compute": "compute",
-        "slowdown": "compute is slower",
-        "tensor parallel": "tensor parallel",
-        "hidden": "collective, hidden",
-        "exposed": "collective, waited for",
-    }
-    traces: list[dict[str, Any]] = []
-    line = {"width": 1, "color": "rgba(128,128,128,0.5)"}
-    hover = "%{customdata[0]}: %{customdata[1]}<br>%{customdata[2]} ms"
-    for kind, name in names.items():
-        bars = [span for span in spans if span.kind == kind]
-        if bars:
-            seconds, lanes = [round(s.seconds * 1e3, 6) for s in bars], [s.lane for s in bars]
-            marker = {"color": _COLOURS[kind], "line": line}
-            trace = _bars(name, seconds, lanes, marker, f"{hover}<extra>{name}</extra>")
-            trace["base"] = [round(s.start * 1e3, 6) for s in bars]
-            trace["customdata"] = [[s.phase, s.what, f"{s.seconds * 1e3:.3f}"] for s in bars]
-            traces.append(trace)
+    spans, series = layer_spans(prediction), []
     used = [lane for lane in LANES if any(span.lane == lane for span in spans)]
-    layout = chart_layout(170 + 40 * len(used), "milliseconds", "")
-    layout["barmode"] = "overlay"
-    layout["yaxis"] |= {"type": "category", "autorange": "reversed"}
-    layout["yaxis"] |= {"categoryorder": "array", "categoryarray": used}
+    for kind, (name, fill) in _SPANS.items():
+        found = []
+        for s in (span for span in spans if span.kind == kind):
+            note = f"{s.phase}: {s.what}\n{s.seconds * 1e3:.3f} ms, {name}"
+            ends = s.start * 1e3, (s.start + s.seconds) * 1e3
+            found.append((used.index(s.lane), *ends, note))
+        if found:
+            series.append(page.bars(name, fill, found))
+    marks = []
     for phase in ("forward", "backward"):
         start = min((s.start for s in spans if s.phase == phase), default=0.0)
-        mark(layout, start * 1e3, phase, dash="solid", width=1, anchor="left")
-    return as_figure(traces, layout)
+        marks.append(page.mark(start * 1e3, phase, dashed=False))
+    end = 1.02e3 * max((s.start + s.seconds for s in spans), default=0.0)
+    rows = [(lane,) for lane in used]
+    return page.chart("items", series, ("milliseconds", end), rows=rows, row_height=40, marks=marks)
 
 
-def _mark_capacity(layout: dict[str, Any], capacity: float, most: float) -> None:
-    """Marks the capacity in a chart that ends at ``most``, with its text on the side that has room."""
-    anchor = "right" if capacity > most / 2 else "left"
-    mark(layout, capacity, f"capacity {capacity:g} GiB", anchor=anchor)
+def _capacity_mark(capacity: float) -> dict[str, Any]:
+    return page.mark(capacity, f"capacity {capacity:g} GiB")
 
 
 _BARS, _TIMELINES, _ROWS = 10, 6, 40
 
 
 def write_report(plan: MeshPlan, path: str | PathLike[str]) -> None:
-    """Writes the page, with plotly's JavaScript in it: about 5 MB.
+    """Writes the page, less than 1 MB.
 
     Raises:
-        PlanningError: plotly isn't installed.
         OSError: the file can't be written.
     """
     work, cluster, each = plan.workload, plan.cluster, _shown(plan)

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 import parallel3d as p3d
 
-for name in ("typer", "rich", "transformers", "plotly"):
+for name in ("typer", "rich", "transformers"):
     try:
         __import__(name)
     except ImportError:

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,11 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
+from _support.tools.pages import MOST_BYTES, check_fills, check_texts
 from click.testing import Result
 from typer.testing import CliRunner
 
+from parallel3d.planner import report
 from parallel3d.tools.cli.app import app
 
 SHAPES = "layers=16,hidden=2048,heads=16,kv_heads=8,ffn=5504,vocab=32000"
@@ -209,14 +212,18 @@ class Page(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
-    pytest.importorskip("plotly")
+def html(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("report") / "report.html"
     model = f"name=</script><b>a&b,{SHAPES}"
     result = run("plan", "--model", model, *PLAN[3:], "--json", "--html", str(path))
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["model"] == "</script><b>a&b"
-    return Page(path.read_text(encoding="utf-8"))
+    return path.read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def page(html: str) -> Page:
+    return Page(html)
 
 
 def test_the_page_needs_no_network_and_escapes_names(page: Page) -> None:
@@ -227,19 +234,34 @@ def test_the_page_needs_no_network_and_escapes_names(page: Page) -> None:
         assert words in page.text
 
 
-def test_the_figures_are_plotlys(page: Page) -> None:
-    graph_objects = pytest.importorskip("plotly.graph_objects")
+def test_charts_show_each_kind_in_a_look_of_its_own(page: Page) -> None:
     figures = json.loads(page.figures)
-    for each in (
-        *(figures[name] for name in ("pareto", "memory", "time")),
-        *(each["figure"] for each in figures["timelines"]),
-    ):
-        graph_objects.Figure(each)
-        assert each["data"] and each["layout"]["meta"]["entries"] == len(each["data"])
+    timelines = [each["figure"] for each in figures.pop("timelines")]
+    check_fills([*figures.values(), *timelines])
+    for fills in (report._MEMORY.values(), report._TIME.values()):
+        assert len({*fills, report._OTHER}) == len(fills) + 1
+    (mark,) = figures["memory"]["marks"]
+    assert mark["text"].startswith("capacity 7") and "colour" not in mark
+    stacked = figures["time"]["series"]
+    assert {"matmul", "stragglers"} <= {each["name"] for each in stacked}
+    first = [zip(s["row"], s["from"], s["to"], strict=True) for s in stacked]
+    ends = sorted((begin, end) for each in first for row, begin, end in each if row == 0)
+    assert all(b == pytest.approx(e, abs=2e-5) for (_, e), (b, _) in pairwise(ends))
+
+
+@pytest.mark.parametrize("width", [1200, 500])
+def test_the_page_opens_in_a_browser(html: str, tmp_path: Path, width: int) -> None:
+    check_texts(html, tmp_path, 4, width)
+
+
+def test_the_largest_page_stays_small(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    words = ["--gpu", "h100", "--nodes", "2048", "--seq-len", "8192", "--global-batch", "4096"]
+    assert run("plan", "--model", "llama-3.1-405b", *words, "--html", str(path)).exit_code == 0
+    assert 1e5 < path.stat().st_size < MOST_BYTES
 
 
 def test_a_prediction_that_does_not_fit_has_a_page(tmp_path: Path) -> None:
-    pytest.importorskip("plotly")
     path = tmp_path / "report.html"
     shapes = SHAPES.replace("layers=16", "layers=900")
     words = ["--gpu", "a100", "--seq-len", "2048", "--micro-batch", "1", "--html", str(path)]

@@ -1,4 +1,4 @@
-"""The report of a dry run: one HTML page with charts that needs no network. Needs plotly."""
+"""The report of a dry run: one HTML page with charts that needs no network."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from os import PathLike
 from pathlib import Path
 
 from parallel3d._util import page
-from parallel3d._util.page import Figure, as_figure, chart_layout, embedded, filled, mark, table
+from parallel3d._util.page import Figure, bars, chart, embedded, filled, mark, table
 from parallel3d.tools.dryrun.compare import Divergence, compare
 from parallel3d.tools.dryrun.result import KINDS, DryRun, ParameterPlacement, Peak
 from parallel3d.tools.dryrun.timeline import COMPUTE, STREAMS, Call, Timeline, calls_of, timeline
@@ -29,29 +29,29 @@ from parallel3d.tools.dryrun.wording import (
     total_bytes,
 )
 
-# The charts, as plotly's JSON.
+# The charts.
 
 _MOST_SAMPLES, _MOST_BARS = 1500, 3000
-_MEMORY = {
-    "parameters": page.BLUE,
-    "gradients": page.SKY,
-    "optimizer state": page.GREEN,
-    "buffers": page.GREY,
-    "unsharded parameters": page.AMBER,
-    "communication": page.BROWN,
-    "activations": page.VIOLET,
-    "inputs": page.TEAL,
-    "temporaries": page.PINK,
+_MEMORY: dict[str, page.Fill] = {
+    "parameters": (page.BLUE, False),
+    "gradients": (page.SKY, False),
+    "optimizer state": (page.GREEN, False),
+    "buffers": (page.GREY, False),
+    "unsharded parameters": (page.ORANGE, False),
+    "communication": (page.VERMILION, False),
+    "activations": (page.PURPLE, False),
+    "inputs": (page.GREY, True),
+    "temporaries": (page.YELLOW, False),
 }
-_BARS = {
-    "matmul": ("matmul", page.BLUE),
-    "attention": ("attention", page.VIOLET),
-    "elementwise": ("elementwise", page.TEAL),
-    COMPUTE: ("computation, several kinds", page.SKY),
-    "collective": ("collectives", page.AMBER),
-    "wait": ("waiting", page.RED),
+_BARS: dict[str, tuple[str, page.Fill]] = {
+    "matmul": ("matmul", (page.BLUE, False)),
+    "attention": ("attention", (page.SKY, False)),
+    "elementwise": ("elementwise", (page.GREEN, False)),
+    COMPUTE: ("computation, several kinds", (page.GREY, False)),
+    "collective": ("collectives", (page.ORANGE, False)),
+    "wait": ("waiting", (page.VERMILION, False)),
 }
-"""Kind of bar -> name in the legend, colour."""
+"""Kind of bar -> name in the legend, fill."""
 
 
 def _memory_chart(run: DryRun, times: Timeline) -> Figure:
@@ -59,81 +59,65 @@ def _memory_chart(run: DryRun, times: Timeline) -> Figure:
     samples = thinned(run.memory, _MOST_SAMPLES)
     unit, size = ("GiB", 2**30) if run.peak.bytes >= 2**30 else ("MiB", 2**20)
     at = [round(times.times[sample.operation] * 1e3, 4) for sample in samples]
-    traces = [
+    series = [
         {
-            "type": "scatter",
-            "mode": "lines",
             "name": kind,
-            "stackgroup": "memory",
-            "x": at,
+            "colour": _MEMORY[kind][0],
+            "hatched": _MEMORY[kind][1],
             "y": [round(sample.by_kind.get(kind, 0) / size, 4) for sample in samples],
-            "line": {"shape": "hv", "width": 0.5, "color": _MEMORY[kind]},
-            "fillcolor": _MEMORY[kind],
-            "hovertemplate": f"%{{y:.2f}} {unit}",
         }
         for kind in KINDS
-        if any(kind in sample.by_kind for sample in samples)
+        if any(sample.by_kind.get(kind) for sample in samples)
     ]
-    layout = chart_layout(440, "milliseconds, predicted", unit)
-    layout["hovermode"] = "x unified"
-    layout["yaxis"]["rangemode"] = "tozero"
-    most = run.peak.bytes / size
-    capacity = times.cluster.gpu.capacity_gib * 2**30 / size
-    if most > capacity / 3:
-        mark(layout, capacity, f"capacity {capacity:.1f} {unit}", axis="y")
-        most = max(most, capacity)
-    layout["yaxis"]["range"] = [0, 1.12 * most]
+    marks = []
     if samples and times.times:
         peak = times.times[run.peak.operation] * 1e3
-        anchor = "right" if peak > times.seconds * 500 else "left"
-        mark(layout, peak, f"peak {in_bytes(run.peak.bytes)}", anchor=anchor, top=True)
-    return as_figure(traces, layout)
+        marks.append(mark(peak, f"peak {in_bytes(run.peak.bytes)}", dashed=False))
+    most, capacity = run.peak.bytes / size, times.cluster.gpu.capacity_gib * 2**30 / size
+    if most > capacity / 3:
+        marks.append(mark(capacity, f"capacity {capacity:.1f} {unit}", axis="y"))
+        most = max(most, capacity)
+    x = "milliseconds, predicted", max(at, default=0.0)
+    return chart("area", series, x, (unit, 1.12 * most), marks=marks, at=at, zooms=True)
 
 
 def _timeline_chart(times: Timeline) -> Figure:
     """The shown step, with a row for each stream."""
-    begin, _ = times.bounds()
+    begin, end = times.bounds()
     spans = times.of_step()
+    used = {span.stream for span in spans}
+    rows = [s for s in STREAMS if s in used] + sorted(used - set(STREAMS))
     by_kind = grouped(merged(spans, _MOST_BARS), lambda bar: bar.kind)
     # A bar is at least a pixel wide: the kind with most time is drawn last, so that it isn't covered.
     ordered = sorted(by_kind.items(), key=lambda item: sum(bar.busy for bar in item[1]))
-    traces = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": _BARS[kind][0],
-            "base": [round((bar.start - begin) * 1e3, 5) for bar in bars],
-            "x": [round((bar.end - bar.start) * 1e3, 5) for bar in bars],
-            "y": [bar.stream for bar in bars],
-            "customdata": [_hover(bar) for bar in bars],
-            "marker": {"color": _BARS[kind][1], "line": {"width": 0}},
-            "hovertemplate": "%{customdata}<extra></extra>",
-        }
-        for kind, bars in ordered
+    series = [
+        bars(
+            *_BARS[kind],
+            (
+                (rows.index(b.stream), (b.start - begin) * 1e3, (b.end - begin) * 1e3, _note(b))
+                for b in found
+            ),
+        )
+        for kind, found in ordered
     ]
-    used = {span.stream for span in spans}
-    rows = [s for s in STREAMS if s in used] + sorted(used - set(STREAMS))
-    layout = chart_layout(190 + 44 * max(len(rows), 1), "milliseconds, predicted", "")
-    layout |= {"barmode": "overlay", "dragmode": "zoom"}
-    layout["yaxis"] |= {"type": "category", "categoryorder": "array", "categoryarray": rows}
-    layout["yaxis"] |= {"autorange": "reversed", "fixedrange": True}
+    marks = []
     for phase in ("forward", "backward", "optimizer"):
         starts = [span.start for span in spans if span.phase == phase and span.stream == COMPUTE]
         if starts:
-            mark(layout, (min(starts) - begin) * 1e3, phase, dash="solid", width=1, anchor="left")
-    return as_figure(traces, layout)
+            marks.append(mark((min(starts) - begin) * 1e3, phase, dashed=False))
+    x = "milliseconds, predicted", (end - begin) * 1e3
+    labels = [(row,) for row in rows]
+    return chart("items", series, x, rows=labels, row_height=44, marks=marks, zooms=True)
 
 
-def _hover(bar: Bar) -> str:
-    """Names are escaped, as plotly interprets tags in its labels."""
+def _note(bar: Bar) -> str:
     parts = f" ({bar.count} in {in_seconds(bar.busy)})" if bar.count > 1 else ""
-    lasts = f"<br>{in_seconds(bar.end - bar.start)}{parts}"
-    return f"{escape(bar.phase)}: {escape(bar.what)}{lasts}"
+    return f"{bar.phase}: {bar.what}\n{in_seconds(bar.end - bar.start)}{parts}"
 
 
 # The tables, as HTML; all names are escaped.
 
-_MOST_ROWS = 3000
+_MOST_ROWS = 1000
 _NONE = "<p>None.</p>"
 _FIRST_STEP = (
     " It is the first step, in which the engine does not know the order of units yet and prefetches "
@@ -191,7 +175,7 @@ def _peak_tables(peak: Peak) -> str:
         module = pattern if len(group) > 1 else group[0].module or "-"
         tensors.append((kind, module, *rest, f"{len(group):,}", in_bytes(group[0].bytes)))
     columns = ("kind", "module or parameter", "made by", "shape", "dtype", "of them", "bytes each")
-    head = f"<h3>The {len(peak.largest)} largest tensors at the peak</h3>"
+    head = f"<h3>The {counted(len(peak.largest), 'largest tensor')} at the peak</h3>"
     return html + (head + table(columns, tensors, 5, wrap=False) if groups else "")
 
 
@@ -223,7 +207,7 @@ def write_report(
     divergence: Divergence | None = None,
     other: DryRun | None = None,
 ) -> None:
-    """Writes the page, with plotly's JavaScript in it: 5 MB and more.
+    """Writes the page, less than 1 MB.
 
     Args:
         predicted: ``timeline(run)``, or one for another cluster.
@@ -231,7 +215,6 @@ def write_report(
         other: that rank's dry run, to compare with; the page says so too if both communicate alike.
 
     Raises:
-        PlanningError: plotly isn't installed.
         DryRunError: ``other`` is a dry run of another world.
         OSError: the file can't be written.
     """

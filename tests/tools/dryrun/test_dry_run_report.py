@@ -1,9 +1,6 @@
 """The page: complete, small, safe, and without an error in a browser."""
 
 import json
-import re
-import shutil
-import subprocess
 from collections import Counter
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -13,10 +10,10 @@ from typing import Any
 
 import pytest
 from _support.tools.dryrun.made_runs import Llama, Program
-
-pytest.importorskip("plotly")
+from _support.tools.pages import MOST_BYTES, check_fills, check_texts, in_browser
 
 from parallel3d.mesh import MeshLayout
+from parallel3d.tools.dryrun import report
 from parallel3d.tools.dryrun.compare import compare
 from parallel3d.tools.dryrun.report import write_report
 from parallel3d.tools.dryrun.result import DryRun, DryRunWarning, MemorySample, Peak, UnknownRead
@@ -123,15 +120,15 @@ def test_the_charts_are_the_run() -> None:
     run = Llama(layers=4).run(LAYOUT)
     times = timeline(run)
     figures = Reader(report_html(run, times)).figures
-    memory = figures["memory"]["data"]
-    assert [trace["name"] for trace in memory] == [
+    memory = figures["memory"]["series"]
+    assert [each["name"] for each in memory] == [
         *("parameters", "optimizer state", "unsharded parameters", "activations")
     ]
-    totals = [sum(values) for values in zip(*(trace["y"] for trace in memory), strict=True)]
+    totals = [sum(values) for values in zip(*(each["y"] for each in memory), strict=True)]
     assert max(totals) == pytest.approx(run.peak.bytes / 2**30, abs=1e-3)
-    marked = [note["text"] for note in figures["memory"]["layout"]["annotations"]]
-    assert any(text.startswith("peak ") for text in marked)
-    bars = {trace["name"]: sum(trace["x"]) for trace in figures["timeline"]["data"]}
+    assert any(mark["text"].startswith("peak ") for mark in figures["memory"]["marks"])
+    timelines = figures["timeline"]["series"]
+    bars = {each["name"]: sum(each["to"]) - sum(each["from"]) for each in timelines}
     assert bars["waiting"] == pytest.approx(1e3 * sum(times.exposed().values()), rel=1e-3)
     busy = times.busy()
     together = sum(bars[name] for name in ("matmul", "attention", "elementwise"))
@@ -163,8 +160,7 @@ def test_names_cannot_break_out() -> None:
     assert found.tags["script"] == plain.tags["script"]
     assert found.tags["img"] == 0
     assert found.text.count("alert(1)") > 5
-    hover = [trace["customdata"] for trace in found.figures["timeline"]["data"]]
-    assert "onerror" in str(hover) and "<img" not in str(hover)  # plotly reads tags
+    assert "onerror" in str(found.figures["timeline"])  # which the script writes as text
 
 
 def test_a_run_without_anything() -> None:
@@ -183,7 +179,7 @@ def test_a_run_without_anything() -> None:
 
 
 def test_a_large_run_stays_small(tmp_path: Path) -> None:
-    """126 layers, with more operations and samples than a page can have."""
+    """126 layers, with more operations, samples, parameters and reads than a page can have."""
 
     def before(program: Program, layer: int) -> None:
         for i in range(180):
@@ -192,10 +188,14 @@ def test_a_large_run_stays_small(tmp_path: Path) -> None:
 
     run = Llama(layers=126, steps=1, before=before).run(LAYOUT)
     assert len(run.operations) > 20_000 and len(run.memory) > 20_000
-    write_report(run, tmp_path / "page.html")
-    assert 4e6 < (tmp_path / "page.html").stat().st_size < 7e6
+    experts = tuple(
+        replace(p, name=f"{p.name}.experts.{i}") for i in range(5) for p in run.parameters
+    )
+    reads = tuple(UnknownRead(f"package/module_{i}.py:12, in main", "item", i) for i in range(5000))
+    write_report(replace(run, parameters=experts, unknown=reads), tmp_path / "page.html")
+    assert 3e5 < (tmp_path / "page.html").stat().st_size < MOST_BYTES
     figures = Reader((tmp_path / "page.html").read_text()).figures
-    assert sum(len(trace["x"]) for trace in figures["timeline"]["data"]) < 6000
+    assert sum(len(each["row"]) for each in figures["timeline"]["series"]) < 6000
 
 
 def test_thinned_samples_keep_the_highest_and_lowest() -> None:
@@ -235,26 +235,19 @@ def test_long_waits_stay_visible() -> None:
     assert sum(b.busy for b in bars if b.kind == "wait") >= sum(s.seconds for s in long) - 1e-12
 
 
-def in_browser(path: Path) -> tuple[str, list[str]]:
-    """(the page after its scripts have run, what it wrote to the console)."""
-    program = shutil.which("chromium") or shutil.which("chromium-browser")
-    if program is None:
-        pytest.skip("needs chromium")
-    command = [program, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
-    command += [f"--user-data-dir={path.parent / 'profile'}", "--virtual-time-budget=5000"]
-    command += ["--enable-logging=stderr", "--v=0", "--window-size=1200,2000", path.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+def test_no_two_kinds_look_alike() -> None:
+    """Of all kinds there are, not only of those of one run."""
+    for fills in (report._MEMORY.values(), [fill for _, fill in report._BARS.values()]):
+        assert len(set(fills)) == len(fills)
+    run = Llama(layers=4).run(LAYOUT)
+    check_fills([*Reader(report_html(run)).figures.values()])
 
 
-def test_the_page_opens_in_a_browser(tmp_path: Path) -> None:
+@pytest.mark.parametrize("width", [1200, 500])
+def test_the_page_opens_in_a_browser(tmp_path: Path, width: int) -> None:
     """With hostile names, so that an escape that is missing would show."""
-    (tmp_path / "page.html").write_text(report_html(hostile()), encoding="utf-8")
-    dom, console = in_browser(tmp_path / "page.html")
-    assert console == []
-    assert len(re.findall(r'class="main-svg"', dom)) >= 2  # both charts were drawn
-    assert "1 rows" in dom  # the filter counted
+    dom = check_texts(report_html(hostile()), tmp_path, 2, width)
+    assert ">1 row<" in dom  # the filter counted
     assert "<img" not in dom.split("<script", 1)[0]
 
 
@@ -262,3 +255,56 @@ def test_the_browser_would_tell_of_an_error(tmp_path: Path) -> None:
     (tmp_path / "bad.html").write_text("<p>x</p><script>nothing.at_all();</script>")
     _, console = in_browser(tmp_path / "bad.html")
     assert console and "nothing is not defined" in console[0]
+
+
+def test_the_browser_would_tell_of_texts_over_each_other(tmp_path: Path) -> None:
+    texts = "".join(f'<text x="{40 * i}" y="20">{i}</text>' for i in range(5))
+    page = '<body><div class="chart" id="one"><svg>{}</svg></div></body>'
+    check_texts(page.format(texts), tmp_path, 1, 1200)
+    with pytest.raises(AssertionError, match="over each other: 4 and late"):
+        check_texts(page.format(texts + '<text x="161" y="22">late</text>'), tmp_path, 1, 1200)
+
+
+POINTER = """<script>
+function point(target, kind, x, y) {
+  var given = { bubbles: true, clientX: x, clientY: y, pointerType: "mouse" };
+  target.dispatchEvent(new PointerEvent(kind, given));
+}
+function tip(id) { return document.querySelector("#" + id + " .tip").textContent; }
+function ticks() {
+  var texts = document.querySelectorAll('#timeline .drawn > text[text-anchor="middle"]');
+  return Array.from(texts).map(function (text) { return text.textContent; }).join(" ");
+}
+var said = [], box = document.querySelector("#timeline rect.bar").getBoundingClientRect();
+point(document.querySelector("#timeline rect.bar"), "pointermove", box.left + 1, box.top + 1);
+said.push(tip("timeline"));
+var area = document.querySelector("#memory .drawn"), frame = area.getBoundingClientRect();
+point(area, "pointermove", frame.left + 0.6 * frame.width, frame.top + 80);
+said.push(tip("memory"));
+said.push(ticks());
+var line = document.querySelector("#timeline .drawn"), at = line.getBoundingClientRect();
+point(line, "pointerdown", at.left + 0.4 * at.width, at.top + 50);
+point(line, "pointermove", at.left + 0.5 * at.width, at.top + 50);
+point(line, "pointerup", at.left + 0.5 * at.width, at.top + 50);
+said.push(ticks());
+document.querySelector("#timeline .drawn").dispatchEvent(new MouseEvent("dblclick", { bubbles: true }));
+said.push(ticks());
+var found = document.createElement("pre");
+found.id = "said";
+found.textContent = JSON.stringify(said);
+document.body.appendChild(found);
+</script>"""
+
+
+def test_the_pointer_asks_and_zooms(tmp_path: Path) -> None:
+    run = Llama(layers=4).run(LAYOUT)
+    html = report_html(run).replace("</body>", POINTER + "</body>")
+    (tmp_path / "page.html").write_text(html, encoding="utf-8")
+    dom, console = in_browser(tmp_path / "page.html")
+    assert console == []
+    bar, memory, whole, zoomed, again = json.loads(dom.split('id="said">')[1].split("</pre>")[0])
+    assert bar.startswith("optimizer: ") and bar.endswith(" ms")
+    assert " ms" in memory and "optimizer state" in memory and "GiB" in memory
+    ends = [[float(tick) for tick in each.split()[:-2]] for each in (whole, zoomed)]
+    assert ends[0][0] == 0 < ends[1][0] and ends[1][-1] < ends[0][-1]
+    assert again == whole

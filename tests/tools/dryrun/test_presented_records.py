@@ -74,7 +74,6 @@ def test_a_records_timeline_has_its_steps_streams_and_overlap(first: DryRun) -> 
 
 
 def test_a_records_page_and_trace(first: DryRun, tmp_path: Path) -> None:
-    pytest.importorskip("plotly")
     from parallel3d.tools.dryrun.report import write_report
 
     write_report(first, tmp_path / "page.html", other=first)
