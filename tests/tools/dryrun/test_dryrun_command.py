@@ -68,6 +68,7 @@ def test_two_ranks_are_compared(tmp_path, monkeypatch, both):
     if both:
         assert result.exit_code == 0, result.output
         assert "ranks 0 and 3 communicate alike" in result.stdout
+        assert "all ranks" in result.stdout and "none " not in result.stdout
     else:
         assert result.exit_code == 1, result.output
         text = " ".join(result.stdout.split())
