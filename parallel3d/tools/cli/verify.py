@@ -39,9 +39,12 @@ def verify_command(
         typer.Argument(metavar=_NAME, help="A function without arguments that builds the model."),
     ],
     input: Annotated[
-        str,
-        _function_of("index of a sample -> its inputs: a tensor, a tuple or a dict of tensors."),
-    ],
+        str | None,
+        _function_of(
+            "A batch (a tensor, a tuple or a dict of tensors), or a function that makes one, without "
+            "arguments or of a sample's number. By default made as the model's config or first layer says."
+        ),
+    ] = None,
     loss: Annotated[
         str | None,
         _function_of(
@@ -100,7 +103,7 @@ def verify_command(
                     "--parallelize"
                 )
         options |= {"apply": _function("--parallelize", parallelize)}
-    build, batch = _function("the model", model), _function("--input", input)
+    build, batch = _function("the model", model), input and _object("--input", input)
     found, is_first = _run(build, batch, (replicate, shard, tp), options)
     if is_first and as_json:
         typer.echo(json.dumps(_as_json(found), indent=2, allow_nan=False))
@@ -189,6 +192,7 @@ def _as_json(found: Verification) -> dict[str, Any]:
         "largest": {"loss": parity.loss, "gradients": parity.grads, "weights": parity.weights},
         "dropouts": found.dropouts,
         "without_gradient": list(found.without_gradient),
+        "inputs": found.made or None,
     }
 
 
@@ -205,6 +209,8 @@ def _show(found: Verification, model: str, parallelize: str) -> None:
     if found.difference is not None:
         console.print(_difference(found.difference))
         return
+    if found.made:
+        console.print(f"inputs: {found.made}")
     console.print(Text("equal to the plain model", style="bold green"))
     for dtype, loss in parity.loss.items():
         console.print(

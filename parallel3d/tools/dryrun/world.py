@@ -25,11 +25,12 @@ from torch.overrides import TorchFunctionMode
 
 from parallel3d._torch import groups
 from parallel3d._torch.fake import SCALED_STEP, loader_iterators
+from parallel3d._util.users_code import caller
 from parallel3d.errors import DryRunError
 from parallel3d.testing.worlds import fake_world
 from parallel3d.tools.dryrun.place import Place
 from parallel3d.tools.dryrun.result import UnknownRead
-from parallel3d.tools.dryrun.unknown import NOT_KNOWN, Unknown, asking, caller
+from parallel3d.tools.dryrun.unknown import NOT_KNOWN, Unknown, asking
 
 
 def script(path: str | PathLike[str], arguments: Sequence[str] = ()) -> Callable[[], None]:
