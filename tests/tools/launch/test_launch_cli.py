@@ -59,6 +59,23 @@ def test_prints_or_writes(tmp_path: Path) -> None:
     )
 
 
+def test_what_is_missing_is_said() -> None:
+    slurm = ("--to", "slurm", "--nodes", "2")
+    code, text, said = launch(*slurm, "train.py")
+    assert code == 0 and text.startswith("#!") and len(said.splitlines()) == 3
+    for words in ("no --time: ", "no --checkpoint FOLDER among", "no --setup: nodes use"):
+        assert words in said
+    full = ("--time", "90", "--setup", "module load cuda", "--setup", "source v/bin/activate")
+    code, text, said = launch(*slurm, *full, "--", "train.py", "--checkpoint=/run")
+    assert code == 0 and not said and "#SBATCH --time=90\n" in text
+    assert "module load cuda\nsource v/bin/activate\n" in text
+    assert "--time" not in launch(*slurm, "--grace", "0", "train.py")[2]
+    assert not launch("train.py")[2]
+    assert "at step 0" in launch("--max-restarts", "1", "train.py")[2]
+    assert "no --image: " in launch("--to", "kubeflow", "train.py")[2]
+    assert "no --setup: " in launch("--to", "skypilot", "--gpu", "H100", "train.py")[2]
+
+
 def test_keeps_files_of_others(tmp_path: Path) -> None:
     (tmp_path / "train.sh").write_text("mine")
     code, _, said = launch("--out", str(tmp_path), "train.py")
