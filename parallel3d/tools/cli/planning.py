@@ -36,7 +36,7 @@ from parallel3d.planner.prediction import Prediction, predict
 from parallel3d.planner.runs import write_predictions
 from parallel3d.planner.workload import CHECKPOINTING, Workload
 from parallel3d.tools.cli import options as o
-from parallel3d.tools.terminal import output, titled_table
+from parallel3d.tools.terminal import Busy, output, titled_table
 
 # ``--model``: a name, a config.json, or shapes.
 
@@ -90,7 +90,8 @@ def _setup(
         raise PlanningError("; ".join(_ASKED[name] for name in missing))
     names = ("gpu", "nodes", "gpus_per_node", "nic", "profile")
     cluster = Cluster.of(*(options[name] for name in names))
-    model = read_model(text, seq_len)
+    with Busy(f"reading {text}"):
+        model = read_model(text, seq_len)
     chosen, said = {}, []
     if seq_len is None:
         chosen["seq_len"] = seq_len = min(model.seq_len or _LENGTH, _LONGEST)
@@ -277,7 +278,8 @@ def _predict_runs(runs: Path | None, models: Path | None, out: Path | None, as_j
         files = {"--runs": runs, "--models": models, "--out": out}
         missing = ", ".join(name for name, file in files.items() if file is None)
         raise PlanningError(f"--runs, --models and --out go together; not given: {missing}")
-    count = write_predictions(runs, models, out)
+    with Busy(f"predicting the runs of {runs}"):
+        count = write_predictions(runs, models, out)
     if as_json:
         _echo_json({"rows": count, "out": str(out)})
     else:
@@ -292,15 +294,17 @@ def calibrate_command(
     seconds: Annotated[float, o.plain("Seconds after which no more matmuls are measured.")] = 60.0,
 ) -> None:
     """Measures matmuls and memory; under torchrun (-m parallel3d calibrate) collectives too."""
-    from torch import distributed as dist
+    with Busy("importing torch"):
+        from torch import distributed as dist
 
-    from parallel3d.planner.calibrate import calibrate, write_profile
+        from parallel3d.planner.calibrate import calibrate, write_profile
 
     joined = "RANK" in os.environ and not dist.is_initialized()
     if joined:
         dist.init_process_group()
     try:
-        found = calibrate(name, device=device, largest=largest, seconds=seconds)
+        with Busy(f"measuring matmuls for {seconds:g} s at most, memory and collectives"):
+            found = calibrate(name, device=device, largest=largest, seconds=seconds)
         if not dist.is_initialized() or dist.get_rank() == 0:
             write_profile(found, out)
             _show_gpu(found)

@@ -18,7 +18,7 @@ from rich.text import Text
 from parallel3d.errors import Parallel3dError
 from parallel3d.mesh.axes import AXES
 from parallel3d.tools.cli.options import Json, function_named, object_named, panel
-from parallel3d.tools.terminal import output
+from parallel3d.tools.terminal import Busy, output
 
 if TYPE_CHECKING:
     from parallel3d.testing import Difference, Verification
@@ -84,25 +84,30 @@ def verify_command(
     Exit code 0: equal. 1: they differ; the first module that differs is named. 2: they can't be compared.
     Started by torchrun, each process is a rank, and none is simulated.
     """
-    own = ("steps", "micro_batches", "tolerance", "fp32", "seed")
-    options: dict[str, Any] = {name: ctx.params[name] for name in own}
-    options |= {
-        "loss": function_named("--loss", loss),
-        "seed_of": function_named("--seed-of", seed_of),
-    }
-    theirs = {"loss_parallel": loss_parallel, "activation_checkpointing": activation_checkpointing}
-    if parallelize is None:
-        options |= {"tp_plan": _plan(plan, tp), **theirs}
-    else:
-        for name, value in {"plan": plan, **theirs}.items():
-            if value:
-                raise Parallel3dError(
-                    f"--{name.replace('_', '-')} is for parallel3d.parallelize: leave it out with "
-                    "--parallelize"
-                )
-        options |= {"apply": function_named("--parallelize", parallelize)}
-    build, batch = function_named("the model", model), input and object_named("--input", input)
-    found, is_first = _run(build, batch, (replicate, shard, tp), options)
+    with Busy(f"importing {model}") as busy:
+        own = ("steps", "micro_batches", "tolerance", "fp32", "seed")
+        options: dict[str, Any] = {name: ctx.params[name] for name in own}
+        options |= {
+            "loss": function_named("--loss", loss),
+            "seed_of": function_named("--seed-of", seed_of),
+        }
+        theirs = {
+            "loss_parallel": loss_parallel,
+            "activation_checkpointing": activation_checkpointing,
+        }
+        if parallelize is None:
+            options |= {"tp_plan": _plan(plan, tp), **theirs}
+        else:
+            for name, value in {"plan": plan, **theirs}.items():
+                if value:
+                    raise Parallel3dError(
+                        f"--{name.replace('_', '-')} is for parallel3d.parallelize: leave it out with "
+                        "--parallelize"
+                    )
+            options |= {"apply": function_named("--parallelize", parallelize)}
+        build, batch = function_named("the model", model), input and object_named("--input", input)
+        busy.say(f"{model}: training it plain and on {replicate * shard * tp} ranks, and comparing")
+        found, is_first = _run(build, batch, (replicate, shard, tp), options)
     if is_first and as_json:
         typer.echo(json.dumps(_as_json(found), indent=2, allow_nan=False))
     elif is_first:
