@@ -16,6 +16,7 @@ import typer
 
 from parallel3d.errors import DryRunError
 from parallel3d.tools.cli.options import Html, Json, panel
+from parallel3d.tools.launch.local import example
 from parallel3d.tools.terminal import Busy
 
 if TYPE_CHECKING:
@@ -75,9 +76,9 @@ def dryrun_command(
         if against is not None and not 0 <= against < world:
             raise DryRunError(f"--against {against}: it must be a rank from 0 to {world - 1}")
         _check_files(html=html, trace=trace)
-        program = as_program(script, arguments or [])
+        program = as_program(found := example(script), arguments or [])
         cluster = Cluster.of(gpu, max(-(-world // gpus_per_node), 1), gpus_per_node, nic, profile)
-        busy.say(f"running {script} as rank {rank} of {world:,}")
+        busy.say(f"running {found} as rank {rank} of {world:,}")
         with redirect_stdout(sys.stderr):  # stdout is for the command's own output
             run = record(
                 program, world, rank, steps=steps, gpus_per_node=gpus_per_node, backend=backend
@@ -88,7 +89,7 @@ def dryrun_command(
             options += ["--world-size", str(world), "--rank", str(against)]
             options += ["--steps", str(steps)] if steps is not None else []
             busy.stop()  # that process has its own
-            other = _in_another_process(options, [script, *(arguments or [])])
+            other = _in_another_process(options, [found, *(arguments or [])])
             divergence = compare(run, other)
         busy.say("predicting durations")
         times = timeline(run, cluster)

@@ -13,6 +13,7 @@ pytest.importorskip("rich")
 from typer.testing import CliRunner
 
 from parallel3d.tools.cli.app import app
+from parallel3d.tools.launch.local import example, examples_folder
 
 GLOO = """\
 import os, sys
@@ -41,6 +42,19 @@ def test_the_help_lists_all_commands_and_explains_each() -> None:
         assert f" {command} " in listed
     run, demo = (CliRunner().invoke(app, [name, "--help"]).stdout for name in ("run", "demo"))
     assert "--nproc-per-node 8 train.py" in run and "(2, 2, 2) mesh of eight" in demo
+
+
+def test_an_example_is_found_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As README and the docs name it; a file of that name in the current folder goes before."""
+    monkeypatch.chdir(tmp_path)
+    assert Path(example("examples/train.py")) == examples_folder() / "train.py"
+    for other in ("train.py", "examples/none.py", "examples/", "--lr"):
+        assert example(other) == other
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples" / "train.py").touch()
+    assert example("examples/train.py") == "examples/train.py"
 
 
 def test_prints_or_writes(tmp_path: Path) -> None:
