@@ -403,7 +403,7 @@ def _heading(model: ModelSpec, cluster: Cluster, work: Workload, chosen: str) ->
         (model.name, "bold"),
         f" ({model.numel / 1e9:,.2f} B parameters) on ",
         (f"{cluster.world_size:,} x {cluster.gpu.name}", "bold"),
-        f" ({cluster.nodes:,} nodes), sequences of {work.seq_len:,}{batch}, {work.optimizer}",
+        f" ({cluster.nodes:,} node{'s' * (cluster.nodes > 1)}), sequences of {work.seq_len:,}{batch}, {work.optimizer}",
         f"\nby default: {chosen}" if chosen else "",
     )
 
@@ -442,7 +442,7 @@ def _heat(part: float) -> str:
 
 def _refused(plan: MeshPlan) -> Table:
     title = f"{len(plan.refused)} layouts refused"
-    table = titled_table(title, "why (the mildest)", "how many", "layouts")
+    table = titled_table(title, "why (of the closest)", "how many", "layouts")
     for reason in reasons(plan.refused):
         table.add_row(Text(reason.text), str(reason.count), reason.examples)
     return table

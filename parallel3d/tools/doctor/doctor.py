@@ -30,6 +30,8 @@ from parallel3d.tools.doctor.finding import (
 from parallel3d.tools.doctor.store_group import StoreGroup, clock_offset, connect
 from parallel3d.tools.dryrun.as_json import decoded
 
+_ALONE = "this is one process; start doctor on all ranks: torchrun ... -m parallel3d doctor"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -128,7 +130,7 @@ def doctor(options: Options, show: Callable[[Diagnosis], None] | None = None) ->
     place = place_of(os.environ)
     facts = collect(options.checkpoint)
     if place.world_size == 1:
-        found = Diagnosis({0: facts}, examine({0: facts}), not_measured="one process has no axes")
+        found = Diagnosis({0: facts}, examine({0: facts}), not_measured=_ALONE)
         found.failed = bool(_errors(found))
     else:
         address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")

@@ -74,7 +74,9 @@ def launch_file(target: str, job: LaunchJob) -> str:
                 f"{name} is {value!r}, for which {target} has no place; leave it out ({able} take it)"
             )
     mesh = f", mesh {job.layout}" if job.layout is not None else ""
-    head = f"{MARK}: {job.nodes} nodes x {job.gpus_per_node} processes{mesh}.\n"
+    head = (
+        f"{MARK}: {job.nodes} node{'s' * (job.nodes > 1)} x {job.gpus_per_node} processes{mesh}.\n"
+    )
     return found.head + head + found.write(job)
 
 

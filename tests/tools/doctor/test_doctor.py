@@ -276,6 +276,7 @@ def test_the_command_alone(alone: None, monkeypatch: pytest.MonkeyPatch) -> None
     assert "nccl-p2p-disabled" in done.output and "do: unset NCCL_P2P_DISABLE" in done.output
     assert "checks passed" in done.output and socket.gethostname() in done.output
     assert "machine: few-open-files, locked-memory" in done.output
+    assert "not measured: this is one process; start doctor on all ranks" in done.output
     assert "17 not run: they compare processes" in done.output and "group-slow" not in done.output
 
 
