@@ -1,7 +1,6 @@
 """Rich consoles and tables in one style, for everything that the commands print."""
 
 import os
-from types import TracebackType
 
 from rich import box
 from rich.console import Console
@@ -35,12 +34,7 @@ class Busy:
         self._progress.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def say(self, text: str) -> None:

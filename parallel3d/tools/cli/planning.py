@@ -403,7 +403,8 @@ def _heading(model: ModelSpec, cluster: Cluster, work: Workload, chosen: str) ->
         (model.name, "bold"),
         f" ({model.numel / 1e9:,.2f} B parameters) on ",
         (f"{cluster.world_size:,} x {cluster.gpu.name}", "bold"),
-        f" ({cluster.nodes:,} node{'s' * (cluster.nodes > 1)}), sequences of {work.seq_len:,}{batch}, {work.optimizer}",
+        f" ({cluster.nodes:,} node{'s' * (cluster.nodes > 1)}), sequences of {work.seq_len:,}{batch}",
+        f", {work.optimizer}",
         f"\nby default: {chosen}" if chosen else "",
     )
 

@@ -55,6 +55,7 @@ def test_page_trace_and_summary(tmp_path):
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     assert "rank 0 of 4" in result.stdout and "reduce_scatter" in result.stdout
+    assert "2 steps" in result.stdout and "collectives of step 1" in result.stdout  # the second
     assert "rank 0 of 4" in page.read_text()
     assert json.loads(trace.read_text())["traceEvents"]
 
