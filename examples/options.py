@@ -33,6 +33,7 @@ class Option:
 
     help: str
     min: int | None = None
+    group: str = ""  # heading in --help, of this option and those after it
 
 
 class Size(StrEnum):
@@ -69,10 +70,10 @@ DTYPES = {name: getattr(torch, name) for name in Dtype}
 class Options:
     """What a run is: the mesh, the model, the batch, and where things go."""
 
-    replicate: Annotated[int, Option(help="Copies of the sharded model (HSDP).")] = 1
+    replicate: Annotated[int, Option(group="mesh", help="Copies of the sharded model (HSDP).")] = 1
     shard: Annotated[int, Option(help="Ranks that share one copy; -1: all there are.")] = -1
     tp: Annotated[int, Option(help="Ranks that share each layer's computation.")] = 1
-    steps: Annotated[int, Option(min=1, help="Optimizer steps.")] = 300
+    steps: Annotated[int, Option(group="model and training", min=1, help="Optimizer steps.")] = 300
     size: Annotated[Size, Option(help="Size of the model.")] = Size.tiny
     seq_len: Annotated[
         int | None, Option(min=1, help="Tokens of a sequence; by default the size's own.")
@@ -84,7 +85,14 @@ class Options:
     ] = None
     lr: Annotated[float, Option(help="Peak learning rate.")] = 2e-3
     warmup_steps: Annotated[int, Option(min=0, help="Steps until that peak.")] = WARMUP_STEPS
-    dtype: Annotated[Dtype, Option(help="Of weights, gradients and optimizer.")] = Dtype.float32
+    seed: Annotated[int, Option(min=0, help="Of weights and batches.")] = 0
+    data: Annotated[Path | None, Option(help="File or folder; by default Python's own source.")] = (
+        None
+    )
+    dtype: Annotated[
+        Dtype,
+        Option(group="precision, memory and speed", help="Of weights, gradients and optimizer."),
+    ] = Dtype.float32
     double: Annotated[bool, Option(help="The same as --dtype float64.")] = False
     mixed_precision: Annotated[bool, Option(help="Compute in bfloat16, reduce in float32.")] = False
     activation_checkpointing: Annotated[
@@ -104,17 +112,26 @@ class Options:
         False
     )
     hfsdp: Annotated[bool, Option(help="Shard the optimizer's state over replicas too.")] = False
-    seed: Annotated[int, Option(min=0, help="Of weights and batches.")] = 0
-    data: Annotated[Path | None, Option(help="File or folder; by default Python's own source.")] = (
-        None
-    )
-    check: Annotated[bool, Option(help="Compare the first steps with the plain model.")] = False
     checkpoint: Annotated[
-        Path | None, Option(help="Folder to save to, and to go on from if it has a checkpoint.")
+        Path | None,
+        Option(
+            group="checkpoints", help="Folder to save to, and to go on from if it has a checkpoint."
+        ),
     ] = None
     save_every: Annotated[int, Option(min=1, help="Steps between checkpoints.")] = 100
     keep: Annotated[int, Option(min=1, help="Checkpoints to leave there.")] = 3
     async_save: Annotated[bool, Option(help="Write checkpoints in the background.")] = False
+    check: Annotated[
+        bool,
+        Option(group="screen and metrics", help="Compare the first steps with the plain model."),
+    ] = False
+    show_plan: Annotated[bool, Option(help="Print every module of the plan.")] = False
+    json: Annotated[
+        bool, Option(help="Print nothing but the result, as one line of JSON, for programs.")
+    ] = False
+    step_log: Annotated[
+        Path | None, Option(help="File to append to: what each step consumed, and its loss.")
+    ] = None
     metrics: Annotated[
         Path | None, Option(help="File to append to: a line of JSON a step: speed, memory, waits.")
     ] = None
@@ -126,20 +143,14 @@ class Options:
         float | None, Option(help="Of one device, for MFU; by default that of a GPU known.")
     ] = None
     profile_steps: Annotated[
-        str | None, Option(help="FIRST:LAST, both included: write a trace of these steps.")
+        str | None,
+        Option(group="profiles", help="FIRST:LAST, both included: write a trace of these steps."),
     ] = None
     profile_ranks: Annotated[str, Option(help="Ranks that do, such as 0,3 or all.")] = "0"
     oom_snapshots: Annotated[
         bool, Option(help="Write what memory held when there was too little.")
     ] = False
     traces: Annotated[Path, Option(help="Folder for traces and snapshots.")] = Path("traces")
-    show_plan: Annotated[bool, Option(help="Print every module of the plan.")] = False
-    json: Annotated[
-        bool, Option(help="Print nothing but the result, as one line of JSON, for programs.")
-    ] = False
-    step_log: Annotated[
-        Path | None, Option(help="File to append to: what each step consumed, and its loss.")
-    ] = None
 
     def __post_init__(self) -> None:
         _ = self.window  # refused before anything starts
@@ -202,18 +213,25 @@ class Options:
 
 def parse(description: str, words: Sequence[str] | None = None) -> Options:
     """The command line's options; ``words``: others. What can't be ends the process, as ``--help`` does."""
-    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        usage="[torchrun --nproc-per-node RANKS] %(prog)s [options]",
+        description=description,
+        allow_abbrev=False,
+    )
+    group: argparse._ActionsContainer = parser
     hints = get_type_hints(Options, include_extras=True)
     for field in fields(Options):
         kind, option = get_args(hints[field.name])
+        if option.group:
+            group = parser.add_argument_group(option.group)
         # --tp for tp, --micro-batch for micro_batch
         name = f"--{field.name.replace('_', '-')}"
         if kind is bool:
-            parser.add_argument(name, action="store_true", help=option.help)
+            group.add_argument(name, action="store_true", help=option.help)
             continue
         kind = next((each for each in get_args(kind) if each is not NoneType), kind)
         shown = "" if field.default is None else f" By default {field.default}."
-        parser.add_argument(
+        group.add_argument(
             name,
             type=partial(_convert, kind, option),
             default=field.default,

@@ -80,7 +80,7 @@ def main(options: Options) -> None:
     def say(text: str) -> None:
         report.print(since_start(text))
 
-    say(f"mesh: {layout}, {device.type}")
+    say(f"mesh: {layout}, {'a dry run of one' if active() else device.type}")
     say(f"text: {len(samples.text):,} bytes, {len(samples):,} sequences of {samples.seq_len}")
     model, flops, plan = build_model(options, mesh)
     if plan is not None:

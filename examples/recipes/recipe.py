@@ -222,7 +222,7 @@ def main(
 def _show(name: str, recipe: Recipe) -> None:
     arguments = shlex.join(recipe.arguments())
     print(f"{recipe.name}: {recipe.why}")
-    print(f"\ndry run:\n  parallel3d dryrun --world-size {recipe.world_size} --steps 1 -- ", end="")
+    print(f"\ndry run:\n  parallel3d dryrun --world-size {recipe.world_size} -- ", end="")
     print(f"examples/train.py {arguments}")
     print(
         f"\nlaunch:\n  python examples/recipes/recipe.py {shlex.quote(name)} --to slurm > train.sbatch"

@@ -82,6 +82,11 @@ class Cluster:
     nic: float = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
+        if not isinstance(self.gpu, Gpu):
+            raise PlanningError(
+                f"Cluster(gpu={self.gpu!r}): gpu must be a Gpu; by its name it is "
+                f"Cluster.of({self.gpu!r}, nodes={self.nodes!r})"
+            )
         if self.gpus_per_node is None:
             object.__setattr__(self, "gpus_per_node", self.gpu.node)
         if self.nic is None:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import Shard
 from parallel3d._util.trees import map_tensors, tensors_in
 from parallel3d.errors import Parallel3dError, PlanningError
 from parallel3d.parallelize import Units, find_units
+from parallel3d.planner.hf_config import longest
 from parallel3d.planner.model_spec import (
     Activation,
     Attention,
@@ -395,6 +396,7 @@ def spec_from_module(
         tied=any(id(m.weight) in tables for m in linears),
         tp_ready=not plan.problem,
         source=f"{source}; no tensor parallelism: {plan.problem}" if plan.problem else source,
+        seq_len=longest(vars(getattr(model, "config", plan))) or builder.seq_len,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from importlib.resources import files
 from os import PathLike
@@ -150,7 +151,13 @@ def _from_dict(config: Mapping[str, Any], name: str, source: str) -> ModelSpec:
         tied=bool(told.get("tie_word_embeddings", False)),
         **{**options, "mlp": _mlp(told, family)},
     )
-    return decoder.spec(name, source)
+    return replace(decoder.spec(name, source), seq_len=longest(told))
+
+
+def longest(config: Mapping[str, Any]) -> int:
+    """The longest sequence that ``config`` allows; 0: it doesn't say."""
+    lengths = (config[key] for key in _POSITIONS if isinstance(config.get(key), int))
+    return max(next(lengths, 0), 0)
 
 
 def _family_of(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -170,6 +170,7 @@ class ModelSpec:
         tied: whether the embedding is the head's weight as well.
         tp_ready: whether there is a tensor-parallel plan.
         source: where the spec was read.
+        seq_len: the longest sequence that its config allows; 0: it doesn't say.
     """
 
     name: str
@@ -183,6 +184,7 @@ class ModelSpec:
     tied: bool = False
     tp_ready: bool = True
     source: str = ""
+    seq_len: int = 0
 
     @property
     def blocks(self) -> int:
@@ -481,4 +483,4 @@ def spec_from_shapes(
         mlp_bias=bias,
         tied=tied,
     )
-    return decoder.spec(name, source)
+    return replace(decoder.spec(name, source), seq_len=seq_len)

@@ -373,7 +373,7 @@ def _refusals(plan: MeshPlan) -> str:
     kinds = [(r.text, str(r.count), r.examples) for r in reasons(plan.refused)]
     each = [(f" {_TIMES} ".join(map(str, r.layout.sizes)), r.reason) for r in plan.refused]
     every = f"<summary>All {len(each)}</summary>{table(('layout', 'why'), each, 2)}"
-    counted = table(("why (the mildest)", "how many", "layouts"), kinds, 1)
+    counted = table(("why (of the closest)", "how many", "layouts"), kinds, 1)
     return f"{counted}<details>{every}</details>"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed import DeviceMesh
 
 from parallel3d._torch.simulated import for_each_rank, ranks_are_simulated
-from parallel3d._util.trees import cast_floats, tensors_in
+from parallel3d._util.trees import cast_floats
 from parallel3d.errors import Parallel3dError
 from parallel3d.mesh import MeshLayout
 from parallel3d.mesh.seeding import StepSeed, number_at
@@ -25,7 +25,8 @@ from parallel3d.testing.differences.fit import WHOLE, Comparison, Gap, Group
 from parallel3d.testing.differences.forward import Backward, Difference, Forward, owner_of
 from parallel3d.testing.differences.record import Recorder, Trace, Values, merged
 from parallel3d.testing.differences.state import State, gathered, joined
-from parallel3d.testing.parity import Case, LossFn, Parity, Run, Setup, compare, inside, runs_of
+from parallel3d.testing.parity import Case, Parity, Run, Setup, compare, inside, runs_of
+from parallel3d.testing.samples import LossFn, Samples, errors_named
 
 SeedOf = Callable[[MeshLayout, int, int], int]
 
@@ -41,6 +42,7 @@ class Verification:
         dropouts: number of calls of dropout that were checked.
         without_gradient: trained parameters that the loss does not reach. Their gradients, and outputs that
             the loss does not read, were not compared.
+        made: which inputs were made, if none were given.
     """
 
     layout: MeshLayout
@@ -48,10 +50,11 @@ class Verification:
     parity: Parity = field(default_factory=Parity)
     dropouts: int = 0
     without_gradient: tuple[str, ...] = ()
+    made: str = ""
 
 
 def first_difference(
-    build: Callable[[], nn.Module], batch: Callable[[int], Any], layout: MeshLayout, **options: Any
+    build: Callable[[], nn.Module], batch: Any, layout: MeshLayout, **options: Any
 ) -> Difference | None:
     """Returns the first place where the parallel model differs from the plain one, or None.
 
@@ -62,7 +65,7 @@ def first_difference(
 
 def verify(
     build: Callable[[], nn.Module],
-    batch: Callable[[int], Any],
+    batch: Any,
     layout: MeshLayout,
     *,
     loss: LossFn | None = None,
@@ -88,8 +91,7 @@ def verify(
 
     Args:
         build: makes the plain model; called after ``torch.manual_seed(seed)``.
-        batch: returns the inputs of sample ``i``: a tensor, a tuple or list of tensors, or a dict of keyword
-            arguments.
+        batch: as in ``assert_parity``.
         layout: the mesh; no size may be -1.
         loss: ``loss(model, *inputs)`` (for a dict: ``loss(model, **inputs)``) -> scalar. By default the
             output's ``loss`` (an attribute or dict entry), the output itself if it is a scalar, or the mean
@@ -109,12 +111,12 @@ def verify(
             raise Parallel3dError(f"{name}={value!r}: at least 1 is needed")
     if not (isinstance(tolerance, float) and 0 < tolerance < 1):
         raise Parallel3dError(f"tolerance={tolerance!r}: a number between 0 and 1, such as 1e-9")
-    names: list[str] = []
+    samples = _samples_for(batch, build, layout.data_size * micro_batches, seed)
     setup = Setup(
         build,
-        _tuples(batch, names),
+        samples,
         layout,
-        _loss_of(loss or default_loss, names),
+        samples.loss_of(loss),
         _applied(apply or (lambda model, mesh: parallelize(model, mesh, **options))),
         micro_batches,
         "all_reduce" if apply is None else "nothing",
@@ -136,7 +138,7 @@ def verify(
         return result
     # assert_parity compares neither structure nor buffers nor dropout.
     result, _ = _search(setup, runs[0], 1, seed_of)
-    return replace(result, parity=parity)
+    return replace(result, parity=parity, made=samples.made)
 
 
 def _unlocated(error: Exception) -> Difference:
@@ -168,7 +170,7 @@ def _applied(apply: Callable[[nn.Module, DeviceMesh], nn.Module]) -> Callable[..
     """Returns ``apply``, after which each simulated rank has its own copy of every parameter."""
 
     def parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        with _named("making the model parallel"):
+        with errors_named("making the model parallel", model):
             made = apply(model, mesh)
         if not isinstance(made, nn.Module):
             raise Parallel3dError(
@@ -348,83 +350,26 @@ class Pair:
         torch.default_generator.manual_seed(self.seed_of(self.case.setup.layout, rank, step))
 
 
-# ---- inputs and losses ----
+def _samples_for(batch: Any, build: Callable[[], nn.Module], parts: int, seed: int) -> Samples:
+    with errors_named("making the inputs"):
+        return Samples(batch, partial(_built, build, seed), parts)
 
 
-@contextmanager
-def _named(what: str) -> Iterator[None]:
-    """Errors of the body become Parallel3dErrors, which say that ``what`` raised them."""
-    try:
-        yield
-    except Parallel3dError:
-        raise
-    except Exception as error:
-        raise Parallel3dError(f"{what} raised {type(error).__name__}: {error}") from error
-
-
-def _tuples(batch: Callable[[int], Any], names: list[str]) -> Callable[[int], Any]:
-    """Returns ``batch`` with tuples as results; writes the names of keyword arguments into ``names``."""
-    needed = "a tensor, a tuple of tensors or a dict of tensors is needed"
-
-    def inputs(index: int) -> tuple[torch.Tensor, ...]:
-        value = batch(index)
-        if isinstance(value, torch.Tensor):
-            return (value,)
-        container = isinstance(value, Mapping | tuple | list)
-        if not container or not value:
-            what = f"{'an empty ' if container else ''}{type(value).__name__}"
-            raise Parallel3dError(f"the inputs of sample {index} are {what}: {needed}")
-        parts = value if isinstance(value, Mapping) else dict(enumerate(value))
-        for name, part in parts.items():
-            if not isinstance(part, torch.Tensor):
-                what = f"{'' if isinstance(value, Mapping) else 'number '}{name}"
-                raise Parallel3dError(
-                    f"of the inputs of sample {index}, {what} is {type(part).__name__}: {needed}"
-                )
-        if isinstance(value, Mapping):
-            names[:] = list(value)
-        return tuple(parts.values())
-
-    return inputs
-
-
-def _loss_of(loss: LossFn, names: list[str]) -> LossFn:
-    """Returns ``loss``, called with keyword arguments if there are ``names``."""
-
-    def of(model: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
-        if names:
-            return loss(model, **dict(zip(names, inputs, strict=True)))
-        return loss(model, *inputs)
-
-    return of
-
-
-def default_loss(model: nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
-    """Returns the model's own loss, or the mean square of its output."""
-    output = model(*args, **kwargs)
-    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(own, torch.Tensor):
-        return own
-    floats = [t for t in tensors_in(output) if t.is_floating_point()]
-    if not floats:
-        raise Parallel3dError(
-            f"{type(model).__name__} puts out {type(output).__name__} without a floating-point tensor: "
-            "give a loss function"
-        )
-    return floats[0] if floats[0].dim() == 0 else floats[0].square().mean()
+def _built(build: Callable[[], nn.Module], seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    with errors_named("building the model"):
+        model = build()
+    if not isinstance(model, nn.Module):
+        raise Parallel3dError(f"the model that was built is a {type(model).__name__}, no nn.Module")
+    return model
 
 
 def _check_plain(setup: Setup, run: Run) -> None:
     """Raises if the plain model, its inputs or its loss can't be used for a comparison."""
-    torch.manual_seed(setup.seed)
-    with _named("building the model"):
-        model = setup.build()
-    if not isinstance(model, nn.Module):
-        raise Parallel3dError(f"the model that was built is a {type(model).__name__}, no nn.Module")
-    model = model.to(run.dtype)
-    with _named("making the inputs of sample 0"):
+    model = _built(setup.build, setup.seed).to(run.dtype)
+    with errors_named("making the inputs of sample 0"):
         inputs = setup.batch(0)
-    with DropoutMode(), _named("the plain model's loss"):
+    with DropoutMode(), errors_named("the plain model's loss", model):
         loss = setup.loss(model, *cast_floats(inputs, run.dtype))
     if not isinstance(loss, torch.Tensor) or loss.dim() != 0 or not loss.requires_grad:
         shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__

@@ -21,9 +21,9 @@ from parallel3d.fsdp import FSDPModule
 from parallel3d.mesh import MeshLayout, build_mesh
 from parallel3d.optim import accumulate
 from parallel3d.parallelize import parallelize
+from parallel3d.testing.samples import LossFn, Samples
 from parallel3d.testing.worlds import LocalWorld, local_world
 
-LossFn = Callable[..., torch.Tensor]
 Around = Callable[[int], AbstractContextManager[object]]
 
 
@@ -97,7 +97,7 @@ def runs_of(tolerance: float = 1e-9, fp32: bool = True) -> tuple[Run, ...]:
 
 def assert_parity(
     build: Callable[[], nn.Module],
-    batch: Callable[[int], Any],
+    batch: Any,
     layout: MeshLayout,
     *,
     loss: LossFn | None = None,
@@ -122,10 +122,15 @@ def assert_parity(
 
     Args:
         build: makes the plain model; called after ``torch.manual_seed(seed)``.
-        batch: returns the inputs of sample ``i``, a tensor or a tuple of tensors; floating-point ones are
-            cast. Each data rank, micro-batch and step gets one sample.
+        batch: a function that returns the inputs of sample ``i``, of which each data rank, micro-batch and
+            step gets one: a tensor, a tuple of tensors, or a dict of keyword arguments; floating-point ones
+            are cast. Or a batch itself, or a function without arguments that returns one: data ranks and
+            micro-batches get parts of its rows (dim 0). None: inputs are made, if the model's config or its
+            first layer says which.
         layout: the mesh, resolved.
-        loss: ``loss(model, *inputs)`` -> scalar; by default the mean square of the model's output.
+        loss: ``loss(model, *inputs)``, or for a dict ``loss(model, **inputs)``, -> scalar. By default the
+            output's ``loss`` (an attribute or dict entry), the output itself if it is a scalar, or the mean
+            square of its first floating-point tensor.
         steps: number of optimizer steps.
         micro_batches: micro-batches per step.
         defer: what all micro-batches but the last defer: ``"all_reduce"`` (``optim.accumulate``), ``"sync"``
@@ -138,14 +143,13 @@ def assert_parity(
 
     Raises:
         AssertionError: naming the tensor, rank and difference that are out of tolerance.
+        Parallel3dError: ``batch`` can't be what the model trains on.
     """
     apply = apply or (lambda model, mesh: parallelize(model, mesh, **options))
-    setup = Setup(build, batch, layout, loss or mean_square, apply, micro_batches, defer, seed)
+    samples = Samples(batch, build, layout.data_size * micro_batches)
+    loss = samples.loss_of(loss)
+    setup = Setup(build, samples, layout, loss, apply, micro_batches, defer, seed)
     return compare(setup, runs_of(tolerance, fp32), steps)
-
-
-def mean_square(model: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
-    return model(*inputs).square().mean()
 
 
 def outside(world: LocalWorld | None) -> AbstractContextManager[None]:
@@ -163,7 +167,7 @@ class Setup:
     """The models to compare and how they are trained: the arguments of ``assert_parity``."""
 
     build: Callable[[], nn.Module]
-    batch: Callable[[int], Any]
+    batch: Callable[[int], tuple[torch.Tensor, ...]]
     layout: MeshLayout
     loss: LossFn
     apply: Callable[[nn.Module, DeviceMesh], nn.Module]
@@ -211,8 +215,8 @@ class Case:
     def inputs(self, step: int, micro: int, data_rank: int) -> tuple[torch.Tensor, ...]:
         """Returns the inputs of one data rank."""
         size = self.setup.layout.data_size
-        value = self.setup.batch((step * self.setup.micro_batches + micro) * size + data_rank)
-        return cast_floats(value if isinstance(value, tuple) else (value,), self.run.dtype)
+        number = (step * self.setup.micro_batches + micro) * size + data_rank
+        return cast_floats(self.setup.batch(number), self.run.dtype)
 
     def parallel_inputs(self, step: int, micro: int) -> tuple[torch.Tensor, ...]:
         """Returns this rank's inputs, or those of all simulated ranks. Called inside the simulation."""

@@ -39,7 +39,7 @@ PROGRAMS = {
 }
 """What starts on machines that a test lacks -> file: what in it runs the like, or reads it."""
 QUICKER = {
-    "parallel3d dryrun --world-size 64 --rank 0 --against 63 --steps 1 --html report.html --trace trace.json "
+    "parallel3d dryrun --world-size 64 --rank 0 --against 63 --html report.html --trace trace.json "
     "-- examples/train.py --replicate 2 --shard 4 --tp 8 --size 8b --seq-len 8192 --batch 8 "
     "--mixed-precision --sequence-parallel": "--no-against --size nano --seq-len 32 --tp 4 --shard 8 "
     "--batch 16",

@@ -7,12 +7,23 @@ from typing import Any
 
 import pytest
 import torch
+from options import parse
 from run import Run
 from step_log import StepLog
 
 import parallel3d as p3d
 from parallel3d._util.dry_run import running
 from parallel3d.testing import fake_world
+
+
+def test_the_help_has_headings(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("Trains.", ["--help"])
+    said = capsys.readouterr().out
+    assert said.startswith("usage: [torchrun --nproc-per-node RANKS] ") and "[--tp" not in said
+    under = said.partition("\ncheckpoints:\n")[2].partition("\n\n")[0]
+    assert "--save-every" in under and "--tp" not in under
+    assert said.count(":\n  --") == 6
 
 
 def test_a_checkpoint_of_another_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

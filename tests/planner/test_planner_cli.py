@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -19,6 +20,7 @@ from typer.testing import CliRunner
 
 from parallel3d.planner import report
 from parallel3d.tools.cli.app import app
+from parallel3d.tools.cli.planning import _usual_batch
 
 SHAPES = "layers=16,hidden=2048,heads=16,kv_heads=8,ffn=5504,vocab=32000"
 SETUP = ["--model", SHAPES, "--gpu", "a100-80gb-sxm", "--nodes", "2", "--seq-len", "2048"]
@@ -43,6 +45,76 @@ def test_plan_shows_layouts_refusals_the_best_and_sensitivity() -> None:
         assert words in result.stdout
     for words in ("the fastest: ", "matmul forward", "if this were", "memory bandwidth"):
         assert words in result.stdout
+
+
+def test_it_says_how_to_run_the_fastest_and_what_a_chunked_loss_gains() -> None:
+    words = ["--model", "llama-3.1-8b", "--gpu", "h100", "--nodes", "4", "--micro-batch", "4"]
+    text = run("plan", *words, "--seq-len", "8192", "--checkpointing", "full").stdout
+    found = re.search(r"the fastest: replicate (\d+), shard (\d+), tp (\d+);", text)
+    assert found is not None
+    mesh = "--replicate {} --shard {} --tp {}".format(*found.groups())
+    commands = text.replace(" \\\n    ", " ")
+    assert (
+        "torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
+        f"train.py {mesh}\n" in commands
+    )
+    assert "of its memory is logits and loss" in text and "--fused-loss" in text
+    launch = commands[commands.index("parallel3d launch ") :].splitlines()[0].split()
+    assert run(*launch[1 : launch.index("--out")], "train.py").exit_code == 0
+    chunked = run("plan", *words, "--seq-len", "8192", "--fused-loss", "--checkpointing", "full")
+    assert "of its memory is logits" not in chunked.stdout
+
+
+def test_defaults_are_said() -> None:
+    """The sequence of the config, 8192 at most; a step of about 4M tokens."""
+    base = ["plan", "--gpu", "h100", "--nodes", "2", "--checkpointing", "none"]
+    text = run(*base, "--model", "gpt2").stdout
+    assert "--seq-len 1024 (the model takes 1,024), --global-batch 4096 (4.19 M tokens" in text
+    text = run(*base, "--model", "llama-3.1-8b", "--checkpointing", "full").stdout
+    assert "--seq-len 4096 (no config says), --global-batch 1024 (4.19 M tokens" in text
+    text = run(*base, "--model", "gpt2", "--seq-len", "512", "--micro-batch", "1").stdout
+    assert "by default" not in text
+    assert (
+        "by default: --micro-batch 1" in run("predict", *SETUP, "--shard", "8", "--tp", "2").stdout
+    )
+
+
+def test_the_usual_batch_divides() -> None:
+    assert _usual_batch(4096, 24) == 1032  # 43 times 24
+    assert _usual_batch(8192, 3 * 2**14) == 512 and _usual_batch(2**30, 8) == 1
+
+
+OWN = """
+import torch
+from torch import nn
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(256, 1024), nn.Linear(1024, 256)
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+def build():
+    return nn.Sequential(nn.Embedding(1000, 256), *(Block() for _ in range(3)), nn.Linear(256, 1000))
+def fails():
+    raise KeyError("size")
+"""
+
+
+def test_an_own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the current folder, built on the meta device."""
+    (tmp_path / "planned_here.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    words = ["--gpu", "h100", "--gpus-per-node", "4", "--json"]
+    result = run("plan", "--model", "planned_here:build", *words)
+    assert result.exit_code == 0, result.output
+    data = json.loads(result.stdout)
+    assert data["model"] == "planned_here:build" and data["best"]["layout"]["tp"] >= 1
+    assert {c["layout"]["tp"] for c in data["layouts"]} == {1, 2, 4}
+    wrong = run("plan", "--model", "planned_here:biuld", *words)
+    assert wrong.exit_code == 2 and "the nearest: build" in wrong.stderr
+    fails = run("plan", "--model", "planned_here:fails", *words)
+    assert "planned_here:fails raised KeyError: 'size', at" in fails.stderr
+    assert "planned_here.py:13, in fails" in fails.stderr
 
 
 def test_a_narrow_terminal_has_fewer_columns() -> None:
@@ -150,6 +222,7 @@ def write(path: Path, row: dict) -> None:
     ("words", "says"),
     [
         (["plan", "--model", SHAPES, "--seq-len", "8", "--global-batch", "8"], "which GPU"),
+        (["plan"], "package.module:function or layers=32,hidden=4096,...; which GPU? Give --gpu"),
         (["plan", "--model", SHAPES, "--gpu", "h100x", "--seq-len", "8"], "the nearest: h100"),
         (["plan", "--gpu", "h100", "--seq-len", "8", "--global-batch", "8"], "which model"),
         (["predict", "--model", SHAPES, "--gpu", "h100"], "--seq-len"),

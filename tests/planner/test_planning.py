@@ -214,3 +214,8 @@ class TestPredict:
 def test_wrong_workloads(changes: dict, said: str) -> None:
     with pytest.raises(PlanningError, match=said):
         Workload(**{"seq_len": 2048, **changes})
+
+
+def test_a_cluster_by_the_name_of_its_gpu_is_an_error_that_says_how() -> None:
+    with pytest.raises(PlanningError, match=r"Cluster.of\('h100-80gb-sxm', nodes=2\)"):
+        Cluster(gpu="h100-80gb-sxm", nodes=2)

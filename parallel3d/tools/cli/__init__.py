@@ -13,7 +13,7 @@ LOCAL = {"run": run, "demo": demo}
 def main() -> None:
     """The entry point: runs the command of ``sys.argv``, exits with 2 for a user's mistake."""
     command, *arguments = sys.argv[1:] or [""]
-    if command in LOCAL and not {"--help", "-h"} & set(arguments[:1]):
+    if command in LOCAL and arguments[:1] != ["--help"]:
         sys.exit(LOCAL[command](arguments))
     try:
         from parallel3d.tools.cli.app import app

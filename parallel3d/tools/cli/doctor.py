@@ -1,6 +1,7 @@
 """``parallel3d doctor``: finds what is wrong with this machine, or with the nodes of a job."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -32,20 +33,25 @@ def doctor_command(
     it examines all nodes, what differs between them, and the speed of collectives on every axis of the mesh.
     Exit code 1 if there is an error, otherwise 0.
     """
-    from parallel3d.mesh import MeshLayout
-    from parallel3d.tools.doctor import Diagnosis, Options, doctor
-    from parallel3d.tools.doctor.report import render
-    from parallel3d.tools.terminal import output
+    from parallel3d.tools.terminal import Busy, output
 
-    options = Options(
-        layout=MeshLayout(replicate, shard, tp), **o.fields_among(Options, ctx.params)
-    )
+    with Busy("importing torch") as busy:
+        from parallel3d.mesh import MeshLayout
+        from parallel3d.tools.doctor import Diagnosis, Options, doctor
+        from parallel3d.tools.doctor.report import render
 
-    def show(found: Diagnosis) -> None:
-        if json_only:
-            typer.echo(json.dumps(found.to_json(), indent=1))
-        else:
-            render(found, output(width=140))
-        sys.stdout.flush()
+        layout = MeshLayout(replicate, shard, tp)
+        options = Options(layout=layout, **o.fields_among(Options, ctx.params))
 
-    raise typer.Exit(int(doctor(options, show).failed))
+        def show(found: Diagnosis) -> None:
+            busy.stop()
+            if json_only:
+                typer.echo(json.dumps(found.to_json(), indent=1))
+            else:
+                render(found, output(width=140))
+            sys.stdout.flush()
+
+        ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        busy.say(f"examining {f'{ranks} ranks' if ranks > 1 else 'this machine'}")
+        found = doctor(options, show)
+    raise typer.Exit(int(found.failed))

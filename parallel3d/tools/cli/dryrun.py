@@ -16,6 +16,8 @@ import typer
 
 from parallel3d.errors import DryRunError
 from parallel3d.tools.cli.options import Html, Json, panel
+from parallel3d.tools.launch.local import example
+from parallel3d.tools.terminal import Busy
 
 if TYPE_CHECKING:
     from parallel3d.tools.dryrun.result import DryRun
@@ -47,51 +49,56 @@ def dryrun_command(
     Shows every collective, memory over time with its peak explained, parameters and placements, predicted
     durations, and what is likely to be wrong. Exit code 1 if two ranks diverge.
     """
-    from parallel3d.planner import Cluster
-    from parallel3d.testing.worlds import check_rank
-    from parallel3d.tools.dryrun import as_json, record
-    from parallel3d.tools.dryrun.compare import compare
-    from parallel3d.tools.dryrun.report import write_report
-    from parallel3d.tools.dryrun.summary import print_summary
-    from parallel3d.tools.dryrun.timeline import timeline
-    from parallel3d.tools.dryrun.trace import write_trace
-    from parallel3d.tools.dryrun.warnings import all_warnings
-    from parallel3d.tools.dryrun.world import script as as_program
+    with Busy("importing torch") as busy:
+        from parallel3d.planner import Cluster
+        from parallel3d.testing.worlds import check_rank
+        from parallel3d.tools.dryrun import as_json, record
+        from parallel3d.tools.dryrun.compare import compare
+        from parallel3d.tools.dryrun.report import write_report
+        from parallel3d.tools.dryrun.summary import print_summary
+        from parallel3d.tools.dryrun.timeline import timeline
+        from parallel3d.tools.dryrun.trace import write_trace
+        from parallel3d.tools.dryrun.warnings import all_warnings
+        from parallel3d.tools.dryrun.world import script as as_program
 
-    product = (nodes or 1) * gpus_per_node
-    world = product if world_size is None else world_size
-    if nodes is not None and world != product:
-        raise DryRunError(
-            f"--world-size {world} is not --nodes {nodes} x --gpus-per-node {gpus_per_node} = "
-            f"{product}; leave one out"
-        )
-    check_rank(rank, world)
-    if against == rank:
-        raise DryRunError(f"--against {against} is the same rank as --rank {rank}; give another")
-    if against is not None and not 0 <= against < world:
-        raise DryRunError(f"--against {against}: it must be a rank from 0 to {world - 1}")
-    _check_files(html=html, trace=trace)
-    program = as_program(script, arguments or [])
-    cluster = Cluster.of(gpu, max(-(-world // gpus_per_node), 1), gpus_per_node, nic, profile)
-    if sys.stderr.isatty():  # it may take a minute
-        typer.echo(f"running as rank {rank} of {world:,}: {script}", err=True)
-    with redirect_stdout(sys.stderr):  # stdout is for the command's own output
-        run = record(
-            program, world, rank, steps=steps, gpus_per_node=gpus_per_node, backend=backend
-        )
-    other = divergence = None
-    if against is not None:
-        options = ["--gpus-per-node", str(gpus_per_node), "--backend", backend]
-        options += ["--world-size", str(world), "--rank", str(against)]
-        options += ["--steps", str(steps)] if steps is not None else []
-        other = _in_another_process(options, [script, *(arguments or [])])
-        divergence = compare(run, other)
-    times = timeline(run, cluster)
-    run = replace(run, warnings=all_warnings(run, times, divergence))
-    if trace is not None:
-        write_trace(run, trace, times)
-    if html is not None:
-        write_report(run, html, times, divergence=divergence, other=other)
+        product = (nodes or 1) * gpus_per_node
+        world = product if world_size is None else world_size
+        if nodes is not None and world != product:
+            raise DryRunError(
+                f"--world-size {world} is not --nodes {nodes} x --gpus-per-node {gpus_per_node} = "
+                f"{product}; leave one out"
+            )
+        check_rank(rank, world)
+        if against == rank:
+            raise DryRunError(
+                f"--against {against} is the same rank as --rank {rank}; give another"
+            )
+        if against is not None and not 0 <= against < world:
+            raise DryRunError(f"--against {against}: it must be a rank from 0 to {world - 1}")
+        _check_files(html=html, trace=trace)
+        program = as_program(found := example(script), arguments or [])
+        cluster = Cluster.of(gpu, max(-(-world // gpus_per_node), 1), gpus_per_node, nic, profile)
+        busy.say(f"running {found} as rank {rank} of {world:,}")
+        with redirect_stdout(sys.stderr):  # stdout is for the command's own output
+            run = record(
+                program, world, rank, steps=steps, gpus_per_node=gpus_per_node, backend=backend
+            )
+        other = divergence = None
+        if against is not None:
+            options = ["--gpus-per-node", str(gpus_per_node), "--backend", backend]
+            options += ["--world-size", str(world), "--rank", str(against)]
+            options += ["--steps", str(steps)] if steps is not None else []
+            busy.stop()  # that process has its own
+            other = _in_another_process(options, [found, *(arguments or [])])
+            divergence = compare(run, other)
+        busy.say("predicting durations")
+        times = timeline(run, cluster)
+        run = replace(run, warnings=all_warnings(run, times, divergence))
+        if trace is not None:
+            write_trace(run, trace, times)
+        if html is not None:
+            busy.say(f"writing {html}")
+            write_report(run, html, times, divergence=divergence, other=other)
     if json:
         typer.echo(as_json.to_json(run))
     else:

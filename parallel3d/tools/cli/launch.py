@@ -7,7 +7,7 @@ import typer
 
 from parallel3d.tools.cli.options import fields_among, panel, plain
 from parallel3d.tools.launch.job import LaunchError, LaunchJob, mesh_of
-from parallel3d.tools.launch.targets import MARK, TARGETS, launch_file, target_named
+from parallel3d.tools.launch.targets import MARK, TARGETS, launch_file, missing, target_named
 
 _mesh, _place = panel("Mesh"), panel("For some targets")
 
@@ -35,13 +35,22 @@ def launch_command(
     partition: Annotated[str | None, _place("SLURM's partition.")] = None,
     account: Annotated[str | None, _place("SLURM's account.")] = None,
     time: Annotated[str | None, _place("Time limit: 90, 12:00:00, 2-00:00:00.")] = None,
+    setup: Annotated[
+        list[str] | None,
+        _place(
+            "Shell line that runs first: module load ..., source .../activate; several by repeating it."
+        ),
+    ] = None,
     out: Annotated[str | None, plain("File or folder to write to instead of stdout.")] = None,
 ) -> None:
     """Prints or writes the launch file of a training script, with a reason for each setting."""
     given = fields_among(LaunchJob, ctx.params)
     given |= {"command": tuple(command or ()), "env": _variables(env or [])}
+    given |= {"setup": "\n".join(setup) if setup else None}
     job = LaunchJob(layout=mesh_of({"replicate": replicate, "shard": shard, "tp": tp}), **given)
     text = launch_file(to, job)
+    for line in missing(to, job):
+        typer.echo(line, err=True)
     if out is None:
         typer.echo(text, nl=False)
         return

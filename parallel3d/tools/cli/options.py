@@ -1,15 +1,17 @@
-"""The options that commands share, and the cluster and workload that they describe."""
+"""The options that commands share, and objects that they name."""
 
+import importlib
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from parallel3d.errors import PlanningError
-from parallel3d.planner.cluster import Cluster
-from parallel3d.planner.workload import ATTENTION, CHECKPOINTING, SHARDING, Workload
+from parallel3d.errors import Parallel3dError
+from parallel3d.planner.workload import ATTENTION, CHECKPOINTING, SHARDING
 
 
 def panel(name: str | None) -> Callable[..., Any]:
@@ -28,8 +30,8 @@ _show = panel("Output")
 ModelName = Annotated[
     str | None,
     _model(
-        "A name such as llama-3.1-8b, a Hugging Face config.json, or shapes: "
-        "layers=32,hidden=4096,heads=32,kv_heads=8,ffn=14336,vocab=128256.",
+        "A name such as llama-3.1-8b, a Hugging Face config.json, package.module:function of your own that "
+        "builds it, or shapes: layers=32,hidden=4096,heads=32,kv_heads=8,ffn=14336,vocab=128256.",
     ),
 ]
 
@@ -39,9 +41,11 @@ GpusPerNode = Annotated[int | None, _cluster("The usual number for the GPU if no
 Nic = Annotated[float | None, _cluster("GB/s from each GPU to other nodes, one direction.")]
 Profile = Annotated[Path | None, _cluster("A TOML file with more GPUs, in hardware.toml's form.")]
 
-SeqLen = Annotated[int | None, _work("Tokens per sequence.")]
-GlobalBatch = Annotated[int | None, _work("Sequences per optimizer step.")]
-MicroBatch = Annotated[int | None, _work("Sequences per data rank and forward.")]
+SeqLen = Annotated[int | None, _work("Tokens per sequence; by default the config's, 8192 at most.")]
+GlobalBatch = Annotated[int | None, _work("Sequences per optimizer step; by default 4M tokens.")]
+MicroBatch = Annotated[
+    int | None, _work("Sequences per data rank and forward; plan tries several.")
+]
 Precision = Annotated[str, _work("Dtype of the computation: bf16, fp16, fp32.")]
 ParamDtype = Annotated[str, _work("Dtype of parameters and optimizer state at rest.")]
 ReduceDtype = Annotated[str, _work("Dtype in which gradients are reduced.")]
@@ -84,18 +88,33 @@ def fields_among(kind: type, options: Mapping[str, Any]) -> dict[str, Any]:
     return {each.name: options[each.name] for each in fields(kind) if each.name in options}
 
 
-def cluster_of(options: Mapping[str, Any]) -> Cluster:
-    """Returns the cluster that a command's options describe."""
-    if options["gpu"] is None:
-        raise PlanningError("which GPU? Give --gpu a name, for example h100-80gb-sxm")
-    return Cluster.of(
-        *(options[name] for name in ("gpu", "nodes", "gpus_per_node", "nic", "profile"))
-    )
+def function_named(what: str, text: str | None) -> Any:
+    """Returns the function ``package.module:name``; ``what`` names the option in errors."""
+    if text is None:
+        return None
+    value = object_named(what, text)
+    if not callable(value):
+        raise Parallel3dError(f"{what}: {text} is a {type(value).__name__}, which can't be called")
+    return value
 
 
-def workload_of(options: Mapping[str, Any], checkpointing: str, reshard: bool) -> Workload:
-    """Returns the workload that a command's options describe."""
-    if options["seq_len"] is None:
-        raise PlanningError("how long are the sequences? Give --seq-len, for example 4096")
-    own = {"checkpointing": checkpointing, "reshard_after_forward": reshard}
-    return Workload(**{**fields_among(Workload, options), **own})
+def object_named(what: str, text: str) -> Any:
+    """Returns the object ``package.module:name``; ``what`` names the option in errors."""
+    module_name, colon, path = text.partition(":")
+    if not colon or not module_name or not path:
+        raise Parallel3dError(f"{what}: {text!r} must be package.module:name")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # modules of the current directory, as with python -m
+    try:
+        value: Any = importlib.import_module(module_name)
+    except Exception as error:
+        raise Parallel3dError(
+            f"{what}: importing {module_name!r} raised {type(error).__name__}: {error}"
+        ) from error
+    for part in path.split("."):
+        if not hasattr(value, part):
+            near = get_close_matches(part, dir(value), n=3, cutoff=0.5)
+            hint = f"; the nearest: {', '.join(near)}" if near else ""
+            raise Parallel3dError(f"{what}: {module_name!r} has no {part!r}{hint}")
+        value = getattr(value, part)
+    return value

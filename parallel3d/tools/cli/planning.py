@@ -5,7 +5,9 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from configparser import ConfigParser
+from dataclasses import replace
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +18,7 @@ from rich.text import Text
 
 from parallel3d.errors import PlanningError
 from parallel3d.mesh import MeshLayout
+from parallel3d.mesh.axes import AXES
 from parallel3d.planner.cluster import Cluster, Gpu
 from parallel3d.planner.constants import Term
 from parallel3d.planner.hf_config import spec_from_hf_config
@@ -33,7 +36,7 @@ from parallel3d.planner.prediction import Prediction, predict
 from parallel3d.planner.runs import write_predictions
 from parallel3d.planner.workload import CHECKPOINTING, Workload
 from parallel3d.tools.cli import options as o
-from parallel3d.tools.terminal import output, titled_table
+from parallel3d.tools.terminal import Busy, output, titled_table
 
 # ``--model``: a name, a config.json, or shapes.
 
@@ -43,13 +46,74 @@ _KINDS: dict[Any, tuple[Callable[[str], Any], str]] = {
 }
 
 
-def read_model(text: str | None, seq_len: int | None = None) -> ModelSpec:
+def read_model(text: str, seq_len: int | None = None) -> ModelSpec:
     """Returns the model that ``text`` describes, with ``seq_len`` learned positions if shapes have none."""
-    if not text:
-        raise PlanningError(
-            "which model? Give --model a name (llama-3.1-8b), a config.json or layers=32,hidden=4096,..."
-        )
-    return _of_shapes(text, seq_len) if "=" in text else spec_from_hf_config(text)
+    if "=" in text:
+        return _of_shapes(text, seq_len)
+    return _of_module(text, seq_len) if ":" in text else spec_from_hf_config(text)
+
+
+def _of_module(text: str, seq_len: int | None) -> ModelSpec:
+    """The own model that the function ``package.module:name`` builds."""
+    build = o.function_named("--model", text)
+    import torch
+
+    from parallel3d.planner.from_module import spec_from_module
+    from parallel3d.testing.samples import errors_named
+
+    with errors_named(f"--model: {text}"), torch.device("meta"):
+        model = build()
+    return spec_from_module(model, seq_len=seq_len, name=text)
+
+
+_ASKED = {
+    "model": "which model? Give --model a name (llama-3.1-8b), a config.json, package.module:function or "
+    "layers=32,hidden=4096,...",
+    "gpu": "which GPU? Give --gpu a name, for example h100-80gb-sxm",
+    "seq_len": "how long are the sequences? Give --seq-len, for example 4096",
+}
+_LENGTH, _LONGEST, _STEP = 4096, 8192, 2**22  # where no config says; of a config; tokens of a step
+
+
+def _setup(
+    options: Mapping[str, Any], checkpointing: str, reshard: bool, several: bool
+) -> tuple[ModelSpec, Cluster, Workload, str]:
+    """Returns what a command's options describe, and in words what stands for those that are not given.
+
+    ``several``: whether layouts and micro-batches are tried; else a micro-batch of 1 is the default.
+    """
+    text, seq_len = options["model"], options["seq_len"]
+    missing = [name for name in ("model", "gpu") if not options[name]]
+    if seq_len is None and "=" in (text or "") and "seq_len=" not in text:
+        missing.append("seq_len")
+    if missing:
+        raise PlanningError("; ".join(_ASKED[name] for name in missing))
+    names = ("gpu", "nodes", "gpus_per_node", "nic", "profile")
+    cluster = Cluster.of(*(options[name] for name in names))
+    with Busy(f"reading {text}"):
+        model = read_model(text, seq_len)
+    chosen, said = {}, []
+    if seq_len is None:
+        chosen["seq_len"] = seq_len = min(model.seq_len or _LENGTH, _LONGEST)
+        longest = f"the model takes {model.seq_len:,}" if model.seq_len else "no config says"
+        said.append(f"--seq-len {seq_len} ({longest})")
+    if options["micro_batch"] is None and options["global_batch"] is None:
+        if several:
+            chosen["global_batch"] = batch = _usual_batch(seq_len, cluster.world_size)
+            said.append(f"--global-batch {batch} ({batch * seq_len / 1e6:.2f} M tokens a step)")
+        else:
+            chosen["micro_batch"] = 1
+            said.append("--micro-batch 1")
+    own = {"checkpointing": checkpointing, "reshard_after_forward": reshard}
+    work = Workload(**{**o.fields_among(Workload, options), **own, **chosen})
+    return model, cluster, work, ", ".join(said)
+
+
+def _usual_batch(seq_len: int, ranks: int) -> int:
+    """Sequences of about 4M tokens, a multiple of as many ranks as can have one each."""
+    wanted = max(_STEP // seq_len, 1)
+    by = max(n for n in range(1, min(ranks, wanted) + 1) if ranks % n == 0)
+    return round(wanted / by) * by
 
 
 def _of_shapes(text: str, seq_len: int | None) -> ModelSpec:
@@ -107,10 +171,11 @@ def plan_command(
 ) -> None:
     """Predicts every legal layout on a cluster and ranks them: memory, speed, what is refused and why."""
     kinds = checkpointing or list(CHECKPOINTING)
-    found = plan(
-        read_model(model, seq_len),
-        o.cluster_of(ctx.params),
-        o.workload_of(ctx.params, kinds[0], reshard is not False),
+    spec, cluster, work, chosen = _setup(ctx.params, kinds[0], reshard is not False, several=True)
+    planned = partial(
+        plan,
+        spec,
+        cluster,
         replicate=replicate or None,
         shard=shard or None,
         tp=tp or None,
@@ -118,10 +183,13 @@ def plan_command(
         reshard_after_forward=(True, False) if reshard is None else None,
         memory_limit_gib=memory_limit,
     )
+    found = planned(work)
     if as_json:
         _echo_json(_as_json(found, top, explain))
     else:
-        _show_plan(found, top, explain)
+        _show_plan(found, top, explain, chosen)
+        if found.candidates:
+            _show_next(found, planned)
     _write_page(found, html)
     if not found.candidates:
         _ = found.best  # raises an error that names the closest layout
@@ -194,15 +262,14 @@ def predict_command(
     if runs is not None or models is not None or out is not None:
         _predict_runs(runs, models, out, as_json)
         return
-    cluster = o.cluster_of(ctx.params)
-    work = o.workload_of(ctx.params, checkpointing, reshard)
-    found = predict(read_model(model, seq_len), MeshLayout(replicate, shard, tp), cluster, work)
+    spec, cluster, work, chosen = _setup(ctx.params, checkpointing, reshard, several=False)
+    found = predict(spec, MeshLayout(replicate, shard, tp), cluster, work)
     refused = refusal(found.model, found.layout, cluster, work)
     if as_json:
         explanation = {"explanation": found.explain().splitlines()} if explain else {}
         _echo_json({**found.as_dict(), "refused": refused, **explanation})
     else:
-        _show_prediction(found, refused, explain)
+        _show_prediction(found, refused, explain, chosen)
     _write_page(MeshPlan(found.model, cluster, work, (found,), ()), html)
 
 
@@ -211,7 +278,8 @@ def _predict_runs(runs: Path | None, models: Path | None, out: Path | None, as_j
         files = {"--runs": runs, "--models": models, "--out": out}
         missing = ", ".join(name for name, file in files.items() if file is None)
         raise PlanningError(f"--runs, --models and --out go together; not given: {missing}")
-    count = write_predictions(runs, models, out)
+    with Busy(f"predicting the runs of {runs}"):
+        count = write_predictions(runs, models, out)
     if as_json:
         _echo_json({"rows": count, "out": str(out)})
     else:
@@ -226,15 +294,17 @@ def calibrate_command(
     seconds: Annotated[float, o.plain("Seconds after which no more matmuls are measured.")] = 60.0,
 ) -> None:
     """Measures matmuls and memory; under torchrun (-m parallel3d calibrate) collectives too."""
-    from torch import distributed as dist
+    with Busy("importing torch"):
+        from torch import distributed as dist
 
-    from parallel3d.planner.calibrate import calibrate, write_profile
+        from parallel3d.planner.calibrate import calibrate, write_profile
 
     joined = "RANK" in os.environ and not dist.is_initialized()
     if joined:
         dist.init_process_group()
     try:
-        found = calibrate(name, device=device, largest=largest, seconds=seconds)
+        with Busy(f"measuring matmuls for {seconds:g} s at most, memory and collectives"):
+            found = calibrate(name, device=device, largest=largest, seconds=seconds)
         if not dist.is_initialized() or dist.get_rank() == 0:
             write_profile(found, out)
             _show_gpu(found)
@@ -266,10 +336,13 @@ _GIB = 2**30
 _BAR = 24
 
 
-def _show_plan(plan: MeshPlan, top: int, explain: bool) -> None:
+_MUCH = 0.15  # of the memory, in logits and loss
+
+
+def _show_plan(plan: MeshPlan, top: int, explain: bool, chosen: str) -> None:
     """Prints the ranked layouts, the refused ones, the best in detail, and what would change it."""
     console = output()
-    console.print(_heading(plan.model, plan.cluster, plan.workload))
+    console.print(_heading(plan.model, plan.cluster, plan.workload, chosen))
     if plan.candidates:
         console.print(_ranked(plan, top, console.width >= 112))
     if plan.refused:
@@ -286,10 +359,37 @@ def _show_plan(plan: MeshPlan, top: int, explain: bool) -> None:
             console.print(Text(plan.explain(best, other)), soft_wrap=True)
 
 
-def _show_prediction(prediction: Prediction, refused: str | None, explain: bool) -> None:
+def _show_next(found: MeshPlan, planned: Callable[[Workload], MeshPlan]) -> None:
+    """Prints what a chunked loss would gain, if logits are much of the memory, and how to run the best."""
+    best, cluster, console = found.best, found.cluster, output()
+    logits = memory_groups(best)["logits, loss"] / best.memory.needed
+    if logits > _MUCH and not found.workload.fused_loss:
+        other = planned(replace(found.workload, fused_loss=True)).best
+        speed = other.tokens_per_second_per_gpu
+        console.print(
+            f"\n{logits:.0%} of its memory is logits and loss. With a loss in chunks (--fused-loss; "
+            f'parallelize(loss_parallel="chunked")) the fastest is {short(other)}, {setting(other)}: '
+            f"{speed:,.0f} tokens/s/GPU ({speed / best.tokens_per_second_per_gpu - 1:+.1%})",
+            highlight=False,
+            markup=False,
+        )
+    mesh = " ".join(f"--{axis} {n}" for axis, n in zip(AXES, best.layout.sizes, strict=True))
+    many, each = cluster.nodes > 1, cluster.gpus_per_node
+    nodes = f"--nnodes {cluster.nodes} " if many else ""
+    meet = "--rdzv-backend c10d --rdzv-endpoint HOST:29500 \\\n    " if many else ""
+    to = f"slurm --nodes {cluster.nodes}" if many else "torchrun"
+    typer.echo(
+        f"\nto run it:\n  torchrun {nodes}--nproc-per-node {each} \\\n    {meet}train.py {mesh}\nor:\n"
+        f"  parallel3d launch --to {to} --gpus-per-node {each} \\\n    {mesh} --out . -- train.py"
+    )
+
+
+def _show_prediction(
+    prediction: Prediction, refused: str | None, explain: bool, chosen: str
+) -> None:
     """Prints one layout's memory and time, and why ``plan`` would refuse it, if it would."""
     console = output()
-    console.print(_heading(prediction.model, prediction.cluster, prediction.workload))
+    console.print(_heading(prediction.model, prediction.cluster, prediction.workload, chosen))
     _details(console, prediction, "")
     if refused:
         console.print(Text(f"plan would refuse this layout: {refused}", style="bold red"))
@@ -297,13 +397,15 @@ def _show_prediction(prediction: Prediction, refused: str | None, explain: bool)
         _explanation(console, prediction)
 
 
-def _heading(model: ModelSpec, cluster: Cluster, work: Workload) -> Text:
+def _heading(model: ModelSpec, cluster: Cluster, work: Workload, chosen: str) -> Text:
     batch = f", global batch {work.global_batch:,}" if work.global_batch else ""
     return Text.assemble(
         (model.name, "bold"),
         f" ({model.numel / 1e9:,.2f} B parameters) on ",
         (f"{cluster.world_size:,} x {cluster.gpu.name}", "bold"),
-        f" ({cluster.nodes:,} nodes), sequences of {work.seq_len:,}{batch}, {work.optimizer}",
+        f" ({cluster.nodes:,} node{'s' * (cluster.nodes > 1)}), sequences of {work.seq_len:,}{batch}",
+        f", {work.optimizer}",
+        f"\nby default: {chosen}" if chosen else "",
     )
 
 
@@ -341,7 +443,7 @@ def _heat(part: float) -> str:
 
 def _refused(plan: MeshPlan) -> Table:
     title = f"{len(plan.refused)} layouts refused"
-    table = titled_table(title, "why (the mildest)", "how many", "layouts")
+    table = titled_table(title, "why (of the closest)", "how many", "layouts")
     for reason in reasons(plan.refused):
         table.add_row(Text(reason.text), str(reason.count), reason.examples)
     return table

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import os
-import sys
 from collections.abc import Mapping
-from difflib import get_close_matches
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,8 +17,8 @@ from rich.text import Text
 
 from parallel3d.errors import Parallel3dError
 from parallel3d.mesh.axes import AXES
-from parallel3d.tools.cli.options import Json, panel
-from parallel3d.tools.terminal import output
+from parallel3d.tools.cli.options import Json, function_named, object_named, panel
+from parallel3d.tools.terminal import Busy, output
 
 if TYPE_CHECKING:
     from parallel3d.testing import Difference, Verification
@@ -39,9 +36,12 @@ def verify_command(
         typer.Argument(metavar=_NAME, help="A function without arguments that builds the model."),
     ],
     input: Annotated[
-        str,
-        _function_of("index of a sample -> its inputs: a tensor, a tuple or a dict of tensors."),
-    ],
+        str | None,
+        _function_of(
+            "A batch (a tensor, a tuple or a dict of tensors), or a function that makes one, without "
+            "arguments or of a sample's number. By default made as the model's config or first layer says."
+        ),
+    ] = None,
     loss: Annotated[
         str | None,
         _function_of(
@@ -84,24 +84,30 @@ def verify_command(
     Exit code 0: equal. 1: they differ; the first module that differs is named. 2: they can't be compared.
     Started by torchrun, each process is a rank, and none is simulated.
     """
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # modules of the current directory, as with python -m
-    own = ("steps", "micro_batches", "tolerance", "fp32", "seed")
-    options: dict[str, Any] = {name: ctx.params[name] for name in own}
-    options |= {"loss": _function("--loss", loss), "seed_of": _function("--seed-of", seed_of)}
-    theirs = {"loss_parallel": loss_parallel, "activation_checkpointing": activation_checkpointing}
-    if parallelize is None:
-        options |= {"tp_plan": _plan(plan, tp), **theirs}
-    else:
-        for name, value in {"plan": plan, **theirs}.items():
-            if value:
-                raise Parallel3dError(
-                    f"--{name.replace('_', '-')} is for parallel3d.parallelize: leave it out with "
-                    "--parallelize"
-                )
-        options |= {"apply": _function("--parallelize", parallelize)}
-    build, batch = _function("the model", model), _function("--input", input)
-    found, is_first = _run(build, batch, (replicate, shard, tp), options)
+    with Busy(f"importing {model}") as busy:
+        own = ("steps", "micro_batches", "tolerance", "fp32", "seed")
+        options: dict[str, Any] = {name: ctx.params[name] for name in own}
+        options |= {
+            "loss": function_named("--loss", loss),
+            "seed_of": function_named("--seed-of", seed_of),
+        }
+        theirs = {
+            "loss_parallel": loss_parallel,
+            "activation_checkpointing": activation_checkpointing,
+        }
+        if parallelize is None:
+            options |= {"tp_plan": _plan(plan, tp), **theirs}
+        else:
+            for name, value in {"plan": plan, **theirs}.items():
+                if value:
+                    raise Parallel3dError(
+                        f"--{name.replace('_', '-')} is for parallel3d.parallelize: leave it out with "
+                        "--parallelize"
+                    )
+            options |= {"apply": function_named("--parallelize", parallelize)}
+        build, batch = function_named("the model", model), input and object_named("--input", input)
+        busy.say(f"{model}: training it plain and on {replicate * shard * tp} ranks, and comparing")
+        found, is_first = _run(build, batch, (replicate, shard, tp), options)
     if is_first and as_json:
         typer.echo(json.dumps(_as_json(found), indent=2, allow_nan=False))
     elif is_first:
@@ -143,40 +149,11 @@ def _plan(text: str | None, tp: int) -> Any:
         return "auto" if tp > 1 else None
     if text == "auto":
         return text
-    value = _object("--plan", text)
+    value = object_named("--plan", text)
     if not isinstance(value, Mapping | str):
         raise Parallel3dError(
             f"--plan {text} is a {type(value).__name__}: a dict of pattern -> style is needed, or auto"
         )
-    return value
-
-
-def _function(what: str, text: str | None) -> Any:
-    if text is None:
-        return None
-    value = _object(what, text)
-    if not callable(value):
-        raise Parallel3dError(f"{what}: {text} is a {type(value).__name__}, which can't be called")
-    return value
-
-
-def _object(what: str, text: str) -> Any:
-    """Returns the object ``package.module:name``; ``what`` names the option in errors."""
-    module_name, colon, path = text.partition(":")
-    if not colon or not module_name or not path:
-        raise Parallel3dError(f"{what}: {text!r} must be package.module:name")
-    try:
-        value: Any = importlib.import_module(module_name)
-    except Exception as error:
-        raise Parallel3dError(
-            f"{what}: importing {module_name!r} raised {type(error).__name__}: {error}"
-        ) from error
-    for part in path.split("."):
-        if not hasattr(value, part):
-            near = get_close_matches(part, dir(value), n=3, cutoff=0.5)
-            hint = f"; the nearest: {', '.join(near)}" if near else ""
-            raise Parallel3dError(f"{what}: {module_name!r} has no {part!r}{hint}")
-        value = getattr(value, part)
     return value
 
 
@@ -189,6 +166,7 @@ def _as_json(found: Verification) -> dict[str, Any]:
         "largest": {"loss": parity.loss, "gradients": parity.grads, "weights": parity.weights},
         "dropouts": found.dropouts,
         "without_gradient": list(found.without_gradient),
+        "inputs": found.made or None,
     }
 
 
@@ -205,6 +183,8 @@ def _show(found: Verification, model: str, parallelize: str) -> None:
     if found.difference is not None:
         console.print(_difference(found.difference))
         return
+    if found.made:
+        console.print(f"inputs: {found.made}")
     console.print(Text("equal to the plain model", style="bold green"))
     for dtype, loss in parity.loss.items():
         console.print(

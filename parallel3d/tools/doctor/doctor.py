@@ -17,6 +17,7 @@ from parallel3d.tools.doctor.collecting import collect
 from parallel3d.tools.doctor.collectives import Line, Measurement, lines_of, measure, profile_of
 from parallel3d.tools.doctor.facts import GIB, Facts, adopt_slurm, place_of
 from parallel3d.tools.doctor.finding import (
+    ACROSS,
     CHECKS,
     ON_AXES,
     Finding,
@@ -28,6 +29,8 @@ from parallel3d.tools.doctor.finding import (
 )
 from parallel3d.tools.doctor.store_group import StoreGroup, clock_offset, connect
 from parallel3d.tools.dryrun.as_json import decoded
+
+_ALONE = "this is one process; start doctor on all ranks: torchrun ... -m parallel3d doctor"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +80,17 @@ class Diagnosis:
 
     @property
     def passed(self) -> list[str]:
-        """Names of the checks without a finding."""
+        """Names of the checks that ran and have no finding."""
+        others = {finding.name for finding in self.findings} | set(self.not_run)
+        return [check.name for check in all_checks() if check.name not in others]
+
+    @property
+    def not_run(self) -> list[str]:
+        """Names of the checks that there was nothing for: one process, or no measured collective."""
+        done = (ACROSS, len(self.facts) > 1), (ON_AXES, bool(self.lines))
+        areas = {each.about.area for checks, ran in done if not ran for each in checks.values()}
         found = {finding.name for finding in self.findings}
-        return [check.name for check in all_checks() if check.name not in found]
+        return [c.name for c in all_checks() if c.area in areas and c.name not in found]
 
     def hosts(self) -> dict[int, str]:
         """Returns rank -> host name."""
@@ -91,6 +102,7 @@ class Diagnosis:
             "failed": self.failed,
             "findings": [asdict(finding) for finding in self.findings],
             "passed": self.passed,
+            "not_run": self.not_run,
             "not_measured": self.not_measured,
             "collectives": [line.to_json() for line in self.lines],
             "facts": {str(rank): asdict(own) for rank, own in self.facts.items()},
@@ -118,7 +130,7 @@ def doctor(options: Options, show: Callable[[Diagnosis], None] | None = None) ->
     place = place_of(os.environ)
     facts = collect(options.checkpoint)
     if place.world_size == 1:
-        found = Diagnosis({0: facts}, examine({0: facts}), not_measured="one process has no axes")
+        found = Diagnosis({0: facts}, examine({0: facts}), not_measured=_ALONE)
         found.failed = bool(_errors(found))
     else:
         address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")

@@ -9,7 +9,13 @@ from rich.text import Text
 from parallel3d.mesh.agreement import name_ranks
 from parallel3d.tools.doctor.collectives import SLOW, Line
 from parallel3d.tools.doctor.doctor import Diagnosis
-from parallel3d.tools.doctor.finding import Finding, Severity, name_hosts, ranks_by_value
+from parallel3d.tools.doctor.finding import (
+    Finding,
+    Severity,
+    all_checks,
+    name_hosts,
+    ranks_by_value,
+)
 from parallel3d.tools.terminal import titled_table
 
 _STYLE = {Severity.error: "bold red", Severity.warning: "yellow", Severity.note: "cyan"}
@@ -25,6 +31,7 @@ def render(found: Diagnosis, console: Console) -> None:
     elif found.not_measured:
         console.print(Text(f"collectives not measured: {found.not_measured}", style="dim"))
     console.print(_summary(found))
+    console.print(_passed(found))
 
 
 def _machines(found: Diagnosis) -> Table:
@@ -90,6 +97,16 @@ def _expected(value: float | None, scale: float) -> str:
     return "" if value is None else f" ({value * scale:.3g})"
 
 
+def _passed(found: Diagnosis) -> Text:
+    """What was checked and is in order, by area."""
+    checks = {check.name: check for check in all_checks()}
+    by_area: dict[str, list[str]] = {}
+    for name in found.passed:
+        by_area.setdefault(checks[name].area, []).append(name)
+    lines = (f"{area}: {', '.join(names)}" for area, names in by_area.items())
+    return Text("\n".join(lines), style="dim")
+
+
 def _summary(found: Diagnosis) -> Text:
     counts = Counter(finding.severity for finding in found.findings)
     parts = [
@@ -97,5 +114,10 @@ def _summary(found: Diagnosis) -> Text:
         for severity in reversed(Severity)
         if counts[severity]
     ]
-    text = ", ".join([*parts, f"{len(found.passed)} checks passed"])
+    parts.append(f"{len(found.passed)} checks passed")
+    if found.not_run:
+        parts.append(
+            f"{len(found.not_run)} not run: they compare processes, or measure collectives"
+        )
+    text = ", ".join(parts)
     return Text(text, style="bold red" if found.failed else "bold green")

@@ -27,11 +27,11 @@ from parallel3d._torch.groups import process_group_of
 from parallel3d._util.recorder import Recorder, RecordingMode, Signature
 from parallel3d._util.trace import issuing
 from parallel3d._util.trees import map_tensors, tensors_in
+from parallel3d._util.users_code import caller
 from parallel3d.errors import DryRunError
 from parallel3d.tools.dryrun.memory import Held, Ledger, local_of
 from parallel3d.tools.dryrun.place import Place, Streams
 from parallel3d.tools.dryrun.result import Operation
-from parallel3d.tools.dryrun.unknown import caller
 
 
 def dtype_name(tensor: Tensor) -> str:

@@ -14,13 +14,14 @@ from torch.distributed.tensor import DTensor
 
 from parallel3d._torch.fake import VALUE_ERRORS
 from parallel3d._util import dry_run
+from parallel3d._util.users_code import raised_at
 from parallel3d.errors import DryRunError, StateError
 from parallel3d.testing.worlds import check_no_group, check_rank
 from parallel3d.tools.dryrun.memory import local_of, memory_over_time, name_kinds, note_gradients
 from parallel3d.tools.dryrun.modes import DryMode, dtype_name
 from parallel3d.tools.dryrun.place import Place
 from parallel3d.tools.dryrun.result import DryRun, ParameterPlacement
-from parallel3d.tools.dryrun.unknown import raised_at, why_not
+from parallel3d.tools.dryrun.unknown import why_not
 from parallel3d.tools.dryrun.warnings import not_simulated
 from parallel3d.tools.dryrun.world import ReadMode, as_rank
 
@@ -124,7 +125,7 @@ def _errors_explained() -> Iterator[None]:
         reason = why_not(error)
         if reason is None:
             raise
-        raise DryRunError(f"{raised_at(error)}: {reason}") from error
+        raise DryRunError(f"{raised_at(error) or '?'}: {reason}") from error
 
 
 def _parameters(roots: list[nn.Module]) -> tuple[ParameterPlacement, ...]:

@@ -16,6 +16,7 @@ from parallel3d.tools.dryrun.trace import Bar, merged, thinned
 from parallel3d.tools.dryrun.warnings import all_warnings
 from parallel3d.tools.dryrun.wording import (
     AXIS_COLUMNS,
+    axis_of,
     axis_rows,
     by_size,
     counted,
@@ -125,11 +126,11 @@ _FIRST_STEP = (
 )
 
 
-def _calls_table(calls: Sequence[Call]) -> str:
+def _calls_table(run: DryRun, calls: Sequence[Call]) -> str:
     """The collectives of the whole run, equal ones together, in the order of the first; with a filter."""
 
     def cells(call: Call) -> tuple[str, ...]:
-        what = call.axis or "none", call.op, call.where or "-", call.phase, call.dtype
+        what = axis_of(call, run), call.op, call.where or "-", call.phase, call.dtype
         return *what, "" if call.asynchronous else "blocks", str(call.group_size), f"{call.bytes:,}"
 
     rows = []
@@ -225,7 +226,7 @@ def write_report(
     warnings = all_warnings(run, times, divergence)
     items = "".join(f"<li><b>{escape(w.kind)}</b>: {escape(w.text)}</li>" for w in warnings)
     mesh = ", ".join(f"{axis} {size}" for axis, size in run.mesh.items()) or "no mesh"
-    axes = [cells for cells, _ in axis_rows(times, calls)]
+    axes = [cells for cells, _ in axis_rows(run, times, calls)]
     reads = [(read.where, read.what, f"{read.count:,}") for read in run.unknown[:_MOST_ROWS]]
     cards = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
@@ -251,7 +252,7 @@ def write_report(
         "step": f"{times.step}, {in_seconds(times.step_seconds)}",
         "note": "" if times.step else _FIRST_STEP,
         "axes": table(AXIS_COLUMNS, axes, 2, wrap=False) if axes else _NONE,
-        "collectives": _calls_table(calls),
+        "collectives": _calls_table(run, calls),
         "parameters": _parameters_tables(run),
         "reads": table(("where", "what", "how often"), reads, 2) if reads else _NONE,
         "busy": _seconds_of(times.busy()),

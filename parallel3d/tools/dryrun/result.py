@@ -124,11 +124,13 @@ class UnknownRead:
         where: ``file:line, in function``.
         what: ``item``, ``tolist`` and so on.
         count: how often.
+        last: how often in the last step, what was read before the first forward left out; None: not known.
     """
 
     where: str
     what: str
     count: int
+    last: int | None = None
 
 
 @dataclass(frozen=True)

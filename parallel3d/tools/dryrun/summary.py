@@ -75,7 +75,7 @@ def _collectives(run: DryRun, times: Timeline, wide: bool) -> Table:
     title = f"collectives of step {times.step} ({in_seconds(times.step_seconds)})"
     shown = [i for i, name in enumerate(AXIS_COLUMNS) if wide or name not in ("ranks", "takes")]
     table = titled_table(title, *(AXIS_COLUMNS[i] for i in shown), left=2)
-    for cells, part in axis_rows(times, calls_of(run, times)):
+    for cells, part in axis_rows(run, times, calls_of(run, times)):
         texts = [Text(cell) for cell in cells]
         texts[-1].stylize("red" if part >= 0.05 else "")
         table.add_row(*(texts[i] for i in shown))

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import math
 import struct
-import sys
-from collections.abc import Iterable
-from traceback import walk_stack, walk_tb
-from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 from parallel3d._torch.fake import VALUE_ERRORS
+from parallel3d._util.users_code import caller
 from parallel3d.errors import DryRunError
 
 _T = TypeVar("_T")
@@ -84,28 +81,6 @@ def asking(name: str) -> Any:
         return decided(value) if _is_unknown(number) else exact(value)
 
     return function
-
-
-def caller() -> str:
-    """Returns ``file:line, in function`` of the user's code that is running."""
-    return _users_line(walk_stack(sys._getframe(1)))
-
-
-def raised_at(error: BaseException) -> str:
-    """Returns ``file:line, in function`` of the user's innermost line in the traceback of ``error``."""
-    return _users_line(reversed(list(walk_tb(error.__traceback__))))
-
-
-_OURS = frozenset({"parallel3d", "torch", *sys.stdlib_module_names})
-
-
-def _users_line(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """The first line outside parallel3d, torch and Python's own library, which the user's code may call."""
-    for frame, line in frames:
-        package = frame.f_globals.get("__name__", "").partition(".")[0]
-        if package not in _OURS:
-            return f"{frame.f_code.co_filename}:{line}, in {frame.f_code.co_name}"
-    return "?"
 
 
 for _name in (

@@ -348,13 +348,16 @@ _MANY_READS = 0.2
 
 
 def _reads(run: DryRun) -> Warnings:
-    often = [read for read in run.unknown if run.steps and read.count >= run.steps]
+    steps = max(run.steps, 1)
+    counts = [read.count // steps if read.last is None else read.last for read in run.unknown]
+    often = [read for read, count in zip(run.unknown, counts, strict=True) if run.steps and count]
     if often:
-        total = sum(read.count for read in often) / run.steps
+        total = sum(counts)
+        values = "1 value of a tensor" if total == 1 else f"{total:,} values of tensors"
         ordered = sorted(often, key=lambda read: -read.count)
         yield DryRunWarning(
             "values read every step",
-            f"the host asks for {total:.3g} values of tensors a step, and for each waits until the GPU has "
+            f"the host asks for {values} a step, and for each waits until the GPU has "
             f"finished everything queued: {some(f'{read.what} in {read.where}' for read in ordered)}. Read "
             "them only where they are logged, or log the previous step's.",
         )

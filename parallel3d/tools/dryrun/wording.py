@@ -119,12 +119,19 @@ def _numel(number: int) -> str:
 AXIS_COLUMNS = "axis", "operation", "ranks", "calls", "bytes", "takes", "waited for", "of the step"
 
 
-def axis_rows(times: Timeline, calls: Iterable[Call]) -> list[tuple[tuple[str, ...], float]]:
+def axis_of(call: Call, run: DryRun) -> str:
+    """The mesh axis of ``call``, or what its group is if it is no axis."""
+    return call.axis or ("all ranks" if call.group_size == run.world_size else "other group")
+
+
+def axis_rows(
+    run: DryRun, times: Timeline, calls: Iterable[Call]
+) -> list[tuple[tuple[str, ...], float]]:
     """Returns a row for each axis and operation of the shown step: the cells of ``AXIS_COLUMNS``, and the
     fraction of the step, from 0 to 1, in which computation waits for these calls."""
     rows: list[tuple[tuple[str, ...], float]] = []
     shown = (call for call in calls if call.step == times.step)
-    groups = grouped(shown, lambda c: (c.axis or "none", c.op, str(c.group_size)))
+    groups = grouped(shown, lambda c: (axis_of(c, run), c.op, str(c.group_size)))
     for cells, group in groups.items():
         seconds, exposed = sum(c.seconds for c in group), sum(c.exposed for c in group)
         part = exposed / times.step_seconds if times.step_seconds else 0.0

@@ -25,11 +25,12 @@ from torch.overrides import TorchFunctionMode
 
 from parallel3d._torch import groups
 from parallel3d._torch.fake import SCALED_STEP, loader_iterators
+from parallel3d._util.users_code import caller
 from parallel3d.errors import DryRunError
 from parallel3d.testing.worlds import fake_world
 from parallel3d.tools.dryrun.place import Place
 from parallel3d.tools.dryrun.result import UnknownRead
-from parallel3d.tools.dryrun.unknown import NOT_KNOWN, Unknown, asking, caller
+from parallel3d.tools.dryrun.unknown import NOT_KNOWN, Unknown, asking
 
 
 def script(path: str | PathLike[str], arguments: Sequence[str] = ()) -> Callable[[], None]:
@@ -83,6 +84,7 @@ class ReadMode(TorchFunctionMode):
         super().__init__()
         self._place, self._is_unknown = place, is_unknown
         self._reads: Counter[tuple[str, str]] = Counter()  # (where, what) -> how often
+        self._in_steps: Counter[tuple[tuple[str, str], int]] = Counter()  # (that, step) -> the same
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -130,7 +132,10 @@ class ReadMode(TorchFunctionMode):
     @property
     def found(self) -> tuple[UnknownRead, ...]:
         """The places that read unknown values, those with most reads first."""
-        return tuple(UnknownRead(*key, count) for key, count in self._reads.most_common())
+        return tuple(
+            UnknownRead(*key, count, self._in_steps[key, self._place.steps - 1])
+            for key, count in self._reads.most_common()
+        )
 
     def unknown(self, tensor: Tensor) -> bool:
         """Whether the values of ``tensor``, which may be a DTensor, are not known."""
@@ -175,7 +180,10 @@ class ReadMode(TorchFunctionMode):
         raise DryRunError(f"{caller()}: {_DECIDING[func]}, {_HELP}")
 
     def _note(self, what: str) -> None:
-        self._reads[caller(), what] += 1
+        key = caller(), what
+        self._reads[key] += 1
+        if self._place.roots:  # a forward has run
+            self._in_steps[key, self._place.steps] += 1
 
 
 _HANDLERS: dict[Any, Any] = {

@@ -10,6 +10,7 @@ from parallel3d.tools.launch.shell import (
     SIGNALS,
     commented,
     grace_option,
+    setup_lines,
     training_words,
     variables,
     yaml_text,
@@ -67,7 +68,7 @@ read -r MASTER_ADDR <<< "$SKYPILOT_NODE_IPS"
 --nnodes="$SKYPILOT_NUM_NODES" --node-rank="$SKYPILOT_NODE_RANK" \\
     --master-addr="$MASTER_ADDR" --master-port=29500 \\"""
     return f"""\
-set -euo pipefail
+{setup_lines(job)}set -euo pipefail
 {head}
 {LIMITS}
 

@@ -132,6 +132,7 @@ class LaunchJob:
         max_restarts: how often all processes are restarted after one has failed.
         env: variables of the training processes; they override those that the file sets itself.
         device: ``"cuda"`` or ``"cpu"`` (gloo; no GPUs are requested).
+        setup: shell lines that run first, such as ``module load cuda`` or ``source venv/bin/activate``.
         grace: seconds for a last checkpoint between the signal to stop and the kill. With 0, SLURM sends no
             signal and does not requeue.
 
@@ -155,6 +156,7 @@ class LaunchJob:
     env: Mapping[str, str] = field(default_factory=dict)
     device: str = "cuda"
     grace: int = 120
+    setup: str | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("nodes", 1), ("gpus_per_node", 1), ("max_restarts", 0), ("grace", 0)):
@@ -168,6 +170,8 @@ class LaunchJob:
             self._check_word(name, _WORD, "letters, digits, '_', '.', '-', '+' and ','")
         self._check_word("image", _IMAGE, "such as registry/name:tag or name@sha256:...")
         _ = self.seconds  # checks time
+        if self.setup is not None and not _is_text(self.setup):
+            raise LaunchError(f"setup is {self.setup!r}; it must be shell lines, without NUL")
         self._set("env", dict(self.env))
         check_env(self.env)
         command, layout = with_mesh(checked_command(self.command), self.layout, self.world_size)
@@ -222,6 +226,36 @@ class LaunchJob:
                 f"every layer wait for the network; the nearest that fits is tp {nearest}. If fast links "
                 "join more GPUs than a node has (NVL72), give their number with --domain"
             )
+
+
+_SAVES = re.compile(r"--.*(checkpoint|ckpt|resume|save|output)")
+
+
+def missing_from(job: LaunchJob, takes: Sequence[str], *, is_requeued: bool) -> list[str]:
+    """Returns in words what a target that ``takes`` these options could use and ``job`` doesn't give.
+
+    Args:
+        is_requeued: whether the job is put back into the queue after it was asked to stop.
+    """
+    told = []
+    if is_requeued and job.time is None:
+        told.append(
+            "no --time: the job is asked for a last checkpoint only where the partition has a limit itself"
+        )
+    again = is_requeued or job.max_restarts > 0
+    if again and not any(map(_SAVES.match, job.command)):
+        told.append(
+            "no --checkpoint FOLDER among the script's arguments: started again, it would begin at step 0 "
+            "(or give --grace 0 and no --max-restarts)"
+        )
+    if "setup" in takes and job.setup is None and job.image is None:
+        told.append(
+            "no --setup: nodes use the environment of the shell that starts the job; else give the line that "
+            "enters it, such as --setup 'source venv/bin/activate' or --setup 'module load cuda'"
+        )
+    if "image" in takes and "setup" not in takes and job.image is None:
+        told.append("no --image: the runtime's own must have torch, parallel3d and the script")
+    return told
 
 
 def check_name(name: str) -> None:

@@ -41,7 +41,7 @@ def run(arguments: Sequence[str]) -> int:
         "OMP_NUM_THREADS", "1"
     )  # as torchrun sets it, which explains itself at length
     try:
-        torchrun.main(list(arguments))
+        torchrun.main([example(word) for word in arguments])
     except SignalException as stopped:
         return 128 + stopped.sigval
     except ChildFailedError as error:
@@ -97,6 +97,15 @@ def examples_folder() -> Path:
     raise FileNotFoundError(
         f"no train.py in {' or '.join(map(str, places))}: install the package anew"
     )
+
+
+def example(path: str) -> str:
+    """Returns ``path``; of an example, ``examples/...``, which isn't here, that in the package."""
+    name = path.removeprefix("examples/")
+    if name == path or not name.endswith(".py") or Path(path).exists():
+        return path
+    own = examples_folder() / name
+    return str(own) if own.is_file() else path
 
 
 def _of_mesh(arguments: Sequence[str], at: int, axes: Sequence[str]) -> bool:

@@ -104,6 +104,12 @@ export NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-^lo,docker,veth,virbr}\""""
     return lines
 
 
+def setup_lines(job: LaunchJob) -> str:
+    """Returns ``job.setup`` for the beginning of a script; "" without."""
+    why = "# The environment: before set -u, under which some such scripts fail."
+    return f"{why}\n{job.setup}\n\n" if job.setup else ""
+
+
 LIMITS = """\
 # Each worker opens many files and sockets, and RDMA locks memory: as much as this node allows.
 ulimit -S -n hard
@@ -171,7 +177,7 @@ exec torchrun --nnodes={job.nodes} --nproc-per-node={job.gpus_per_node} --max-re
     return f"""\
 {usage}
 # shellcheck disable=SC1003,SC2016  # quotes and dollars in the script's arguments
-set -euo pipefail
+{setup_lines(job)}set -euo pipefail
 
 {required}{exports(job)}
 

@@ -1,7 +1,9 @@
 """SLURM: a script for sbatch that saves and requeues itself before the time limit."""
 
+from textwrap import indent
+
 from parallel3d.tools.launch.job import LaunchError, LaunchJob
-from parallel3d.tools.launch.shell import LIMITS, exports, grace_option, training_words
+from parallel3d.tools.launch.shell import LIMITS, exports, grace_option, setup_lines, training_words
 
 
 def slurm_file(job: LaunchJob) -> str:
@@ -16,7 +18,7 @@ def slurm_file(job: LaunchJob) -> str:
 {_directives(job)}
 
 # shellcheck disable=SC1003,SC2016,SC2317  # quotes and dollars in arguments; what only nodes call
-set -euo pipefail
+{setup_lines(job)}set -euo pipefail
 
 {exports(job)}
 
@@ -111,18 +113,13 @@ ask() {
 trap 'asked=yes; ask &' USR1
 srun=""
 """
+    head = f"{asking if job.grace else ''}status=0\n"
+    if not job.max_restarts:
+        return head + _run(job, "SLURM_JOB_ID * 7", "A different port for each job")
     unasked = '[ -z "$asked" ] && ' if job.grace else ""
     return f"""\
-{asking if job.grace else ""}status=0
-for attempt in {{0..{job.max_restarts}}}; do
-    # A different port for each job and attempt: no process left from another one listens there.
-    export MASTER_PORT="$((15000 + (SLURM_JOB_ID * 7 + attempt) % 15000))"
-    # --kill-on-bad-exit: when one node fails, the others don't wait for it until a timeout.
-    # --wait: nor when one has succeeded and others hang.
-    # --cpu-bind=none: the node's one task, and its workers, are not bound to one core.
-    srun --kill-on-bad-exit=1 --wait={max(60, job.grace)} --cpu-bind=none --label bash -c run_node &
-    srun=$!
-    attend "$srun" || status=$?
+{head}for attempt in {{0..{job.max_restarts}}}; do
+{indent(_run(job, "(SLURM_JOB_ID * 7 + attempt)", "A different port for each job and attempt"), "    ")}
     if {unasked}[ "$status" -ne 0 ] && [ "$attempt" -lt {job.max_restarts} ]; then
         echo "attempt $attempt of {job.max_restarts} failed with $status: once more"
         status=0
@@ -130,6 +127,18 @@ for attempt in {{0..{job.max_restarts}}}; do
         break
     fi
 done"""
+
+
+def _run(job: LaunchJob, port: str, why: str) -> str:
+    return f"""\
+# {why}: no process left from another one listens there.
+export MASTER_PORT="$((15000 + {port} % 15000))"
+# --kill-on-bad-exit: when one node fails, the others don't wait for it until a timeout.
+# --wait: nor when one has succeeded and others hang.
+# --cpu-bind=none: the node's one task, and its workers, are not bound to one core.
+srun --kill-on-bad-exit=1 --wait={max(60, job.grace)} --cpu-bind=none --label bash -c run_node &
+srun=$!
+attend "$srun" || status=$?"""
 
 
 _REQUEUE = """\

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from parallel3d.tools.launch.clouds import ray_file, skypilot_file
-from parallel3d.tools.launch.job import LaunchError, LaunchJob
+from parallel3d.tools.launch.job import LaunchError, LaunchJob, missing_from
 from parallel3d.tools.launch.kubernetes import jobset_file, kubeflow_file
 from parallel3d.tools.launch.shell import torchrun_file
 from parallel3d.tools.launch.slurm import slurm_file
@@ -33,16 +33,18 @@ class Target:
     head: str = ""
 
 
-_OPTIONAL = ("image", "gpu", "partition", "account", "time")
+_OPTIONAL = ("image", "gpu", "partition", "account", "time", "setup")
 _BASH, _PYTHON = "#!/bin/bash\n", "#!/usr/bin/env python3\n"
 _KUBECTL, _RAY = "kubectl create -f {file}", "ray job submit --working-dir . -- python {file}"
 
 TARGETS = {
-    "torchrun": Target(torchrun_file, ".sh", "bash {file}", head=_BASH),
+    "torchrun": Target(torchrun_file, ".sh", "bash {file}", ("setup",), _BASH),
     "slurm": Target(slurm_file, ".sbatch", "sbatch {file}", _OPTIONAL[1:], _BASH),
     "kubeflow": Target(kubeflow_file, ".trainjob.yaml", _KUBECTL, ("image", "time")),
     "jobset": Target(jobset_file, ".jobset.yaml", _KUBECTL, ("image", "time")),
-    "skypilot": Target(skypilot_file, ".sky.yaml", "sky jobs launch {file}", ("image", "gpu")),
+    "skypilot": Target(
+        skypilot_file, ".sky.yaml", "sky jobs launch {file}", ("image", "gpu", "setup")
+    ),
     "ray": Target(ray_file, "_ray.py", _RAY, head=_PYTHON),
 }
 """Name -> target."""
@@ -72,8 +74,17 @@ def launch_file(target: str, job: LaunchJob) -> str:
                 f"{name} is {value!r}, for which {target} has no place; leave it out ({able} take it)"
             )
     mesh = f", mesh {job.layout}" if job.layout is not None else ""
-    head = f"{MARK}: {job.nodes} nodes x {job.gpus_per_node} processes{mesh}.\n"
+    head = (
+        f"{MARK}: {job.nodes} node{'s' * (job.nodes > 1)} x {job.gpus_per_node} processes{mesh}.\n"
+    )
     return found.head + head + found.write(job)
+
+
+def missing(target: str, job: LaunchJob) -> list[str]:
+    """Returns in words what the file for ``target`` could contain and ``job`` doesn't give."""
+    found = target_named(target)
+    takes = found.takes if target != "torchrun" else ()  # it is started in a shell that is ready
+    return missing_from(job, takes, is_requeued=target == "slurm" and job.grace > 0)
 
 
 def target_named(name: str) -> Target:

@@ -275,6 +275,9 @@ def test_the_command_alone(alone: None, monkeypatch: pytest.MonkeyPatch) -> None
     assert done.exit_code == 0, done.output
     assert "nccl-p2p-disabled" in done.output and "do: unset NCCL_P2P_DISABLE" in done.output
     assert "checks passed" in done.output and socket.gethostname() in done.output
+    assert "machine: few-open-files, locked-memory" in done.output
+    assert "not measured: this is one process; start doctor on all ranks" in done.output
+    assert "17 not run: they compare processes" in done.output and "group-slow" not in done.output
 
 
 def test_it_is_shown_before_others_may_end_the_job(alone: None) -> None:
@@ -289,9 +292,11 @@ def test_an_error_ends_with_1(alone: None, tmp_path: Path) -> None:
     found = json.loads(done.stdout)
     assert found["failed"] and found["findings"][0]["name"] == "checkpoint-not-writable"
     assert (
-        len(found["findings"]) + len(found["passed"])
+        len(found["findings"]) + len(found["passed"]) + len(found["not_run"])
         == len(findings_table.table().splitlines()) - 2
     )
+    assert "clocks-apart" in found["not_run"] and "axis-slow" in found["not_run"]
+    assert "little-memory" in found["passed"]
 
 
 def test_bad_options_come_before_anything_else(alone: None) -> None:

@@ -55,6 +55,7 @@ def test_page_trace_and_summary(tmp_path):
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     assert "rank 0 of 4" in result.stdout and "reduce_scatter" in result.stdout
+    assert "2 steps" in result.stdout and "collectives of step 1" in result.stdout  # the second
     assert "rank 0 of 4" in page.read_text()
     assert json.loads(trace.read_text())["traceEvents"]
 
@@ -68,6 +69,7 @@ def test_two_ranks_are_compared(tmp_path, monkeypatch, both):
     if both:
         assert result.exit_code == 0, result.output
         assert "ranks 0 and 3 communicate alike" in result.stdout
+        assert "all ranks" in result.stdout and "none " not in result.stdout
     else:
         assert result.exit_code == 1, result.output
         text = " ".join(result.stdout.split())

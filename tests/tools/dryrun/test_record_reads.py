@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from parallel3d.errors import DryRunError
-from parallel3d.tools.dryrun import Unknown, active, assume, real, record
+from parallel3d.tools.dryrun import Unknown, active, assume, real, record, warnings_of
 
 HERE = __file__
 
@@ -41,6 +41,26 @@ def test_a_read_gives_nan_and_is_reported_with_its_line(what):
 def test_reads_at_one_line_are_counted():
     run = record(lambda: [one().item() for _ in range(5)], 2)
     assert [each.count for each in run.unknown] == [5]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_what_is_read_once_is_not_read_every_step(steps):
+    def program():
+        model = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(5):
+            one().item()
+        for _ in range(9):
+            loss = model(torch.randn(2, 4)).sum()
+            loss.backward()
+            optimizer.step()
+            loss.item()
+
+    run = record(program, 2, steps=steps)
+    counts = [(each.count, each.last) for each in run.unknown]
+    assert counts == [(5, 0), (steps - 1, 1)][: min(steps, 2)]
+    found = [each.text for each in warnings_of(run) if each.kind == "values read every step"]
+    assert len(found) == (steps > 1) and all("asks for 1 value of a tensor" in x for x in found)
 
 
 def test_what_is_calculated_from_a_read_is_unknown():

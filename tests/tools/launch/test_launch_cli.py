@@ -13,6 +13,7 @@ pytest.importorskip("rich")
 from typer.testing import CliRunner
 
 from parallel3d.tools.cli.app import app
+from parallel3d.tools.launch.local import example, examples_folder
 
 GLOO = """\
 import os, sys
@@ -34,6 +35,28 @@ def launch(*words: str) -> tuple[int, str, str]:
     return found.exit_code, found.stdout, found.stderr
 
 
+def test_the_help_lists_all_commands_and_explains_each() -> None:
+    """``run`` and ``demo`` too, which need no typer and are handled before it."""
+    listed = CliRunner().invoke(app, ["--help"]).stdout
+    for command in ("plan", "dryrun", "verify", "doctor", "launch", "run", "demo"):
+        assert f" {command} " in listed
+    run, demo = (CliRunner().invoke(app, [name, "--help"]).stdout for name in ("run", "demo"))
+    assert "--nproc-per-node 8 train.py" in run and "(2, 2, 2) mesh of eight" in demo
+
+
+def test_an_example_is_found_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As README and the docs name it; a file of that name in the current folder goes before."""
+    monkeypatch.chdir(tmp_path)
+    assert Path(example("examples/train.py")) == examples_folder() / "train.py"
+    for other in ("train.py", "examples/none.py", "examples/", "--lr"):
+        assert example(other) == other
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples" / "train.py").touch()
+    assert example("examples/train.py") == "examples/train.py"
+
+
 def test_prints_or_writes(tmp_path: Path) -> None:
     options = ("--to", "slurm", "--nodes", "4", "--tp", "4", "--name", "big", "--env", "A=b=c")
     code, text, _ = launch(*options, "--", "train.py", "--lr", "1", "--env", "X")
@@ -48,6 +71,23 @@ def test_prints_or_writes(tmp_path: Path) -> None:
     assert (
         launch(*options, "--out", str(file), "other.py")[0] == 0 and "other.py" in file.read_text()
     )
+
+
+def test_what_is_missing_is_said() -> None:
+    slurm = ("--to", "slurm", "--nodes", "2")
+    code, text, said = launch(*slurm, "train.py")
+    assert code == 0 and text.startswith("#!") and len(said.splitlines()) == 3
+    for words in ("no --time: ", "no --checkpoint FOLDER among", "no --setup: nodes use"):
+        assert words in said
+    full = ("--time", "90", "--setup", "module load cuda", "--setup", "source v/bin/activate")
+    code, text, said = launch(*slurm, *full, "--", "train.py", "--checkpoint=/run")
+    assert code == 0 and not said and "#SBATCH --time=90\n" in text
+    assert "module load cuda\nsource v/bin/activate\n" in text
+    assert "--time" not in launch(*slurm, "--grace", "0", "train.py")[2]
+    assert not launch("train.py")[2]
+    assert "at step 0" in launch("--max-restarts", "1", "train.py")[2]
+    assert "no --image: " in launch("--to", "kubeflow", "train.py")[2]
+    assert "no --setup: " in launch("--to", "skypilot", "--gpu", "H100", "train.py")[2]
 
 
 def test_keeps_files_of_others(tmp_path: Path) -> None:

@@ -131,6 +131,28 @@ def test_slurm_directives_come_first_and_are_ours(tmp_path: Path) -> None:
     assert "USR1@" not in plain and "scontrol requeue" not in plain and "--no-requeue" in plain
 
 
+@pytest.mark.parametrize("grace", [0, 120])
+def test_slurm_loops_only_if_it_may_start_again(grace: int) -> None:
+    once = launch_file("slurm", job_for("slurm", grace=grace))
+    assert not [word for word in ("for attempt", "break", "-lt", "once more") if word in once]
+    assert once.count("\nsrun --kill-on-bad-exit=1") == 1
+    again = launch_file("slurm", job_for("slurm", grace=grace, max_restarts=2))
+    assert "for attempt in {0..2}; do" in again and "\n    srun --kill-on-bad" in again
+
+
+@pytest.mark.parametrize("target", ["torchrun", "slurm", "skypilot"])
+def test_the_environment_is_entered_first(target: str) -> None:
+    """Before ``set -u``, under which a venv's or module's script may fail."""
+    lines = "module load cuda\nsource it\\'s/bin/activate"
+    text = launch_file(target, job_for(target, setup=lines))
+    margin = "  " if target == "skypilot" else ""
+    assert lines.replace("\n", f"\n{margin}") in text and text.index("source it") < text.index(
+        "set -eu"
+    )
+    with pytest.raises(LaunchError, match="jobset has no place"):
+        launch_file("jobset", job_for("jobset", setup=lines))
+
+
 def test_slurm_node_gets_each_word(fake: Path, tmp_path: Path) -> None:
     """The function that each node runs, alone: the node's number is that of its own environment."""
     text = launch_file("slurm", job_for("slurm"))
