@@ -41,7 +41,7 @@ def _next_tokens(plain: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _everyones(tokens: torch.Tensor) -> torch.Tensor:
-    """What all ranks have read."""
+    """What all ranks have read; ranks of one tp group the same rows, which leaves their mean as it is."""
     if not torch.distributed.is_initialized():
         return tokens
     parts = [torch.empty_like(tokens) for _ in range(torch.distributed.get_world_size())]
@@ -56,7 +56,7 @@ def _lm(names: Names) -> nn.Module:
 
 
 def _llama(names: Names) -> nn.Module:
-    return names["Llama"](names["CONFIG"] if "CONFIG" in names else names["config"])
+    return names["Llama"](names["config"])
 
 
 def _auto(names: Names) -> nn.Module:
@@ -73,8 +73,12 @@ def _lm_loss(plain: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 # Page -> (makes the plain model, the loss of the whole batch, how far bfloat16 lets gradients be)
 LOOPS: dict[str, tuple[Callable[[Names], nn.Module], Loss, float]] = {
     "README.md": (
-        lambda names: names["MyModel"](),
-        lambda names, plain: _of_rows(names, plain, names["micro_batches"]),
+        lambda names: nn.Sequential(
+            nn.Embedding(256, 128),
+            *[names["Block"](128, 4) for _ in range(2)],
+            nn.Linear(128, 256),
+        ),
+        lambda names, plain: _next_tokens(plain, _everyones(names["data"])),
         1e-4,
     ),
     "checkpoints.md": (
@@ -109,8 +113,13 @@ LOOPS: dict[str, tuple[Callable[[Names], nn.Module], Loss, float]] = {
         lambda names, plain: _next_tokens(plain, _everyones(names["tokens"])),
         1e-4,
     ),
+    "ten_minutes.md": (
+        lambda names: names["build"](),
+        lambda names, plain: _next_tokens(plain, _everyones(names["rows"])),
+        1e-4,
+    ),
     "tutorial.md": (
-        _llama,
+        lambda names: names["Model"](),
         lambda names, plain: names["loss_of"](plain, names["batch"](names["step"])),
         1e-4,
     ),
