@@ -68,7 +68,9 @@ def main() -> int:
     parser.add_argument("--only", choices=names, nargs="+", help="run these")
     parser.add_argument("--results", type=Path, help="folder to keep the results in")
     parser.add_argument("--no-run", action="store_true", help="tables of what is there")
-    parser.add_argument("--write", action="store_true", help="write docs/claims.md and docs/performance.md")
+    parser.add_argument(
+        "--write", action="store_true", help="write docs/claims.md and docs/performance.md"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.results or Path(temporary)

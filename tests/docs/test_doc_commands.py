@@ -24,8 +24,7 @@ ELSEWHERE = {
     "--checkpoint /shared/run": "tests/tools/doctor/test_on_hosts.py: doctor",
     "pip install -c constraints.txt -e '.[test]' && pytest -n auto": ".ci/run: && pytest",
     "pip install -c constraints.txt -e '.[cli,report]'": ".ci/run: pip install",
-    "parallel3d verify --replicate 2 --shard 2 --tp 2 package.module:build_model "
-    "--input package.module:make_batch": "tests/testing/test_verify_cli.py: verify",
+    "pip install -c constraints.txt -e '.[cli]'": ".ci/run: pip install",
 }
 """Command line -> file: what in it runs the like."""
 
@@ -72,9 +71,14 @@ def test_they_run(
 ) -> None:
     """A page's commands one after another in one folder."""
     monkeypatch.chdir(folder)
+    files = {s.file: s.code for s in sections(page) if s.file}
+    for name, code in files.items():
+        (folder / name).write_text(code)
     for command in lines:
         if not listed(command) and not starts_a_section(command):
             run(command, monkeypatch)
+    for name in files:
+        sys.modules.pop(name.removesuffix(".py"), None)
     written = folder / "docs" / page.name
     assert not written.exists() or written.read_text() == page.read_text(), "not up to date"
 

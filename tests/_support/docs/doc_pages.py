@@ -60,7 +60,9 @@ class Section:
     size: int = 1
     setup: str = ""
     file: str = ""  # what the page calls it
-    files: dict[str, str] = field(default_factory=dict)  # the page's files before it: name -> Python
+    files: dict[str, str] = field(
+        default_factory=dict
+    )  # the page's files before it: name -> Python
     blocks: list[Block] = field(default_factory=list)
 
     @property
