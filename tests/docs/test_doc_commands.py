@@ -16,7 +16,6 @@ from parallel3d.tools.cli import main
 ELSEWHERE = {
     "python3 -m venv .venv && source .venv/bin/activate": ".ci/run: python3 -m venv",
     "pip install -c constraints.txt -e '.[cli]' && parallel3d demo": "tests/tools/launch/test_local.py: demo",
-    "torchrun --nproc-per-node 8 examples/minimal.py": "tests/examples/test_minimal.py: eight gloo processes",
     "torchrun --nproc-per-node 8 examples/train.py --replicate 2 --shard 2 --tp 2 "
     "--check": "tests/integration/test_train.py: --check",
     "torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint node-0:29500 "
@@ -95,7 +94,7 @@ def starts_a_section(command: Command) -> bool:
     program, *arguments = command.words
     for section in sections(command.page):
         if section.file and section.file in arguments:
-            ranks = ["--nproc-per-node", str(section.size)] if section.world == "gloo" else []
+            ranks = ["--nproc-per-node", str(section.size)] if section.world != "process" else []
             started = ["torchrun", *ranks] if ranks else ["python"]
             assert [program, *arguments] == [*started, section.file], command.where
             return True

@@ -9,8 +9,9 @@ A page's ``python`` blocks run one after another in one namespace. Comments, whi
     <!-- not run: REASON -->            the next block is not run, for this reason: it is a peer's code
     <!-- output -->                     the next block is just what the Python before it prints (on rank 0)
 
-Each ``run`` starts with an empty namespace, and can import the files of the page that come before it. ``sh``, ``bash``, ``console`` blocks, and nameless ones that
-begin with a command, are lines to run; ``text`` blocks are output or drawings. Others must say why not.
+Each ``run`` starts with an empty namespace, and can import the files of the page that come before it.
+``sh``, ``bash``, ``console`` blocks, and nameless ones that begin with a command, are lines to run; ``text``
+blocks are output or drawings. Others must say why not.
 """
 
 import re
