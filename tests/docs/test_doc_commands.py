@@ -22,7 +22,6 @@ ELSEWHERE = {
     "-m parallel3d doctor --replicate 4 --shard 1 --tp 8 "
     "--checkpoint /shared/run": "tests/tools/doctor/test_on_hosts.py: doctor",
     "pip install -c constraints.txt -e '.[test]' && pytest -n auto": ".ci/run: && pytest",
-    "pip install -c constraints.txt -e '.[cli,report]'": ".ci/run: pip install",
     "pip install -c constraints.txt -e '.[cli]'": ".ci/run: pip install",
 }
 """Command line -> file: what in it runs the like."""
