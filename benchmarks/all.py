@@ -4,7 +4,7 @@
 
 Ends with 1 where a bar is missed, with 2 where a script fails. ``--results`` keeps each script's JSON, and
 the tables are of all that is there, so that ``--only`` renews a part; ``--no-run`` renews none. ``--write``
-puts them into README.md and docs/performance.md, between their markers.
+puts them into docs/claims.md and docs/performance.md, between their markers.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from measure import print_claims
 from tables import claims_of, detailed, replace_between, short
 
 HERE = Path(__file__).resolve().parent
-README, PERFORMANCE = HERE.parent / "README.md", HERE.parent / "docs" / "performance.md"
+DOCS = HERE.parent / "docs"
 FIRST = ("host_time", "gloo_step", "overlap", "memory", "copies", "optim_local", "clip_norm")
 """In this order; the rest follows by name."""
 
@@ -52,8 +52,9 @@ def read(names: Sequence[str], folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def write(results: dict[str, dict[str, Any]]) -> None:
-    """README's table and docs/performance.md's."""
-    for path, text in ((README, short(results)), (PERFORMANCE, detailed(results))):
+    """docs/claims.md's table and docs/performance.md's."""
+    for name, text in (("claims.md", short(results)), ("performance.md", detailed(results))):
+        path = DOCS / name
         path.write_text(replace_between(path.read_text(), "claims", text))
 
 
@@ -67,7 +68,9 @@ def main() -> int:
     parser.add_argument("--only", choices=names, nargs="+", help="run these")
     parser.add_argument("--results", type=Path, help="folder to keep the results in")
     parser.add_argument("--no-run", action="store_true", help="tables of what is there")
-    parser.add_argument("--write", action="store_true", help="write README and docs/performance.md")
+    parser.add_argument(
+        "--write", action="store_true", help="write docs/claims.md and docs/performance.md"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.results or Path(temporary)

@@ -163,7 +163,7 @@ def write_json(path: Path, results: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Claim:
-    """One line of the table that ``all.py`` prints and README holds.
+    """One line of the table that ``all.py`` prints and docs/claims.md holds.
 
     Attributes:
         what: the claim, and its case: ``host time, (1, 64, 1) fp32``.

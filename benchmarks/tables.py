@@ -1,4 +1,4 @@
-"""The claims of all scripts as Markdown: README's table, and docs/performance.md's, between markers."""
+"""The claims of all scripts as Markdown: docs/claims.md's table, and docs/performance.md's."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ def claims_of(result: Mapping[str, Any]) -> list[Claim]:
 
 
 def short(results: Results) -> str:
-    """README's table: a row for each claim."""
+    """docs/claims.md's table: a row for each claim."""
     rows = [
         [
             claim.what,

@@ -9,7 +9,8 @@ sys.path[:0] = [str(HERE / "_extensions"), str(HERE.parent)]
 import parallel3d  # noqa: E402
 
 project = "parallel3d"
-author = "the parallel3d authors"
+author = "parallel3d contributors"
+copyright = f"2026, {author}"
 version = release = parallel3d.__version__
 exclude_patterns = ["_extensions", "pictures"]
 

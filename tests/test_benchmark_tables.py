@@ -1,6 +1,7 @@
 """The tables that ``benchmarks/all.py`` writes, from results made up here."""
 
 import json
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -33,7 +34,7 @@ def result(*claims: dict, quick: bool = False) -> dict:
     }
 
 
-def test_readme_table(tables: ModuleType) -> None:
+def test_table_of_claims(tables: ModuleType) -> None:
     results = {
         "host_time": result(
             claim("host time, (1, 64, 1) | fp32", 0.43), claim("the same, TP", 0.31)
@@ -95,8 +96,22 @@ def test_between_markers(tables: ModuleType) -> None:
 
 
 def test_the_documents_have_the_markers(tables: ModuleType) -> None:
-    for name in ("README.md", "docs/performance.md"):
-        tables.replace_between((BENCHMARKS.parent / name).read_text(), "claims", "new")
+    for name in ("claims.md", "performance.md"):
+        text = (BENCHMARKS.parent / "docs" / name).read_text()
+        tables.replace_between(text, "claims", "new")
+
+
+def test_readme_has_the_figures_of_the_claims() -> None:
+    """Each ratio in README's table is one that its command has in docs/claims.md."""
+    rows = re.findall(
+        r"^\|.*\| ([\d.]+) \| (`python benchmarks/\w+\.py`) \|$",
+        (BENCHMARKS.parent / "README.md").read_text(),
+        re.MULTILINE,
+    )
+    claims = (BENCHMARKS.parent / "docs" / "claims.md").read_text().splitlines()
+    assert len(rows) == 4
+    for ratio, command in rows:
+        assert any(f"| {ratio} (" in line and command in line for line in claims), command
 
 
 SCRIPT = """

@@ -49,6 +49,8 @@ def load_dcp(
     is executed. State that the optimizer doesn't have yet is allocated, placed as its parameters are.
 
     Args:
+        folder: where it is; every rank must be able to read it.
+        model: values are copied into its parameters and persistent buffers.
         optimizer: an optimizer of ``model``'s parameters, also of ``parallel3d.optim``; None: load the model
             alone.
         model_prefix, optimizer_prefix: what precedes the model's names, and "param_groups", in the folder's

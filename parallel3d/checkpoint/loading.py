@@ -85,6 +85,7 @@ def load(
     Args:
         path: a run's folder: the checkpoint saved last is read or, with a warning, an earlier one if that is
             damaged. Or the folder of one checkpoint. A relative path is resolved on the first rank.
+        model: sharded, replicated or plain; with the names and global shapes of the model that was saved.
         optimizer: as given to ``save``; may be new, without state. None: stored state is not read.
         extra: tensors to read into, in the structure that was saved: sharded or large ones. Others are
             returned, whole on each rank; they and modules' extra state may have 1 GiB in all.
@@ -145,7 +146,10 @@ def load(
 def latest(path: str | os.PathLike[str]) -> Path | None:
     """Returns the absolute path of the checkpoint of a run that was saved last; None if there is none.
 
-    All ranks must call it; a relative path is resolved on the first rank. In a dry run there is none.
+    All ranks must call it. In a dry run there is none.
+
+    Args:
+        path: the run's folder; a relative one is resolved on the first rank.
     """
     if dry_run.active():
         return None

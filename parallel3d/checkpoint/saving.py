@@ -107,6 +107,7 @@ def save(
 
     Args:
         path: the run's folder, made if it does not exist; the same for all ranks, on a shared file system.
+        model: sharded, replicated or plain.
         optimizer: one, several or none; of ``torch.optim``, ``parallel3d.optim`` or from step_in_backward.
         step: how many steps have been done. A checkpoint of the same step is replaced.
         extra: further values by name, such as the position in the data or a scheduler's ``state_dict()``:

@@ -58,6 +58,8 @@ def load_torch(
     tensors, dicts, lists, tuples, numbers and strings. The ranks of a host verify the checksums together.
 
     Args:
+        file: its path, which every rank must be able to read.
+        model: values are copied into its parameters and persistent buffers.
         model_prefix, optimizer_prefix: the keys that lead to the model's state dict and to the optimizer's,
             each followed by a dot: "checkpoint.model."; None: search for them.
         optimizer, strict, cast, checksums: as for ``load_dcp``.
@@ -180,7 +182,8 @@ def save_torch(file: str | os.PathLike[str], model: nn.Module, optimizer: Any = 
     name when it is complete.
 
     Args:
-        file: an existing one is replaced.
+        file: its path; an existing one is replaced.
+        model: its parameters and persistent buffers are written.
         optimizer: with it the file is ``{"model": ..., "optimizer": ...}``, as the plain model's
             ``state_dict()`` and its optimizer's with parameters in the same order. None: the model's state
             dict alone.

@@ -38,6 +38,10 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     It changes the module's class, so that nothing refers back to the module and copies have the method too.
     It does nothing to a module that is no unit.
 
+    Args:
+        module: a unit.
+        method_name: the name of a method that reads the unit's parameters, such as "generate".
+
     Raises:
         Parallel3dError: the module has no such method.
     """
@@ -83,6 +87,9 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
     """Makes several root units, such as the chunks of a pipeline stage, communicate on the same streams.
+
+    Args:
+        modules: root units, on one kind of device.
 
     Raises:
         Parallel3dError: a module is no unit, or the units are on different kinds of device.

@@ -78,7 +78,7 @@ class FSDPModule(UnitModule, TorchFSDPModule):
 
     It derives from torch's ``FSDPModule`` so that ``isinstance`` checks pass, but overrides every method.
     Methods for the outermost unit affect all units inside, and raise a StateError on others. All ranks must
-    call methods alike.
+    call methods alike. ``recurse``, where a method has it, says whether units inside are changed too.
 
     The engine *notices* changes of the weights by optimizer steps and in-place operations on the sharded
     Parameters (also ``load_state_dict``). It does not notice changes of ``param.data``, nor by

@@ -443,6 +443,7 @@ def watch(
 
     Raises:
         PeerFailureError: another rank failed, was killed, hangs or can't be reached.
+        Parallel3dError: ``timeouts`` is no Timeouts, or a duration no positive timedelta.
     """
     if timeouts is not None and not isinstance(timeouts, Timeouts):
         raise Parallel3dError(

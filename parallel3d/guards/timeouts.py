@@ -204,6 +204,7 @@ def phase(name: str) -> Iterator[None]:
             timeout.
 
     Raises:
+        Parallel3dError: ``name`` is no string, or empty.
         AgreementError: before a timeout gets shorter, other ranks did not come within the longer one.
     """
     if not isinstance(name, str) or not name:

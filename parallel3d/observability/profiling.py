@@ -27,6 +27,9 @@ class ProfilerWindow:
         first, last: step numbers, as given to ``Metrics.step``.
         ranks: global ranks; None: all.
         stacks, shapes, memory: with_stack, record_shapes and profile_memory of ``torch.profiler.profile``.
+
+    Raises:
+        Parallel3dError: ``first`` is after ``last``, or one of them is no step number.
     """
 
     def __init__(

@@ -79,6 +79,9 @@ class JsonLines:
 def read_json_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     """Yields the objects of a file of ``JsonLines``, also while it is written.
 
+    Args:
+        path: the file.
+
     Raises:
         Parallel3dError: a line, other than an incomplete last one, is not JSON.
     """

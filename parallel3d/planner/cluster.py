@@ -129,6 +129,10 @@ class Cluster:
 def gpu(name: str, profile: str | PathLike[str] | None = None) -> Gpu:
     """The GPU of this name or short name.
 
+    Args:
+        name: such as "h100-80gb-sxm" or "h100", in any case.
+        profile: a TOML file of further GPUs, as for ``gpus``.
+
     Raises:
         PlanningError: there is none; the message names the nearest.
     """
@@ -141,7 +145,14 @@ def gpu(name: str, profile: str | PathLike[str] | None = None) -> Gpu:
 
 
 def gpus(profile: str | PathLike[str] | None = None) -> dict[str, Gpu]:
-    """All GPUs by their names and short names; those of ``profile`` replace the built-in ones."""
+    """All GPUs by their names and short names.
+
+    Args:
+        profile: a TOML file of GPUs, as ``calibrate`` writes; they replace built-in ones of the same name.
+
+    Raises:
+        PlanningError: the profile can't be read, or has something else in it.
+    """
     if profile is None:
         return dict(_built_in())
     try:

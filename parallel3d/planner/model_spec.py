@@ -448,11 +448,16 @@ def spec_from_shapes(
     """A decoder of ``layers`` equal blocks: norm, attention, norm, MLP, each with a residual.
 
     Args:
-        kv_heads: as many as heads unless given. head_dim: hidden / heads unless given.
+        layers, hidden, heads: number of blocks, features between them, attention heads of each.
+        ffn, vocab: features within an MLP, and ids.
+        kv_heads: as many as heads unless given.
+        head_dim: hidden / heads unless given.
         mlp: "swiglu", "geglu": three matrices; "gelu", "relu", "relu2", "silu": two.
+        norm: "rmsnorm", or "layernorm".
         positions: "learned": a table of ``seq_len`` rows; "rope": rotation; "alibi", "none".
         bias: of all linear layers but the head. Norm biases come with "layernorm".
         tied: the head's weight is the embedding's.
+        name, source: what the plan shows of the model, and of where it is from.
 
     Raises:
         PlanningError: a name that isn't one of these, or a size below 1.

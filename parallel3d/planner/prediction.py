@@ -131,6 +131,9 @@ def predict(
     """Predicts memory and speed of ``model`` on ``layout``, also of a layout that doesn't fit.
 
     Args:
+        model: from ``spec_from_hf_config``, ``spec_from_module`` or ``spec_from_shapes``.
+        layout: without -1, with as many ranks as ``cluster`` has GPUs.
+        cluster: the machines.
         workload: ``micro_batch`` is needed; with ``global_batch`` gradients are accumulated to it.
 
     Raises:

@@ -58,7 +58,7 @@ def first_difference(
 ) -> Difference | None:
     """Returns the first place where the parallel model differs from the plain one, or None.
 
-    The arguments are those of ``verify``.
+    The arguments are those of ``verify``: ``build``, ``batch``, ``layout`` and its ``options``.
     """
     return verify(build, batch, layout, **options).difference
 
@@ -100,6 +100,7 @@ def verify(
         steps, micro_batches, fp32, tolerance: as in ``assert_parity``.
         seed_of: ``seed_of(layout, rank, step)`` returns the seed your training gives a rank's generators,
             which decides what dropout draws; by default the seed of ``seed_step``.
+        seed: of the initial weights.
         options: for ``parallelize``, such as ``tp_plan``.
 
     Raises:

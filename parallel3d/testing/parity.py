@@ -139,6 +139,7 @@ def assert_parity(
         fp32: whether to run in float32 too.
         tolerance: of loss and gradients in float64; that of weights is ten times as large. Above 1e-8, for
             models that compute something in float32 themselves, the float64 run uses SGD too.
+        seed: of the initial weights.
         options: for ``parallelize``, such as ``tp_plan``.
 
     Raises:
@@ -354,7 +355,7 @@ def _numbers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shards_of(tensor: torch.Tensor) -> Iterator[tuple[int, tuple[slice, ...], torch.Tensor]]:
-    """Yields (rank, box, local tensor) for this rank, or for every simulated one.
+    """Yields (rank, box, local tensor) of ``tensor`` for this rank, or for every simulated one.
 
     The box is the part of the global tensor that the placements give to the rank; for a plain tensor it is
     the whole. A rank has several boxes of a packed parameter, which are yielded one after another.

@@ -82,7 +82,7 @@ def copy_by_rank(x: Tensor, axis: TpAxis) -> Tensor:
 
 
 def copy_to_tp(x: Tensor, axis: TpAxis) -> Tensor:
-    """Returns ``x``; its gradient is summed over ``tp``."""
+    """Returns ``x``, the same on all ranks of ``axis``; its gradient is summed over them."""
     return _apply(x, "copy", axis)
 
 
@@ -90,6 +90,7 @@ def reduce_from_tp(x: Tensor, axis: TpAxis, *, in_place: bool = False) -> Tensor
     """Returns the sum of ``x`` over ``tp``; its gradient is passed on unchanged.
 
     Args:
+        x: this rank's part of the sum, of the same shape on all ranks of ``axis``.
         in_place: whether the sum may overwrite ``x``: neither other code nor a backward reads ``x``.
     """
     # A compiler decides by itself what may be overwritten.
@@ -98,7 +99,8 @@ def reduce_from_tp(x: Tensor, axis: TpAxis, *, in_place: bool = False) -> Tensor
 
 
 def gather_from_tp(x: Tensor, dim: int, global_size: int, axis: TpAxis) -> Tensor:
-    """Joins the ranks' chunks along ``dim``; the gradient of ``x`` is its chunk of the result's.
+    """Joins the chunks of the ranks of ``axis`` along ``dim``; the gradient of ``x`` is its chunk of the
+    result's.
 
     Args:
         x: this rank's chunk.
@@ -108,13 +110,13 @@ def gather_from_tp(x: Tensor, dim: int, global_size: int, axis: TpAxis) -> Tenso
 
 
 def split_to_tp(x: Tensor, dim: int, axis: TpAxis) -> Tensor:
-    """Returns this rank's chunk of ``x`` along ``dim``; the ranks' gradients are joined."""
+    """Returns this rank's chunk of ``x`` along ``dim``; the gradients of the ranks of ``axis`` are joined."""
     return _apply(x, "split", axis, dim % x.dim(), x.shape[dim])
 
 
 def gather_sequence(x: Tensor, dim: int, global_size: int, axis: TpAxis) -> Tensor:
-    """As :func:`gather_from_tp`, but the gradients of the joined copies are summed, and each rank keeps its
-    chunk of the sum."""
+    """As :func:`gather_from_tp`, with the same arguments (``x``, ``dim``, ``global_size``, ``axis``), but the
+    gradients of the joined copies are summed, and each rank keeps its chunk of the sum."""
     return _apply(x, "gather_copies", axis, dim % x.dim(), global_size)
 
 
@@ -122,8 +124,8 @@ scatter_sequence = split_to_tp  # under the name that the others on a sequence h
 
 
 def reduce_scatter_sequence(x: Tensor, dim: int, axis: TpAxis) -> Tensor:
-    """Returns this rank's chunk along ``dim`` of the sum of ``x`` over ``tp``; the ranks' gradients are
-    joined."""
+    """Returns this rank's chunk along ``dim`` of the sum of ``x`` over the ranks of ``axis``; their gradients
+    are joined."""
     return _apply(x, "reduce_scatter", axis, dim % x.dim(), x.shape[dim])
 
 

@@ -18,7 +18,7 @@ __all__ = ["PAGE", "collect", "table"]
 PAGE = ROOT / "docs" / "collectives.md"
 
 HEAD = """\
-# Collectives beside torch's
+# Collectives, compared with torch's
 
 What one training step communicates under `parallel3d.fsdp` and under torch's `fully_shard` (2.13), on
 rank 0 of a fake process group: forward and backward of a language model of two blocks in fp32, each

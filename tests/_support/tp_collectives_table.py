@@ -18,7 +18,7 @@ __all__ = ["PAGE", "collect", "table"]
 PAGE = ROOT / "docs" / "tp_collectives.md"
 
 HEAD = f"""\
-# Tensor-parallel collectives beside torch's
+# Tensor-parallel collectives, compared with torch's
 
 What one training step communicates over `tp`, of {RANKS} ranks, on rank 0 of a fake process group:
 calls, and bytes (the larger of each call's input and output). Three times the same styles on the same

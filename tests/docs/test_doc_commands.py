@@ -9,23 +9,20 @@ import sys
 from pathlib import Path
 
 import pytest
-from _support.docs.doc_pages import PAGES, ROOT, Command, commands
+from _support.docs.doc_pages import PAGES, ROOT, Command, commands, sections
 
 from parallel3d.tools.cli import main
 
 ELSEWHERE = {
     "python3 -m venv .venv && source .venv/bin/activate": ".ci/run: python3 -m venv",
-    "pip install -c constraints.txt -e '.[cli]' && torchrun --nproc-per-node 8 examples/train.py "
-    "--replicate 2 --shard 2 --tp 2 --check": "tests/integration/test_train.py: --check",
+    "pip install -c constraints.txt -e '.[cli]' && parallel3d demo": "tests/tools/launch/test_local.py: demo",
     "torchrun --nproc-per-node 8 examples/train.py --replicate 2 --shard 2 --tp 2 "
     "--check": "tests/integration/test_train.py: --check",
     "torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint node-0:29500 "
     "-m parallel3d doctor --replicate 4 --shard 1 --tp 8 "
     "--checkpoint /shared/run": "tests/tools/doctor/test_on_hosts.py: doctor",
     "pip install -c constraints.txt -e '.[test]' && pytest -n auto": ".ci/run: && pytest",
-    "pip install -c constraints.txt -e '.[cli,report]'": ".ci/run: pip install",
-    "parallel3d verify --replicate 2 --shard 2 --tp 2 package.module:build_model "
-    "--input package.module:make_batch": "tests/testing/test_verify_cli.py: verify",
+    "pip install -c constraints.txt -e '.[cli]'": ".ci/run: pip install",
 }
 """Command line -> file: what in it runs the like."""
 
@@ -72,11 +69,50 @@ def test_they_run(
 ) -> None:
     """A page's commands one after another in one folder."""
     monkeypatch.chdir(folder)
+    files = {s.file: s.code for s in sections(page) if s.file}
+    for name, code in files.items():
+        (folder / name).write_text(code)
     for command in lines:
-        if command.text not in ELSEWHERE and command.words[0] not in PROGRAMS:
+        if not listed(command) and not starts_a_section(command):
             run(command, monkeypatch)
+    for name in files:
+        sys.modules.pop(name.removesuffix(".py"), None)
     written = folder / "docs" / page.name
     assert not written.exists() or written.read_text() == page.read_text(), "not up to date"
+
+
+def listed(command: Command) -> bool:
+    return command.text in ELSEWHERE or command.words[0] in PROGRAMS
+
+
+def starts_a_section(command: Command) -> bool:
+    """Whether it runs a file that the page tells its reader to save: test_doc_python runs that Python.
+
+    Raises AssertionError if it starts another number of ranks than run there.
+    """
+    program, *arguments = command.words
+    for section in sections(command.page):
+        if section.file and section.file in arguments:
+            ranks = ["--nproc-per-node", str(section.size)] if section.world != "process" else []
+            started = ["torchrun", *ranks] if ranks else ["python"]
+            assert [program, *arguments] == [*started, section.file], command.where
+            return True
+    return False
+
+
+def test_files_to_save_have_a_line_that_starts_them() -> None:
+    files = {(s.page.name, s.file) for page in PAGES for s in sections(page) if s.file}
+    started = {(page.name, line.words[-1]) for page, lines in PER_PAGE for line in lines}
+    imported = {
+        (s.page.name, f"{name}.py")
+        for page in PAGES
+        for s in sections(page)
+        for name in re.findall(r"^from (\w+) import", s.code, re.MULTILINE)
+    }
+    assert not files - started - imported
+    for page in PAGES:
+        for section in sections(page):
+            assert not section.file or f"`{section.file}`" in page.read_text(), section.where
 
 
 def run(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -354,4 +354,5 @@ def test_without_the_extra_the_command_says_what_to_install() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=False
     )
     assert found.returncode != 0
-    assert "parallel3d[cli]" in found.stderr and "Traceback" not in found.stderr
+    assert "pip install typer rich" in found.stderr and "'.[cli]'" in found.stderr
+    assert "Traceback" not in found.stderr

@@ -144,7 +144,7 @@ def reduce_scatter_hook(
 def allreduce_hook(state: CommHookState, grad: torch.Tensor) -> HookWork:
     """Averages gradients over the ranks in place, for units that shard nothing.
 
-    ``reduce_scatter_hook`` does this too when it gets no ``output``.
+    ``reduce_scatter_hook`` does this too when it gets no ``output``; ``state`` and ``grad`` are as there.
     """
     return _reduce(state, grad, None, None)
 
@@ -154,7 +154,8 @@ def bf16_compress_hook(
 ) -> HookWork:
     """Averages gradients over the ranks, sent and summed in bfloat16; see ``reduce_scatter_hook``.
 
-    It sends half the bytes of float32, at 8 bits of precision. The result has the dtype of ``grad``.
+    It sends half the bytes of float32, at 8 bits of precision. ``state``, ``grad`` and ``output`` are as
+    there; the result has the dtype of ``grad``.
     """
     return _reduce(state, grad, output, torch.bfloat16)
 
@@ -162,7 +163,10 @@ def bf16_compress_hook(
 def fp16_compress_hook(
     state: CommHookState, grad: torch.Tensor, output: torch.Tensor | None = None
 ) -> HookWork:
-    """Like ``bf16_compress_hook`` in float16: 11 bits of precision, but a narrow range."""
+    """Like ``bf16_compress_hook`` in float16: 11 bits of precision, but a narrow range.
+
+    ``state``, ``grad`` and ``output`` are as for ``reduce_scatter_hook``.
+    """
     return _reduce(state, grad, output, torch.float16)
 
 

@@ -139,7 +139,11 @@ def state_dict_type(
     config: StateDictConfig | None = None,
     optim_config: OptimStateDictConfig | None = None,
 ) -> Iterator[None]:
-    """Context manager that calls ``set_state_dict_type`` and restores each unit's settings on exit."""
+    """Context manager that calls ``set_state_dict_type`` and restores each unit's settings on exit.
+
+    Args:
+        module, type, config, optim_config: as for ``set_state_dict_type``.
+    """
     check_module(module)
     settings = _settings(type, config, optim_config)
     with form_set(units_of(module, True), settings):

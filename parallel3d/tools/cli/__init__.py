@@ -22,6 +22,6 @@ def main() -> None:
             raise
         sys.exit(
             f"parallel3d's command line needs {error.name}, which isn't installed: "
-            "pip install 'parallel3d[cli]'"
+            "pip install typer rich, or, in a checkout of parallel3d, pip install -e '.[cli]'"
         )
     app()

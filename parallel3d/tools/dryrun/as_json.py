@@ -17,7 +17,7 @@ _FORMAT = "parallel3d dry run"
 
 
 def to_json(run: DryRun) -> str:
-    """Returns one line of JSON, which ``from_json`` reads.
+    """Returns the dry run ``run`` as one line of JSON, which ``from_json`` reads.
 
     A tuple of records, such as operations, is a table: ``{"columns": [...], "rows": [[...], ...]}``.
     Later versions of this package read it too; fields that are new there get their defaults.

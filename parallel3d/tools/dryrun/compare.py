@@ -118,6 +118,9 @@ def compare(a: DryRun, b: DryRun) -> Divergence | None:
     ranks, except for operations that allow other bytes on each rank (all_to_all, gather, scatter, reduce).
     send and recv concern only two ranks and are left out.
 
+    Args:
+        a, b: dry runs of two ranks of one world.
+
     Raises:
         DryRunError: the runs are not of the same world.
     """

@@ -211,6 +211,8 @@ def write_report(
     """Writes the page, less than 1 MB.
 
     Args:
+        run: the dry run.
+        path: the HTML file; it is replaced.
         predicted: ``timeline(run)``, or one for another cluster.
         divergence: the result of ``compare`` with another rank.
         other: that rank's dry run, to compare with; the page says so too if both communicate alike.

@@ -40,6 +40,7 @@ def print_summary(
     """Prints the most important numbers, collectives by axis, the memory peak, placements and warnings.
 
     Args:
+        run: the dry run.
         predicted: ``timeline(run)``, or one for another cluster.
         divergence: the result of ``compare`` with another rank.
         console: where to print; by default the terminal, or 120 columns without a terminal.

@@ -128,6 +128,11 @@ Event = dict[str, Any]
 def write_trace(run: DryRun, path: str | PathLike[str], predicted: Timeline | None = None) -> None:
     """Writes the trace as JSON, compressed if ``path`` ends with ``.gz``, which Perfetto opens too.
 
+    Args:
+        run: the dry run.
+        path: the file; it is replaced.
+        predicted: the times to show; by default ``timeline(run)``.
+
     Raises:
         OSError: the file can't be written.
     """

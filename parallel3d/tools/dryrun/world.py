@@ -34,7 +34,11 @@ from parallel3d.tools.dryrun.unknown import NOT_KNOWN, Unknown, asking
 
 
 def script(path: str | PathLike[str], arguments: Sequence[str] = ()) -> Callable[[], None]:
-    """Returns ``python path arguments...`` as a function; the script's folder is first on the import path.
+    """Returns ``python path *arguments`` as a function; the script's folder is first on the import path.
+
+    Args:
+        path: the script.
+        arguments: its command line, without its name.
 
     Raises:
         DryRunError: there is no such file; when called, the script exited with an error.

@@ -237,7 +237,8 @@ def linear_cross_entropy(
         chunk_tokens: tokens in a chunk; by default so many that their logits have about as many elements as
             ``hidden``, but not less than 256.
 
-    The other arguments, and the errors, are those of ``vocab_parallel_cross_entropy``.
+    ``ignore_index``, ``label_smoothing``, ``z_loss``, ``reduction`` and the errors (``Parallel3dError``) are
+    those of ``vocab_parallel_cross_entropy``.
     """
     options = LossOptions(ignore_index, label_smoothing, z_loss, class_weight, reduction)
     _check_target(hidden, target)

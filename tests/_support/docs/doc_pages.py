@@ -2,15 +2,16 @@
 
 A page's ``python`` blocks run one after another in one namespace. Comments, which no reader sees, say where:
 
-    <!-- run: gloo 8, readme -->    from here on: eight gloo processes, after setups/readme.py
-    <!-- run: fake 8 -->            ... as rank 0 of a fake world of eight
-    <!-- run: process -->           ... in this process, without a world (so it is at the top of a page)
-    <!-- run: gloo 8, first -->     ... after what the page's first section has
-    <!-- not run: REASON -->        the next block is not run, for this reason: it is a peer's code
-    <!-- output -->                 the next block is just what the Python before it prints (on rank 0)
+    <!-- run: gloo 8, guards -->        from here on: eight gloo processes, after setups/guards.py
+    <!-- run: fake 8 -->                ... as rank 0 of a fake world of eight
+    <!-- run: process -->               ... in this process, without a world (so it is at the top of a page)
+    <!-- run: gloo 4, file fsdp.py -->  ... and the reader is told to save this Python as fsdp.py
+    <!-- not run: REASON -->            the next block is not run, for this reason: it is a peer's code
+    <!-- output -->                     the next block is just what the Python before it prints (on rank 0)
 
-Each ``run`` starts with an empty namespace. ``sh``, ``bash``, ``console`` blocks, and nameless ones that
-begin with a command, are lines to run; ``text`` blocks are output or drawings. Others must say why not.
+Each ``run`` starts with an empty namespace, and can import the files of the page that come before it.
+``sh``, ``bash``, ``console`` blocks, and nameless ones that begin with a command, are lines to run; ``text``
+blocks are output or drawings. Others must say why not.
 """
 
 import re
@@ -24,7 +25,7 @@ from markdown_it import MarkdownIt
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMENT = re.compile(r"<!--\s*(run|not run|output):?\s*(.*?)\s*-->", re.DOTALL)
-RUN = re.compile(r"(?:(process)|(fake|gloo) (\d+))(?:, (\w+))?")
+RUN = re.compile(r"(?:(process)|(fake|gloo) (\d+))(?:, file (\w+\.py)|, (\w+))?")
 SHELLS = ("sh", "bash", "console")
 COMMANDS = ("parallel3d", "python", "torchrun", "pip", "pytest")
 
@@ -59,11 +60,19 @@ class Section:
     world: str = "process"
     size: int = 1
     setup: str = ""
+    file: str = ""  # what the page calls it
+    files: dict[str, str] = field(
+        default_factory=dict
+    )  # the page's files before it: name -> Python
     blocks: list[Block] = field(default_factory=list)
 
     @property
     def where(self) -> str:
         return f"{self.page.name}:{self.line}"
+
+    @property
+    def code(self) -> str:
+        return "\n\n".join(block.code for block in self.blocks)
 
 
 @dataclass(frozen=True)
@@ -109,8 +118,8 @@ def _section(page: Path, line: int, words: str) -> Section:
     match = RUN.fullmatch(words)
     if match is None:
         raise PageError(f"{page.name}:{line}: run: {words}: not as {Path(__file__).name} says")
-    process, world, size, setup = match.groups()
-    return Section(page, line, process or world, int(size or 1), setup or "")
+    process, world, size, file, setup = match.groups()
+    return Section(page, line, process or world, int(size or 1), setup or "", file or "")
 
 
 def unnamed(code: str) -> str:
@@ -135,9 +144,11 @@ def sections(page: Path) -> list[Section]:
             if not found[-1].blocks:
                 raise PageError(f"{part.where}: the output of what?")
             found[-1].blocks[-1].prints = part.code
-    for section in found[1:]:
-        if section.setup == "first":
-            section.setup, section.blocks = "", found[0].blocks + section.blocks
+    files: dict[str, str] = {}
+    for section in found:
+        section.files = dict(files)
+        if section.file:
+            files[section.file] = section.code
     return [section for section in found if section.blocks]
 
 
