@@ -24,7 +24,7 @@ from parallel3d._torch.simulated import ranks_are_simulated
 from parallel3d._util import dry_run
 from parallel3d._util.forwards import as_if, without_cache, wrap_forward
 from parallel3d._util.rollback import unchanged_on_error
-from parallel3d.errors import AgreementError, MeshError, Parallel3dError, PlanError, print_once
+from parallel3d.errors import AgreementError, MeshError, Parallel3dError, PlanError
 from parallel3d.fsdp import MixedPrecisionPolicy, ShardingStrategy, fully_shard
 from parallel3d.fsdp.inspect import check_param, check_policy, data_axes, strategy_options, unit_of
 from parallel3d.mesh import check_agreement
@@ -197,7 +197,6 @@ def _compare_ranks(mesh: Any, settings: dict[str, str], problem: Exception | Non
     except AgreementError as error:
         raise error from problem
     if problem is not None:
-        print_once(problem, first=ranks is None or dist.get_rank() == min(ranks))
         raise problem
 
 

@@ -17,6 +17,7 @@ from parallel3d.errors import MeshError, PeerFailureError
 from parallel3d.mesh.agreement import DEFAULT_TIMEOUT, check_agreement, name_ranks
 from parallel3d.mesh.axes import AXES, axis_named, guess, listed
 from parallel3d.mesh.layout import MeshLayout
+from parallel3d.mesh.printing import print_once
 from parallel3d.mesh.store import fresh_store, others, outlives_ranks
 
 _RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -281,6 +282,7 @@ def _start_group(layout: MeshLayout, device_type: str, timeout: timedelta) -> Me
     # torch itself uses this prefix, which keeps its keys apart from ours. Collectives keep torch's timeout.
     default_store = dist.PrefixStore("default_pg", store)
     dist.init_process_group(backend, store=default_store, rank=rank, world_size=world_size)
+    print_once()
     return resolved
 
 
