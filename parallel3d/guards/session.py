@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from parallel3d._torch.groups import all_groups, clone_store, group_timeout, wake_waiting
-from parallel3d._util.arguments import text_of
+from parallel3d._util.arguments import text_of, without_gloo
 from parallel3d._util.trace import issuing
 from parallel3d.errors import Parallel3dError, PeerFailureError, StateError
 from parallel3d.guards import timeouts as _timeouts
@@ -267,7 +267,7 @@ def is_of_communication(error: BaseException) -> bool:
 
 def short(error: BaseException, width: int = 2000) -> str:
     """Returns type and text of an exception; a text longer than ``width`` is cut."""
-    text = text_of(error)
+    text = without_gloo(text_of(error))
     text = text if len(text) <= width else f"{text[:width]}..."
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 

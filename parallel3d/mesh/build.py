@@ -12,6 +12,7 @@ from torch.distributed import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh
 
 from parallel3d._torch.groups import let_gloo_finish_at_exit
+from parallel3d._util.arguments import without_gloo
 from parallel3d._util.version import __version__
 from parallel3d.errors import MeshError, PeerFailureError
 from parallel3d.mesh.agreement import DEFAULT_TIMEOUT, check_agreement, name_ranks
@@ -186,8 +187,9 @@ def warm_up(mesh: DeviceMesh) -> None:
             raise
         except RuntimeError as error:
             raise MeshError(
-                f"{what} failed: {error}. One of them has ended, or they can't reach each other: look at "
-                "their output first, then at their network (NCCL_DEBUG=INFO, NCCL_SOCKET_IFNAME, "
+                f"{what} failed: {without_gloo(str(error)).removesuffix('.')}. One of them has ended, or "
+                "they can't reach each other: look at their output first, then at their network "
+                "(NCCL_DEBUG=INFO, NCCL_SOCKET_IFNAME, "
                 "GLOO_SOCKET_IFNAME)."
             ) from error
         if total != group.size():
