@@ -234,7 +234,7 @@ def _check_model(model: nn.Module) -> None:
                 "parallelize the nn.Module it was scripted from"
             )
         if unit_of(module) is not None or _WRAPPERS & {c.__name__ for c in type(module).__mro__}:
-            raise _parallel_already(f"{name or 'it'} is a {kind}")
+            raise _parallel_already(f"{name or 'it'} is of class {kind}")
     for name, param in model.named_parameters():
         if isinstance(param, DTensor):
             raise _parallel_already(f"parameter {name} is a DTensor")
@@ -300,9 +300,9 @@ def _check_options(
     tp = axes.size(axes.tp)
     if not fsdp and axes.data_size > 1:
         raise MeshError(
-            f"fsdp=False with {axes.data_size} data ranks (replicate {axes.size(axes.replicate)} x shard "
-            f"{axes.size(axes.shard)}): gradients would not be reduced. Use fsdp=True, or a mesh with "
-            f"replicate=1, shard=1, tp={mesh.size()}"
+            f"fsdp is False, but the mesh has {axes.data_size} data ranks (replicate "
+            f"{axes.size(axes.replicate)} x shard {axes.size(axes.shard)}): gradients would not be "
+            f"reduced. Use fsdp=True, or a mesh with replicate=1, shard=1, tp={mesh.size()}"
         )
     if tp > 1 and not tp_plan:
         raise PlanError(

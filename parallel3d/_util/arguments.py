@@ -34,6 +34,11 @@ def as_count(name: str, value: object, least: int = 0) -> int:
     raise kind(f"{name} is {value!r}; it must be an integer, {least} or more")
 
 
+def counted(number: int, noun: str) -> str:
+    """Returns ``1 gather``, ``2,000 gathers``."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
 _OF_GLOO = re.compile(
     r"\[\S*/gloo/\S*\] | This is typically caused by a remote worker.*?GLHF!( \S+)?", re.DOTALL
 )

@@ -398,8 +398,9 @@ def _more_forwards(counts: Mapping[int, tuple[int, int]]) -> str:
             rest = name_ranks(rank for rank, number in numbers.items() if number == usual)
             return (
                 f"\nForwards{kind} begun: {most} on {odd}, {usual} on {rest}. "
-                f"Unless the latter are only behind, look for a forward that only {odd} makes, an evaluation "
-                "say; guards.debug stops at the first collective that differs."
+                f"Unless {rest} {'is' if rest.startswith('rank ') else 'are'} only behind, look "
+                f"for a forward that only {odd} makes, for example an evaluation; guards.debug "
+                "stops at the first collective that differs."
             )
     return ""
 

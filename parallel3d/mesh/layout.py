@@ -92,7 +92,7 @@ class MeshLayout:
             MeshError: the sizes do not multiply to ``world_size``, or do not divide it.
         """
         if type(world_size) is not int or world_size < 1:
-            raise MeshError(f"world_size={world_size!r}: a world has 1 rank or more, as an int.")
+            raise MeshError(f"world_size is {world_size!r}; it must be an int, 1 or more")
         known = prod(size for size in self.sizes if size != _INFER)
         if known != world_size if self.is_resolved else world_size % known:
             raise MeshError(self._why_not(world_size))
@@ -189,7 +189,7 @@ class MeshLayout:
         known = {axis: size for axis, size in zip(AXES, self.sizes, strict=True) if size != _INFER}
         ranks = prod(known.values())
         if self.is_resolved:
-            text = f"{self}, but the world has {_count(world_size)}."
+            text = f"The layout is {self}, but the world has {_count(world_size)}."
         else:
             factors = " x ".join(f"{axis} {size}" for axis, size in known.items())
             text = (

@@ -118,7 +118,7 @@ ENTRIES: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "the group twice": (partial(two_groups, second=[0, 1]), "parameter 0 is in two groups"),
     "an empty group more, of a text": (
         lambda o: o["param_groups"].append("x"),
-        "param_groups are no dicts",
+        "param_groups are not dicts",
     ),
     "no groups": (lambda o: o["param_groups"].clear(), "no 'lin.bias', 'lin.weight'"),
     "groups a dict": (lambda o: o.update(param_groups={}), "no state of an optimizer"),

@@ -269,7 +269,10 @@ class TestRefusals:
         with fake_world(0, 2):
             mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
             model = shard_blocks(Lm(layers=1), mesh)
-            with pytest.raises(Parallel3dError, match=r"None is no nn\.Module"), full_params(None):
+            with (
+                pytest.raises(Parallel3dError, match=r"None is not an nn\.Module"),
+                full_params(None),
+            ):
                 pass
             for options, match in (
                 ({"rank0_only": True}, "writeback=False"),
