@@ -259,7 +259,10 @@ PARALLEL: dict[str, tuple[Callable[[nn.Module, DeviceMesh], nn.Module], str]] = 
         lambda model, mesh: torch_fully_shard(model, mesh=mesh["shard"]),
         r"it is of class FSDPLm",
     ),
-    "DDP": (lambda model, mesh: DistributedDataParallel(model), r"is of class DistributedDataParallel"),
+    "DDP": (
+        lambda model, mesh: DistributedDataParallel(model),
+        r"is of class DistributedDataParallel",
+    ),
     "torch's parallelize_module": (made_tensor_parallel, r"layers\.0\.up\.weight is a DTensor"),
 }
 

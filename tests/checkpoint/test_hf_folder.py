@@ -115,7 +115,7 @@ def test_a_folder_through_a_link_outside(sharded: Path, tmp_path_factory) -> Non
 
 
 def test_no_folder_and_nothing_in_it(tmp_path: Path) -> None:
-    refused(tmp_path / "none", "is no folder.*snapshot_download", corrupt=False)
+    refused(tmp_path / "none", "is not a folder.*snapshot_download", corrupt=False)
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
     refused(tmp_path, r"holds no model.safetensors.*pytorch_model.bin", corrupt=False)
 

@@ -293,7 +293,7 @@ def test_a_call_is_not_made(tmp_path: Path, where: str) -> None:
 
 def test_other_files(tmp_path: Path) -> None:
     path, sentinel = tmp_path / "it.pt", tmp_path / "sentinel"
-    assert "is no file" in str(refused(path, sentinel))
+    assert "is not a file" in str(refused(path, sentinel))
     path.write_bytes(b"")
     assert "doesn't begin" in str(refused(path, sentinel))
     path.write_bytes(pickle.dumps(Calls(exec, f"open({str(sentinel)!r}, 'w')")))

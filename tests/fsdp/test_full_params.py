@@ -282,7 +282,7 @@ class TestRefusals:
                     pass
             model.set_requires_gradient_sync(False)
             lm_loss(model, tokens(0)).backward()
-            waits = pytest.raises(StateError, match="waits for its reduction")
+            waits = pytest.raises(StateError, match="is not reduced yet")
             with waits, full_params(model, with_grads=True):
                 pass
             assert at_rest(model)

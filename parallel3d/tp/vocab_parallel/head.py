@@ -132,8 +132,8 @@ def find_head(model: nn.Module, plan: ResolvedPlan | None) -> str:
     named = next((n for n, m in modules.items() if m is own), None)
     shown = f"{named!r} is the model's output head, but not a" if named else "there is no"
     raise PlanError(
-        f"loss_parallel: {shown} {what} that puts out the vocabulary; such "
-        f"layers are {', '.join(map(repr, heads)) or 'missing'}. Give the head that style, or leave "
+        f"loss_parallel: {shown} {what} that puts out the vocabulary; with that style there "
+        f"{'are ' + ', '.join(map(repr, heads)) if heads else 'is none'}. Give the head that style, or leave "
         "loss_parallel out"
     )
 
