@@ -9,9 +9,11 @@ if TYPE_CHECKING:
     from parallel3d import checkpoint as checkpoint
     from parallel3d import fsdp as fsdp
     from parallel3d import guards as guards
+    from parallel3d import mesh as mesh
     from parallel3d import observability as observability
     from parallel3d import optim as optim
     from parallel3d import planner as planner
+    from parallel3d import testing as testing
     from parallel3d import tp as tp
     from parallel3d.errors import AgreementError as AgreementError
     from parallel3d.errors import CheckpointError as CheckpointError
@@ -32,7 +34,9 @@ if TYPE_CHECKING:
     from parallel3d.mesh import build_mesh as build_mesh
     from parallel3d.mesh.seeding import seed_step as seed_step
     from parallel3d.parallelize import parallelize as parallelize
+    from parallel3d.tools import doctor as doctor
     from parallel3d.tools import dryrun as dryrun
+    from parallel3d.tools import launch as launch
     from parallel3d.tp import resolve_plan as resolve_plan
 
 export_lazily(__name__)

@@ -1,38 +1,8 @@
 """The exceptions that parallel3d raises for user mistakes: one family, all of them ``ValueError``."""
 
-import sys
-import time
-from types import TracebackType
-
-_PRINTING = 1.0  # seconds for the first rank to print: a launcher ends all ranks when one has ended
-
 
 class Parallel3dError(ValueError):
-    """Base of every error of parallel3d; the message names the value, the rule and a remedy.
-
-    Attributes:
-        on_all_ranks: whether every rank raises the same; uncaught, it is then printed by the first only.
-    """
-
-    on_all_ranks = False
-
-
-def print_once(error: Exception, *, first: bool) -> None:
-    """Notes that every rank raises the same ``error``: if nobody catches it, only the ``first`` prints it."""
-    error.on_all_ranks = True  # type: ignore[attr-defined]
-    if first:
-        return
-    before = sys.excepthook
-
-    def hook(
-        kind: type[BaseException], raised: BaseException, traceback: TracebackType | None
-    ) -> None:
-        if raised is error:
-            time.sleep(_PRINTING)
-        else:
-            before(kind, raised, traceback)
-
-    sys.excepthook = hook
+    """Base of every error of parallel3d; the message names the value, the rule and a remedy."""
 
 
 class MeshError(Parallel3dError):

@@ -114,15 +114,15 @@ def check_can_initialise(model: nn.Module, modules: Sequence[tuple[str, nn.Modul
     if not lacking:
         return
     shown = "; ".join(
-        f"{', '.join(_on_meta(name, module))} of {name or 'the model'}, of class {class_name(module)}"
+        f"{', '.join(_on_meta(name, module))} of class {class_name(module)}"
         for name, module in lacking[:8]
     )
-    more = f"; and of {len(lacking) - 8} modules more" if len(lacking) > 8 else ""
+    more = f"; and {len(lacking) - 8} more" if len(lacking) > 8 else ""
     classes = ", ".join(sorted({class_name(module) for _, module in lacking}))
     raise Parallel3dError(
-        f"materialize: on meta, and nothing says how to initialise them: {shown}{more}. Give {classes} a "
-        "method reset_parameters() that fills a module's own parameters and buffers, or the model a method "
-        "_init_weights(module)"
+        f"materialize finds no method that initialises {shown}{more}. "
+        f"Give {classes} a method reset_parameters() that fills a module's own parameters and "
+        "buffers, or the model a method _init_weights(module)"
     )
 
 

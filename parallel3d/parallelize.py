@@ -24,7 +24,7 @@ from parallel3d._torch.simulated import ranks_are_simulated
 from parallel3d._util import dry_run
 from parallel3d._util.forwards import as_if, without_cache, wrap_forward
 from parallel3d._util.rollback import unchanged_on_error
-from parallel3d.errors import AgreementError, MeshError, Parallel3dError, PlanError, print_once
+from parallel3d.errors import AgreementError, MeshError, Parallel3dError, PlanError
 from parallel3d.fsdp import MixedPrecisionPolicy, ShardingStrategy, fully_shard
 from parallel3d.fsdp.inspect import check_param, check_policy, data_axes, strategy_options, unit_of
 from parallel3d.mesh import check_agreement
@@ -197,7 +197,6 @@ def _compare_ranks(mesh: Any, settings: dict[str, str], problem: Exception | Non
     except AgreementError as error:
         raise error from problem
     if problem is not None:
-        print_once(problem, first=ranks is None or dist.get_rank() == min(ranks))
         raise problem
 
 
@@ -235,7 +234,7 @@ def _check_model(model: nn.Module) -> None:
                 "parallelize the nn.Module it was scripted from"
             )
         if unit_of(module) is not None or _WRAPPERS & {c.__name__ for c in type(module).__mro__}:
-            raise _parallel_already(f"{name or 'it'} is a {kind}")
+            raise _parallel_already(f"{name or 'it'} is of class {kind}")
     for name, param in model.named_parameters():
         if isinstance(param, DTensor):
             raise _parallel_already(f"parameter {name} is a DTensor")
@@ -301,9 +300,9 @@ def _check_options(
     tp = axes.size(axes.tp)
     if not fsdp and axes.data_size > 1:
         raise MeshError(
-            f"fsdp=False with {axes.data_size} data ranks (replicate {axes.size(axes.replicate)} x shard "
-            f"{axes.size(axes.shard)}): gradients would not be reduced. Use fsdp=True, or a mesh with "
-            f"replicate=1, shard=1, tp={mesh.size()}"
+            f"fsdp is False, but the mesh has {axes.data_size} data ranks (replicate "
+            f"{axes.size(axes.replicate)} x shard {axes.size(axes.shard)}): gradients would not be "
+            f"reduced. Use fsdp=True, or a mesh with replicate=1, shard=1, tp={mesh.size()}"
         )
     if tp > 1 and not tp_plan:
         raise PlanError(

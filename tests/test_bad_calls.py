@@ -48,7 +48,7 @@ CASES = [
         "fully_shard of one module twice",
         lambda model, mesh: fully_shard([model.head, model.norm, model.head], mesh=mesh),
         Parallel3dError,
-        (r"3 modules in which one stands twice", r"list each once"),
+        (r"3 modules that has one of them twice", r"list each once"),
     ),
     Case(
         "names for ignored_params",
@@ -121,7 +121,7 @@ CASES = [
         "materialize of a module without initialiser",
         lambda model, mesh: materialize(model, device="cpu"),
         Parallel3dError,
-        (r"scale of the model, of class With", r"reset_parameters\(\)", r"_init_weights\(module\)"),
+        (r"scale of class With", r"reset_parameters\(\)", r"_init_weights\(module\)"),
         build=lambda: With(scale=nn.Parameter(torch.ones(3))).to("meta"),
         inputs=(),
     ),
@@ -250,16 +250,19 @@ def made_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 PARALLEL: dict[str, tuple[Callable[[nn.Module, DeviceMesh], nn.Module], str]] = {
-    "ours": (lambda model, mesh: parallelize(model, mesh, LM_PLAN), r"it is a FSDPLm"),
+    "ours": (lambda model, mesh: parallelize(model, mesh, LM_PLAN), r"it is of class FSDPLm"),
     "our fully_shard of a block": (
         lambda model, mesh: [fully_shard(model.layers[1], mesh=mesh), model][1],
-        r"layers\.1 is a FSDPBlock",
+        r"layers\.1 is of class FSDPBlock",
     ),
     "torch's fully_shard": (
         lambda model, mesh: torch_fully_shard(model, mesh=mesh["shard"]),
-        r"it is a FSDPLm",
+        r"it is of class FSDPLm",
     ),
-    "DDP": (lambda model, mesh: DistributedDataParallel(model), r"is a DistributedDataParallel"),
+    "DDP": (
+        lambda model, mesh: DistributedDataParallel(model),
+        r"is of class DistributedDataParallel",
+    ),
     "torch's parallelize_module": (made_tensor_parallel, r"layers\.0\.up\.weight is a DTensor"),
 }
 

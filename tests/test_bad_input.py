@@ -63,7 +63,7 @@ CASES = [
         "mesh of unnamed axes",
         on_axes(None, None, None, tp_plan=LM_PLAN),
         MeshError,
-        (r"\(2, 2, 2\) without names", r"build_mesh"),
+        (r"\(2, 2, 2\) have no names", r"build_mesh"),
         THREE_AXES,
     ),
     Case(
@@ -164,7 +164,7 @@ CASES = [
         "a tp size that is none",
         lambda model, mesh: resolve_plan(model, LM_PLAN, "2"),
         PlanError,
-        (r"tp_size '2'", r"an int"),
+        (r"tp_size is '2'", r"an int"),
     ),
     Case(
         "a tied weight split in two ways",

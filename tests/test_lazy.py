@@ -76,6 +76,25 @@ def test_dir_and_star_have_every_public_name(package: str) -> None:
     assert set(module.__all__) <= set(dir(module))
 
 
+def test_completion_offers_the_public_names_and_nothing_else() -> None:
+    """Also after modules were imported, of whose names a package's namespace is then full."""
+    code = f"""
+import rlcompleter
+import {", ".join(PACKAGES)}
+import parallel3d.fsdp.unit
+for package in ({", ".join(PACKAGES)}):
+    complete = rlcompleter.Completer({{"package": package}}).complete
+    found = {{complete("package.", at) for at in range(len(dir(package)))}} - {{None}}
+    names = {{name.removeprefix("package.").rstrip("()") for name in found}}
+    print(*sorted(names ^ {{*package.__all__}}))
+print(*dir(parallel3d))
+"""
+    *wrong, root = in_fresh_process(code)
+    assert wrong == [[] for _ in PACKAGES]
+    packages = {"checkpoint", "doctor", "dryrun", "fsdp", "guards", "launch", "mesh"}
+    assert packages | {"observability", "optim", "planner", "testing", "tp"} <= set(root)
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_public_objects_are_pickled_by_reference(package: str) -> None:
     module = importlib.import_module(package)

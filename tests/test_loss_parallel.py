@@ -294,7 +294,11 @@ def headed(**plan) -> dict:
             headed(head="colwise_gather_output", draft="colwise_gather_output"),
             "'head' and 'draft' may each be the output head.*get_output_embeddings",
         ),
-        (Says, LM_PLAN, "'draft' is the model's output head, but no linear layer with the style"),
+        (
+            Says,
+            LM_PLAN,
+            "'draft' is the model's output head, but not a linear layer with the style",
+        ),
     ],
 )
 def test_heads_that_are_not_clear(model, plan, message):

@@ -93,7 +93,7 @@ def test_no_way_to_initialise() -> None:
             self.scale = nn.Parameter(torch.ones(3))
 
     model = meta(lambda: nn.Sequential(nn.Linear(3, 3), Bare()))
-    with pytest.raises(Parallel3dError, match=r"1\.scale of 1, of class Bare"):
+    with pytest.raises(Parallel3dError, match=r"1\.scale of class Bare"):
         materialize(model, device="cpu")
     assert all(p.is_meta for p in model.parameters())
 

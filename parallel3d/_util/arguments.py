@@ -1,6 +1,7 @@
 """Checks of the user's arguments that several packages share."""
 
 import math
+import re
 from contextlib import suppress
 from operator import index
 
@@ -31,6 +32,21 @@ def as_count(name: str, value: object, least: int = 0) -> int:
         return count
     kind = WrongTypeError if count is None else Parallel3dError
     raise kind(f"{name} is {value!r}; it must be an integer, {least} or more")
+
+
+def counted(number: int, noun: str) -> str:
+    """Returns ``1 gather``, ``2,000 gathers``."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+_OF_GLOO = re.compile(
+    r"\[\S*/gloo/\S*\] | This is typically caused by a remote worker.*?GLHF!( \S+)?", re.DOTALL
+)
+
+
+def without_gloo(text: str) -> str:
+    """Returns the text of an error of gloo without the place in its source and its advice."""
+    return _OF_GLOO.sub("", text)
 
 
 def text_of(error: BaseException) -> str:

@@ -46,7 +46,7 @@ class _LazyPackage(ModuleType):
         super().__setattr__(name, value)
 
     def __dir__(self) -> list[str]:
-        return sorted({*vars(self), *self._exports})
+        return [*(name for name in vars(self) if name.startswith("__")), *vars(self)["__all__"]]
 
 
 def export_lazily(package: str) -> None:

@@ -150,7 +150,7 @@ def save_dcp(
 def _check_empty(path: Path) -> None:
     if any(path.iterdir()):
         raise CheckpointError(
-            f"{path} is there already, with files in it; give another, or remove it"
+            f"{path} exists already, with files in it; give another, or remove it"
         )
 
 

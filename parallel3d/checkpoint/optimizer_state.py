@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from parallel3d._util.arguments import counted
 from parallel3d.checkpoint.model_state import Contents, Stored, parameter_names
 from parallel3d.checkpoint.pieces import shares_memory_within
 from parallel3d.checkpoint.values import decode, encode, keeper
@@ -65,7 +66,7 @@ def optimizer_state(
         for key in optimizer.state:
             if not isinstance(key, Tensor) and optimizer.state[key]:
                 raise CheckpointError(
-                    f"the optimizer has state for {key!r:.80}, which is no parameter; a checkpoint holds "
+                    f"the optimizer has state for {key!r:.80}, which is not a parameter; a checkpoint holds "
                     "state of parameters: put that into extra"
                 )
         for number, group in enumerate(optimizer.param_groups):
@@ -117,8 +118,9 @@ class _LoadedGroups:
         missing = [name for name in names if name not in self.of]
         if missing:
             raise CheckpointError(
-                f"the checkpoint has no optimizer state of {len(missing)} parameters of the optimizer's "
-                f"group {number}, the first {missing[0]!r}; give the optimizer the parameters that it had"
+                f"the checkpoint has no optimizer state of {counted(len(missing), 'parameter')} of "
+                f"the optimizer's group {number}, the first {missing[0]!r}; give the optimizer the "
+                "parameters that it had"
             )
         if not names:
             return {}
@@ -218,8 +220,8 @@ class LoadedOptimizers:
         lost = [name for name in loaded.of if name not in wanted]
         if lost:
             raise CheckpointError(
-                f"the checkpoint has optimizer state of {len(lost)} parameters that the optimizer doesn't "
-                f"have, the first {lost[0]!r}; give it the same parameters"
+                f"the checkpoint has optimizer state of {counted(len(lost), 'parameter')} that the "
+                f"optimizer doesn't have, the first {lost[0]!r}; give it the same parameters"
             )
 
     def _entry(

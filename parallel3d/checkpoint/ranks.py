@@ -241,7 +241,7 @@ def new_folder(ranks: Ranks, path: Path, check: Callable[[Path], None]) -> Itera
 
     def make() -> Path:
         if path.is_symlink() or (path.exists() and not path.is_dir()):
-            raise CheckpointError(f"{path} is there already, and is no folder")
+            raise CheckpointError(f"{path} exists already and is not a folder")
         if path.exists():
             check(path)
         path.parent.mkdir(parents=True, exist_ok=True)

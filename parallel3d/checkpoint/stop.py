@@ -123,7 +123,7 @@ def _as_signal(value: object) -> signal.Signals:
         result = signal.Signals(value)
     except ValueError:
         raise Parallel3dError(
-            f"StopSignal: {value!r} is no signal; give some of the module signal, such as signal.SIGTERM"
+            f"StopSignal: {value!r} is not a signal; give some of the module signal, such as signal.SIGTERM"
         ) from None
     if result.name in ("SIGKILL", "SIGSTOP"):
         raise Parallel3dError(

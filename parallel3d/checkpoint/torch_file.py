@@ -81,7 +81,7 @@ class _File(Checkpoint):
 
     def __init__(self, path: Path, options: LoadOptions) -> None:
         if not path.is_file():
-            raise CheckpointError(f"{path} is no file; load_torch reads those of torch.save")
+            raise CheckpointError(f"{path} is not a file; load_torch reads those of torch.save")
         self._what = str(path)
         self._archive = Archive(
             path, 0, path.stat().st_size, what=self._what, checksums=options.checksums

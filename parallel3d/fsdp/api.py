@@ -239,14 +239,14 @@ def strategy_options(strategy: ShardingStrategy, mesh: DeviceMesh) -> dict[str, 
         _check_hybrid(strategy, replicate, shard, shown)
     elif strategy is ShardingStrategy.NO_SHARD and shard > 1:
         raise MeshError(
-            f"NO_SHARD on a mesh of {shown}: its ranks would hold full replicas, so shard must be 1; use "
-            f"FULL_SHARD, or MeshLayout(replicate={replicate * shard})"
+            f"NO_SHARD was given a mesh of {shown}: its ranks would hold full replicas, so shard "
+            f"must be 1; use FULL_SHARD, or MeshLayout(replicate={replicate * shard})"
         )
     elif strategy is not ShardingStrategy.NO_SHARD and replicate > 1:
         hybrid = _HYBRID[strategy is ShardingStrategy.SHARD_GRAD_OP]
         raise MeshError(
-            f"{strategy.name} on a mesh of {shown}: it shards over all data ranks, so replicate must be 1; "
-            f"use {hybrid.name}, or MeshLayout(shard={replicate * shard})"
+            f"{strategy.name} was given a mesh of {shown}: it shards over all data ranks, so "
+            f"replicate must be 1; use {hybrid.name}, or MeshLayout(shard={replicate * shard})"
         )
     return {"mesh": mesh, "reshard_after_forward": strategy in _FREES}
 
@@ -267,8 +267,8 @@ def _check_hybrid(strategy: ShardingStrategy, replicate: int, shard: int, shown:
     if replicate == 1:
         instead = "SHARD_GRAD_OP" if zero2 else "FULL_SHARD"
     raise MeshError(
-        f"{strategy.name} on {shown}: it shards each of several replicas, so both sizes must be above 1; use "
-        f"{instead}, or another size of shard"
+        f"{strategy.name} was given {shown}: it shards each of several replicas, so both sizes must be above "
+        f"1; use {instead}, or another size of shard"
     )
 
 

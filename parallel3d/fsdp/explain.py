@@ -75,11 +75,11 @@ def _read_while_free(names: str) -> str | None:
     if not names:
         return None
     return (
-        f"unit {names}: a backward reads parameters of the unit while they are freed. It came there by a "
-        "tensor that the engine does not know of: one that the unit's forward neither has returned nor left "
-        "on an attribute of its modules (in a global list, an object of C++ ...). Return it from forward, or "
-        "keep it on an attribute; with set_reshard_after_forward(False) and a single backward of the sum of "
-        "all losses it may stay where it is"
+        f"unit {names}: a backward reads parameters of the unit while they are freed. It reaches them "
+        "through a tensor that the engine does not know of: one that the unit's forward neither returned nor "
+        "left on an attribute of its modules (but, for example, in a global list). Return it from "
+        "forward, or keep it on an attribute; with set_reshard_after_forward(False) and a single "
+        "backward of the sum of all losses it may stay where it is"
     )
 
 

@@ -148,8 +148,8 @@ def fully_shard(
     if as_bool("shard_optimizer_over_replicate", shard_optimizer_over_replicate):
         if axes.spmd is not None:
             raise Parallel3dError(
-                "shard_optimizer_over_replicate=True does not go with dp_mesh_dims; give fully_shard a mesh "
-                "with the axes replicate and shard, and plain parameters"
+                "shard_optimizer_over_replicate=True can't be combined with dp_mesh_dims; give "
+                "fully_shard a mesh with the axes replicate and shard, and plain parameters"
             )
         requested = [
             cut_over_replicate(entry.name, entry.param, placement)

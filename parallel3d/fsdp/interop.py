@@ -113,7 +113,7 @@ def unit_given(function: str, module: object) -> Unit:
     unit = unit_of(module) if isinstance(module, nn.Module) else None
     if unit is None:
         raise Parallel3dError(
-            f"{function} was given {type(module).__name__}, which is no unit; give modules that "
+            f"{function} was given {type(module).__name__}, which is not a unit; give modules that "
             "fully_shard was applied to"
         )
     return unit
@@ -145,8 +145,8 @@ class _TorchNames:
     def __getattr__(self, name: str) -> Any:
         known = ", ".join(k for k in dir(type(self)) if not k.startswith("__"))
         raise AttributeError(
-            f"{name!r} is a part of torch's sharding engine that parallel3d's has none of; "
-            f"{type(self).__name__} answers {known}"
+            f"{name!r} is a part of torch's sharding engine, and parallel3d's has no such part; "
+            f"{type(self).__name__} has {known}"
         )
 
 
@@ -196,7 +196,7 @@ class TorchState(_TorchNames):
     def _alive(self) -> nn.Module:
         module = self._module()
         if module is None:
-            raise StateError("the module that this state was of is gone")
+            raise StateError("the module that this state belongs to no longer exists")
         return module
 
     @property

@@ -92,7 +92,7 @@ def check_modules(module: nn.Module | list[nn.Module]) -> list[nn.Module]:
         raise Parallel3dError("fully_shard was given an empty list; it needs at least one module")
     if len({id(each) for each in modules}) < len(modules):
         raise Parallel3dError(
-            f"fully_shard was given a list of {len(modules)} modules in which one stands twice; "
+            f"fully_shard was given a list of {len(modules)} modules that has one of them twice; "
             "list each once"
         )
     for each in modules:
@@ -192,7 +192,9 @@ def check_param(name: str, param: nn.Parameter) -> None:
 def check_module(module: object) -> None:
     """Raises Parallel3dError unless ``module`` is an ``nn.Module``."""
     if not isinstance(module, nn.Module):
-        raise Parallel3dError(f"{module!r} is no nn.Module; give the model, or a module inside it")
+        raise Parallel3dError(
+            f"{module!r} is not an nn.Module; give the model, or a module inside it"
+        )
 
 
 # Which modules and parameters a unit takes: those that no unit inside it has.

@@ -462,8 +462,8 @@ class FSDPModule(UnitModule, TorchFSDPModule):
                 comm_hooks.check_not_hooked("set_gradient_divide_factor", bucket)
             if bucket.divide_factor != factor and bucket.grads.holds_reduced:
                 raise StateError(
-                    f"unit {unit.label}: .grad holds a sum that waits for its reduction, and in it gradients "
-                    f"that were divided by {bucket.divisor} already; set the factor before the first "
+                    f"unit {unit.label}: .grad holds a sum that is not reduced yet, with gradients that were "
+                    f"already divided by {bucket.divisor}; set the factor before the first "
                     "backward, or after zero_grad()"
                 )
         for bucket in unit.group.buckets:
@@ -674,8 +674,8 @@ class FSDPModule(UnitModule, TorchFSDPModule):
             finalization.begin()
         elif unit.context is not None:
             raise StateError(
-                f"finalize_backward() of {unit.label!r}: each backward completes its own reductions; call "
-                "set_manual_backward_finalization(True) before the backwards"
+                f"finalize_backward() was called on {unit.label!r}, whose backwards complete their own "
+                "reductions; call set_manual_backward_finalization(True) before the backwards"
             )
         if async_op:
             return GradientReductionHandle(finalization)

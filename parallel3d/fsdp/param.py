@@ -418,9 +418,9 @@ class ShardedParam:
         """
         if not (isinstance(given, nn.Parameter) or self._shares_memory(given)):
             raise Parallel3dError(
-                f"a tensor that is no Parameter stands in place of parameter {self.name}, as "
-                "torch.func.functional_call puts it there; its values would become the model's for good. "
-                "Call it with the model's own parameters (or .detach() of them), or before fully_shard"
+                f"parameter {self.name} was replaced by a tensor that is not a Parameter, as "
+                "torch.func.functional_call does; its values would become the model's for good. Call "
+                "it with the model's own parameters (or .detach() of them), or before fully_shard"
             )
         if given.shape != self.global_shape:
             raise Parallel3dError(

@@ -141,7 +141,8 @@ def data_axes(mesh: DeviceMesh) -> DataAxes:
     for name in _NEVER:
         if name in names and mesh.ndim > 1:  # as the only axis it is meant to be used
             _fail(
-                mesh, f"axis {name!r} is none to shard or replicate over: give a submesh without it"
+                mesh,
+                f"axis {name!r} is not one to shard or replicate over: give a submesh without it",
             )
     if mesh.ndim > 1 and mesh.mesh_dim_names is None:
         _fail(mesh, "its axes have no names, so it is unknown which of them replicates")
@@ -506,7 +507,7 @@ def _joined(name: str, data: DeviceMesh, own: DeviceMesh) -> DeviceMesh:
         return kept_with(data, ("joined", data, own), lambda: concatenate_meshes([data, own]))
     except (RuntimeError, AssertionError, TypeError) as error:
         raise MeshError(
-            f"parameter {name} is already a DTensor on the mesh {own}, which does not go with {data}: both "
+            f"parameter {name} is already a DTensor on the mesh {own}, which does not fit {data}: both "
             "must be slices of one named mesh, with different axes. If it is a DTensor on the data axes as "
             "well, give the whole mesh, and dp_mesh_dims=DataParallelMeshDims(shard=..., replicate=...)"
         ) from error

@@ -400,8 +400,8 @@ class Unit:
         """The error of a backward that comes to other weights than its forward had."""
         return StateError(
             f"unit {self.label}: its parameters were changed (an optimizer step, an in-place change) between "
-            "this forward and its backward, and what the forward has computed with is freed; call backward "
-            "before the weights change, or give the unit reshard_after_forward=False, which keeps that"
+            "this forward and its backward, and the values that the forward used are freed; call backward "
+            "before the weights change, or give the unit reshard_after_forward=False, which keeps them"
         )
 
     def take_gradient(self, bucket: Bucket, index: int, grad: torch.Tensor) -> None:

@@ -61,11 +61,11 @@ def compare_whole_gradients(model: nn.Module) -> None:
         name, value = wrong[0]
         others = f", and those of {len(wrong) - 1} more" if len(wrong) > 1 else ""
         raise AgreementError(
-            f"the gradient of {name}, which each rank of a tp group has whole, is not alike in it: it "
-            f"differs by {value:.1e} of its largest number{others}. They compute it from different data. "
-            "A module used on each rank's part of features or of a sequence needs the style "
-            "'replicated_with_grad_allreduce' or 'sequence_parallel'; and the ranks must read the same batch "
-            "(tp.check_same_batch)"
+            f"the gradient of {name}, which each rank of a tp group has whole, is not the same on all of "
+            f"them: it differs by {value:.1e} of its largest number{others}. They compute it from "
+            "different data. A module used on each rank's part of features or of a sequence needs "
+            "the style 'replicated_with_grad_allreduce' or 'sequence_parallel'; and the ranks "
+            "must read the same batch (tp.check_same_batch)"
         )
 
 
@@ -309,9 +309,9 @@ def find_divergence(events: Mapping[int, Sequence[Event]]) -> str:
     first, odd = first_difference(done)
     if first:
         if 2 * len(odd) < len(first):
-            head = f"{name_ranks(odd)} part{'s' if len(odd) == 1 else ''} from the rest with"
+            head = f"{name_ranks(odd)} differ{'s' if len(odd) == 1 else ''} from the rest"
         else:
-            head = "the ranks part with"
+            head = "the ranks differ"
         return f"{head}:{describe_places(first)}"
     last = {rank: log[-1].position if log else 0 for rank, log in done.items()}
     behind = [rank for rank in last if last[rank] == min(last.values())]

@@ -308,7 +308,7 @@ class Rendezvous:
             head = f"{name_ranks(odd)} {differ} from the majority, about to issue:{describe_places(first)}"
         else:
             head = f"no majority does the same, about to issue:{describe_places(first or now)}"
-        text = f"The ranks part: {head}\nNow they are at:{describe_places(now)}"
+        text = f"The ranks diverge: {head}\nNow they are at:{describe_places(now)}"
         for rank in odd[:2]:
             done = "; ".join(str(event) for event in logs[rank][-4:-1])
             text += f"\nBefore that rank {rank} issued: {done}" if done else ""
@@ -319,8 +319,8 @@ class Rendezvous:
         texts = {rank: str(self.at(rank) or "nothing yet") for rank in missing}
         self._conclude(
             event,
-            f"{name_ranks(missing)} did not come to where others wait within {seconds(self._timeout)}: "
-            f"killed, hung, or slower than that. Last known:{describe_places(texts)}",
+            f"{name_ranks(missing)} did not reach the collective at which others wait within "
+            f"{seconds(self._timeout)}: killed, hung, or slower. Last known:{describe_places(texts)}",
         )
 
     def _to_blame(self, event: Event, seen: set[int]) -> set[int]:

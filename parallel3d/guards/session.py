@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from parallel3d._torch.groups import all_groups, clone_store, group_timeout, wake_waiting
-from parallel3d._util.arguments import text_of
+from parallel3d._util.arguments import text_of, without_gloo
 from parallel3d._util.trace import issuing
 from parallel3d.errors import Parallel3dError, PeerFailureError, StateError
 from parallel3d.guards import timeouts as _timeouts
@@ -267,7 +267,7 @@ def is_of_communication(error: BaseException) -> bool:
 
 def short(error: BaseException, width: int = 2000) -> str:
     """Returns type and text of an exception; a text longer than ``width`` is cut."""
-    text = text_of(error)
+    text = without_gloo(text_of(error))
     text = text if len(text) <= width else f"{text[:width]}..."
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
@@ -398,8 +398,9 @@ def _more_forwards(counts: Mapping[int, tuple[int, int]]) -> str:
             rest = name_ranks(rank for rank, number in numbers.items() if number == usual)
             return (
                 f"\nForwards{kind} begun: {most} on {odd}, {usual} on {rest}. "
-                f"Unless the latter are only behind, look for a forward that only {odd} makes, an evaluation "
-                "say; guards.debug stops at the first collective that differs."
+                f"Unless {rest} {'is' if rest.startswith('rank ') else 'are'} only behind, look "
+                f"for a forward that only {odd} makes, for example an evaluation; guards.debug "
+                "stops at the first collective that differs."
             )
     return ""
 

@@ -208,7 +208,7 @@ def phase(name: str) -> Iterator[None]:
         AgreementError: before a timeout gets shorter, other ranks did not come within the longer one.
     """
     if not isinstance(name, str) or not name:
-        raise Parallel3dError(f"phase: {name!r} is no name of a phase, such as 'save'")
+        raise Parallel3dError(f"phase: {name!r} is not a name; it must be a string, such as 'save'")
     before, here.phase = here.phase, name
     try:
         if active:

@@ -16,7 +16,8 @@ from typing import TypeVar
 
 from torch import distributed as dist
 
-from parallel3d.errors import AgreementError, PeerFailureError, StateError, print_once
+from parallel3d.errors import AgreementError, PeerFailureError, StateError
+from parallel3d.mesh.printing import print_once
 from parallel3d.mesh.store import next_table, others, ranks_are_played, wait_for
 
 DEFAULT_TIMEOUT = timedelta(seconds=30)
@@ -160,6 +161,9 @@ def check_agreement(
         if found is None:
             return
         store, rank, world_size = found
+        print_once()
+    elif rank is not None and not dist.is_initialized():
+        print_once(store, rank)
     if rank is None or world_size is None:
         raise StateError("check_agreement with a store needs rank= and world_size= as well.")
     members = range(world_size) if ranks is None else sorted(ranks)
@@ -186,9 +190,7 @@ def check_agreement(
     if verdict.warning is not None and rank == members[0]:
         warnings.warn(verdict.warning, stacklevel=2)
     if verdict.error is not None:
-        disagreement = AgreementError(verdict.error)
-        print_once(disagreement, first=rank == members[0])
-        raise disagreement
+        raise AgreementError(verdict.error)
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,13 @@ from torch.distributed import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh
 
 from parallel3d._torch.groups import let_gloo_finish_at_exit
+from parallel3d._util.arguments import without_gloo
 from parallel3d._util.version import __version__
 from parallel3d.errors import MeshError, PeerFailureError
 from parallel3d.mesh.agreement import DEFAULT_TIMEOUT, check_agreement, name_ranks
 from parallel3d.mesh.axes import AXES, axis_named, guess, listed
 from parallel3d.mesh.layout import MeshLayout
+from parallel3d.mesh.printing import print_once
 from parallel3d.mesh.store import fresh_store, others, outlives_ranks
 
 _RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -87,18 +89,18 @@ def read_layout(mesh: DeviceMesh) -> MeshLayout:
     rule = f"An axis is named {listed(AXES[:-1])} or {AXES[-1]!r}, in this order"
     if not mesh.mesh_dim_names:
         raise MeshError(
-            f"a mesh of shape {tuple(mesh.shape)} without names. {rule}: "
+            f"the axes of the mesh of shape {tuple(mesh.shape)} have no names. {rule}: "
             f"make it with build_mesh, or pass mesh_dim_names= to init_device_mesh."
         )
     names = [_canonical(name) for name in mesh.mesh_dim_names]
     unknown = [name for name in names if name not in AXES]
     if unknown:
         raise MeshError(
-            f"a mesh with the axes {mesh.mesh_dim_names}: {unknown[0]!r} is unknown. {rule}. "
+            f"the mesh has the axes {mesh.mesh_dim_names}, of which {unknown[0]!r} is unknown. {rule}. "
             f"Slice the mesh first, for example mesh['shard', 'tp']."
         )
     if names != sorted(set(names), key=AXES.index):
-        raise MeshError(f"a mesh with the axes {mesh.mesh_dim_names}. {rule}, once each.")
+        raise MeshError(f"the mesh has the axes {mesh.mesh_dim_names}. {rule}, each at most once.")
     return MeshLayout(**dict(zip(names, mesh.shape, strict=True)))
 
 
@@ -111,8 +113,8 @@ def name_axes(mesh: DeviceMesh, axes: Mapping[str, str] | None = None) -> Device
         if mesh.ndim == 1 and axes is None:
             return mesh  # it shards, as in torch
         raise MeshError(
-            f"mesh of shape {tuple(mesh.shape)} without names: which of its axes are {listed(AXES)}? Make "
-            "it with build_mesh, or give init_device_mesh mesh_dim_names="
+            f"the axes of the mesh of shape {tuple(mesh.shape)} have no names: which of them are "
+            f"{listed(AXES)}? Make it with build_mesh, or give init_device_mesh mesh_dim_names="
         )
     renamed = tuple((axes or {}).get(name, name) for name in names)
     unknown = [name for name in renamed if _canonical(name) not in AXES]
@@ -148,7 +150,7 @@ def _check_axes(mesh: DeviceMesh, axes: Any) -> None:
     for name, target in axes.items():
         if name not in (mesh.mesh_dim_names or ()):
             raise MeshError(
-                f"axes: {name!r} is no axis of the mesh, which has {mesh.mesh_dim_names or 'no names'}"
+                f"axes: {name!r} is not an axis of the mesh, which has {mesh.mesh_dim_names or 'no names'}"
             )
         if target not in AXES:
             raise MeshError(f"axes: {name!r} is given as {target!r}; an axis is {listed(AXES)}")
@@ -185,8 +187,9 @@ def warm_up(mesh: DeviceMesh) -> None:
             raise
         except RuntimeError as error:
             raise MeshError(
-                f"{what} failed: {error}. One of them has ended, or they can't reach each other: look at "
-                "their output first, then at their network (NCCL_DEBUG=INFO, NCCL_SOCKET_IFNAME, "
+                f"{what} failed: {without_gloo(str(error)).removesuffix('.')}. One of them has ended, or "
+                "they can't reach each other: look at their output first, then at their network "
+                "(NCCL_DEBUG=INFO, NCCL_SOCKET_IFNAME, "
                 "GLOO_SOCKET_IFNAME)."
             ) from error
         if total != group.size():
@@ -281,6 +284,7 @@ def _start_group(layout: MeshLayout, device_type: str, timeout: timedelta) -> Me
     # torch itself uses this prefix, which keeps its keys apart from ours. Collectives keep torch's timeout.
     default_store = dist.PrefixStore("default_pg", store)
     dist.init_process_group(backend, store=default_store, rank=rank, world_size=world_size)
+    print_once()
     return resolved
 
 
@@ -290,7 +294,7 @@ def backend_string(device_type: str) -> str:
     if own is None:
         raise MeshError(
             f"device_type={device_type!r}: torch.distributed has no backend for it. "
-            f"On this machine it is {_device_types()}."
+            f"On this machine it must be {_device_types()}."
         )
     return "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:{own}"
 
@@ -302,7 +306,7 @@ def set_device(device_type: str, rank: int) -> None:
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type != device_type:
         raise MeshError(
-            f"device_type={device_type!r}: this machine has none. Here it is {_device_types()}."
+            f"device_type={device_type!r}: this machine has none. Here it must be {_device_types()}."
         )
     count = torch.accelerator.device_count()
     # Some launchers show each process its own device only.

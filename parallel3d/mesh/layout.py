@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
+from functools import wraps
 from itertools import product
 from math import log, prod
 
-from parallel3d.errors import MeshError
+from parallel3d.errors import MeshError, WrongTypeError
 from parallel3d.mesh.axes import AXES, DATA_AXES
 
 _INFER = -1
@@ -28,6 +29,7 @@ class MeshLayout:
 
     Raises:
         MeshError: a size is not an int, zero or below -1, or two sizes are -1.
+        WrongTypeError: a name that is no axis.
     """
 
     replicate: int = 1
@@ -90,7 +92,7 @@ class MeshLayout:
             MeshError: the sizes do not multiply to ``world_size``, or do not divide it.
         """
         if type(world_size) is not int or world_size < 1:
-            raise MeshError(f"world_size={world_size!r}: a world has 1 rank or more, as an int.")
+            raise MeshError(f"world_size is {world_size!r}; it must be an int, 1 or more")
         known = prod(size for size in self.sizes if size != _INFER)
         if known != world_size if self.is_resolved else world_size % known:
             raise MeshError(self._why_not(world_size))
@@ -138,11 +140,7 @@ class MeshLayout:
             MeshError: an unknown axis, or an axis that is still -1.
         """
         if axis not in AXES:
-            near = get_close_matches(str(axis), AXES, n=1, cutoff=0.5)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise MeshError(
-                f"{axis!r} is not a mesh axis: the axes are {_join(AXES, 'and')}.{hint}"
-            )
+            raise MeshError(_no_axis(axis))
         self._require_resolved()
         return prod(getattr(self, inner) for inner in AXES[AXES.index(axis) + 1 :])
 
@@ -191,7 +189,7 @@ class MeshLayout:
         known = {axis: size for axis, size in zip(AXES, self.sizes, strict=True) if size != _INFER}
         ranks = prod(known.values())
         if self.is_resolved:
-            text = f"{self}, but the world has {_count(world_size)}."
+            text = f"The layout is {self}, but the world has {_count(world_size)}."
         else:
             factors = " x ".join(f"{axis} {size}" for axis, size in known.items())
             text = (
@@ -210,6 +208,26 @@ class MeshLayout:
         fitting = "; ".join(_times(layout) for layout in _nearest_layouts(known, world_size))
         multiple = "" if self.is_resolved else "a multiple of "
         return f"{text} Nearest that fit: {fitting}. Or start {multiple}{_count(ranks)}."
+
+
+_set_sizes = MeshLayout.__init__
+
+
+@wraps(_set_sizes)
+def _init(self: MeshLayout, *args: int, **sizes: int) -> None:
+    for name in sizes:
+        if name not in AXES:
+            raise WrongTypeError(_no_axis(name))
+    _set_sizes(self, *args, **sizes)
+
+
+MeshLayout.__init__ = _init  # type: ignore[method-assign]
+
+
+def _no_axis(name: str) -> str:
+    near = get_close_matches(str(name), AXES, n=1)
+    meant = f"; did you mean {near[0]}?" if near else "."
+    return f"{name} is no axis{meant} The axes are {', '.join(AXES)}"
 
 
 def _nearest_layouts(known: dict[str, int], world_size: int) -> list[MeshLayout]:

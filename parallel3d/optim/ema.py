@@ -14,6 +14,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from parallel3d._torch.kernels import foreach_copy_, foreach_lerp_
+from parallel3d._util.arguments import counted
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.inspect import check_at_rest, owner_of, units_of
 from parallel3d.optim.pieces import local_of, part_of, placed_as
@@ -261,14 +262,14 @@ class EMA:
         if wrong:
             problem = "is missing" if wrong[0] in by_name else "is not in the model"
             raise Parallel3dError(
-                f"load_state_dict: {wrong[0]} {problem} ({len(wrong)} names differ); give what state_dict() "
-                "of an EMA of this model returned"
+                f"load_state_dict: {wrong[0]} {problem} ({counted(len(wrong), 'name')} in all); "
+                "give what state_dict() of an EMA of this model returned"
             )
         for name, averaged in by_name.items():
             value = average[name]
             if not isinstance(value, torch.Tensor):
                 kind = type(value).__name__
-                raise Parallel3dError(f"load_state_dict: {name} is a {kind}, no tensor")
+                raise Parallel3dError(f"load_state_dict: {name} is a {kind}, not a tensor")
             if value.shape != averaged.shape:
                 raise Parallel3dError(
                     f"load_state_dict: {name} has shape {tuple(value.shape)}; it must have that of the "
@@ -281,7 +282,8 @@ class EMA:
     def _check_not_swapped(self, what: str) -> None:
         if self._swapped:
             raise StateError(
-                f"EMA: {what} within swapped(), where the model holds the average; leave the context first"
+                f"EMA: {what} was called within swapped(), where the model holds the average; "
+                "leave the context first"
             )
 
 

@@ -372,7 +372,8 @@ def _check(optimizer_class: Any, matrix: Any, elementwise: Any, options: dict[st
             )
     if options.get("differentiable"):
         raise Parallel3dError(
-            "optim.local: differentiable=True: no graph goes through a step on shards; leave it out"
+            "optim.local was given differentiable=True, but no graph goes through a step on "
+            "shards; leave it out"
         )
     if matrix is not None and not isinstance(matrix, bool):
         raise Parallel3dError(f"matrix is {matrix!r}; it must be True, False or None")
@@ -380,7 +381,8 @@ def _check(optimizer_class: Any, matrix: Any, elementwise: Any, options: dict[st
         raise Parallel3dError(f"elementwise is {elementwise!r}; it must be True or False")
     if matrix and elementwise:
         raise Parallel3dError(
-            "matrix=True and elementwise=True: an elementwise class needs no whole parameters; give one"
+            "optim.local was given matrix=True and elementwise=True; an elementwise class needs no whole "
+            "parameters: give one of them"
         )
 
 

@@ -76,7 +76,7 @@ def check_reduced(grad: torch.Tensor, action: str) -> None:
         if placement.is_partial():
             raise StateError(
                 f"a gradient of shape {tuple(grad.shape)} is {placement} on axis {axis} of "
-                f"{cast(DTensor, grad).device_mesh}: it waits for its reduction. {action} after the backward "
+                f"{cast(DTensor, grad).device_mesh}: it is not reduced yet. {action} after the backward "
                 "of the last micro-batch"
             )
 

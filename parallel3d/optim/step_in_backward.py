@@ -192,7 +192,7 @@ class StepInBackward(Optimizer):
         if not self.state and all("lr" in g and float(g["lr"]) == 0.0 for g in groups):
             self.optimizer.step()
             return
-        raise StateError("step() of an optimizer that steps in loss.backward(): leave the call out")
+        raise StateError("this optimizer steps in loss.backward(); leave the call of step() out")
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

@@ -11,6 +11,7 @@ with EmulatedNetwork(world_size=64, links=links, axes=axes) as network:
 from __future__ import annotations
 
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -454,6 +455,7 @@ class EmulatedNetwork:
             _entered.append(self)
             stack.callback(_entered.pop)
             stack.enter_context(fake_outputs_written())
+            stack.callback(setattr, sys, "excepthook", sys.excepthook)
             dist.init_process_group(
                 BACKEND, rank=self.rank, world_size=self.world_size, store=dist.HashStore()
             )

@@ -6,6 +6,7 @@ destroy their process group on exit, also when the body raises.
 """
 
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -261,11 +262,13 @@ def local_world(n: int) -> Iterator[LocalWorld]:
 
 @contextmanager
 def _fake_group(rank: int, world_size: int) -> Iterator[None]:
+    hook = sys.excepthook  # torch's groups wrap it, each adding "[rank0]: "
     init_fake_group(rank, world_size)
     try:
         yield
     finally:
         destroy_group()
+        sys.excepthook = hook
 
 
 def destroy_group() -> None:

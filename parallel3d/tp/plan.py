@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from parallel3d._layout.packed import PackedShard
 from parallel3d._layout.param_layout import ParamLayout, set_param_layout
 from parallel3d._torch.dtensor import make_dtensor, make_spec
+from parallel3d._util.arguments import counted
 from parallel3d._util.replaced_params import marking_replaced
 from parallel3d._util.rollback import unchanged_on_error
 from parallel3d.errors import MeshError, PlanError, StateError
@@ -116,7 +117,7 @@ class ResolvedPlan:
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
             for row in rows
         ]
-        lines.insert(0, f"Tensor parallel over {self.tp_size} ranks")
+        lines.insert(0, f"Tensor parallel over {counted(self.tp_size, 'rank')}")
         lines.insert(2, "  ".join("-" * width for width in widths))
         lines += [
             f"Communicated {line}; where modules read one tensor, they share its collective"
@@ -125,7 +126,7 @@ class ResolvedPlan:
         if names := list(dict.fromkeys(map(numberless, self.unplanned))):
             shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
             lines.append(
-                f"Not in the plan, whole on every rank: {len(self.unplanned)} parameters ({shown})"
+                f"Not in the plan, whole on every rank: {counted(len(self.unplanned), 'parameter')} ({shown})"
             )
         lines += [f"Attribute: {line}" for line in describe_attributes(self.attributes)]
         lines += [f"Note: {note}" for note in self.notes]
@@ -145,8 +146,8 @@ class ResolvedPlan:
             styles.setdefault(type(m.style).__name__, {})[name or "(root)"] = None
         named = "; ".join(f"{style}: {', '.join(names)}" for style, names in styles.items())
         lines = [
-            f"{len(self.modules)} modules split over {self.tp_size} tp ranks, "
-            f"{len(self.unplanned)} parameters whole on each",
+            f"{counted(len(self.modules), 'module')} split over {counted(self.tp_size, 'tp rank')}, "
+            f"{counted(len(self.unplanned), 'parameter')} whole on each",
             named if len(named) <= 80 else f"{named[:77]}...",
         ]
         return "\n".join(lines + list(_traffic(self)))
@@ -253,7 +254,8 @@ def _tp_axis(mesh: DeviceMesh, size: int) -> TpAxis:
     axis = TpAxis(mesh if mesh.ndim == 1 else mesh["tp"])
     if axis.size != size:
         raise MeshError(
-            f"the plan was resolved for {size} tp ranks, the mesh has {axis.size}; resolve it again"
+            f"the plan was resolved for {counted(size, 'tp rank')}, but the mesh has {axis.size}; "
+            "resolve it again"
         )
     return axis
 
@@ -358,7 +360,7 @@ def resolve_plan(
     """
     check_plan_type(plan)
     if type(tp_size) is not int or tp_size < 1:
-        raise PlanError(f"tp_size {tp_size!r}: an axis has at least one rank, as an int")
+        raise PlanError(f"tp_size is {tp_size!r}; it must be an int, 1 or more")
     parallel = [n for n, p in model.named_parameters() if isinstance(p, DTensor)]
     if parallel:
         raise PlanError(

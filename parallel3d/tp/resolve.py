@@ -363,7 +363,7 @@ class Resolution:
         if near:
             return f"nearest: {', '.join(map(repr, near))}"
         children = dict.fromkeys(name.split(".")[0] for name in self.modules if name)
-        return f"the model's modules are {', '.join(map(repr, children)) or 'none'}"
+        return f"the model has {'the modules ' if children else 'no modules'}{', '.join(map(repr, children))}"
 
     # ---- shared parameters ----
 

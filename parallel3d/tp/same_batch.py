@@ -201,16 +201,16 @@ class _Check:
         group = grid.movedim(self.tp, -1).reshape(-1, grid.shape[self.tp])
         first = int(group[(group == rank).any(dim=1)][0, 0])
         raise AgreementError(
-            f"the batch of rank {rank} is not that of rank {first}, the first of its tp group: {what} is "
-            f"{got}, there {want}. Ranks of one tp group must read the same samples: give each the part "
-            f"of the data that MeshLayout.data_rank(rank) says{self.more}"
+            f"rank {rank} has another batch than rank {first}, the first of its tp group: {what} is {got} on "
+            f"rank {rank} and {want} on rank {first}. Ranks of one tp group must read the same samples: give "
+            f"each rank the part of the data that MeshLayout.data_rank(rank) says{self.more}"
         )
 
 
 class _FirstCheck(_Check):
     """The hook of ``check_first_batch``, which removes itself."""
 
-    more = ". parallelize(..., check_same_batch=False) leaves this check out"
+    more = "; or leave this check out: parallelize(..., check_same_batch=False)"
     handle: RemovableHandle | None = None
 
     @untraced

@@ -108,7 +108,7 @@ class TorchStyle(Style):
             fits = got is stand_ins[name] if unchanged else fits
             if not fits or made is not module:
                 raise PlanError(
-                    f"{self} made of {name} of {type(module).__name__} what could not be foreseen: "
+                    f"{self} turned {name} of {type(module).__name__} into something that was not foreseen: "
                     f"{getattr(got, 'placements', got)}. A style that splits parameters must split them as "
                     "torch's ColwiseParallel, RowwiseParallel or SequenceParallel do"
                 )

@@ -180,7 +180,7 @@ def test_numbers_count_from_zero_or_are_few(tmp_path: Path) -> None:
 
 
 def test_one_name_of_two_things(tmp_path: Path) -> None:
-    """By dots in a key, and by dicts: neither is taken; what the model hasn't doesn't matter."""
+    """By dots in a key, and by dicts: neither is taken; what the model doesn't have doesn't matter."""
     value = {"model": both()["model"], "model.lin.weight": torch.zeros(5, 3), "a": {1: 2, "1": 3}}
     torch.save(value, tmp_path / "it.pt")
     model, optimizer = small(2)
@@ -269,7 +269,7 @@ def test_a_table_that_is_a_hole(tmp_path: Path) -> None:
         file.truncate((1 << 31) - 1)
     model, optimizer = small(2)
     error = refused(partial(load_dcp, tmp_path, model, optimizer), model, optimizer)
-    assert "no whole pickle" in str(error)
+    assert "not a complete pickle" in str(error)
 
 
 def test_many_chunks_are_compared_in_one_pass(tmp_path: Path) -> None:

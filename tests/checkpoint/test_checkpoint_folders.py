@@ -147,7 +147,7 @@ def test_what_is_not_ours_stays(tmp_path: Path) -> None:
     foreign = tmp_path / "step-00000001"
     foreign.mkdir()
     (foreign / ".metadata").write_text("DCP's")
-    with pytest.raises(CheckpointError, match="is there and no checkpoint of parallel3d"):
+    with pytest.raises(CheckpointError, match="exists and is not a checkpoint of parallel3d"):
         save(tmp_path, One(1), step=1)
     assert names(tmp_path) == {"step-00000001"} and names(foreign) == {".metadata"}
     save(tmp_path, One(2), step=2, keep=1)
@@ -257,7 +257,7 @@ def test_what_is_no_path(tmp_path: Path) -> None:
 def test_a_link_to_nothing(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.symlink_to(tmp_path / "nothing")
-    with pytest.raises(CheckpointError, match=r"run is a link to .*nothing, and there is nothing"):
+    with pytest.raises(CheckpointError, match=r"run is a link to .*nothing, where nothing is"):
         save(run, One(), step=1)
     with pytest.raises(CheckpointError, match="there is nothing at"):
         load(run, One())

@@ -91,7 +91,9 @@ def test_again_to_the_same_place(tmp_path: Path) -> None:
 
 def test_errors(tmp_path: Path) -> None:
     path = tmp_path / "run"
-    with pytest.raises(CheckpointException, match="no tensor, and torch's planner has pickled it"):
+    with pytest.raises(
+        CheckpointException, match="not a tensor, and torch's planner has pickled it"
+    ):
         dcp.save({"x": torch.ones(1), "v": 3}, storage_writer=Writer(path))
     with pytest.raises(CheckpointException, match="which a checkpoint can't hold"):
         dcp.save({"v": {1, 2}}, storage_writer=Writer(path), planner=SavePlanner())
@@ -103,7 +105,7 @@ def test_errors(tmp_path: Path) -> None:
     (path / "COMPLETE").unlink()
     with pytest.raises(CorruptCheckpointError, match="was not completed"):
         Reader(path)
-    with pytest.raises(CorruptCheckpointError, match="is no checkpoint of parallel3d"):
+    with pytest.raises(CorruptCheckpointError, match="is not a checkpoint of parallel3d"):
         Reader(tmp_path)
 
 

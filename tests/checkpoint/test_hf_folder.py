@@ -115,7 +115,7 @@ def test_a_folder_through_a_link_outside(sharded: Path, tmp_path_factory) -> Non
 
 
 def test_no_folder_and_nothing_in_it(tmp_path: Path) -> None:
-    refused(tmp_path / "none", "is no folder.*snapshot_download", corrupt=False)
+    refused(tmp_path / "none", "is not a folder.*snapshot_download", corrupt=False)
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
     refused(tmp_path, r"holds no model.safetensors.*pytorch_model.bin", corrupt=False)
 
@@ -131,7 +131,7 @@ def test_index(sharded: Path) -> None:
         "[" * 10**5,
     ):
         (sharded / INDEX).write_text(text, encoding="latin-1")
-        refused(sharded, "no index of safetensors files")
+        refused(sharded, "not an index of safetensors files")
 
 
 def test_index_names_what_is_not_there(sharded: Path) -> None:
@@ -145,7 +145,7 @@ def test_index_names_what_is_not_there(sharded: Path) -> None:
 def test_cut_short(folder: Path, left: int) -> None:
     data = (folder / SINGLE).read_bytes()
     (folder / SINGLE).write_bytes(data[:left])
-    refused(folder, "cut short|the file at|no safetensors file")
+    refused(folder, "cut short|the file at|not a safetensors file")
 
 
 def test_longer(folder: Path) -> None:
@@ -188,7 +188,7 @@ def test_headers(folder: Path, change) -> None:
 def test_a_header_longer_than_any(folder: Path) -> None:
     data = (folder / SINGLE).read_bytes()
     (folder / SINGLE).write_bytes(struct.pack("<Q", 1 << 62) + data[8:])
-    refused(folder, "no safetensors file")
+    refused(folder, "not a safetensors file")
 
 
 def test_no_ordinary_file(folder: Path) -> None:

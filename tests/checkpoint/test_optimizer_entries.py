@@ -106,7 +106,7 @@ ENTRIES: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "no params": (option("params", GONE), "params"),
     "params a number": (partial(others, params=2), "params"),
     "params of lists": (partial(others, params=[[0], [1]]), "params"),
-    "a parameter less": (partial(others, params=[0]), "1 parameters, by number"),
+    "a parameter less": (partial(others, params=[0]), "1 parameter, by number"),
     "a parameter more": (partial(others, params=[0, 1, 2]), "3 parameters, by number"),
     "a parameter twice": (partial(others, params=[0, 0]), "parameter 0 is in two groups"),
     "other numbers": (partial(others, params=[0, 7]), "0 to 1"),
@@ -118,7 +118,7 @@ ENTRIES: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "the group twice": (partial(two_groups, second=[0, 1]), "parameter 0 is in two groups"),
     "an empty group more, of a text": (
         lambda o: o["param_groups"].append("x"),
-        "param_groups are no dicts",
+        "param_groups are not dicts",
     ),
     "no groups": (lambda o: o["param_groups"].clear(), "no 'lin.bias', 'lin.weight'"),
     "groups a dict": (lambda o: o.update(param_groups={}), "no state of an optimizer"),

@@ -230,7 +230,9 @@ def test_names_that_are_missing_or_too_many(tmp_path: Path) -> None:
     load_torch(tmp_path / "it.pt", larger, strict=False)
     assert torch.equal(larger[0].weight, model[0].weight) and torch.equal(larger[2].weight, kept)
     torch.save({"m": larger.state_dict()}, tmp_path / "it.pt")
-    with pytest.raises(CheckpointError, match=r"has '2.bias', '2.weight', which the model hasn't"):
+    with pytest.raises(
+        CheckpointError, match=r"has '2.bias', '2.weight', which the model doesn't have"
+    ):
         load_torch(tmp_path / "it.pt", model)
     torch.save({"a": model.state_dict(), "b": larger.state_dict()}, tmp_path / "it.pt")
     with pytest.raises(CheckpointError, match=r"model_prefix='a\.'"):
@@ -291,7 +293,7 @@ def test_a_call_is_not_made(tmp_path: Path, where: str) -> None:
 
 def test_other_files(tmp_path: Path) -> None:
     path, sentinel = tmp_path / "it.pt", tmp_path / "sentinel"
-    assert "is no file" in str(refused(path, sentinel))
+    assert "is not a file" in str(refused(path, sentinel))
     path.write_bytes(b"")
     assert "doesn't begin" in str(refused(path, sentinel))
     path.write_bytes(pickle.dumps(Calls(exec, f"open({str(sentinel)!r}, 'w')")))

@@ -28,7 +28,7 @@ BAD = {
     ("replicate", "shard", "cp"): "'cp' is not known",
     ("a", "b", "c"): "'a' is not known",
     ("dp", "tp"): "'dp' is not known",
-    ("pp", "shard"): "'pp' is none to shard",
+    ("pp", "shard"): "'pp' is not one to shard",
 }
 
 

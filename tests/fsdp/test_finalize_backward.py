@@ -292,7 +292,7 @@ def test_within_a_backward() -> None:
                 trial.model.finalize_backward,
                 lambda: trial.model.set_manual_backward_finalization(False),
             ):
-                with pytest.raises(StateError, match="within a backward") as caught:
+                with pytest.raises(StateError, match="during a backward") as caught:
                     method()
                 errors.append(caught)
 

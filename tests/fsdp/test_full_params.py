@@ -269,7 +269,10 @@ class TestRefusals:
         with fake_world(0, 2):
             mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
             model = shard_blocks(Lm(layers=1), mesh)
-            with pytest.raises(Parallel3dError, match=r"None is no nn\.Module"), full_params(None):
+            with (
+                pytest.raises(Parallel3dError, match=r"None is not an nn\.Module"),
+                full_params(None),
+            ):
                 pass
             for options, match in (
                 ({"rank0_only": True}, "writeback=False"),
@@ -279,7 +282,7 @@ class TestRefusals:
                     pass
             model.set_requires_gradient_sync(False)
             lm_loss(model, tokens(0)).backward()
-            waits = pytest.raises(StateError, match="waits for its reduction")
+            waits = pytest.raises(StateError, match="is not reduced yet")
             with waits, full_params(model, with_grads=True):
                 pass
             assert at_rest(model)

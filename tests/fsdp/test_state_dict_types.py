@@ -176,7 +176,7 @@ class TestRefusals:
             with pytest.raises(Parallel3dError, match="state_dict is list; it must be a dict"):
                 load_model_state_dict(model, [], type=FULL)
             for call in (get_state_dict_type, model_state_dict):
-                with pytest.raises(Parallel3dError, match=r"3 is no nn\.Module"):
+                with pytest.raises(Parallel3dError, match=r"3 is not an nn\.Module"):
                     call(3)
             with pytest.raises(Parallel3dError, match="FULL_STATE_DICT"):
                 load_model_state_dict(model, whole, broadcast_from_rank0=True)

@@ -155,7 +155,7 @@ class TestPrefetchLists:
     def test_what_is_no_unit_is_refused(self):
         with local_world(2):
             model, _ = build()
-            with pytest.raises(ValueError, match="LayerNorm, which is no unit"):
+            with pytest.raises(ValueError, match="LayerNorm, which is not a unit"):
                 model.set_modules_to_forward_prefetch([model.norm])
             with pytest.raises(ValueError, match="takes a list of units"):
                 model.set_modules_to_backward_prefetch(model.layers[0])
@@ -290,7 +290,7 @@ def test_shared_comm():
         for p, q in zip(second.parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(p.grad.full_tensor(), q.grad.full_tensor())
         assert at_rest(first) and at_rest(second)
-        with pytest.raises(ValueError, match="which is no unit"):
+        with pytest.raises(ValueError, match="which is not a unit"):
             share_comm_ctx([nn.Linear(2, 2)])
 
 

@@ -49,6 +49,16 @@ def test_an_exception_whose_text_raises_is_named() -> None:
     assert str(error) == "on rank 0: Mute: its text can't be read: __str__ raises KeyError"
 
 
+def test_what_gloo_says_is_quoted_without_its_advice() -> None:
+    place = "/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537"
+    happened = "Read error [127.0.0.1]:54946: Connection reset by peer."
+    advice = (
+        "This is typically caused by a remote worker hanging or bugs in the application. Check the logs "
+        "of the remote worker before reporting an error. GLHF! \U0001f3d6\ufe0f"
+    )
+    assert short(RuntimeError(f"[{place}] {happened} {advice}")) == f"RuntimeError: {happened}"
+
+
 @pytest.mark.parametrize(
     ("counts", "text"),
     [

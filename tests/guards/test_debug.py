@@ -94,7 +94,7 @@ def told_from_the_store() -> tuple[str, str]:
 
 def test_diagnosis_from_the_store(gloo_pool) -> None:
     for divergence, report in gloo_pool.run(told_from_the_store, world_size=4):
-        assert divergence.startswith("rank 2 parts from the rest with:")
+        assert divergence.startswith("rank 2 differs from the rest:")
         assert "rank 2: optimizer step (SGD) (step 3, micro-batch 1)" in divergence
         assert "ranks 0-1, 3: all_gather on shard for unit Branching" in divergence
         assert "rank 3, last:\n" in report
@@ -108,7 +108,10 @@ def test_diagnosis_from_files_after_a_kill(tmp_path: Path) -> None:
     for rank, (ending, _) in enumerate(found):
         if rank != 2:
             assert ending.error == "AgreementError" and ending.seconds < jobs.LIMIT, ending
-            assert "rank 2 did not come to where others wait within 4 s" in ending.message
+            assert (
+                "rank 2 did not reach the collective at which others wait within 4 s"
+                in ending.message
+            )
             assert "rank 2: optimizer step (SGD) (step 2, micro-batch 2)" in ending.message
     report = p3d.diagnose(tmp_path)
     assert "rank 2 stopped first" in report.divergence
@@ -192,7 +195,7 @@ class TestEvents:
         self.with_messages(tmp_path, 0, "a", *["send"] * 20, "b", "c", "d")
         self.with_messages(tmp_path, 1, "a", "recv", "b", "x", "d")
         divergence = p3d.diagnose(tmp_path).divergence
-        assert divergence.startswith("the ranks part with:")
+        assert divergence.startswith("the ranks differ:")
         assert "rank 0: c on shard" in divergence and "rank 1: x on shard" in divergence
 
     def test_who_stopped_first_is_told_without_counting_messages(self, tmp_path: Path) -> None:

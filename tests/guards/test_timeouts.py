@@ -75,7 +75,7 @@ def test_arguments() -> None:
         guards.Timeouts(step=5)  # type: ignore[arg-type]
     with pytest.raises(Parallel3dError, match=r"save is .*must be a positive"):
         seconds(save=0)
-    with pytest.raises(Parallel3dError, match="no name of a phase"), guards.phase(""):
+    with pytest.raises(Parallel3dError, match="not a name"), guards.phase(""):
         pass
     with pytest.raises(Parallel3dError, match=r"timeouts is 3; it must be a guards.Timeouts"):
         guards.watch(timeouts=3)  # type: ignore[arg-type]

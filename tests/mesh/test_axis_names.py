@@ -33,7 +33,7 @@ def test_foreign_names_are_an_error_that_shows_the_argument():
             said = str(caught.value)
             assert "'data_parallel', 'tensor_parallel' are not known" in said
             assert 'axes={"data_parallel": "shard", "tensor_parallel": "tp"}' in said
-        with pytest.raises(MeshError, match="without names"):
+        with pytest.raises(MeshError, match="have no names"):
             parallelize(model(), mesh_of(2, 2, names=None))
         with pytest.raises(MeshError, match="'pp' are not known"):
             parallelize(model(), mesh_of(2, 2, names=("pp", "shard")))
@@ -65,7 +65,7 @@ def test_some_axes_may_have_our_names():
 @pytest.mark.parametrize(
     ("axes", "said"),
     [
-        ({"data": "shard"}, "'data' is no axis of the mesh"),
+        ({"data": "shard"}, "'data' is not an axis of the mesh"),
         ({"data_parallel": "dp", "tensor_parallel": "tp"}, "given as 'dp'"),
         ({"data_parallel": "shard"}, "'tensor_parallel' are not known"),
         ({"data_parallel": "shard", "tensor_parallel": "shard"}, "two axes"),

@@ -224,11 +224,11 @@ def test_read_layout_of_a_slice() -> None:
 @pytest.mark.parametrize(
     ("names", "what"),
     [
-        (None, "without names"),
+        (None, "have no names"),
         (("pp", "tp"), "'pp' is unknown"),
         (("tp", "shard"), "in this order"),
         (("shard", "replicate"), "in this order"),
-        (("dp_shard", "shard"), "once each"),
+        (("dp_shard", "shard"), "at most once"),
     ],
 )
 def test_read_layout_of_another_mesh(names, what) -> None:

@@ -4,10 +4,11 @@ import ast
 import dataclasses
 import inspect
 import math
+import pickle
 
 import pytest
 
-from parallel3d.errors import MeshError, Parallel3dError
+from parallel3d.errors import MeshError, Parallel3dError, WrongTypeError
 from parallel3d.mesh import AXES, MeshLayout, layout
 
 LAYOUTS = [(1, 1, 1), (8, 1, 1), (1, 8, 1), (1, 1, 4), (2, 1, 4), (3, 1, 2), (2, 2, 2), (2, 3, 4)]
@@ -202,7 +203,7 @@ def test_choices_of_a_large_world_stay_readable() -> None:
 
 @pytest.mark.parametrize("world_size", [0, -1, True, 8.0, "8", None])
 def test_bad_world_size(world_size) -> None:
-    with pytest.raises(MeshError, match="world_size="):
+    with pytest.raises(MeshError, match="world_size is"):
         MeshLayout(shard=-1).resolve(world_size)
 
 
@@ -238,10 +239,23 @@ def test_coordinate_out_of_range(axis, coordinate) -> None:
         MeshLayout(2, 2, 2).rank(**{axis: coordinate})
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("replicas", "; did you mean replicate?"), ("shards", "; did you mean shard?"), ("dp", ".")],
+)
+def test_a_misspelt_axis_is_told_the_nearest(name: str, meant: str) -> None:
+    with pytest.raises(WrongTypeError) as caught:
+        MeshLayout(**{name: 2})
+    assert isinstance(caught.value, TypeError)
+    assert str(caught.value) == f"{name} is no axis{meant} The axes are replicate, shard, tp"
+    assert [*inspect.signature(MeshLayout).parameters] == [*AXES]
+    assert pickle.loads(pickle.dumps(MeshLayout(2, tp=3))) == MeshLayout(replicate=2, tp=3)
+
+
 def test_unknown_axis() -> None:
-    with pytest.raises(MeshError, match=r"'shards' is not .*replicate, shard and tp.*'shard'\?"):
+    with pytest.raises(MeshError, match=r"^shards is no axis; did you mean shard\?"):
         MeshLayout().groups("shards")
-    with pytest.raises(MeshError, match=r"'pp' is not a mesh axis"):
+    with pytest.raises(MeshError, match=r"^pp is no axis\. The axes are replicate, shard, tp$"):
         MeshLayout().groups("pp")
 
 

@@ -234,7 +234,7 @@ class TestState:
             ({"average": {"weight": good["weight"]}, "updates": 1}, "bias is missing"),
             ({"average": {**good, "x": good["bias"]}, "updates": 1}, "x is not in the model"),
             ({"average": {**good, "bias": torch.zeros(3)}, "updates": 1}, r"shape \(3,\)"),
-            ({"average": {**good, "bias": 3}, "updates": 1}, "no tensor"),
+            ({"average": {**good, "bias": 3}, "updates": 1}, "not a tensor"),
             ({"average": good, "updates": "one"}, "updates is 'one'"),
         ):
             with pytest.raises(Parallel3dError, match=match):

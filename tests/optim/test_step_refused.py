@@ -201,7 +201,7 @@ class TestNotTogetherWith:
     def test_its_own_step(self) -> None:
         with fake_world(0, 2):
             _, optimizer = build()
-            with refused("leave the call out"):
+            with refused("leave the call of step\\(\\) out"):
                 optimizer.step()
 
 

@@ -67,7 +67,7 @@ def test_biases_of_experts_that_do_not_say_how_they_are_held():
 
 
 def test_an_identity_with_parameters_is_refused():
-    with pytest.raises(PlanError, match="Linear has parameters: it is no identity"):
+    with pytest.raises(PlanError, match="Linear has parameters, so it is not an identity"):
         resolve_plan(nn.Sequential(nn.Linear(2, 2)), {"0": "moe_identity_expert"}, 2)
 
 

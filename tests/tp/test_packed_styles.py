@@ -78,8 +78,8 @@ def test_an_even_split_is_packed_too():
 @pytest.mark.parametrize(
     ("style", "said"),
     [
-        (Colwise(packed=5), "out_features 12 is not 5 equal sections"),
-        (Colwise(packed=(4, 4)), r"packed=\(4, 4\): .* must be positive and add up to 12"),
+        (Colwise(packed=5), "out_features is 12, which can't be divided into 5 equal sections"),
+        (Colwise(packed=(4, 4)), r"packed is \(4, 4\); .* must be positive and add up to 12"),
         (
             Colwise(packed=(8, 4), multiple_of=(2, 3)),
             "section 1 of out_features 4 is not a multiple",

@@ -96,14 +96,17 @@ def test_an_outputs_features_split_and_gathered(tp):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: PrepareOutput("sequence", "shard"), "is not among partial -> replicate"),
+        (
+            lambda: PrepareOutput("sequence", "shard"),
+            "is not possible; it can be partial -> replicate",
+        ),
         (lambda: PrepareOutput("shard", "replicate"), "features is the size"),
-        (lambda: PrepareOutput("partial", "whole"), "wanted is one of"),
-        (lambda: resolve_plan(nn.Linear(2, 2), {"": "all_reduce"}, 2), "used on parts"),
+        (lambda: PrepareOutput("partial", "whole"), "wanted must be one of"),
+        (lambda: resolve_plan(nn.Linear(2, 2), {"": "all_reduce"}, 2), "which are used on parts"),
         (lambda: PrepareInput(keywords=(("mask", "copy"),)), r"\(name, layout\)"),
         (
             lambda: resolve_plan(Mlp(8), {"": PrepareInput(keywords=("mask",))}, 2),
-            "Mlp.forward takes no 'mask', but x",
+            "Mlp.forward has no argument 'mask'; it has x",
         ),
     ],
 )

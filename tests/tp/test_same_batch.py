@@ -154,10 +154,17 @@ def test_processes(gloo_pool) -> None:
     results = gloo_pool.run(on_ranks, world_size=4)
     assert all(messages == results[0] for messages in results)
     value, size, dtype, dims, number = results[0]
-    start = "the batch of rank {} is not that of rank {}, the first of its tp group: "
+    start = "rank {} has another batch than rank {}, the first of its tp group: "
     assert value.startswith(start.format(3, 2) + "input 0, element [1, 3] is ")
-    assert size == start.format(1, 0) + "the size of dim 1 of input 0 is 4, there 5"
+    assert (
+        size == start.format(1, 0) + "the size of dim 1 of input 0 is 4 on rank 1 and 5 on rank 0"
+    )
     # Seen from the rank after the odd one.
-    assert dtype == start.format(3, 2) + "the dtype of input 0 is torch.int64, there torch.int32"
-    assert dims == start.format(3, 2) + "the number of dims of input 0 is 1, there 2"
-    assert number == start.format(3, 2) + "the number of input tensors is 2, there 1"
+    kinds = "torch.int64 on rank 3 and torch.int32 on rank 2"
+    assert dtype == start.format(3, 2) + f"the dtype of input 0 is {kinds}"
+    assert (
+        dims == start.format(3, 2) + "the number of dims of input 0 is 1 on rank 3 and 2 on rank 2"
+    )
+    assert (
+        number == start.format(3, 2) + "the number of input tensors is 2 on rank 3 and 1 on rank 2"
+    )

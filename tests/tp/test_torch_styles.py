@@ -170,7 +170,7 @@ def test_a_style_that_does_to_parameters_what_was_not_foreseen_leaves_the_model_
     before = list(model.parameters())
     with fake_world(0, 2):
         resolved = resolve_plan(model, {"down": Rowwise(), "up": style}, 2)
-        with pytest.raises(PlanError, match="what could not be foreseen"):
+        with pytest.raises(PlanError, match="something that was not foreseen"):
             resolved.apply(model, tp_mesh(2))
     assert all(p is q for p, q in zip(model.parameters(), before, strict=True))
     assert not any(isinstance(p, DTensor) for p in model.parameters())

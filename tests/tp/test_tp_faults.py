@@ -135,12 +135,12 @@ def test_complaint_4_each_tp_rank_got_other_data() -> None:
         mesh = build_mesh(MeshLayout(1, 1, 2), device_type="cpu")
         model = parallelize(plain, mesh, LM_PLAN)
         other = world.map(lambda rank: tokens(rank))
-        with pytest.raises(AgreementError, match=r"batch of rank 1 is not that of rank 0"):
+        with pytest.raises(AgreementError, match=r"rank 1 has another batch than rank 0"):
             model(other)  # the first one is compared by default
         model(world.map(lambda rank: tokens(0)))
         model(other)  # nobody notices
         check_same_batch(model, mesh)
-        with pytest.raises(AgreementError, match=r"batch of rank 1 is not that of rank 0"):
+        with pytest.raises(AgreementError, match=r"rank 1 has another batch than rank 0"):
             model(other)
         model(world.map(lambda rank: tokens(0)))
 

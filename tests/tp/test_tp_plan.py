@@ -76,7 +76,7 @@ def test_unknown_names_say_the_nearest():
 
 
 def test_a_wrong_field_says_the_nearest():
-    with pytest.raises(PlanError, match=r"input is one of .* Did you mean 'replicate'"):
+    with pytest.raises(PlanError, match=r"input must be one of .* Did you mean 'replicate'"):
         Colwise(input="replicated")  # type: ignore[arg-type]
 
 
@@ -110,7 +110,7 @@ def test_an_unmatched_rule_shows_the_nearest_names():
     said = problems(Model(), {"layers.*.wk": "colwise"})
     assert "'layers.*.wk' matches no module and no parameter; nearest: 'layers.*.w" in said
     assert "nearest: 'conv.weight'" in problems(Model(), {"conv.weigt": "colwise"})
-    assert "the model's modules are 'embed', 'layers'" in problems(Model(), {"zzz": "colwise"})
+    assert "the model has the modules 'embed', 'layers'" in problems(Model(), {"zzz": "colwise"})
 
 
 def test_an_unmatched_rule_is_a_note_when_not_strict():
@@ -132,7 +132,7 @@ def test_an_empty_plan():
 
 
 def test_tp_size_below_one():
-    assert "tp_size 0" in problems(Model(), PLAN, 0)
+    assert "tp_size is 0; it must be an int" in problems(Model(), PLAN, 0)
 
 
 def test_all_problems_are_listed_at_once():
@@ -353,7 +353,7 @@ def test_one_rank_changes_nothing():
 def test_apply_refuses_other_meshes_and_models():
     resolved = resolve_plan(Model(), PLAN, 2)
     with fake_world(0, 4):
-        with pytest.raises(MeshError, match="resolved for 2 tp ranks, the mesh has 4"):
+        with pytest.raises(MeshError, match="resolved for 2 tp ranks, but the mesh has 4"):
             resolved.apply(Model(), tp_mesh(4))
         flat = init_device_mesh("cpu", (4,), mesh_dim_names=("data",))
         with pytest.raises(MeshError, match="needs 'tp'"):

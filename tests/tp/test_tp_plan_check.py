@@ -73,6 +73,41 @@ def test_key_and_value_heads_that_would_be_cut_inside():
     assert "on 4 ranks it raises" in refused(Net(GroupedBySize), plan_of(GroupedBySize), 4)
 
 
+class Pair(nn.Module):
+    def __init__(self, *between: nn.Module) -> None:
+        super().__init__()
+        self.up, self.between, self.down = (
+            nn.Linear(8, 16),
+            nn.Sequential(*between),
+            nn.Linear(16, 8),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.between(self.up(x)))
+
+
+def test_a_linear_that_reads_a_part_is_named_first():
+    said = refused(Pair(), {"up": "colwise"})
+    plain = (
+        "'down' reads the output of 'up', of which each rank has a part, as if it were whole. Give 'down' "
+        "the style 'rowwise', or 'up' 'colwise_gather_output'. As the plan is, on 2 ranks it raises"
+    )
+    assert plain in said and "LocalSizes" not in said
+    for plan in ({"up": "colwise", "down": "rowwise"}, {"up": "colwise_gather_output"}):
+        assert resolve_plan(Pair(), plan, 2).modules
+    attention = {n: s for n, s in plan_of(NumHeads).items() if s != "rowwise"}
+    said = refused(Net(NumHeads), attention)
+    assert re.search(
+        r"o' reads the output of .*q', .*k', .*v', of which .* or those 'colwise_gath", said
+    )
+    assert "LocalSizes" not in said
+
+
+def test_sizes_are_asked_for_only_where_attributes_are_read():
+    said = refused(Pair(nn.Softmax(-1)), {"up": "colwise", "down": "rowwise"})
+    assert "leave them whole" in said and "LocalSizes" not in said
+
+
 # ---- what can't be proven ----
 
 

@@ -337,7 +337,7 @@ def test_a_backward_frees_what_it_needed_though_the_loss_lives_on():
     assert rows() is not None
     loss.backward()
     assert rows() is None
-    with pytest.raises(RuntimeError, match="backward a second time"):
+    with pytest.raises(RuntimeError, match="backward was called a second time"):
         loss.backward()
 
 

@@ -72,10 +72,10 @@ def check_place(final: Path) -> None:
             f"{run} is one checkpoint; give the run's folder, such as {run.parent}"
         )
     if run.is_symlink() and not run.exists():
-        raise CheckpointError(f"{run} is a link to {os.readlink(run)}, and there is nothing")
+        raise CheckpointError(f"{run} is a link to {os.readlink(run)}, where nothing is")
     if os.path.lexists(final) and not is_checkpoint(final) and not _is_ours(final):
         raise CheckpointError(
-            f"{final} is there and no checkpoint of parallel3d, so it is not replaced: save elsewhere"
+            f"{final} exists and is not a checkpoint of parallel3d, so it is not replaced: save elsewhere"
         )
 
 
@@ -265,7 +265,7 @@ def open_checkpoint(folder: Path) -> tuple[Index, dict[str, Any]]:
 def _read(folder: Path, name: str) -> bytes:
     path = folder / name
     if not os.path.lexists(path):
-        what = "was not completed" if is_checkpoint(folder) else "is no checkpoint of parallel3d"
+        what = "was not completed" if is_checkpoint(folder) else "is not a checkpoint of parallel3d"
         raise CorruptCheckpointError(f"{folder} {what}: it has no {name}")
     return read_json_object(path, _LIMITS[name])
 

@@ -73,7 +73,8 @@ def read_header(path: Path, file: str) -> dict[str, Stored]:
         length = int.from_bytes(first, "little")
         if len(first) < 8 or length > min(MAX_HEADER, size - 8):
             raise CorruptCheckpointError(
-                f"{path} is no safetensors file, or cut short: it has {size} bytes and a header of {length}"
+                f"{path} is not a safetensors file, or was cut short: it has {size} bytes and a "
+                f"header of {length}"
             )
         text = opened.read(length)
     header = loads(text, f"{path}: its header")

@@ -40,6 +40,7 @@ from torch.distributed.checkpoint.planner import SavePlanner as TorchSavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from parallel3d._util.arguments import counted
 from parallel3d.checkpoint.format import folder as folders
 from parallel3d.checkpoint.format.files import (
     BLOCK,
@@ -294,8 +295,9 @@ class Writer(StorageWriter):
         """Makes the folder, and tells each rank its path and the rank's number."""
         if self.ranks is not None and len(plans) != self.ranks:
             raise CheckpointError(
-                f"{self.path} was to be written by {self.ranks} ranks, but only {len(plans)} take part: the "
-                "process group was destroyed meanwhile; wait for an async save's result() before that"
+                f"{self.path} was to be written by {self.ranks} ranks, but "
+                f"{counted(len(plans), 'rank')} took part: the process group was destroyed "
+                "meanwhile; wait for an async save's result() before that"
             )
         self.folder = folders.new_folder(self.path)
         data = [(os.fspath(self.folder), rank) for rank in range(len(plans))]
@@ -399,7 +401,7 @@ def _object(item: WriteItem, planner: TorchSavePlanner) -> WriteResult:
         json.loads(text)
     except ValueError:
         raise CheckpointError(
-            f"{item.index.fqn} is no tensor, and torch's planner has pickled it; these checkpoints hold no "
-            "pickle: save with planner=parallel3d.checkpoint.SavePlanner()"
+            f"{item.index.fqn} is not a tensor, and torch's planner has pickled it; these "
+            "checkpoints hold no pickle: save with planner=parallel3d.checkpoint.SavePlanner()"
         ) from None
     return WriteResult(MetadataIndex(item.index.fqn), len(text), text)

@@ -72,7 +72,7 @@ def file_names(entries: Iterable[Entry], names: Names) -> dict[str, str]:
     if isinstance(names, Mapping):
         foreign = [name for name in names if name not in own]
         if foreign:
-            raise CheckpointError(f"names has what the model hasn't: {shown(foreign, own)}")
+            raise CheckpointError(f"names has what the model doesn't have: {shown(foreign, own)}")
         result: dict[str, Any] = {name: names.get(name, name) for name in own}
     elif callable(names):
         result = {name: names(name) for name in own}

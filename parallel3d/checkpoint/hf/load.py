@@ -268,8 +268,8 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     """Returns the tensors of the model in ``folder``, by name. Reads headers only."""
     if not folder.is_dir():
         raise CheckpointError(
-            f"load_hf: {str(folder)!r} is no folder; it reads local ones (huggingface_hub.snapshot_download "
-            "brings one from the hub)"
+            f"load_hf: {str(folder)!r} is not a folder; it reads local ones "
+            "(huggingface_hub.snapshot_download brings one from the hub)"
         )
     if (folder / SINGLE).exists():
         return read_header(path_in(folder, SINGLE), SINGLE)
@@ -279,7 +279,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
             f"{folder} holds no {SINGLE} and no {INDEX}, which load_hf reads; it holds {there or 'nothing'}"
         )
     path = path_in(folder, INDEX)
-    invalid = f"{path} is no index of safetensors files"
+    invalid = f"{path} is not an index of safetensors files"
     with damaged_if(invalid, (ValueError, KeyError, TypeError)):
         files = loads(read_json_object(path.resolve(), MAX_HEADER), "it")["weight_map"]
         if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
+from parallel3d._util.arguments import counted
 from parallel3d.checkpoint.format.files import bytes_of, write_all
 from parallel3d.checkpoint.format.safetensors_file import NAMES, header_of, is_ours
 from parallel3d.checkpoint.hf.conversion import (
@@ -103,8 +104,8 @@ def _check_only_export(folder: Path) -> None:
     ]
     if foreign:
         raise CheckpointError(
-            f"save_hf: {folder} holds {', '.join(foreign[:5])}, which is no export of save_hf's, and only "
-            "those are replaced; give another folder"
+            f"save_hf: {folder} holds {', '.join(foreign[:5])}, which save_hf did not write; it "
+            "replaces only its own exports; give another folder"
         )
 
 
@@ -234,7 +235,9 @@ def _tensors(
         raise CheckpointError("save_hf: the model has no parameters and no buffers")
     meta = [name for name, tensor in tensors.items() if tensor.is_meta]
     if meta:
-        raise CheckpointError(f"save_hf: {len(meta)} tensors are on meta, such as {meta[0]!r}")
+        raise CheckpointError(
+            f"save_hf: {meta[0]!r} is on meta, the first of {counted(len(meta), 'tensor')} without values"
+        )
     for name, tensor in tensors.items():
         if tensor.dtype not in NAMES:
             raise CheckpointError(

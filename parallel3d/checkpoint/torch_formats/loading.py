@@ -191,7 +191,7 @@ def check_names(
     """Raises CheckpointError if names are unexpected, or names of ``state`` are missing from ``stored``."""
     if unexpected:
         raise CheckpointError(
-            f"the checkpoint has {shown(unexpected)}, which the model hasn't; is it of another model? "
+            f"the checkpoint has {shown(unexpected)}, which the model doesn't have; is it of another model? "
             "strict=False leaves them out"
         )
     present = {id(value) for name, value in state.items() if name in stored}

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from parallel3d._torch.dtensor import make_dtensor, make_spec
 from parallel3d._torch.simulated import simulation_off
+from parallel3d._util.arguments import counted
 from parallel3d.checkpoint.optimizer_state import NO_OPTIONS, alike, stateful
 from parallel3d.checkpoint.pieces import Box, boxes_of, shares_memory_within, whole_box
 from parallel3d.checkpoint.torch_formats.names import shown
@@ -54,8 +55,8 @@ class SavedOptimizer:
             _check_numbers(saved)  # before they are keys of a dict
             if len(saved) != len(names):
                 raise CheckpointError(
-                    f"the saved optimizer has {len(saved)} parameters, by number, and the optimizer has "
-                    f"{len(names)}; make it of the same ones"
+                    f"the saved optimizer has {counted(len(saved), 'parameter')}, by number, and "
+                    f"the optimizer has {len(names)}; make it of the same ones"
                 )
             keys = saved
         options: dict[Key, dict[str, Any]] = {}
@@ -71,7 +72,7 @@ class SavedOptimizer:
         unknown = {str(key) for key in [*options, *self.state] if key not in known}
         for keys_of, text in (
             (missing, "has no {}, which the optimizer has"),
-            (unknown, "has {}, which the optimizer hasn't"),
+            (unknown, "has {}, which the optimizer doesn't have"),
         ):
             if keys_of:
                 raise CheckpointError(f"the saved optimizer {text.format(shown(keys_of))}")
@@ -87,7 +88,7 @@ def _check_numbers(saved: list[Key]) -> None:
     if numbers == list(range(len(saved))):
         return
     raise CheckpointError(
-        f"the saved optimizer's groups have {len(saved)} parameters, of other numbers than 0 to "
+        f"the saved optimizer's groups have {counted(len(saved), 'parameter')}, of other numbers than 0 to "
         f"{len(saved) - 1}"
     )
 
@@ -101,7 +102,7 @@ def saved_in_dict(value: Any) -> SavedOptimizer:
     states, groups = value.get("state", {}), value["param_groups"]
     valid = isinstance(states, Mapping) and isinstance(groups, (list, tuple))
     if not valid or not all(isinstance(item, Mapping) for item in (*states.values(), *groups)):
-        raise CheckpointError("the saved optimizer's state and param_groups are no dicts")
+        raise CheckpointError("the saved optimizer's state and param_groups are not dicts")
     # A file may refer to one dict or list very often.
     lists = [p for g in groups if isinstance(p := g.get("params"), (list, tuple))]
     if sum(map(len, (*states.values(), *groups, *lists))) > _MAX_ENTRIES:
@@ -120,8 +121,8 @@ def saved_in_dict(value: Any) -> SavedOptimizer:
         for entry in state:
             if not isinstance(entry, str):
                 raise CheckpointError(
-                    f"the saved optimizer's state of {key!r:.80} has the key {entry!r:.80}, which is no "
-                    "string"
+                    f"the saved optimizer's state of {key!r:.80} has the key {entry!r:.80}, which is "
+                    "not a string"
                 )
     return SavedOptimizer({key: dict(state) for key, state in states.items()}, tuple(result))
 

@@ -81,8 +81,8 @@ def read_pickle(
         raise
     except Exception as error:  # of any type, because the file's content is arbitrary
         raise CorruptCheckpointError(
-            f"{what} is no whole pickle: {type(error).__name__} at byte {reader.file.tell()} of {len(data)} "
-            f"({error})"
+            f"{what} is not a complete pickle: {type(error).__name__} at byte {reader.file.tell()} "
+            f"of {len(data)} ({error})"
         ) from None
 
 

@@ -291,11 +291,11 @@ def read_folder(
     """Returns the contents of a folder by flat names, such as "model.layers.0.weight"; what is no tensor as a
     StoredAt. ``trusted``: read its ``.metadata`` by ``pickle``, which runs code in it."""
     if not path.is_dir():
-        raise CheckpointError(f"{path} is no folder; load_dcp reads those of dcp.save")
+        raise CheckpointError(f"{path} is not a folder; load_dcp reads those of dcp.save")
     file = path / METADATA
     if not os.path.lexists(file):
         raise CheckpointError(
-            f"{path} has no {METADATA}: it is no checkpoint of torch.distributed.checkpoint, or its save "
+            f"{path} has no {METADATA}: it is not a checkpoint of torch.distributed.checkpoint, or its save "
             "didn't complete"
         )
     what = str(file)
@@ -305,10 +305,12 @@ def read_folder(
     with open(file, "rb") as opened:
         first = opened.read(len(PROTO))
         if not trusted and first != PROTO:
-            raise CorruptCheckpointError(f"{what} is no whole pickle: it begins with {first!r}")
+            raise CorruptCheckpointError(
+                f"{what} is not a complete pickle: it begins with {first!r}"
+            )
         data = first + opened.read(_MAX_METADATA)
     if trusted:
-        with damaged_if(f"{what} is no whole pickle", (Exception,)):
+        with damaged_if(f"{what} is not a complete pickle", (Exception,)):
             content = pickle.loads(data)
     else:
         content = read_pickle(data, DCP_METADATA, what=what, max_keys=len(data))
@@ -556,7 +558,7 @@ class DcpTensor(Source):
         archive = chunk.at.archive(what, checksums=self.checksums)
         value = archive.value
         if not isinstance(value, SavedTensor):
-            raise CorruptCheckpointError(f"{what} is no tensor")
+            raise CorruptCheckpointError(f"{what} is not a tensor")
         if value.dtype != self.dtype or value.shape != chunk.sizes:
             raise CorruptCheckpointError(
                 f"{what} is {value.dtype} of {value.shape}; the metadata says {self.dtype} of {chunk.sizes}"

@@ -338,7 +338,7 @@ class StepGuard(Observer):
         if updates != self.updates:
             raise self._error(
                 "was updated since this forward, so its gradient can't be computed any more",
-                "do one backward for each forward: sum the losses, and no retain_graph=True",
+                "do one backward for each forward: sum the losses, and leave out retain_graph=True",
             )
         self._check_backward(nested=ran_in not in (_NO_BACKWARD, backward_id()))
 
@@ -359,7 +359,7 @@ class StepGuard(Observer):
         if nested:
             raise self._error(
                 "is in a backward inside a backward, as of torch.utils.checkpoint(use_reentrant=True): "
-                "whether another one will bring gradients can't be known",
+                "it can't be known whether another one will bring gradients",
                 "use use_reentrant=False",
             )
         unit = self.unit

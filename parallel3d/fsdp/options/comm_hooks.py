@@ -290,7 +290,7 @@ def check_removal(bucket: Bucket) -> None:
     """Raises StateError if a reduce-scattered gradient waits for its all-reduce, which one hook must do."""
     if bucket.grads.holds_scattered:
         raise StateError(
-            f"register_comm_hook: .grad of unit {bucket.unit} holds a sum that waits for its all-reduce "
+            f"register_comm_hook: .grad of unit {bucket.unit} holds a sum that is not all-reduced yet "
             "(set_requires_all_reduce(False)); register or remove hooks between steps, after zero_grad()"
         )
 

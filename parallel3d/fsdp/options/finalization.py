@@ -73,7 +73,9 @@ class Finalization(ContextOption):
         context = self.context
         root = context.root.label
         if context.backward is not None:
-            raise StateError(f"finalize_backward() of {root!r} within a backward; call it after it")
+            raise StateError(
+                f"finalize_backward() was called on {root!r} during a backward; call it after the backward"
+            )
         if self.progress is Progress.REDUCING:
             raise _not_waited("finalize_backward()", context)
         with context.reducing() as backward:
@@ -141,8 +143,8 @@ def set_manual_finalization(unit: Unit, enabled: bool) -> None:
         unit.come_to_rest()
         if context.backward is not None or not is_finalized(unit):
             raise StateError(
-                f"set_manual_backward_finalization({enabled}) of {context.root.label!r} within a backward, "
-                "or before finalize_backward() has ended the last one; call it before a backward"
+                f"set_manual_backward_finalization({enabled}) was called on {context.root.label!r} during a "
+                "backward, or before finalize_backward() has ended the last one; call it before a backward"
             )
         context.options = [each for each in context.options if not isinstance(each, Finalization)]
         if enabled:
@@ -180,6 +182,6 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
 
 def _not_waited(what: str, context: RunContext) -> StateError:
     return StateError(
-        f"{what} of {context.root.label!r} after finalize_backward(async_op=True); wait() first on the "
-        "handle that it returned"
+        f"{what} was called on {context.root.label!r} after finalize_backward(async_op=True); "
+        "wait() first on the handle that it returned"
     )

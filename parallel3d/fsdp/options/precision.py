@@ -94,8 +94,8 @@ class FollowMode(Observer):
             unit.backward = BackwardPass(calls={id(call)})
         if unit.backward_begun or unit.depth:
             raise StateError(
-                f"unit {unit.label} has full_precision_in_eval, and one backward came to a forward in train "
-                "mode and to one in eval mode before either was over; call backward for each on its own"
+                f"unit {unit.label} has full_precision_in_eval, and one backward runs through a forward in "
+                "train mode and one in eval mode; call backward for each on its own"
             )
         _switch_group(unit.group, own, context.comm)
 

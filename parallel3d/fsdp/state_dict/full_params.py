@@ -432,7 +432,7 @@ def full_params(
             if waits_for_reduction(param.sharded.grad):
                 raise StateError(
                     f"full_params(with_grads=True): the gradient of {param.name} in unit {unit.label} "
-                    "waits for its reduction; call it after the backward of the last micro-batch"
+                    "is not reduced yet; call it after the backward of the last micro-batch"
                 )
     keep = not rank0_only or is_first(meshes_of(units))
     unsharded_by_user = [

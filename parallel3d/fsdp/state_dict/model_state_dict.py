@@ -125,8 +125,8 @@ def get_state_dict_type(module: nn.Module) -> StateDictSettings:
         settings = unit.form.settings if unit.form is not None else _settings()
         if common is not None and settings != common:
             raise Parallel3dError(
-                f"unit {unit.label} has {settings}, and others of this model {common}; call "
-                "set_state_dict_type on the outermost module"
+                f"unit {unit.label} has {settings}, and other units of this model have {common}; "
+                "call set_state_dict_type on the outermost module"
             )
         common = settings
     return common or _settings()
@@ -284,12 +284,12 @@ def in_sharded_form(
 def _misfit(key: str, owner: ShardedParam, value: torch.Tensor, kind: StateDictType) -> str:
     if kind is StateDictType.LOCAL_STATE_DICT:
         return (
-            f"{key}: a tensor of shape {tuple(value.shape)} in a LOCAL_STATE_DICT, where this rank's shard "
+            f"{key} is a tensor of shape {tuple(value.shape)} in a LOCAL_STATE_DICT, but this rank's shard "
             f"of {tuple(owner.global_shape)} has shape {tuple(owner.local_shape)}; load it on the mesh it "
             "was saved on, or as FULL_STATE_DICT if it is a full tensor."
         )
     return (
-        f"{key}: a plain tensor of shape {tuple(value.shape)} in a SHARDED_STATE_DICT, whose values are "
+        f"{key} is a plain tensor of shape {tuple(value.shape)} in a SHARDED_STATE_DICT, whose values are "
         "DTensors; load it as FULL_STATE_DICT if it is a full tensor, as LOCAL_STATE_DICT if it is this "
         "rank's shard."
     )

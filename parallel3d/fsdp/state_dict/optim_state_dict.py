@@ -230,7 +230,7 @@ def load_optim_state_dict(
         state_dict = _from_first(state_dict, meshes)
     if not {"state", "param_groups"} <= set(state_dict):
         raise Parallel3dError(
-            f"an optimizer state dict with the keys {sorted(map(str, state_dict))}; it must have 'state' and "
+            f"the optimizer state dict has the keys {sorted(map(str, state_dict))}; it must have 'state' and "
             "'param_groups', unless only the first rank has it (broadcast_from_rank0=True)"
         )
     named = named_params(model, optim)
@@ -258,7 +258,7 @@ def _check_names(state_dict: Mapping[str, Any], named: list[tuple[str, nn.Parame
     unknown = [name for name in state_dict["state"] if isinstance(name, str) and name not in known]
     missing = [name for name, _ in named if name not in saved]
     for names, what in (
-        (unknown, "has state of {}, which are no parameters of the optimizer"),
+        (unknown, "has state of {}, which are not parameters of the optimizer"),
         (missing, "has no group with {}, which are parameters of the optimizer"),
     ):
         if names:
@@ -330,7 +330,8 @@ def _as_present(
     if not isinstance(result, DTensor):
         raise Parallel3dError(
             f"optimizer state {key} of {name} has shape {tuple(value.shape)} in a {kind.name}, and the "
-            f"parameter {tuple(shape)}, so it is not sharded as the parameter is: load it in the type it was "
-            "saved in, and if its shape differs by nature take one optimizer step first"
+            f"parameter has {tuple(shape)}, so it is not sharded as the parameter is: load it in "
+            "the type it was saved in, and if its shape differs by nature take one optimizer step "
+            "first"
         )
     return result.clone()

@@ -107,7 +107,7 @@ def gather(dtensor: DTensor, over: str = "shard") -> DTensor:
     names = mesh.mesh_dim_names or ()
     if over not in names:
         raise MeshError(
-            f"over={over!r} is no axis of {mesh}; it has {', '.join(names) or 'no names'}"
+            f"over={over!r} is not an axis of {mesh}; it has {', '.join(names) or 'no names'}"
         )
     axis = names.index(over)
     placements = _checked(dtensor, mesh, dtensor.placements)
@@ -151,7 +151,7 @@ def _checked(
     placements = tuple(placements)
     if len(placements) != mesh.ndim:
         raise Parallel3dError(
-            f"{len(placements)} placements for {mesh}, which has {mesh.ndim} axes; give one for each"
+            f"placements has length {len(placements)}; {mesh} needs {mesh.ndim}, one for each axis"
         )
     result: list[Placement] = []
     for placement in placements:
@@ -160,13 +160,13 @@ def _checked(
             continue
         if not isinstance(placement, (Shard, StridedShard)):
             raise Parallel3dError(
-                f"placement {placement!r}: chunk and gather know Replicate(), Shard(dim) and "
-                "_StridedShard; reduce partial values first (redistribute)"
+                f"placement is {placement!r}; chunk and gather take Replicate(), Shard(dim) and "
+                "_StridedShard: reduce partial values first (redistribute)"
             )
         dim = placement.dim + tensor.ndim if placement.dim < 0 else placement.dim
         if not 0 <= dim < tensor.ndim:
             raise Parallel3dError(
-                f"placement {placement!r} for a tensor of shape {tuple(tensor.shape)}: it has no such dim"
+                f"placement is {placement!r}, but the tensor of shape {tuple(tensor.shape)} has no such dim"
             )
         result.append(shard_placement(dim, _factor(placement)))
     return tuple(result)

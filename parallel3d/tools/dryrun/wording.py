@@ -7,17 +7,13 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from math import prod
 from typing import TypeVar
 
+from parallel3d._util.arguments import counted as counted
 from parallel3d._util.recorder import Collective
 from parallel3d.tools.dryrun.result import DryRun, ParameterPlacement, Peak
 from parallel3d.tools.dryrun.timeline import Call, Timeline
 
 _T = TypeVar("_T")
 _K = TypeVar("_K", bound=Hashable)
-
-
-def counted(number: int, noun: str) -> str:
-    """``1 gather``, ``2,000 gathers``."""
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def in_bytes(size: float) -> str:

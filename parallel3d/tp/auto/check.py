@@ -241,10 +241,14 @@ class _Check:
             self.not_proven(group, str(error))
             return
         except NotEqual as error:
+            wrong = str(error).removesuffix(".")
+            if unread := self.whole_readers(group, trace):
+                self.problem(f"{unread}. As the plan is, {wrong}")
+                return
+            way = self.proven_way(group, trace) or self.remedy(group, True)
             self.problem(
                 f"{_describe(group)}: on its part a rank doesn't compute what the plain module does: "
-                f"{str(error).removesuffix('.')}. {self.known_heads(group)}"
-                f"{self.proven_way(group, trace) or _remedy(group)}"
+                f"{wrong}. {self.known_heads(group)}{way}"
             )
             return
         for path in proof.partial:
@@ -254,6 +258,41 @@ class _Check:
                 f"{_describe(group)} split: its gradient is a part on each rank; give it "
                 "'replicated_with_grad_allreduce'"
             )
+
+    def whole_readers(self, group: Group, trace: Trace) -> str:
+        """Returns which linear layers take the parts of their inputs for whole, or ``""``."""
+        linear = [n for n in group.downs if self.layers[n].kind == "linear" and n not in self.downs]
+        split = [n for n in group.ups if not {*linear}.isdisjoint(trace.readers(n))]
+        downs, ups = ([*dict.fromkeys(map(numberless, names))] for names in (linear, split))
+        if not downs:
+            return ""
+        read, these = ("reads", repr(downs[0])) if len(downs) == 1 else ("read", "these")
+        return (
+            f"{', '.join(map(repr, downs))} {read} the output of {', '.join(map(repr, ups))}, of which each "
+            f"rank has a part, as if it were whole. Give {these} the style 'rowwise', or "
+            f"{repr(ups[0]) if len(ups) == 1 else 'those'} 'colwise_gather_output'"
+        )
+
+    def remedy(self, group: Group, wrong: bool) -> str:
+        """Returns what to do about a group that is ``wrong`` or, else, may be."""
+        owner, auto = self.modules[group.owner], 'tp_plan="auto", which finds and proves its rules'
+        rule = f"{numberless(group.owner)!r}: tp.LocalSizes"
+        reads = reads_of(owner)
+        sizes = [name for name in sorted(reads or ()) if type(getattr(owner, name, None)) is int]
+        none = f"; or, if none is, {rule}()" * (not wrong)
+        if sizes or reads is None:
+            shown = ", ".join(f"self.{name}" for name in sizes) or "attributes"
+            named = f'{rule}(("{(sizes or ["heads"])[0]}",))'
+            return (
+                f"Its forward reads {shown}: name those that are sizes of what is split, by {named}{none}; "
+                f"or take {auto}"
+            )
+        if wrong:
+            return (
+                "What lies between them isn't right on a part of the features, and reads no attribute that "
+                f"is a size of them: leave them whole, or take {auto}"
+            )
+        return f"If its forward is right on a part, add {rule}() to the plan; else take {auto}"
 
     def split_alike(self, group: Group) -> bool:
         """Whether every layer of the group is split at the same features."""
@@ -326,7 +365,7 @@ class _Check:
                 why += f"; its forward reads self.{read}, which may be a size of what is split"
             self.problem(
                 f"{described}: it can't be shown that ranks may compute on parts: {why}. "
-                f"{self.known_heads(group)}{_remedy(group)}"
+                f"{self.known_heads(group)}{self.remedy(group, False)}"
             )
 
     def attention_of(self, group: Group) -> Attention | None:
@@ -397,14 +436,6 @@ def _describe(group: Group) -> str:
         ", ".join(inside(n, group.owner) for n in names) for names in (group.ups, group.downs)
     )
     return numberless(f"{numberless(group.owner) or 'the model'!s}: {ups} -> {downs}")
-
-
-def _remedy(group: Group) -> str:
-    return (
-        "Name those of its attributes that are sizes of what is split: "
-        f'{numberless(group.owner)!r}: tp.LocalSizes(("heads",)) with its names (none: tp.LocalSizes()), or '
-        'take tp_plan="auto", which finds and proves them'
-    )
 
 
 def _with_whole_inputs(style: Style, prepared: bool) -> Style:

@@ -94,7 +94,7 @@ def _why_alone(readers: list[str]) -> str:
     if readers == [OUTPUT]:
         return "its output is the model's output"
     if len(readers) == 1:
-        return f"its output is read by {readers[0]}, which is no linear layer"
+        return f"its output is read by {readers[0]}, which is not a linear layer"
     shown = ", ".join(readers[:3]) + (", ..." if len(readers) > 3 else "")
     return f"its output is read by {len(readers)} ({shown}), not by one linear layer only"
 

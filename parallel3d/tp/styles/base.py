@@ -121,7 +121,9 @@ def need_per_token(module: nn.Module) -> None:
         raise PlanError(f"SequenceParallel is for norms over the last dim and dropout, not {kind}")
     normalized = getattr(module, "normalized_shape", (0,))
     if isinstance(normalized, tuple) and len(normalized) > 1:
-        raise PlanError(f"{kind} normalizes over the dims {normalized}, the sequence among them")
+        raise PlanError(
+            f"{kind} normalizes over the dims {normalized}, and the sequence is one of them"
+        )
     wrong = [f"{name} {tuple(p.shape)}" for name, p in own_params(module).items() if p.dim() != 1]
     if wrong:
         raise PlanError(
@@ -299,7 +301,7 @@ class Style(ABC):
             if get_origin(f.type) is Literal and value not in allowed:
                 near = difflib.get_close_matches(str(value), allowed, 1, 0.0)[0]
                 raise PlanError(
-                    f"{type(self).__name__}({f.name}={value!r}): {f.name} is one of "
+                    f"{type(self).__name__}({f.name}={value!r}): {f.name} must be one of "
                     f"{', '.join(map(repr, allowed))}. Did you mean {near!r}?"
                 )
 

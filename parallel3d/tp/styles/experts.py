@@ -151,7 +151,7 @@ class IdentityExpert(Style):
 
     def plan(self, module: nn.Module, tp: int) -> dict[str, ParamRule]:
         if any(True for _ in module.parameters()):
-            raise PlanError(f"{type(module).__name__} has parameters: it is no identity")
+            raise PlanError(f"{type(module).__name__} has parameters, so it is not an identity")
         return {}
 
     def forward(self, tp: TpState, module: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -140,7 +140,7 @@ def cut_features(
     for index, (section, group) in enumerate(zip(sections, groups, strict=True)):
         name = what if len(sections) == 1 else f"section {index} of {what}"
         if type(group) is not int or group < 1:
-            raise PlanError(f"multiple_of={group!r}: it must be an int, 1 or more")
+            raise PlanError(f"multiple_of is {group!r}; it must be an int, 1 or more")
         if section % group:
             raise PlanError(f"{name} {section} is not a multiple of multiple_of={group}")
     if any(g > 1 and n % (g * tp) for n, g in zip(sections, groups, strict=True)):
@@ -164,11 +164,13 @@ def sections_of(what: str, size: int, packed: int | tuple[int, ...]) -> tuple[in
     """Returns the sizes of the sections of ``size`` features; raises PlanError if they don't add up."""
     if isinstance(packed, int):
         if packed < 1 or size % packed:
-            raise PlanError(f"{what} {size} is not {packed} equal sections")
+            raise PlanError(
+                f"{what} is {size}, which can't be divided into {packed} equal sections"
+            )
         return (size // packed,) * packed
     if not packed or any(type(n) is not int or n < 1 for n in packed) or sum(packed) != size:
         raise PlanError(
-            f"packed={packed!r}: the sections of {what} must be positive and add up to {size}"
+            f"packed is {packed!r}; the sections of {what} must be positive and add up to {size}"
         )
     return packed
 
@@ -207,14 +209,16 @@ class Colwise(SplitStyle):
     def __post_init__(self) -> None:
         super().__post_init__()
         if type(self.chunks) is not int or self.chunks < 1:
-            raise PlanError(f"chunks={self.chunks!r}: it must be an int, 1 or more")
+            raise PlanError(f"chunks is {self.chunks!r}; it must be an int, 1 or more")
         if self.chunks > 1 and self.input != "sequence":
-            raise PlanError(f'chunks={self.chunks} are of a gathered sequence: input="sequence"')
+            raise PlanError(
+                f'chunks is {self.chunks}, which needs a sequence to gather: input="sequence"'
+            )
 
     def plan(self, module: nn.Module, tp: int) -> dict[str, ParamRule]:
         if is_embedding(module):
             if self.input != "replicate":
-                raise PlanError(f"an nn.Embedding takes token ids: no input={self.input!r} for it")
+                raise PlanError(f"an nn.Embedding takes token ids; leave input={self.input!r} out")
             refuse_lookup_options(module, scale_grad_by_freq=True)
             self._check_forward(module, nn.Embedding)
             return fit_rules(module, weight=self._cut("embedding_dim", module.embedding_dim, 1, tp))

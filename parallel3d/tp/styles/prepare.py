@@ -184,7 +184,7 @@ class PrepareOutput(Style):
         super().__post_init__()
         if (self.given, self.wanted) not in _TRAFFIC:
             raise PlanError(
-                f"PrepareOutput(given={self.given!r}, wanted={self.wanted!r}) is not among "
+                f"PrepareOutput(given={self.given!r}, wanted={self.wanted!r}) is not possible; it can be "
                 f"{', '.join(f'{a} -> {b}' for a, b in _TRAFFIC)}"
             )
         if (self.given == "shard") != (self.features > 0):
@@ -202,8 +202,8 @@ class PrepareOutput(Style):
         own = own_params(module)
         if own and self.given != "replicate":
             raise PlanError(
-                f"{type(module).__name__} has the parameters {', '.join(own)}, used on parts; give them "
-                "rules or its modules styles"
+                f"{type(module).__name__} has the parameters {', '.join(own)}, which are used on parts; "
+                "give them rules or its modules styles"
             )
         return whole_params(module)
 
@@ -235,7 +235,7 @@ def _change_layout(y: Any, style: PrepareOutput, tp: TpState) -> Any:
         first = next((i for i, part in enumerate(parts) if isinstance(part, Tensor)), None)
         if first is None:
             kind = type(y).__name__
-            raise StateError(f"{tp.style} got a {kind}: no tensor, nor a tuple with one")
+            raise StateError(f"{tp.style} got a {kind}; it takes a tensor, or a tuple with one")
         return type(y)([*y[:first], _change_layout(y[first], style, tp), *y[first + 1 :]])
     dim = style.sequence_dim
     if style.given == "partial" and style.wanted == "replicate":
@@ -349,7 +349,8 @@ class PrepareInput(Style):
         for name, _ in self.named:
             if name not in taken and not open_ended:
                 raise PlanError(
-                    f"{type(module).__name__}.forward takes no {name!r}, but {', '.join(taken) or 'nothing'}"
+                    f"{type(module).__name__}.forward has no argument {name!r}; it has "
+                    f"{', '.join(taken) or 'none'}"
                 )
         whole = {name: Replicated() for name in module._parameters if self.wanted == "whole"}
         return LocalParams(tuple({**whole, **dict(self.params)}.items())).plan(module, tp)

@@ -130,10 +130,10 @@ def find_head(model: nn.Module, plan: ResolvedPlan | None) -> str:
         )
     what = "linear layer" if plan is None else "linear layer with the style 'colwise_gather_output'"
     named = next((n for n, m in modules.items() if m is own), None)
-    shown = f"{named!r} is the model's output head, but no" if named else "no"
+    shown = f"{named!r} is the model's output head, but not a" if named else "there is no"
     raise PlanError(
-        f"loss_parallel: {shown} {what} that puts out the vocabulary; there are "
-        f"{', '.join(map(repr, heads)) or 'none with that style'}. Give the head that style, or leave "
+        f"loss_parallel: {shown} {what} that puts out the vocabulary; with that style there "
+        f"{'are ' + ', '.join(map(repr, heads)) if heads else 'is none'}. Give the head that style, or leave "
         "loss_parallel out"
     )
 
@@ -244,7 +244,7 @@ def linear_cross_entropy(
     _check_target(hidden, target)
     vocab_size = _vocabulary(weight.shape[0], axis, vocab_size)
     if chunk_tokens is not None and chunk_tokens < 1:
-        raise Parallel3dError(f"chunk_tokens is {chunk_tokens}; it is at least 1")
+        raise Parallel3dError(f"chunk_tokens is {chunk_tokens}; it must be at least 1")
     if axis is not None:
         hidden = copy_to_tp(hidden, axis)
     logits = lazy_logits(hidden, weight, bias, vocab_size, axis, tokens=chunk_tokens)
@@ -255,7 +255,9 @@ def _vocabulary(local: int, axis: TpAxis | None, given: int | None) -> int:
     if given is None and axis is not None and axis.size > 1:
         raise Parallel3dError("a loss over a tp axis needs vocab_size")
     if axis is None and given not in (None, local):
-        raise Parallel3dError(f"vocab_size is {given}, without an axis there are {local} classes")
+        raise Parallel3dError(
+            f"vocab_size is {given}, but without an axis there are {local} classes"
+        )
     return local if given is None else given
 
 

@@ -202,9 +202,13 @@ class LossOptions:
 
     def __post_init__(self) -> None:
         if self.reduction not in _REDUCTIONS:
-            raise Parallel3dError(f"reduction is {self.reduction!r}; it is one of {_REDUCTIONS}")
+            raise Parallel3dError(
+                f"reduction is {self.reduction!r}; it must be one of {_REDUCTIONS}"
+            )
         if not 0.0 <= self.label_smoothing <= 1.0:
-            raise Parallel3dError(f"label_smoothing is {self.label_smoothing}; it is from 0 to 1")
+            raise Parallel3dError(
+                f"label_smoothing is {self.label_smoothing}; it must be from 0 to 1"
+            )
         if self.z_loss < 0.0:
             raise Parallel3dError(f"z_loss is {self.z_loss}; it must not be negative")
 

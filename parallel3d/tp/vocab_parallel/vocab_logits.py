@@ -211,13 +211,13 @@ def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
     def checked(ctx: Any, grad: Tensor) -> Any:
         if torch.is_grad_enabled():
             raise StateError(
-                "create_graph=True through logits under loss parallel, whose gradients can't be "
-                "differentiated again; use loss_parallel=False"
+                "backward was called with create_graph=True through logits of loss_parallel, whose gradients "
+                "can't be differentiated again; use loss_parallel=False"
             )
         kept = ctx.kept
         if kept is None:
             raise RuntimeError(
-                "backward a second time through logits under loss parallel; the first needs "
+                "backward was called a second time through logits of loss_parallel; call the first with "
                 "retain_graph=True"
             )
         if not graph_is_kept():

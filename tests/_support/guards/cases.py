@@ -175,7 +175,7 @@ CASES = [
         "a rank makes a forward more",
         jobs.one_evaluates,
         "Forwards without gradients begun: 1 on rank 2, 0 on ",
-        "look for a forward that only rank 2 makes, an evaluation say",
+        "look for a forward that only rank 2 makes, for example an evaluation",
         dying=2,
     ),
     _watch(

@@ -243,7 +243,7 @@ REFUSED = {
     OneKeyHead: "the gradient of",
     Cross: r"LocalSizes\(names=\('heads',\)\)",
     Normed: f"'layers.\\*.q_norm' has no style.*give it '{PARTIAL}'",
-    EinopsLayer: r"taken to have 8 heads.*LocalSizes\(\(\"heads\",\)\)",
+    EinopsLayer: r"taken to have 8 heads.*reads no attribute that is a size",
     Fused: r"'layers.\*.qkv': tp.Colwise\(packed=\(32, 32, 32\)\)",
     ToQkv: r"LocalSizes\(names=\('heads',\)\)",
     TwoLayers: r"LocalSizes\(names=\('n',\)\)",
