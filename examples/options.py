@@ -24,8 +24,6 @@ __all__ = ["DTYPES", "Options", "Size", "UsageError", "parse"]
 class UsageError(p3d.Parallel3dError):
     """Options that can't be: every rank reads the same, so that one of a machine says it."""
 
-    on_all_ranks = True
-
 
 @dataclass(frozen=True)
 class Option:

@@ -267,11 +267,12 @@ if __name__ == "__main__":
                 "Trains a byte-level language model; start it with torchrun to use several ranks."
             )
         )
-    except p3d.Parallel3dError as error:
-        if error.on_all_ranks and not is_first_rank():
-            time.sleep(
-                1
-            )  # until the first rank has said it: a launcher ends all when one has ended
-        else:
+    except UsageError as error:
+        if is_first_rank():
             print(f"error: {error}", file=sys.stderr)
+        else:
+            time.sleep(1)  # a launcher ends all ranks when one has ended
         sys.exit(2)
+    except p3d.Parallel3dError:
+        sys.tracebacklimit = 0  # its text says all; the first rank prints it if all have the same
+        raise
