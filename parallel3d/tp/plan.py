@@ -373,6 +373,7 @@ def resolve_plan(
     resolution.add_tied_embeddings()
     resolution.leave_fast_paths()
     align_heads(resolution)
+    resolution.add_adapters()
     resolution.finish()
     unchecked: list[str] = []
     if not resolution.problems and from_user:
