@@ -50,6 +50,7 @@ for step in range(10):
 
 # Every rank takes part in gathering the adapters; to go on with training later instead:
 # p3d.checkpoint.save("run", model, optimizer, step=10, only="trainable")
-state = {n: t.full_tensor() for n, t in model.state_dict().items() if "lora_" in n}  # new
+shards = {name: tensor for name, tensor in model.state_dict().items() if "lora_" in name}
+state = {name: p3d.fsdp.gather(shard).full_tensor() for name, shard in shards.items()}  # new
 if rank == 0:
     model.save_pretrained("adapters", state_dict=state)
