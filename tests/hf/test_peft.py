@@ -101,6 +101,12 @@ def test_a_users_plan() -> None:
     parity(ALL, {}, {}, (1, 1, 2), plan)
 
 
+def test_summary_names_the_layers() -> None:
+    plan = resolve_plan(build(ALL, {}), "auto", 2)
+    assert "Colwise: q_proj, k_proj, v_proj, gate_proj, up" in plan.summary()
+    assert "q_proj.lora_B.default" in str(plan)
+
+
 def test_adapters_on_meta_are_initialised_as_peft_does() -> None:
     """So that the model is the base model at first, which the base's own ``_init_weights`` would not make."""
     with torch.device("meta"):
@@ -135,6 +141,15 @@ def test_adapters_on_meta_that_are_not_known(config) -> None:
         config.init_lora_weights = "pissa"
     with pytest.raises(Parallel3dError, match=r"k_proj.ia3_l.*peft|q_proj.lora_A.*peft"):
         materialize(model, device="cpu")
+
+
+def test_a_head_with_adapters_and_loss_parallel() -> None:
+    with (
+        fake_world(0, 2),
+        pytest.raises(PlanError, match=r"head 'base_model.model.lm_head' is a.*peft"),
+    ):
+        mesh = build_mesh(MeshLayout(1, 1, 2), device_type="cpu")
+        parallelize(build(["lm_head"], {}), mesh, "auto", loss_parallel=True)
 
 
 def test_dropout_is_of_the_input() -> None:
