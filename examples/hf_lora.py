@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 8 examples/hf_lora.py [folder of a model, with safetensors]
 
-Without a folder it is a small Llama with random weights. The base weights are frozen, and sharded like the
-adapters; the adapters are saved as peft saves them: PeftModel.from_pretrained(model, "adapters") loads them.
+It needs `pip install peft transformers`. Without a folder it is a small Llama with random weights. The base
+weights are frozen, and sharded like the adapters. These are saved in a folder as peft's, which
+PeftModel.from_pretrained(model, "adapters") loads.
 """
 
 import sys

@@ -6,11 +6,13 @@ whole; split by input features, A is split like it and B is whole. peft is not i
 """
 
 import copy
-from collections.abc import Iterable, Iterator
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from parallel3d.errors import Parallel3dError, PlanError
 from parallel3d.tp.styles import Colwise, Replicated, Rowwise, Style, VocabParallel
@@ -53,12 +55,12 @@ def without_adapters(model: nn.Module) -> nn.Module:
 def adapter_styles(style: Style, module: Any) -> Iterator[tuple[str, Style]]:
     """Yields the path from ``module``, a LoRA layer, and the style of each adapter, for the base layer's
     ``style``; raises PlanError if there are none."""
-    name = type(module).__name__
-    embedding = isinstance(style, VocabParallel) and style.output == "replicate"
-    if not isinstance(style, (Replicated, Colwise if name == "Linear" else (), Rowwise)):
-        if name == "Embedding" and embedding:
+    if type(module).__name__ == "Embedding":
+        if isinstance(style, Replicated) or style == VocabParallel():
             return  # its adapters are parameters, whole, and so are their inputs and outputs
-        raise PlanError(f"peft's LoRA {name} can't be split so")
+        raise PlanError("peft's LoRA of an embedding can only be split over the vocabulary")
+    if not isinstance(style, (Replicated, Colwise, Rowwise)):
+        raise PlanError("peft's LoRA of a linear layer can't have this style")
     down = up = style
     if isinstance(style, Colwise):
         # Beside parts of the sequence or of the features, a whole weight gets a part of its gradient.
@@ -71,45 +73,41 @@ def adapter_styles(style: Style, module: Any) -> Iterator[tuple[str, Style]]:
         yield f"lora_B.{key}", up
 
 
+# How peft initializes adapters, so that the model is the base model at first.
+_INITIALISE: dict[str, Callable[[Tensor], Any]] = {
+    "lora_A": functools.partial(nn.init.kaiming_uniform_, a=math.sqrt(5)),
+    "lora_B": nn.init.zeros_,
+    "lora_embedding_A": nn.init.zeros_,
+    "lora_embedding_B": nn.init.normal_,
+}
+
+
 def adapter_kind(model: nn.Module, path: str) -> str:
     """Returns the kind of adapter that the module at ``path`` is, such as ``"lora_A"``; ``""``: none."""
     parts = path.split(".")
-    for end in range(len(parts)):
-        inner = parts[end]
-        if is_wrapper(model.get_submodule(".".join(parts[:end]))) and inner not in _WRAPPED:
+    for end, inner in enumerate(parts):
+        inside = inner not in ("base_layer", "original_module")
+        if inside and is_wrapper(model.get_submodule(".".join(parts[:end]))):
             return inner
     return ""
 
 
-_WRAPPED = ("base_layer", "original_module")
-_INITIALISED = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
-
-
 def check_can_initialise_adapters(model: nn.Module, paths: Iterable[str]) -> None:
     """Raises Parallel3dError for an adapter at one of ``paths`` that ``initialise_adapter`` doesn't know."""
-    configs = getattr(model, "peft_config", {})
-    ways = {getattr(config, "init_lora_weights", True) for config in configs.values()}
+    configs = getattr(model, "peft_config", {}).values()
+    other = any(getattr(config, "init_lora_weights", True) is not True for config in configs)
     for path in paths:
-        kind = adapter_kind(model, path)
-        if kind and (kind not in _INITIALISED or ways - {True, False}):
+        if (kind := adapter_kind(model, path)) and (other or kind not in _INITIALISE):
             raise Parallel3dError(
                 f"materialize: {path} is an adapter of peft's, and only those of LoRA with "
-                "init_lora_weights=True or False can be initialised from the meta device; build the model "
-                "with values: without torch.device('meta'), on all ranks with one torch.manual_seed(seed)"
+                "init_lora_weights=True can be initialised from the meta device; build the model with "
+                "values: without torch.device('meta'), on all ranks with one torch.manual_seed(seed)"
             )
 
 
-def initialise_adapter(model: nn.Module, path: str, module: Any) -> bool:
-    """Initializes ``module`` as peft does if it is a LoRA layer's adapter; returns whether it is one."""
+def initialise_adapter(model: nn.Module, path: str, module: nn.Module) -> bool:
+    """Initializes ``module`` if it is an adapter; returns whether it is one."""
     kind = adapter_kind(model, path)
-    configs = getattr(model, "peft_config", {})
-    for name, param in module.named_parameters(recurse=False) if kind else ():
-        adapter = name if "embedding" in kind else path.rpartition(".")[2]
-        as_linear = getattr(configs.get(adapter), "init_lora_weights", True) is False
-        if kind == "lora_embedding_B" or (as_linear and "embedding" in kind):
-            nn.init.normal_(param)
-        elif kind == "lora_A" or as_linear:
-            module.reset_parameters()
-        else:
-            nn.init.zeros_(param)
+    for param in module.parameters(recurse=False) if kind else ():
+        _INITIALISE[kind if param.dim() > 1 else "lora_B"](param)
     return bool(kind)
