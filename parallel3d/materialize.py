@@ -14,6 +14,7 @@ from torch import nn
 
 from parallel3d.errors import Parallel3dError
 from parallel3d.fsdp.inspect import ShardedParam, class_name, unit_of
+from parallel3d.tp.lora import check_can_initialise_adapters, initialise_adapter
 
 
 def materialize(
@@ -22,8 +23,8 @@ def materialize(
     """Initializes every parameter and buffer of ``model`` that is on meta.
 
     A module with parameters or buffers of its own is initialized by ``model._init_weights(module)`` if the
-    model has that method (Hugging Face's convention), else by ``module.reset_parameters()``. A parameter
-    that several modules share gets the values of the first.
+    model has that method (Hugging Face's convention), else by ``module.reset_parameters()``; adapters of
+    peft's LoRA layers as peft does. A parameter that several modules share gets the values of the first.
 
     Args:
         model: plain or parallel.
@@ -108,21 +109,24 @@ def _on_meta(name: str, module: nn.Module) -> list[str]:
 
 def check_can_initialise(model: nn.Module, modules: Sequence[tuple[str, nn.Module]]) -> None:
     """Raises Parallel3dError unless each of ``modules`` (name, module) has a method to initialize itself."""
+    check_can_initialise_adapters(model, [name for name, _ in modules])
     if hasattr(model, "_init_weights"):
         return
-    lacking = [(n, module) for n, module in modules if not hasattr(module, "reset_parameters")]
+    lacking: dict[str, list[str]] = {}  # class -> names of tensors, the first module's first
+    for name, module in modules:
+        if not hasattr(module, "reset_parameters"):
+            lacking.setdefault(class_name(module), []).extend(_on_meta(name, module))
     if not lacking:
         return
     shown = "; ".join(
-        f"{', '.join(_on_meta(name, module))} of class {class_name(module)}"
-        for name, module in lacking[:8]
+        f"{', '.join(names[:2])}{', ...' * (len(names) > 2)} ({cls})"
+        for cls, names in lacking.items()
     )
-    more = f"; and {len(lacking) - 8} more" if len(lacking) > 8 else ""
-    classes = ", ".join(sorted({class_name(module) for _, module in lacking}))
     raise Parallel3dError(
-        f"materialize finds no method that initialises {shown}{more}. "
-        f"Give {classes} a method reset_parameters() that fills a module's own parameters and "
-        "buffers, or the model a method _init_weights(module)"
+        f"materialize finds no method that initialises {shown}. Give {', '.join(lacking)} a method "
+        "reset_parameters() that fills a module's own parameters and buffers (__init__ can call it), or "
+        "the model a method _init_weights(module). Or build the model with values instead: without "
+        "torch.device('meta') and materialize, after the same torch.manual_seed(seed) on all ranks"
     )
 
 
@@ -157,7 +161,9 @@ class _Materialization:
                 if buffer is not None and buffer.is_meta:
                     module._buffers[key] = torch.empty_like(buffer, device=self.device)
             with _seeded(f"{self.seed}:{name}", self.device), torch.no_grad():
-                if hasattr(self.model, "_init_weights"):
+                if initialise_adapter(self.model, name, module):
+                    pass  # peft's models have the _init_weights of the model inside
+                elif hasattr(self.model, "_init_weights"):
                     self.model._init_weights(module)  # type: ignore[operator]
                 else:
                     module.reset_parameters()  # type: ignore[operator]

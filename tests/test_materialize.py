@@ -1,5 +1,10 @@
 """materialize: the same weights on every mesh, one module at a time."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from _support.models import LM_PLAN, Lm, lm_loss, tokens
@@ -92,10 +97,40 @@ def test_no_way_to_initialise() -> None:
             super().__init__()
             self.scale = nn.Parameter(torch.ones(3))
 
-    model = meta(lambda: nn.Sequential(nn.Linear(3, 3), Bare()))
-    with pytest.raises(Parallel3dError, match=r"1\.scale of class Bare"):
+    model = meta(lambda: nn.Sequential(nn.Linear(3, 3), *(Bare() for _ in range(9))))
+    named = r"initialises 1\.scale, 2\.scale, \.\.\. \(Bare\)\. Give Bare a .* torch.manual_seed\(seed\)"
+    with pytest.raises(Parallel3dError, match=named):
         materialize(model, device="cpu")
     assert all(p.is_meta for p in model.parameters())
+
+
+def test_no_way_to_initialise_is_said_once(tmp_path: Path) -> None:
+    """By the first of eight ranks, or eight long lines hide the one that helps."""
+    program = tmp_path / "program.py"
+    program.write_text(BARE)
+    command = [sys.executable, "-m", "parallel3d", "run", "--nproc-per-node", "2", str(program)]
+    root = str(Path(__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 1
+    assert done.stderr.count("Give Bare a method reset_parameters()") == 1, done.stderr
+
+
+BARE = """
+import torch
+import parallel3d as p3d
+
+class Bare(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(4))
+
+mesh = p3d.build_mesh(p3d.MeshLayout(1, 2, 1), device_type="cpu")
+with torch.device("meta"):
+    model = Bare()
+p3d.parallelize(model, mesh)
+p3d.materialize(model, seed=0)
+"""
 
 
 def test_an_initialiser_that_fails() -> None:

@@ -141,7 +141,9 @@ class ResolvedPlan:
         """
         styles: dict[str, dict[str, None]] = {}
         for m in self.modules:
-            *parents, last = m.name.split(".")
+            if ".lora_" in m.name:
+                continue  # an adapter, which follows from its layer
+            *parents, last = m.name.removesuffix(".base_layer").split(".")
             name = ".".join(parents[-1:] + [last]) if last.isdecimal() else last
             styles.setdefault(type(m.style).__name__, {})[name or "(root)"] = None
         named = "; ".join(f"{style}: {', '.join(names)}" for style, names in styles.items())
@@ -375,6 +377,7 @@ def resolve_plan(
     resolution.add_tied_embeddings()
     resolution.leave_fast_paths()
     align_heads(resolution)
+    resolution.add_adapters()
     resolution.finish()
     unchecked: list[str] = []
     if not resolution.problems and from_user:

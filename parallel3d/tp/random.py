@@ -18,7 +18,7 @@ is set later. The ranks' states are compared in the first forward and, less and 
 Limits:
 
 - From a module's first Colwise to its Rowwise all tensors count as parts. Dropout of a whole tensor *there*
-  differs by rank. (Inside a wrapper of the Colwise alone, such as a LoRA layer, it doesn't.)
+  differs by rank. (Inside a wrapper of the Colwise alone it doesn't, nor in a LoRA layer of peft's.)
 - Where the model runs on an accelerator, numbers from the CPU's default generator are equal on all ranks, as
   the dropping of layers needs. On the CPU itself they aren't equal among parts.
 - In code under ``torch.compile`` nothing is switched: masks are then the same on all tp ranks, on parts too.
@@ -75,11 +75,13 @@ def install_random(model: nn.Module, styles: dict[str, "Style"], axis: TpAxis) -
     done = set()
     for name, style in styles.items():
         if style.random_after or style.random_before:
-            split = style.random_after == "features"
-            module = _outermost(name, model) if split else model.get_submodule(name)
+            module = _outermost(name, model, style.random_after == "features")
             if id(module) not in done:
                 done.add(id(module))
                 place = _Place(regions, style.random_before, style.random_after)
+                # In a region of parts, the input of a LoRA layer may be whole, and so its dropout.
+                part = getattr(style, "input", "") in ("sequence", "shard")
+                place.whole = hasattr(module, "base_layer") and not part
                 _wrap(module, "_parallel3d_random", place, _at_place)
     _wrap(model, "_parallel3d_random_root", _Place(regions, False, ""), _at_root)
 
@@ -105,17 +107,19 @@ def _refuse_dropout(module: Any, args: Any) -> None:
         )
 
 
-def _outermost(name: str, model: nn.Module) -> nn.Module:
-    """Returns the module ``name``, or the outermost wrapper of that linear layer: other computations of a
-    LoRA layer around a Colwise, such as dropout of the input, aren't on parts."""
+def _outermost(name: str, model: nn.Module, split: bool) -> nn.Module:
+    """Returns the module ``name``, or the LoRA layer around it, which drops of its input after the base
+    layer; where the output is ``split`` any outermost wrapper of that linear layer."""
     module = model.get_submodule(name)
     size = getattr(module, "out_features", None)
     while "." in name and size is not None:
         name = name.rpartition(".")[0]
         outer = model.get_submodule(name)
-        if getattr(outer, "out_features", None) != size:
+        same = split and getattr(outer, "out_features", None) == size
+        if same or hasattr(outer, "base_layer"):
+            module = outer
+        elif not isinstance(outer, nn.ModuleDict):  # peft's, of adapters
             break
-        module = outer
     return module
 
 
@@ -151,6 +155,7 @@ class _Place:
     before: bool
     after: str
     inner: Callable[..., Any] = nn.Module.forward
+    whole: bool = False
 
 
 def _at_place(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -159,6 +164,8 @@ def _at_place(self: Any, *args: Any, **kwargs: Any) -> Any:
         return place.inner(self, *args, **kwargs)
     if place.before and self.training:
         _to_parts(place.regions)
+    elif place.whole:
+        _to_whole(place.regions.axis)
     y = place.inner(self, *args, **kwargs)
     if place.after == "whole":
         _to_whole(place.regions.axis)

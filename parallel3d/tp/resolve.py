@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from parallel3d.errors import PlanError
 from parallel3d.tp.local_attributes import PlannedAttribute, local_attributes
+from parallel3d.tp.lora import adapter_styles, check_wrapper, is_wrapper
 from parallel3d.tp.styles import (
     Colwise,
     Experts,
@@ -317,6 +318,13 @@ class Resolution:
 
     def _rule_module(self, name: str, pattern: str, style: Style, why: str) -> None:
         module = self.modules[name]
+        if is_wrapper(module):
+            try:
+                check_wrapper(module)
+            except PlanError as error:
+                self.problems.append(f"module {name!r} as {style}: {error}")
+                return
+            name, module = f"{name}.base_layer", module.get_submodule("base_layer")
         if (ruled := self.ruled.get(id(module))) is not None:
             self._check_one_rule("module", name, ruled, pattern, style)
             return
@@ -413,6 +421,22 @@ class Resolution:
         # A head tied to an embedding that puts out parts may read them, or the whole.
         whole = isinstance(partner, VocabParallel) and partner.output == "replicate"
         return Colwise(output="replicate") if whole and is_plain(module, nn.Linear) else None
+
+    def add_adapters(self) -> None:
+        """Gives the adapters of LoRA layers the styles that their base layers' require."""
+        for name, module in self.modules.items():
+            base = self.modules.get(f"{name}.base_layer".lstrip("."))
+            ruled = self.ruled.get(id(base))
+            if ruled is None or not is_wrapper(module):
+                continue
+            try:
+                check_wrapper(module)
+                for inner, style in adapter_styles(ruled.style, module):
+                    path, child = f"{name}.{inner}", module.get_submodule(inner)
+                    made = RuledModule(path, ruled.pattern, style, child, ruled.why)
+                    self.ruled.setdefault(id(child), made)
+            except PlanError as error:
+                self.problems.append(f"module {ruled.name!r} as {ruled.style}: {error}")
 
     def ruled_in_order(self) -> list[RuledModule]:
         """Returns the modules with a style, in the model's order, whatever the order of the rules."""

@@ -6,6 +6,7 @@ attention or MLP block leaves the block whole on every rank, which is always rig
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -276,7 +277,8 @@ def merged_plan(model: nn.Module) -> dict[str, str]:
 
 
 def _rules_of(owner: Any, attribute: str) -> dict[str, str]:
-    rules = getattr(owner, attribute, None)
+    # Not by a __getattr__ that asks a module inside, as peft's models do.
+    rules = inspect.getattr_static(owner, attribute, None)
     return dict(rules) if isinstance(rules, Mapping) else {}
 
 

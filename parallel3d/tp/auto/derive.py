@@ -33,6 +33,7 @@ from parallel3d.tp.auto.trace import (
     trace,
     with_patterns,
 )
+from parallel3d.tp.lora import without_adapters
 from parallel3d.tp.resolve import PlanSource, Rule, is_in, numberless
 from parallel3d.tp.styles import (
     Colwise,
@@ -549,6 +550,7 @@ def choose(model: nn.Module, tp_size: int, example: Any = None) -> PlanSource:
     # Here, so that importing parallel3d doesn't import what few programs use.
     from parallel3d.tp.auto.complete import has_hf_plan, hf_plan
 
+    model = without_adapters(model)  # whose styles follow from those of their layers
     if has_hf_plan(model):
         return hf_plan(model, tp_size, example)
     return derive_plan(model, tp_size, example)

@@ -63,7 +63,8 @@ def find_attention(
     colwise: dict[str, list[Projection]] = {}  # by parent
     rowwise: dict[str, list[Projection]] = {}
     for one in ruled.values():
-        parent, _, name = one.name.rpartition(".")
+        # The base layer of a LoRA layer has its name.
+        parent, _, name = one.name.removesuffix(".base_layer").rpartition(".")
         try:
             kind = linear_kind(one.style, one.module)
         except PlanError:

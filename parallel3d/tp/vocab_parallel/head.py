@@ -14,6 +14,7 @@ from parallel3d._util.forwards import as_if, wrap_forward
 from parallel3d.errors import Parallel3dError, PlanError
 from parallel3d.tp.collectives import TpAxis, copy_to_tp, gather_from_tp
 from parallel3d.tp.forwards import TpState, take_input
+from parallel3d.tp.lora import is_wrapper
 from parallel3d.tp.overlap import linear
 from parallel3d.tp.plan import ResolvedPlan
 from parallel3d.tp.styles import Colwise
@@ -130,6 +131,11 @@ def find_head(model: nn.Module, plan: ResolvedPlan | None) -> str:
         )
     what = "linear layer" if plan is None else "linear layer with the style 'colwise_gather_output'"
     named = next((n for n, m in modules.items() if m is own), None)
+    if own is not None and is_wrapper(own):
+        raise PlanError(
+            f"loss_parallel: the model's output head {named!r} is a layer of peft's, whose logits can't stay "
+            "split; leave it out of the peft config, or leave loss_parallel out"
+        )
     shown = f"{named!r} is the model's output head, but not a" if named else "there is no"
     raise PlanError(
         f"loss_parallel: {shown} {what} that puts out the vocabulary; with that style there "

@@ -1,0 +1,113 @@
+"""LoRA layers of the peft library: what the rule of a layer means for the adapters around it.
+
+A LoRA layer computes ``base_layer(x) + lora_B(lora_A(dropout(x))) * scaling``. A rule for it is the base
+layer's, and determines the adapters': split by output features, B is split like the base layer and A is
+whole; split by input features, A is split like it and B is whole. peft is not imported.
+"""
+
+import copy
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from parallel3d.errors import Parallel3dError, PlanError
+from parallel3d.tp.styles import Colwise, Replicated, Rowwise, Style, VocabParallel
+
+_WRAPPERS = ("BaseTunerLayer", "AuxiliaryTrainingWrapper")
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """Whether ``module`` is a layer of peft around one of the model's."""
+    classes = ((c.__module__.partition(".")[0], c.__name__) for c in type(module).__mro__)
+    return any(package == "peft" and name in _WRAPPERS for package, name in classes)
+
+
+def check_wrapper(module: Any) -> None:
+    """Raises PlanError for a layer of peft that isn't LoRA as above."""
+    cls = type(module)
+    lora = cls.__module__ == "peft.tuners.lora.layer" and cls.__name__ in ("Linear", "Embedding")
+    variants = {type(v).__name__ for v in getattr(module, "lora_variant", {}).values()}
+    if not lora or variants:
+        kind = ", ".join(sorted(variants)) or f"{cls.__module__}.{cls.__name__}"
+        raise PlanError(
+            f"it is peft's {kind}, which can't be split over tp: of peft only LoRA of linear layers and "
+            "embeddings can, without DoRA or other variants. Change the peft config, or use tp=1"
+        )
+
+
+def without_adapters(model: nn.Module) -> nn.Module:
+    """Returns a copy of ``model``, with its parameters and buffers, in which peft's layers are replaced by
+    the layers inside them; ``model`` itself if there are none."""
+    found = [n for n, m in model.named_modules() if is_wrapper(m) and hasattr(m, "base_layer")]
+    if not found:
+        return model
+    tensors = (*model.parameters(), *model.buffers())
+    twin = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    for name in reversed(found):  # inner ones first
+        twin.set_submodule(name, twin.get_submodule(f"{name}.base_layer"))
+    return twin
+
+
+def adapter_styles(style: Style, module: Any) -> Iterator[tuple[str, Style]]:
+    """Yields the path from ``module``, a LoRA layer, and the style of each adapter, for the base layer's
+    ``style``; raises PlanError if there are none."""
+    if type(module).__name__ == "Embedding":
+        if isinstance(style, Replicated) or style == VocabParallel():
+            return  # its adapters are parameters, whole, and so are their inputs and outputs
+        raise PlanError("peft's LoRA of an embedding can only be split over the vocabulary")
+    if not isinstance(style, (Replicated, Colwise, Rowwise)):
+        raise PlanError("peft's LoRA of a linear layer can't have this style")
+    down = up = style
+    if isinstance(style, Colwise):
+        # Beside parts of the sequence or of the features, a whole weight gets a part of its gradient.
+        down = Replicated("whole" if style.input == "replicate" else "partial")
+        up = replace(style, chunks=1)
+    elif isinstance(style, Rowwise):
+        up = Replicated("partial" if style.splits_sequence else "whole")
+    for key in module.lora_A:
+        yield f"lora_A.{key}", down
+        yield f"lora_B.{key}", up
+
+
+# How peft initializes adapters, so that the model is the base model at first.
+_INITIALISE: dict[str, Callable[[Tensor], Any]] = {
+    "lora_A": functools.partial(nn.init.kaiming_uniform_, a=math.sqrt(5)),
+    "lora_B": nn.init.zeros_,
+    "lora_embedding_A": nn.init.zeros_,
+    "lora_embedding_B": nn.init.normal_,
+}
+
+
+def adapter_kind(model: nn.Module, path: str) -> str:
+    """Returns the kind of adapter that the module at ``path`` is, such as ``"lora_A"``; ``""``: none."""
+    parts = path.split(".")
+    for end, inner in enumerate(parts):
+        inside = inner not in ("base_layer", "original_module")
+        if inside and is_wrapper(model.get_submodule(".".join(parts[:end]))):
+            return inner
+    return ""
+
+
+def check_can_initialise_adapters(model: nn.Module, paths: Iterable[str]) -> None:
+    """Raises Parallel3dError for an adapter at one of ``paths`` that ``initialise_adapter`` doesn't know."""
+    configs = getattr(model, "peft_config", {}).values()
+    other = any(getattr(config, "init_lora_weights", True) is not True for config in configs)
+    for path in paths:
+        if (kind := adapter_kind(model, path)) and (other or kind not in _INITIALISE):
+            raise Parallel3dError(
+                f"materialize: {path} is an adapter of peft's, and only those of LoRA with "
+                "init_lora_weights=True can be initialised from the meta device; build the model with "
+                "values: without torch.device('meta'), on all ranks with one torch.manual_seed(seed)"
+            )
+
+
+def initialise_adapter(model: nn.Module, path: str, module: nn.Module) -> bool:
+    """Initializes ``module`` if it is an adapter; returns whether it is one."""
+    kind = adapter_kind(model, path)
+    for param in module.parameters(recurse=False) if kind else ():
+        _INITIALISE[kind if param.dim() > 1 else "lora_B"](param)
+    return bool(kind)
