@@ -14,9 +14,9 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
-from kill_supervisor import Ending, Kill, run_ranks
-from kill_test import AT_TORCHRUN, OTHERS, SAME, Job, Killer
-from kill_verify import Record, different_end, different_steps, wrong_samples
+from _support.kill.at_random import AT_TORCHRUN, OTHERS, SAME, Job, Killer
+from _support.kill.supervisor import Ending, Kill, run_ranks
+from _support.kill.verify import Record, different_end, different_steps, wrong_samples
 
 from parallel3d.observability import read_json_lines
 
@@ -142,7 +142,7 @@ def test_starts_again(run: Run) -> None:
 
 @pytest.mark.full
 def test_thirty_kills(tmp_path: Path) -> None:
-    """What examples/kill_test.py does."""
+    """What tests/_support/kill/at_random.py does."""
     killer = Killer(tmp_path, random.Random(0))
     for job in SAME:
         killer.kill(job, 10)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from _support.hosts import Site
-from kill_verify import Record, different_end, different_steps
+from _support.kill.verify import Record, different_end, different_steps
 
 pytest.importorskip("typer")
 pytest.importorskip("rich")
