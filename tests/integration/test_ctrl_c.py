@@ -1,4 +1,4 @@
-"""``parallel3d run``: Ctrl-C and a user's mistake end it with a line and an exit code, without a traceback."""
+"""``parallel3d run``: Ctrl-C and a mistake of the user end it with a line and an exit code, no traceback."""
 
 import os
 import re
