@@ -12,6 +12,12 @@ from _support.parity_table import MARKED, gather
 from torch import distributed as dist
 
 from parallel3d.testing import GlooPool
+from parallel3d.testing.gloo_pool import _PRELOAD
+
+# What most tests on processes use is imported once, before these are forked.
+_PRELOAD += ["parallel3d.testing.parity", "parallel3d.parallelize", "parallel3d.optim.local"]
+_PRELOAD += ["parallel3d.checkpoint.loading", "parallel3d.checkpoint.saving"]
+_PRELOAD += ["torch.distributed.checkpoint.state_dict", "parallel3d.guards.session"]
 
 torch.set_num_threads(1)  # tests run side by side
 

@@ -74,7 +74,12 @@ def check(recipe, run, model):
 
 
 @pytest.mark.parametrize(
-    "name", [*ALL[:2], *(pytest.param(name, marks=pytest.mark.full) for name in ALL[2:])]
+    "name",
+    [
+        ALL[0],
+        pytest.param(ALL[1], marks=pytest.mark.slow),
+        *(pytest.param(name, marks=pytest.mark.full) for name in ALL[2:]),
+    ],
 )
 def test_a_dry_run_on_all_its_gpus(name):
     recipe = read(name)

@@ -84,6 +84,7 @@ def metrics_of(run: Run) -> list[list[int]]:
     return found
 
 
+@pytest.mark.slow
 def test_goes_on_on_other_processes(run: Run, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Four with tp, two, one: the samples are those of a run on one, and so are the losses."""
     whole = Run(tmp_path_factory.mktemp("whole"))
