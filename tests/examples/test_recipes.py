@@ -86,7 +86,7 @@ def test_a_dry_run_on_all_its_gpus(name):
     check(recipe, dry_run(recipe), recipe.prediction().model)
 
 
-@pytest.mark.parametrize("name", ALL[2:])
+@pytest.mark.parametrize("name", [ALL[2], pytest.param(ALL[3], marks=pytest.mark.slow)])
 def test_some_layers_on_all_its_gpus(name, monkeypatch):
     """Of the large ones; all their layers take minutes (-m full)."""
     recipe, layers = read(name), 8

@@ -249,6 +249,7 @@ def test_equals_hsdp_in_bfloat16(gloo_pool) -> None:
     gloo_pool.run(same_as_hsdp, world_size=4)
 
 
+@pytest.mark.slow
 def test_checkpoints_move_between_layouts(gloo_pool, tmp_path: Path) -> None:
     gloo_pool.run(moves_between_layouts, str(tmp_path), world_size=4)
 

@@ -158,6 +158,7 @@ def to_torch(path: str, layout: MeshLayout) -> None:
     load_and_compare(theirs(even_model()), path, expected)
 
 
+@pytest.mark.slow  # so does tests/checkpoint/test_dcp_interchange.py
 def test_torchs_checkpoint_loads_into_ours(gloo_pool, tmp_path: Path) -> None:
     gloo_pool.run(from_torch, str(tmp_path), world_size=4)
 
