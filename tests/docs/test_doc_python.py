@@ -16,17 +16,17 @@ ON_RANKS = [section for section in SECTIONS if section.world == "gloo"]
 SLOW = {"tutorial.md", "from_accelerate.md", "from_megatron_fsdp.md", "from_torchtitan.md"}
 
 
-def on_ranks(section: Section) -> object:
+def marked(section: Section) -> object:
     marks = [pytest.mark.slow] if section.page.name in SLOW else []
     return pytest.param(section, id=section.where, marks=marks)
 
 
-@pytest.mark.parametrize("section", HERE, ids=lambda s: s.where)
+@pytest.mark.parametrize("section", [marked(s) for s in HERE])
 def test_it_runs(section: Section, tmp_path: Path) -> None:
     run_here(section, tmp_path)
 
 
-@pytest.mark.parametrize("section", map(on_ranks, ON_RANKS))
+@pytest.mark.parametrize("section", [marked(s) for s in ON_RANKS])
 def test_it_runs_on_ranks(section: Section, tmp_path: Path, gloo_pool: GlooPool) -> None:
     gloo_pool.run(execute, section, str(tmp_path), world_size=section.size)
 

@@ -11,12 +11,14 @@ CASES = [
     pytest.param(Training((2, 2, 2), sequence=True), marks=pytest.mark.slow),  # eight processes
     Training((2, 2, 1), hfsdp=True, tied=True),
     Training((1, 1, 2), sequence=True, steps=1),
-    Training((1, 4, 1), reshard=False, recompute=True),
+    pytest.param(Training((1, 4, 1), reshard=False, recompute=True), marks=pytest.mark.slow),
 ]
 MORE = [Training((2, 2, 2)), Training((1, 1, 2), sequence=True, recompute=True)]
 ODD = [
     Training((1, 3, 2), vocabulary=250, hidden=170, mixed=False, steps=1),
-    Training((1, 5, 1), dim=80, hidden=90, vocabulary=251, steps=1),
+    pytest.param(
+        Training((1, 5, 1), dim=80, hidden=90, vocabulary=251, steps=1), marks=pytest.mark.slow
+    ),
 ]
 
 
