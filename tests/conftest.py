@@ -1,6 +1,7 @@
 """What all tests share: the pool of gloo processes, the engine under test, a guard against leaked groups."""
 
 import gc
+import sys
 from collections.abc import Generator, Iterator
 
 import pytest
@@ -38,6 +39,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.stash[MARKED] = gather(items)
     if config.getoption("--only-engine-tests"):
         items[:] = [item for item in items if "engine" in getattr(item, "fixturenames", ())]
+    if "transformers" in sys.modules:  # some test imports it, and so would each process of the pool
+        _PRELOAD.append("transformers.models.llama.modeling_llama")
     for item in items:
         if {"gloo_pool", "site", "python"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.xdist_group("gloo"))

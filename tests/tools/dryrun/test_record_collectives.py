@@ -65,7 +65,9 @@ def test_nccl_differs_from_gloo_only_in_how_gradients_are_reduced():
     assert gathered[0] == gathered[1]
 
 
-@pytest.mark.parametrize("mesh, rows", [((3, 1, 2), 9), ((1, 5, 1), 17)], ids=str)
+@pytest.mark.parametrize(
+    "mesh, rows", [((3, 1, 2), 9), pytest.param((1, 5, 1), 17, marks=pytest.mark.slow)], ids=str
+)
 def test_ranks_of_uneven_worlds_agree(mesh, rows):
     """Parameters of 9 and 17 rows: what a group's members bring to its collectives is alike."""
     sizes = {"hidden": rows * mesh[2], "vocabulary": rows * 3, "dim": 80}
