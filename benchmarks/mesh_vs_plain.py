@@ -12,6 +12,7 @@ model with torch's optimizer and clipping, without the engine. Exits with 1 wher
 """
 
 import argparse
+import json
 import subprocess
 import sys
 import time
@@ -34,25 +35,19 @@ Result = dict[str, float]
 
 
 def run_example(command: list[str], options: list[str]) -> Result:
-    """Runs ``examples/train.py``; the numbers of its last line, ``result name=value ...``.
+    """Runs ``examples/train.py``; the numbers that it prints with ``--json``.
 
     Raises:
-        RuntimeError: it ended without that line.
+        RuntimeError: it ended without them.
     """
     start = time.perf_counter()
-    result: Result = {}
-    full = [*command, str(EXAMPLES / "train.py"), *options]
+    full = [*command, str(EXAMPLES / "train.py"), *options, "--json"]
     print("$", " ".join(full), flush=True)
-    with subprocess.Popen(full, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            print("   ", line, end="", flush=True)
-            if line.startswith("result "):
-                pairs = (pair.split("=", 1) for pair in line.split()[1:])
-                result = {name: float(value) for name, value in pairs}
+    done = subprocess.run(full, stdout=subprocess.PIPE, text=True)
     # Its own check may have failed, with an exit code; here the numbers decide.
-    if not result:
-        raise RuntimeError(f"no result line; exit code {process.returncode}")
+    if not done.stdout:
+        raise RuntimeError(f"no result; exit code {done.returncode}")
+    result: Result = json.loads(done.stdout)
     return result | {"wall_seconds": time.perf_counter() - start}
 
 

@@ -1,6 +1,7 @@
 """What all tests share: the pool of gloo processes, the engine under test, a guard against leaked groups."""
 
 import gc
+import sys
 from collections.abc import Generator, Iterator
 
 import pytest
@@ -12,6 +13,12 @@ from _support.parity_table import MARKED, gather
 from torch import distributed as dist
 
 from parallel3d.testing import GlooPool
+from parallel3d.testing.gloo_pool import _PRELOAD
+
+# What most tests on processes use is imported once, before these are forked.
+_PRELOAD += ["parallel3d.testing.parity", "parallel3d.parallelize", "parallel3d.optim.local"]
+_PRELOAD += ["parallel3d.checkpoint.loading", "parallel3d.checkpoint.saving"]
+_PRELOAD += ["torch.distributed.checkpoint.state_dict", "parallel3d.guards.session"]
 
 torch.set_num_threads(1)  # tests run side by side
 
@@ -28,12 +35,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """One xdist worker runs every test that needs the pool or the hosts, so that there is one of each."""
+    """One xdist worker runs every test that needs the pool, the hosts or the fork server: one of each."""
     config.stash[MARKED] = gather(items)
     if config.getoption("--only-engine-tests"):
         items[:] = [item for item in items if "engine" in getattr(item, "fixturenames", ())]
+    if "transformers" in sys.modules:  # some test imports it, and so would each process of the pool
+        _PRELOAD.append("transformers.models.llama.modeling_llama")
     for item in items:
-        if {"gloo_pool", "site"} & set(getattr(item, "fixturenames", ())):
+        if {"gloo_pool", "site", "python"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.xdist_group("gloo"))
 
 
@@ -56,13 +65,19 @@ def gloo_pool() -> Iterator[GlooPool]:
 
 
 @pytest.fixture(scope="session")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[hosts.Site]:
+def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """``[*python, script]`` starts a program that need not import torch; one for the whole test run."""
+    with python_at(str(tmp_path_factory.mktemp("python") / "socket")) as command:
+        yield command
+
+
+@pytest.fixture(scope="session")
+def site(request: pytest.FixtureRequest) -> Iterator[hosts.Site]:
     """Four hosts for the whole test run, and a Python that starts at once on each; or the test is skipped."""
     if why := hosts.missing():
         pytest.skip(f"several hosts on one machine: {why}")
-    folder = tmp_path_factory.mktemp("python")
-    with python_at(str(folder / "socket")) as python, hosts.hosts(4) as made:
-        yield hosts.Site(made, python)
+    with hosts.hosts(4) as made:
+        yield hosts.Site(made, request.getfixturevalue("python"))
 
 
 @pytest.fixture

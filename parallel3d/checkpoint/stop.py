@@ -36,9 +36,10 @@ class StopSignal:
     that still run after ``--shutdown-timeout`` seconds (30 by default). SLURM's ``--signal=USR1@120`` sends
     SIGUSR1 120 s before the time limit; torchrun then needs ``--signals-to-handle
     SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1``. A second Ctrl-C (SIGINT) ends the process at once, with exit
-    code 130 and without a traceback; torchrun repeats the first, which counts as one within half a second.
-    Outside the block the previous handlers are in place. Enter it
-    when there is something to save: before that, a process that waits for missing peers should end at once.
+    code 130 and without a traceback; torchrun repeats the first, which counts as one within half a second,
+    and sends SIGTERM for the second, which after a SIGINT does the same. Outside the block the previous
+    handlers are in place. Enter it when there is something to save: before that, a process that waits for
+    missing peers should end at once.
     In nested blocks both StopSignals receive the signal. Entering it again resets ``requested``.
 
     Args:
@@ -109,8 +110,10 @@ class StopSignal:
         now = time.monotonic()
         if self.received is None:
             self.received, self._at = signal.Signals(number), now
-        elif number == signal.SIGINT and now - self._at > _ONE_PRESS:
-            os._exit(128 + number)  # no traceback, and no waiting for peers in a collective
+        elif now - self._at > _ONE_PRESS and (
+            number == signal.SIGINT or (number == signal.SIGTERM and self.received is signal.SIGINT)
+        ):
+            os._exit(128 + signal.SIGINT)  # no traceback, and no waiting for peers in a collective
         before = self._before.get(signal.Signals(number))
         if isinstance(getattr(before, "__self__", None), StopSignal):
             before(number, frame)  # type: ignore[misc]  # of an enclosing StopSignal

@@ -39,7 +39,12 @@ if sys.argv[2] == "saved again":
 
 
 @pytest.mark.parametrize(
-    "kind", ["not asked", "asked", pytest.param("saved again", marks=pytest.mark.full)]
+    "kind",
+    [
+        "not asked",
+        pytest.param("asked", marks=pytest.mark.slow),
+        pytest.param("saved again", marks=pytest.mark.full),
+    ],
 )
 def test_it_is_told_once(tmp_path: Path, kind: str) -> None:
     script = tmp_path / "script.py"

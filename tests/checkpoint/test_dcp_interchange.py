@@ -256,6 +256,7 @@ def save_local_again(path: str, layout: MeshLayout) -> None:
     check_equal(everything(other, fresh), expected)
 
 
+@pytest.mark.slow
 def test_optimizers_of_ours(gloo_pool, tmp_path: Path) -> None:
     path = str(tmp_path / "saved")
     gloo_pool.run(save_ours, path, LAYOUTS[0], {}, world_size=4)

@@ -128,7 +128,12 @@ MESHES = [(1, 2, 2), (2, 2, 1), None]
 
 
 @pytest.mark.parametrize(
-    "sizes", [pytest.param(s, marks=[pytest.mark.full] * (s == (2, 2, 1))) for s in MESHES]
+    "sizes",
+    [
+        MESHES[0],
+        pytest.param(MESHES[1], marks=pytest.mark.full),
+        pytest.param(MESHES[2], marks=pytest.mark.slow),
+    ],
 )
 def test_adapters(gloo_pool: GlooPool, tmp_path: Path, sizes) -> None:
     path = str(tmp_path / "run")

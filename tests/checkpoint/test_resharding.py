@@ -65,6 +65,11 @@ def matrix(pool: GlooPool, path: Path, layouts: list[Sizes], hfsdp: bool, kind: 
         pool.run(session, [], by_world[count], layouts, *where, world_size=count)
 
 
+def test_a_pair(gloo_pool: GlooPool, tmp_path: Path) -> None:
+    matrix(gloo_pool, tmp_path, [(1, 1, 4), (1, 1, 1)], False, "torch")
+
+
+@pytest.mark.slow
 def test_all_pairs(gloo_pool: GlooPool, tmp_path: Path) -> None:
     matrix(gloo_pool, tmp_path, LAYOUTS, False, "torch")
 

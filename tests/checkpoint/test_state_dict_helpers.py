@@ -151,7 +151,7 @@ def rounds(kind: str, layout: str, make: Callable[[nn.Module], Any]) -> None:
 
 CASES = [
     ("plain", "fsdp + tp", make_adamw),
-    ("plain", "hsdp", make_local),
+    pytest.param("plain", "hsdp", make_local, marks=pytest.mark.slow),
 ]
 MORE = [
     ("tied", "fsdp", make_in_backward),

@@ -1,8 +1,10 @@
 """A signal that asks to stop is a flag; all ranks agree on it."""
 
+import multiprocessing
 import os
 import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -11,18 +13,47 @@ from torch import distributed as dist
 from parallel3d import Parallel3dError, StateError
 from parallel3d.checkpoint import StopSignal
 from parallel3d.testing import GlooPool
+from parallel3d.testing.gloo_pool import _PRELOAD
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_within_the_block_it_is_a_flag(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     with StopSignal() as stop:
         assert not stop.requested and not stop.on_any_rank()
         os.kill(os.getpid(), number)
-        os.kill(os.getpid(), number)  # as torchrun and its own caller may both send it
+        os.kill(os.getpid(), number)  # as torchrun and its own caller may both send it, at once
         assert stop.requested and stop.on_any_rank()
         assert stop.received is number
     assert signal.getsignal(number) is before
+
+
+def receive(*signals: int) -> None:
+    """They arrive 0.6 seconds apart in the middle of a step; its exit code is then 0."""
+    with StopSignal():
+        for number in signals:
+            os.kill(os.getpid(), number)
+            time.sleep(0.6)
+    os._exit(0)
+
+
+@pytest.mark.parametrize(
+    ("signals", "code"),
+    [
+        ((signal.SIGINT, signal.SIGINT), 130),
+        ((signal.SIGINT, signal.SIGTERM), 130),  # torchrun's answer to the second Ctrl-C
+        ((signal.SIGTERM, signal.SIGINT), 130),
+        ((signal.SIGTERM, signal.SIGTERM), 0),
+        ((signal.SIGINT, signal.SIGUSR1), 0),
+    ],
+)
+def test_a_second_ctrl_c_ends_the_process_at_once(signals: tuple[int, ...], code: int) -> None:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    process = context.Process(target=receive, args=signals, daemon=True)
+    process.start()
+    process.join(60)
+    assert process.exitcode == code
 
 
 def test_handlers_come_back_after_an_error() -> None:

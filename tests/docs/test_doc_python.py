@@ -12,14 +12,21 @@ from parallel3d.testing import GlooPool
 SECTIONS = [section for page in PAGES for section in sections(page)]
 HERE = [section for section in SECTIONS if section.world != "gloo"]
 ON_RANKS = [section for section in SECTIONS if section.world == "gloo"]
+# Their loops train beside the plain model, for seconds each; README, ten_minutes.md and others stay.
+SLOW = {"tutorial.md", "from_accelerate.md", "from_megatron_fsdp.md", "from_torchtitan.md"}
 
 
-@pytest.mark.parametrize("section", HERE, ids=lambda s: s.where)
+def marked(section: Section) -> object:
+    marks = [pytest.mark.slow] if section.page.name in SLOW else []
+    return pytest.param(section, id=section.where, marks=marks)
+
+
+@pytest.mark.parametrize("section", [marked(s) for s in HERE])
 def test_it_runs(section: Section, tmp_path: Path) -> None:
     run_here(section, tmp_path)
 
 
-@pytest.mark.parametrize("section", ON_RANKS, ids=lambda s: s.where)
+@pytest.mark.parametrize("section", [marked(s) for s in ON_RANKS])
 def test_it_runs_on_ranks(section: Section, tmp_path: Path, gloo_pool: GlooPool) -> None:
     gloo_pool.run(execute, section, str(tmp_path), world_size=section.size)
 

@@ -20,6 +20,7 @@ pytest.importorskip("sphinx", reason="needs the extra docs: sphinx, myst-parser,
 pytest.importorskip("myst_parser", reason="needs the extra docs")
 pytest.importorskip("furo", reason="needs the extra docs")
 
+pytestmark = pytest.mark.slow
 DOCS = Path(__file__).parents[2] / "docs"
 
 

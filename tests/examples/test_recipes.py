@@ -74,14 +74,19 @@ def check(recipe, run, model):
 
 
 @pytest.mark.parametrize(
-    "name", [*ALL[:2], *(pytest.param(name, marks=pytest.mark.full) for name in ALL[2:])]
+    "name",
+    [
+        ALL[0],
+        pytest.param(ALL[1], marks=pytest.mark.slow),
+        *(pytest.param(name, marks=pytest.mark.full) for name in ALL[2:]),
+    ],
 )
 def test_a_dry_run_on_all_its_gpus(name):
     recipe = read(name)
     check(recipe, dry_run(recipe), recipe.prediction().model)
 
 
-@pytest.mark.parametrize("name", ALL[2:])
+@pytest.mark.parametrize("name", [ALL[2], pytest.param(ALL[3], marks=pytest.mark.slow)])
 def test_some_layers_on_all_its_gpus(name, monkeypatch):
     """Of the large ones; all their layers take minutes (-m full)."""
     recipe, layers = read(name), 8

@@ -81,6 +81,7 @@ def on_gloo(sizes: tuple[int, int, int], defer: str) -> float:
     return assert_parity(Lm, tokens, layout, loss=lm_loss, apply=hooked, **options).grads["float64"]
 
 
+@pytest.mark.slow  # a compressing hook runs there in any case
 def test_on_processes(gloo_pool):
     assert max(gloo_pool.run(on_gloo, (2, 2, 1), "all_reduce", world_size=4)) < 1e-12
 

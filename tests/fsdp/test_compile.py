@@ -145,7 +145,7 @@ def compare(case: Case) -> None:
 
 CASES = [
     Case("parallelize"),
-    Case("parallelize", checkpointing=True, tp=2, bf16=True),
+    pytest.param(Case("parallelize", checkpointing=True, tp=2, bf16=True), marks=pytest.mark.slow),
     Case("whole"),
     *(
         pytest.param(case, marks=pytest.mark.full)

@@ -45,6 +45,7 @@ MESHES = {
     "two shard axes, tp": (("fsdp", "cp", "tp"), (2, 1, 2), {"shard": ("fsdp", "cp")}, "tp"),
 }
 LIKE_OTHERS = ("shard", "hsdp", "ddp, tp", "two shard axes")  # the rest has all that they have
+THREE_AXES = ("hsdp, tp", "two shard axes, tp")  # which DTensor takes seconds for
 # DTensor takes seconds to plan an operation on four axes: these are only laid out. Names of the axes, what is
 # said of them, the axes of the parameters, and the rows of up.weight that rank 5 of 16 has.
 FOUR_AXES = {
@@ -167,7 +168,15 @@ def beside_torch(key: str) -> None:
     "argument: dp_mesh_dims: tuple of axes",
 )
 @pytest.mark.parametrize(
-    "key", [pytest.param(key, marks=[pytest.mark.full] * (key in LIKE_OTHERS)) for key in MESHES]
+    "key",
+    [
+        pytest.param(
+            key,
+            marks=[pytest.mark.full] * (key in LIKE_OTHERS)
+            + [pytest.mark.slow] * (key in THREE_AXES),
+        )
+        for key in MESHES
+    ],
 )
 def test_equal_to_torch_and_to_the_plain_model(gloo_pool, key) -> None:
     size = torch.Size(MESHES[key][1]).numel()
@@ -284,7 +293,7 @@ def micro_batches(key: str, method: str) -> None:
     [
         ("hsdp", "set_requires_all_reduce"),
         ("two replicate axes", "set_requires_gradient_sync"),
-        ("hsdp, tp", "set_requires_all_reduce"),
+        pytest.param("hsdp, tp", "set_requires_all_reduce", marks=pytest.mark.slow),
         pytest.param("hsdp", "set_requires_gradient_sync", marks=pytest.mark.full),
         pytest.param("two replicate axes", "set_requires_all_reduce", marks=pytest.mark.full),
         pytest.param("hsdp, tp", "set_requires_gradient_sync", marks=pytest.mark.full),

@@ -58,6 +58,7 @@ class TestParity:
     def test_simulated_ranks(self, mesh, options) -> None:
         assert parity(mesh, **options)["float64"] < 1e-12
 
+    @pytest.mark.slow  # test_equals_hsdp_in_bfloat16 has it on processes
     def test_gloo(self, gloo_pool) -> None:
         for grads in gloo_pool.run(parity, (2, 2, 1), world_size=4):
             assert grads["float64"] < 1e-12
@@ -248,6 +249,7 @@ def test_equals_hsdp_in_bfloat16(gloo_pool) -> None:
     gloo_pool.run(same_as_hsdp, world_size=4)
 
 
+@pytest.mark.slow
 def test_checkpoints_move_between_layouts(gloo_pool, tmp_path: Path) -> None:
     gloo_pool.run(moves_between_layouts, str(tmp_path), world_size=4)
 

@@ -206,5 +206,6 @@ def all_cases(sizes):
 @pytest.mark.parametrize(
     "sizes", [pytest.param(LAYOUTS[0], marks=pytest.mark.full), LAYOUTS[1]], ids=str
 )
+@pytest.mark.slow  # every case is run on simulated ranks above
 def test_gloo(gloo_pool, sizes) -> None:
     gloo_pool.run(all_cases, sizes, world_size=4)

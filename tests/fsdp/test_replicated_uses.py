@@ -159,7 +159,7 @@ def _on_gloo(steps: int, large: int) -> list[torch.Tensor]:
         replicated.LARGE = before
 
 
-@pytest.mark.parametrize("large", [replicated.LARGE, 0])
+@pytest.mark.parametrize("large", [pytest.param(replicated.LARGE, marks=pytest.mark.slow), 0])
 def test_processes_beside_the_plain_model(gloo_pool: GlooPool, large: int) -> None:
     by_rank = gloo_pool.run(_on_gloo, 3, large)
     expected = plain()

@@ -57,13 +57,17 @@ def undisturbed(*args, **options) -> None:
     assert all(torch.equal(plain, debugged) for plain, debugged in pairs)
 
 
-def all_undisturbed() -> None:
+def recomputing() -> None:
     undisturbed((1, 2, 2), activation_checkpointing=True)
+
+
+def keeping() -> None:
     undisturbed((2, 2, 1), reshard_after_forward=False)
 
 
-def test_a_job_that_is_right_runs_as_ever(gloo_pool) -> None:
-    gloo_pool.run(all_undisturbed, world_size=4)
+@pytest.mark.parametrize("job", [recomputing, pytest.param(keeping, marks=pytest.mark.slow)])
+def test_a_job_that_is_right_runs_as_ever(gloo_pool, job) -> None:
+    gloo_pool.run(job, world_size=4)
 
 
 def two_stages() -> int:

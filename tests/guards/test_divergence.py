@@ -7,6 +7,7 @@ from _support.guards import jobs
 from _support.guards.cases import CASES, WATCH, Case, table
 from _support.launch import launch
 
+QUICK = {"a rank raises", "a rank is killed (SIGKILL)", "a rank hangs"}
 DOCS = Path(__file__).parents[2] / "docs" / "guards.md"
 
 
@@ -34,9 +35,16 @@ def test_divergence_is_named_on_every_rank(gloo_pool, case: Case) -> None:
 
 
 @pytest.mark.xdist_group("gloo")
-@pytest.mark.parametrize("case", [c for c in CASES if c.finder == WATCH], ids=lambda c: c.kind)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(c, id=c.kind, marks=[pytest.mark.slow] * (c.kind not in QUICK))
+        for c in CASES
+        if c.finder == WATCH
+    ],
+)
 def test_failure_is_named_on_every_rank(case: Case) -> None:
-    """In processes of their own, which end as those of a job do."""
+    """In processes of their own, which end as those of a job do; the others need seconds to be sure."""
     dying = () if case.dying is None else (case.dying,)
     found = launch(jobs.ending, case.job, ranks=jobs.RANKS, timeout=2 * jobs.LIMIT, dying=dying)
     check(case, [ending for ending, _ in found])

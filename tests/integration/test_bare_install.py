@@ -92,9 +92,9 @@ def check_train(python: Path, folder: Path) -> None:
     """Two ranks, a checkpoint, and a resume on one."""
     options = ("--size", "nano", "--batch", "4", "--checkpoint", folder, "--save-every", "2")
     first = torchrun(python, ROOT / "examples" / "train.py", "--steps", "4", *options)
-    assert "result steps=4 " in first and len(list(folder.iterdir())) == 2
+    assert "done: 4 steps" in first and len(list(folder.iterdir())) == 2
     second = run(python, ROOT / "examples" / "train.py", "--steps", "6", *options, "--async-save")
-    assert "goes on from" in second and "4 steps" in second and "result steps=6 " in second
+    assert "continues " in second and "4 steps" in second and "done: 6 steps" in second
 
 
 def test_without_any_extra(bare: Path, tmp_path: Path) -> None:

@@ -158,6 +158,7 @@ def to_torch(path: str, layout: MeshLayout) -> None:
     load_and_compare(theirs(even_model()), path, expected)
 
 
+@pytest.mark.slow  # so does tests/checkpoint/test_dcp_interchange.py
 def test_torchs_checkpoint_loads_into_ours(gloo_pool, tmp_path: Path) -> None:
     gloo_pool.run(from_torch, str(tmp_path), world_size=4)
 
@@ -250,12 +251,19 @@ def load_uneven(path: str, layout: MeshLayout) -> None:
     torch.testing.assert_close(got, plain(batch(7)).detach(), rtol=0, atol=1e-12)
 
 
-LOADED_ON = [UNEVEN, MeshLayout(shard=3, tp=2), MeshLayout()]
+FEW = [MeshLayout(shard=3, tp=2)]
+LOADED_ON = [UNEVEN, MeshLayout()]
 MORE = [MeshLayout(2, 2), MeshLayout(replicate=2, shard=2, tp=2), MeshLayout(shard=8)]
 
 
 @pytest.mark.parametrize(
-    "layouts", [LOADED_ON, pytest.param(MORE, marks=pytest.mark.full)], ids=["few", "more"]
+    "layouts",
+    [
+        FEW,
+        pytest.param(LOADED_ON, marks=pytest.mark.slow),
+        pytest.param(MORE, marks=pytest.mark.full),
+    ],
+    ids=["few", "some", "more"],
 )
 def test_uneven_rows_round_trip_with_optimizer_state(gloo_pool, tmp_path: Path, layouts) -> None:
     gloo_pool.run(save_uneven, str(tmp_path), world_size=UNEVEN.world_size)

@@ -10,13 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("typer")
-pytest.importorskip("rich")
-
-from kill_supervisor import Ending, Kill, run_ranks
-from kill_test import AT_TORCHRUN, OTHERS, SAME, Job, Killer
-from kill_verify import Record, different_end, different_steps, wrong_samples
+from _support.kill.at_random import AT_TORCHRUN, OTHERS, SAME, Job, Killer
+from _support.kill.supervisor import Ending, Kill, run_ranks
+from _support.kill.verify import Record, different_end, different_steps, wrong_samples
 
 from parallel3d.observability import read_json_lines
 
@@ -44,6 +40,10 @@ class Run:
 
     def start(self, *more: str, world: int = 1, kill: Kill | None = None) -> Ending:
         return run_ranks(self.options(*more), world, kill, self.folder / "output", limit=120)
+
+    def stopped(self, step: int) -> str:
+        """What is said at the end of a run that a signal stops."""
+        return f"stopped after step {step}; saved {step} in {self.folder / 'run'}; to go on: "
 
     @property
     def output(self) -> str:
@@ -84,6 +84,7 @@ def metrics_of(run: Run) -> list[list[int]]:
     return found
 
 
+@pytest.mark.slow
 def test_goes_on_on_other_processes(run: Run, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Four with tp, two, one: the samples are those of a run on one, and so are the losses."""
     whole = Run(tmp_path_factory.mktemp("whole"))
@@ -106,8 +107,9 @@ def test_sigterm(run: Run, rank: int | str) -> None:
     kill: Kill = {"rank": rank, "moment": "optimizer", "call": 2, "signal": "SIGTERM"}
     mesh = ("--shard", "2", "--async-save")
     assert not run.start(*SIX, *mesh, world=2, kill=kill).failed, run.output
-    assert run.saved == ["step-00000002"] and "asked to stop: after step 2" in run.output
+    assert run.saved == ["step-00000002"] and run.stopped(2) in run.output
     assert not run.start(*SIX, *mesh, world=2).failed, run.output
+    assert f"continues {run.folder / 'run' / 'step-00000002'}: 2 steps, 48 samples" in run.output
     assert list(run.record.kept()) == list(range(6)) and run.record.starts[1].step == 2
     assert not wrong_samples(run.record, run.data, 24)
 
@@ -142,7 +144,7 @@ def test_starts_again(run: Run) -> None:
 
 @pytest.mark.full
 def test_thirty_kills(tmp_path: Path) -> None:
-    """What examples/kill_test.py does."""
+    """What tests/_support/kill/at_random.py does."""
     killer = Killer(tmp_path, random.Random(0))
     for job in SAME:
         killer.kill(job, 10)
@@ -179,6 +181,9 @@ def test_signal_to_torchrun(run: Run, number: signal.Signals) -> None:
     job.wait(60)
     record = run.record
     assert record.end and len(record.starts) == 1, run.output
-    assert run.saved[-1] == f"step-{record.end['step']:08d}" and "asked to stop" in run.output
+    assert (
+        run.saved[-1] == f"step-{record.end['step']:08d}"
+        and run.stopped(record.end["step"]) in run.output
+    )
     info = json.loads((run.folder / "run" / run.saved[-1] / "checkpoint.json").read_text())
     assert info["step"] == record.end["step"]

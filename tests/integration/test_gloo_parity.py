@@ -30,17 +30,17 @@ def parity(sizes: tuple[int, int, int], micro_batches: int, defer: str) -> dict[
 MESHES = [(1, 4, 1), (2, 2, 1), (1, 4, 2), (2, 2, 2)]
 WAYS = list(itertools.product(MESHES, ["nothing", "all_reduce", "sync"]))
 # Each mesh and each way to accumulate; the rest by -m full.
-ORDINARY = [
-    ((1, 4, 1), "nothing"),
-    ((2, 2, 1), "sync"),
-    ((1, 4, 2), "nothing"),
-    ((2, 2, 2), "all_reduce"),
-]
+MARKS = {
+    ((1, 4, 1), "nothing"): (),
+    ((2, 2, 1), "sync"): (),
+    ((1, 4, 2), "nothing"): pytest.mark.slow,
+    ((2, 2, 2), "all_reduce"): (),
+}
 
 
 @pytest.mark.parametrize(
     ("mesh", "defer"),
-    [way if way in ORDINARY else pytest.param(*way, marks=pytest.mark.full) for way in WAYS],
+    [pytest.param(*way, marks=MARKS.get(way, pytest.mark.full)) for way in WAYS],
     ids=str,
 )
 def test_meshes(gloo_pool, mesh: tuple[int, int, int], defer: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from _support.hosts import Site
-from kill_verify import Record, different_end, different_steps
+from _support.kill.verify import Record, different_end, different_steps
 
 pytest.importorskip("typer")
 pytest.importorskip("rich")
@@ -130,7 +130,9 @@ def check_resumed(whole: Job, job: Job) -> None:
     assert not different_end(whole.record(), record, 0)
 
 
-@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.full), 4])
+@pytest.mark.parametrize(
+    "count", [pytest.param(2, marks=pytest.mark.full), pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_several_hosts_train_what_one_does(
     site: Site, whole: Job, tmp_path: Path, count: int
 ) -> None:

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from _support.models import LM_PLAN, Lm, lm_loss, tokens
 from torch import distributed as dist
@@ -96,20 +97,24 @@ def on_matrices(make: Callable, model: nn.Module) -> optim.Optimizer:
     return make(matrices(model), lr=1e-2)
 
 
-def all_of(path: str) -> None:
-    direct = functools.partial(adamw, optim.AdamW)
-    ours = functools.partial(adamw, functools.partial(local, optim.AdamW))
-    for name, before, after in (
-        ("local", ours, ours),
-        ("to torch", ours, direct),
-        ("from torch", direct, ours),
-    ):
-        save_and_go_on(f"{path}/{name}", direct, before, after)
-    for cls in (optim.Muon, optim.Adafactor):
-        ours = functools.partial(on_matrices, functools.partial(local, cls))
-        plainly = functools.partial(on_matrices, cls)
-        save_and_go_on(f"{path}/{cls.__name__}", plainly, ours, ours)
+DIRECT = functools.partial(adamw, optim.AdamW)
+OURS = functools.partial(adamw, functools.partial(local, optim.AdamW))
 
 
-def test_training_and_checkpoints(gloo_pool, tmp_path: Path) -> None:
-    gloo_pool.run(all_of, str(tmp_path), world_size=4)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param(OURS, DIRECT, id="to torch"),
+        pytest.param(OURS, OURS, id="local", marks=pytest.mark.slow),
+        pytest.param(DIRECT, OURS, id="from torch", marks=pytest.mark.slow),
+    ],
+)
+def test_training_and_checkpoints(gloo_pool, tmp_path: Path, before: Make, after: Make) -> None:
+    gloo_pool.run(save_and_go_on, str(tmp_path), DIRECT, before, after, world_size=4)
+
+
+@pytest.mark.parametrize("cls", [optim.Muon, pytest.param(optim.Adafactor, marks=pytest.mark.slow)])
+def test_optimizers_of_matrices(gloo_pool, tmp_path: Path, cls: Callable) -> None:
+    ours = functools.partial(on_matrices, functools.partial(local, cls))
+    plainly = functools.partial(on_matrices, cls)
+    gloo_pool.run(save_and_go_on, str(tmp_path), plainly, ours, ours, world_size=4)

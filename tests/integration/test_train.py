@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -12,8 +13,6 @@ from _support.launch import launch
 
 from parallel3d.observability import read_json_lines
 
-pytest.importorskip("typer")
-pytest.importorskip("rich")
 TRAIN = Path(__file__).parents[2] / "examples" / "train.py"
 pytestmark = pytest.mark.xdist_group("gloo")  # not beside the pool
 
@@ -36,34 +35,79 @@ def as_rank(options: tuple[str, ...]) -> None:
         assert not end.code, end.code
 
 
+RUN = {"steps", "loss", "smoothed_loss", "tokens_per_second", "seconds"}
+CHECK = {"check_loss", "check_grad_norm", "check_weights"}
+
+
 def result(text: str) -> dict[str, float]:
-    """The last line: ``result name=value ...``."""
-    (line,) = [line for line in text.splitlines() if line.startswith("result ")]
-    return {k: float(v) for k, v in (pair.split("=") for pair in line.split()[1:])}
-
-
-def check_four(text: str) -> dict[str, float]:
-    assert "replicate 1 x shard 2 x tp 2 = 4 ranks" in text
-    assert "layers.*.attention.wq" in text and "a rank holds at most" in text
-    values = result(text)
-    assert values["check_loss"] < 1e-4 and values["check_weights"] < 1e-4
+    """What ``--json --check`` prints: one line, and nothing else."""
+    (line,) = text.splitlines()
+    values = json.loads(line)
+    assert set(values) == RUN | CHECK
     return values
 
 
+def check_screen(text: str, ranks: str) -> None:
+    """What a person sees of a run of three steps on (1, 2, 2) with ``--check``."""
+    lines = text.splitlines()
+    for phase, line in zip(
+        (f"starting on {ranks}; importing torch", "mesh: "), lines, strict=False
+    ):
+        assert re.match(rf" *\d+\.\d s  {phase}", line), line
+    assert "mesh: replicate 1 x shard 2 x tp 2 = 4 ranks" in lines[1]
+    assert "plan: 1" in text and "layers.*.attention.wq" not in text  # all of it: --show-plan
+    assert "a rank holds at most" in text
+    steps = [line for line in lines if line.startswith("step ")]
+    assert [line.split()[1] for line in steps] == ["1/3", "3/3"]
+    assert all(len(line) <= 80 and "tokens/s" in line for line in steps)
+    (verdict,) = [
+        line for line in lines if line.startswith("equal to the plain model over 3 steps")
+    ]
+    assert verdict.endswith(": OK") and lines[-1].startswith("done: 3 steps, loss ")
+
+
+NANO = ("--size", "nano")
 OPTIONS = ("--steps", "3", "--check", "--batch", "4")
 MESH = ("--replicate", "1", "--shard", "2", "--tp", "2")
 
 
 def test_four_ranks_follow_the_plain_model_and_one_rank() -> None:
     """One rank by torchrun itself, four as it starts them but without four imports of torch."""
-    outputs = [text for _, text in launch(as_rank, (*OPTIONS, *MESH), ranks=4)]
-    a = check_four(outputs[0])
+    outputs = [text for _, text in launch(as_rank, (*OPTIONS, "--json", *MESH), ranks=4)]
+    a = result(outputs[0])
+    assert a["check_loss"] < 1e-4 and a["check_weights"] < 1e-4
     assert not any(outputs[1:])  # only rank 0 prints
-    run = train(*OPTIONS, torchrun=1)
+    run = train(*OPTIONS, "--json", torchrun=1)
     assert run.returncode == 0, run.stdout + run.stderr
     b = result(run.stdout)
     assert b["check_loss"] < 1e-4
     assert abs(a["loss"] - b["loss"]) < 1e-4
+
+
+def test_the_screen() -> None:
+    """Phases with their times, steps that fit, a verdict; with ``--show-plan`` each module of the plan."""
+    outputs = [text for _, text in launch(as_rank, (*OPTIONS, *NANO, *MESH), ranks=4)]
+    check_screen(outputs[0], "4 ranks")
+    assert not any(outputs[1:])
+    options = ("--steps", "1", *NANO, *MESH, "--show-plan")
+    (_, text), *_ = launch(as_rank, options, ranks=4)
+    assert "layers.*.attention.wq" in text and text.splitlines()[-1].startswith("done: 1 steps")
+
+
+def test_it_says_that_it_starts_before_torch_is_imported(tmp_path: Path) -> None:
+    """Seconds before the next line: torch is not even found here."""
+    (tmp_path / "torch.py").write_text('import sys; sys.exit("torch is imported")')
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    environment["PYTHONPATH"] = str(tmp_path)
+    run = subprocess.run(
+        [sys.executable, "-u", str(TRAIN)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environment,
+    )
+    assert run.stderr == "torch is imported\n"
+    assert re.fullmatch(r" *0\.\d s  starting on one process; importing torch\n", run.stdout)
 
 
 def test_what_recipes_ask_for(tmp_path: Path) -> None:
@@ -83,14 +127,14 @@ def test_what_recipes_ask_for(tmp_path: Path) -> None:
         "1",
     )
     profile = ("--profile-steps", "1", "--profile-ranks", "2", "--traces", str(tmp_path))
-    options = (*OPTIONS[:3], *sizes, *plans, *more, *written, *profile, *MESH)
+    options = (*OPTIONS[:3], "--json", *sizes, *plans, *more, *written, *profile, *MESH)
     (_, text), *_ = launch(as_rank, options, ranks=4)
     values = result(text)
     assert values["check_loss"] < 1e-13 and values["check_weights"] < 1e-12
     start, *steps = read_json_lines(tmp_path / "run.jsonl")
     assert start["mesh"] == {"replicate": 1, "shard": 2, "tp": 2} and start["peak_flops"] == 1e12
     assert [line["step"] for line in steps] == [0, 1, 2] and all("mfu" in line for line in steps)
-    assert f"{steps[-1]['loss']:.6f}" in text
+    assert steps[-1]["loss"] == values["loss"]
     assert ["exposed_seconds" in line for line in steps] == [False, True, False]
     assert min(steps[1]["exposed_seconds"][axis] for axis in ("shard", "tp")) > 0
     events = json.loads((tmp_path / "steps-1-1-rank-00002.json").read_text())["traceEvents"]
@@ -101,7 +145,7 @@ def test_what_recipes_ask_for(tmp_path: Path) -> None:
 def test_four_ranks_by_torchrun() -> None:
     run = train(*OPTIONS, *MESH, torchrun=4)
     assert run.returncode == 0, run.stdout + run.stderr
-    check_four(run.stdout)
+    check_screen(run.stdout, "4 ranks")
 
 
 def test_bad_arguments() -> None:

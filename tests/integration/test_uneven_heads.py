@@ -36,7 +36,8 @@ SEQUENCE = {
 PLANS = {"tp": PLAN, "sequence": SEQUENCE}
 MESHES = [(1, 1, 2), (1, 2, 2), (2, 1, 2), (1, 1, 4)]
 WAYS = list(itertools.product(MESHES, PLANS))
-ORDINARY = [((1, 2, 2), "sequence"), ((1, 1, 4), "tp")]  # the rest by -m full
+# The rest by -m full.
+MARKS = {((1, 2, 2), "sequence"): (), ((1, 1, 4), "tp"): pytest.mark.slow}
 
 
 def build(heads: int, kv: int) -> nn.Module:
@@ -74,7 +75,7 @@ def parity(heads: list[tuple[int, int]], mesh: tuple[int, int, int], plan: str) 
 
 @pytest.mark.parametrize(
     ("mesh", "plan"),
-    [way if way in ORDINARY else pytest.param(*way, marks=pytest.mark.full) for way in WAYS],
+    [pytest.param(*way, marks=MARKS.get(way, pytest.mark.full)) for way in WAYS],
     ids=str,
 )
 def test_a_llama_of_uneven_heads(gloo_pool, mesh, plan) -> None:

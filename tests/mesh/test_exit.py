@@ -25,7 +25,9 @@ while time.perf_counter() < end:
 @pytest.mark.parametrize(
     "talks",
     [
-        'p3d.build_mesh(p3d.MeshLayout(1, 1, 1), device_type="cpu")',
+        pytest.param(
+            'p3d.build_mesh(p3d.MeshLayout(1, 1, 1), device_type="cpu")', marks=pytest.mark.slow
+        ),
         "p3d.fully_shard(torch.nn.Linear(2, 2))(torch.ones(1, 2))",
     ],
     ids=["build_mesh", "fully_shard"],

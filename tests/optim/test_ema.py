@@ -81,6 +81,7 @@ def test_as_of_the_plain_model(sizes, tied) -> None:
     check(sizes, tied)
 
 
+@pytest.mark.slow  # the same on simulated ranks is above
 def test_on_processes(gloo_pool) -> None:
     gloo_pool.run(check, (2, 1, 2), world_size=4)
 

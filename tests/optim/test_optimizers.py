@@ -33,6 +33,7 @@ def named(*names: str) -> list[str]:
     return [f"pytorch_optimizer.{name}" for name in names]
 
 
+@pytest.mark.slow
 def test_nothing_is_wrong(gloo_pool: GlooPool) -> None:
     names = [*named("AdamP", "AdaShift", "Prodigy", "ScheduleFreeAdamW"), "torch.optim.AdamW"]
     table = gloo_pool.run(outcomes, names, world_size=2)[0]

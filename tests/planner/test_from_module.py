@@ -28,18 +28,18 @@ PLAN = {
     "layers.*.feed_forward.w2": "rowwise",
     "output": "colwise_gather_output",
 }
-SIZES = {"layers": 4, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 32000}
+SIZES = {"layers": 4, "hidden": 1024, "heads": 8, "kv_heads": 2, "ffn": 3584, "vocab": 8000}
 H100 = Cluster.of("h100")
 
 
 def our_llama(n_layers=4):
     config = LlamaConfig(
-        dim=4096,
+        dim=1024,
         n_layers=n_layers,
-        n_heads=32,
-        n_kv_heads=8,
-        hidden_dim=14336,
-        vocab_size=32000,
+        n_heads=8,
+        n_kv_heads=2,
+        hidden_dim=3584,
+        vocab_size=8000,
         max_seq_len=1024,
     )
     with torch.device("meta"):
@@ -70,20 +70,22 @@ def speed(spec, work, tp):
 
 HF = {
     "num_hidden_layers": 4,
-    "hidden_size": 4096,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "intermediate_size": 14336,
-    "vocab_size": 32000,
+    "hidden_size": 1024,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "intermediate_size": 3584,
+    "vocab_size": 8000,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+# What a norm of each head, or one product for all of q, k and v, takes of a step is less in these.
+WIDER = HF | {"hidden_size": 2048, "num_attention_heads": 16, "intermediate_size": 7168}
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 MODELS = [
     ("llama", HF),
-    ("qwen3", HF | {"head_dim": 128}),
-    ("phi3", HF),
+    ("qwen3", WIDER | {"head_dim": 128}),
+    ("phi3", WIDER),
     (
         "gpt2",
         dict(n_layer=4, n_embd=512, n_head=8, activation_function="gelu", **NO_DROPOUT)
@@ -126,7 +128,7 @@ def test_as_the_closed_form_of_our_llama():
     assert spec.numel == closed.numel and flops(spec) == flops(closed)
     assert [(u.kind, u.count) for u in spec.units] == [("embedding", 1), ("block", 4), ("tail", 1)]
     block = spec.units[1]
-    assert (block.tp_inputs, block.tp_outputs) == ((4096, 4096), (4096, 4096))
+    assert (block.tp_inputs, block.tp_outputs) == ((1024, 1024), (1024, 1024))
     assert {m.name: m.split for m in block.matmuls}["feed_forward.w2"] == "k"
     work = Workload(seq_len=1024, micro_batch=4)
     for tp in (1, 2):

@@ -80,7 +80,9 @@ def on_real_ranks(kind: type, cases: list[tuple[int, int]], tp: int) -> None:
 
 
 # torch's simulated ranks can't reshape by sizes that differ by rank in all the ways that models do.
-@pytest.mark.parametrize("tp", [pytest.param(2, marks=pytest.mark.full), 3, 4])
+@pytest.mark.parametrize(
+    "tp", [pytest.param(2, marks=pytest.mark.full), 3, pytest.param(4, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("grid", [ORDINARY, pytest.param(GRID, marks=pytest.mark.full)], ids=len)
 def test_attention_equals_the_plain_layer_on_real_ranks(gloo_pool, kind, tp, grid):

@@ -8,12 +8,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 
 __all__ = ["demo", "examples_folder", "run"]
 
-DEMO_MESH = {"--replicate": 2, "--shard": 2, "--tp": 2}
+DEMO_MESH = {"replicate": 2, "shard": 2, "tp": 2}
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -66,17 +65,20 @@ def demo(arguments: Sequence[str]) -> int:
     Returns:
         The exit code, as ``run`` does.
     """
-    given = dict(pairwise(arguments))
-    axes = list(DEMO_MESH)
-    mesh = {axis: given[axis] for axis in axes if axis in given} or DEMO_MESH
+    import argparse
+
+    parser = argparse.ArgumentParser("parallel3d demo", add_help=False, allow_abbrev=False)
+    for axis in DEMO_MESH:
+        parser.add_argument(f"--{axis}", default=argparse.SUPPRESS)
+    given, rest = parser.parse_known_args(arguments)
+    mesh = vars(given) or DEMO_MESH
     ranks = 1
     for axis, size in mesh.items():
         if not str(size).isdecimal() or int(size) < 1:
-            print(f"parallel3d demo: {axis} {size}: give a number from 1 on", file=sys.stderr)
+            print(f"parallel3d demo: --{axis} {size}: give a number from 1 on", file=sys.stderr)
             return 2
         ranks *= int(size)
-    rest = [word for at, word in enumerate(arguments) if not _of_mesh(arguments, at, axes)]
-    sizes = [word for axis in axes for word in (axis, str(mesh.get(axis, 1)))]
+    sizes = [word for axis in DEMO_MESH for word in (f"--{axis}", str(mesh.get(axis, 1)))]
     print(f"starting {ranks} processes on this machine", flush=True)
     program = examples_folder() / "train.py"
     options = [] if {"--check", "--help", "-h"} & set(rest) else ["--steps", "60", "--check"]
@@ -106,7 +108,3 @@ def example(path: str) -> str:
         return path
     own = examples_folder() / name
     return str(own) if own.is_file() else path
-
-
-def _of_mesh(arguments: Sequence[str], at: int, axes: Sequence[str]) -> bool:
-    return arguments[at] in axes or (at > 0 and arguments[at - 1] in axes)

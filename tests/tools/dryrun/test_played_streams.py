@@ -15,7 +15,7 @@ from parallel3d.tools.dryrun.place import Streams
 from parallel3d.tools.dryrun.result import DryRun
 
 CASES = [
-    Training((2, 2, 2), sequence=True),
+    pytest.param(Training((2, 2, 2), sequence=True), marks=pytest.mark.slow),
     Training((2, 4, 1), recompute=True, steps=1),
     Training((2, 2, 1), hfsdp=True),
     Training((3, 1, 2), vocabulary=259, steps=1),

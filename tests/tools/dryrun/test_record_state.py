@@ -42,7 +42,12 @@ def steps_of(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    "seed", [seed if seed < 3 else pytest.param(seed, marks=pytest.mark.full) for seed in range(30)]
+    "seed",
+    [
+        0,
+        *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2)),
+        *(pytest.param(seed, marks=pytest.mark.full) for seed in range(3, 30)),
+    ],
 )
 def test_random_models_and_layouts(seed, monkeypatch):
     case = random_case(seed)

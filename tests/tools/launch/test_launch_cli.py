@@ -113,6 +113,7 @@ def test_mistakes_are_one_line(words: tuple[str, ...], says: str) -> None:
     assert code == 2 and not text and says in said and said.count("\n") == 1
 
 
+@pytest.mark.slow  # torch is imported by three processes; test_launch_files reads the file
 @pytest.mark.xdist_group("gloo")
 def test_torchrun_file_trains(tmp_path: Path) -> None:
     """Written, then started by bash: real processes, the mesh of the options, odd words and all."""

@@ -76,13 +76,13 @@ def test_trains_and_saves_when_asked(slurm: Cluster, again: bool) -> None:
     )
     number, said = submit(slurm, job)
     wait_for(lambda: log.exists() and log.read_text().count('"step"') > 2, said)
-    assert "0: [default0]:replicate 1 x shard 2 x tp 1 = 2 ranks" in said()
+    assert "mesh: replicate 1 x shard 2 x tp 1 = 2 ranks" in said()
     slurm.run("scancel", "--batch", "--signal=USR1", number)
     wait_for(lambda: "DUE TO JOB REQUEUE" in said(), said)
-    assert "asked to stop: after step" in said() and len(list(run.glob("step-*"))) == 1
+    assert "stopped after step" in said() and len(list(run.glob("step-*"))) == 1
     wait_for(lambda: "Restarts=1" in slurm.run("scontrol", "show", "job", number), slurm.logs)
     if again:
-        wait_for(lambda: "goes on from" in said(), said)
+        wait_for(lambda: "continues " in said(), said)
     slurm.run("scancel", number)
     assert slurm.until(number, "CANCELLED", "COMPLETED", "FAILED") == "CANCELLED"
     assert not list(slurm.folder.glob("oops"))

@@ -13,18 +13,18 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-import kill_moments
+from _support.kill import moments
 
 __all__ = ["Ending", "run_by_torchrun", "run_ranks"]
 
 Kill = dict[str, Any]
-"""See kill_moments.arrange."""
+"""See moments.arrange."""
 
 GRACE = 30.0
 """Seconds that ranks have after SIGTERM, as under torchrun, before they are killed."""
 _PRELOAD = ["torch", "torch.distributed.tensor", "torch._dynamo", "torch.distributed.checkpoint"]
 _PRELOAD += ["parallel3d", "parallel3d.checkpoint.loading", "parallel3d.checkpoint.saving"]
-_PRELOAD += ["parallel3d.parallelize", "typer", "rich.progress"]
+_PRELOAD += ["parallel3d.parallelize", "rich.progress"]
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def run_by_torchrun(
         environment.pop(name, None)
     with output.open("a") as file:
         return subprocess.run(
-            [*command, kill_moments.__file__, *options],
+            [*command, moments.__file__, *options],
             stdout=file,
             stderr=subprocess.STDOUT,
             env=environment,
@@ -126,7 +126,7 @@ def _rank(
     import torch
 
     torch.set_num_threads(1)
-    kill_moments.run(options, kill)
+    moments.run(options, kill)
 
 
 def _free_port() -> int:

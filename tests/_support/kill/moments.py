@@ -1,7 +1,7 @@
 """Runs examples/train.py in a process that may kill itself with SIGKILL at a chosen moment.
 
     KILLS='[{"rank": 2, "moment": "write", "call": 3}]' torchrun --nproc-per-node 4 --max-restarts 1 \\
-        examples/kill_moments.py --checkpoint /tmp/run --save-every 2 --steps 6
+        tests/_support/kill/moments.py --checkpoint /tmp/run --save-every 2 --steps 6
 
 ``KILLS`` is a list of JSON objects, one for each start of the job (torchrun counts them in
 ``TORCHELASTIC_RESTART_COUNT``); a start beyond the list, and null, kills nobody. The library knows nothing
@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-TRAIN = Path(__file__).resolve().with_name("train.py")
+TRAIN = Path(__file__).resolve().parents[3] / "examples" / "train.py"
 CALL_DELAY = 0.002
 """Seconds between the begin of a collective and the kill, so that it comes in the middle of it."""
 

@@ -1,0 +1,67 @@
+"""``parallel3d demo``: which processes it starts, with which options of train.py."""
+
+from pathlib import Path
+
+import pytest
+
+from parallel3d.tools.launch import local
+
+CHECKED = ["--steps", "60", "--check"]
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """What would be started: arguments of torchrun."""
+    found: list[list[str]] = []
+    monkeypatch.setattr(local, "run", lambda arguments: found.append(list(arguments)) or 0)
+    return found
+
+
+def mesh(replicate: int, shard: int, tp: int) -> list[str]:
+    return ["--replicate", str(replicate), "--shard", str(shard), "--tp", str(tp)]
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks", "options"),
+    [
+        ([], 8, [*mesh(2, 2, 2), *CHECKED]),
+        (["--tp", "4"], 4, [*mesh(1, 1, 4), *CHECKED]),
+        (["--tp=4"], 4, [*mesh(1, 1, 4), *CHECKED]),
+        (["--shard", "3", "--replicate=2"], 6, [*mesh(2, 3, 1), *CHECKED]),
+        (["--seed", "1", "--shard", "2"], 2, [*mesh(1, 2, 1), *CHECKED, "--seed", "1"]),
+        (["--check", "--steps", "5"], 8, [*mesh(2, 2, 2), "--check", "--steps", "5"]),
+        (["--help"], 8, [*mesh(2, 2, 2), "--help"]),
+    ],
+    ids=str,
+)
+def test_processes_and_options(
+    started: list[list[str]], words: list[str], ranks: int, options: list[str]
+) -> None:
+    assert local.demo(words) == 0
+    ((_, number, program, *given),) = started
+    assert (number, given) == (str(ranks), options)
+    assert Path(program) == local.examples_folder() / "train.py" and Path(program).is_file()
+
+
+@pytest.mark.parametrize("words", [["--tp", "0"], ["--tp", "-1"], ["--tp", "two"], ["--tp=1.5"]])
+def test_a_size_that_is_none(
+    started: list[list[str]], capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    assert local.demo(words) == 2 and not started
+    value = words[-1].removeprefix("--tp=")
+    said = f"parallel3d demo: --tp {value}: give a number from 1 on\n"
+    assert capsys.readouterr() == ("", said)
+
+
+def test_a_size_that_is_missing(
+    started: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        local.demo(["--steps", "5", "--tp"])
+    assert not started and "argument --tp: expected one argument" in capsys.readouterr().err
+
+
+def test_examples_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "__file__", str(tmp_path / "parallel3d" / "tools" / "launch" / "x"))
+    with pytest.raises(FileNotFoundError, match=r"no train\.py in .*: install the package anew"):
+        local.examples_folder()
