@@ -79,16 +79,16 @@ def test_first_rank_and_element() -> None:
             ),
             (
                 [world.map(lambda r: torch.tensor(r != 1))],
-                r"rank 1 .*: input 0 is False, there True",
+                r"rank 1 .*: input 0 is False on rank 1 and True on rank 0",
             ),
             ([world.map(lambda r: torch.tensor([1 + (r == 5) * 4j, 2]))], r"element \[0\] is 4.0"),
             (
                 [world.map(lambda r: torch.tensor(2**63 + (r == 1), dtype=torch.uint64))],
-                r"is 9223372036854775809, there 9223372036854775808",
+                r"is 9223372036854775809 on rank 1 and 9223372036854775808 on rank 0",
             ),
             (
                 [same, world.map(lambda r: torch.ones(4, 3 + (r == 5)))],
-                r"rank 5 .*: the size of dim 1 of input 1 is 4, there 3",
+                r"rank 5 .*: the size of dim 1 of input 1 is 4 on rank 5 and 3 on rank",
             ),
         ):
             with pytest.raises(AgreementError, match=message):

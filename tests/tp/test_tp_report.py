@@ -149,7 +149,7 @@ def test_what_each_style_communicates(style, module, traffic):
 
 def test_a_size_only_the_input_has_is_said():
     report = str(resolve_plan(Model(), {**PLAN, "layers.*": PrepareInput()}, 4))
-    assert "and 3 of a size that the input has" in report
+    assert "and 3 of the input's size" in report
 
 
 def test_it_holds_no_module():
