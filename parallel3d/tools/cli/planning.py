@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from parallel3d._util.arguments import counted
 from parallel3d.errors import PlanningError
 from parallel3d.mesh import MeshLayout
 from parallel3d.planner.cluster import Cluster, Gpu
@@ -303,7 +304,7 @@ def _heading(model: ModelSpec, cluster: Cluster, work: Workload) -> Text:
         (model.name, "bold"),
         f" ({model.numel / 1e9:,.2f} B parameters) on ",
         (f"{cluster.world_size:,} x {cluster.gpu.name}", "bold"),
-        f" ({cluster.nodes:,} nodes), sequences of {work.seq_len:,}{batch}, {work.optimizer}",
+        f" ({counted(cluster.nodes, 'node')}), sequences of {work.seq_len:,}{batch}, {work.optimizer}",
     )
 
 
@@ -341,7 +342,7 @@ def _heat(part: float) -> str:
 
 def _refused(plan: MeshPlan) -> Table:
     title = f"{len(plan.refused)} layouts refused"
-    table = titled_table(title, "why (the mildest)", "how many", "layouts")
+    table = titled_table(title, "why (of the nearest to fit)", "how many", "layouts")
     for reason in reasons(plan.refused):
         table.add_row(Text(reason.text), str(reason.count), reason.examples)
     return table

@@ -354,8 +354,9 @@ def _reads(run: DryRun) -> Warnings:
         ordered = sorted(often, key=lambda read: -read.count)
         yield DryRunWarning(
             "values read every step",
-            f"the host asks for {total:.3g} values of tensors a step, and for each waits until the GPU has "
-            f"finished everything queued: {some(f'{read.what} in {read.where}' for read in ordered)}. Read "
+            f"the host reads values of tensors {'once' if total == 1 else f'{total:.3g} times'} a step, and each time waits until "
+            "the GPU has finished everything queued: "
+            f"{some(f'{read.what} in {read.where}' for read in ordered)}. Read "
             "them only where they are logged, or log the previous step's.",
         )
 
