@@ -351,13 +351,13 @@ def _reads(run: DryRun) -> Warnings:
     often = [read for read in run.unknown if run.steps and read.count >= run.steps]
     if often:
         total = sum(read.count for read in often) / run.steps
+        times = "once" if total == 1 else f"{total:.3g} times"
         ordered = sorted(often, key=lambda read: -read.count)
         yield DryRunWarning(
             "values read every step",
-            f"the host reads values of tensors {'once' if total == 1 else f'{total:.3g} times'} a step, and each time waits until "
-            "the GPU has finished everything queued: "
-            f"{some(f'{read.what} in {read.where}' for read in ordered)}. Read "
-            "them only where they are logged, or log the previous step's.",
+            f"the host reads values of tensors {times} a step, and each time waits until the GPU has finished "
+            f"everything queued: {some(f'{read.what} in {read.where}' for read in ordered)}. Read them only "
+            "where they are logged, or log the previous step's.",
         )
 
 
