@@ -355,7 +355,7 @@ def _reads(run: DryRun) -> Warnings:
         ordered = sorted(often, key=lambda read: -read.count)
         yield DryRunWarning(
             "values read every step",
-            f"the host reads values of tensors {times} a step, and each time waits until the GPU has finished "
+            f"the host reads tensors' values {times} a step, and each time waits until the GPU has finished "
             f"everything queued: {some(f'{read.what} in {read.where}' for read in ordered)}. Read them only "
             "where they are logged, or log the previous step's.",
         )
