@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel3d._util import page
+from parallel3d._util.arguments import counted
 from parallel3d._util.page import Figure, table
 from parallel3d.planner.constants import constant
 from parallel3d.planner.model_spec import Unit
@@ -285,10 +286,10 @@ def write_report(plan: MeshPlan, path: str | PathLike[str]) -> None:
     work, cluster, each = plan.workload, plan.cluster, _shown(plan)
     batch = f", global batch {work.global_batch:,}" if work.global_batch else ""
     setup = (
-        f"{plan.model.numel / 1e9:,.2f} B parameters; {cluster.nodes:,} nodes of {cluster.gpus_per_node}, "
-        f"{cluster.nic:g} GB/s a GPU between them; sequences of {work.seq_len:,}{batch}; {work.precision}, "
-        f"parameters at rest {work.param_dtype}, reduced in {work.reduce_dtype}; {work.optimizer}"
-        f"{'; compiled' if work.compile else ''}"
+        f"{plan.model.numel / 1e9:,.2f} B parameters; {counted(cluster.nodes, 'node')} of "
+        f"{cluster.gpus_per_node}, {cluster.nic:g} GB/s a GPU between them; sequences of "
+        f"{work.seq_len:,}{batch}; {work.precision}, parameters at rest {work.param_dtype}, "
+        f"reduced in {work.reduce_dtype}; {work.optimizer}{'; compiled' if work.compile else ''}"
     )
     explanation = each[0].explain() if each else ""
     if len(plan.layouts) > 1:
@@ -373,8 +374,8 @@ def _refusals(plan: MeshPlan) -> str:
     kinds = [(r.text, str(r.count), r.examples) for r in reasons(plan.refused)]
     each = [(f" {_TIMES} ".join(map(str, r.layout.sizes)), r.reason) for r in plan.refused]
     every = f"<summary>All {len(each)}</summary>{table(('layout', 'why'), each, 2)}"
-    counted = table(("why (of the closest)", "how many", "layouts"), kinds, 1)
-    return f"{counted}<details>{every}</details>"
+    numbers = table(("why (of the nearest to fit)", "how many", "layouts"), kinds, 1)
+    return f"{numbers}<details>{every}</details>"
 
 
 def _sensitivity(plan: MeshPlan) -> str:

@@ -45,7 +45,10 @@ def test_simulated_ranks() -> None:
         nan = world.map(lambda rank: torch.full((2,), float("nan")))
         check(nan)
         for inputs, said in (
-            ([given(4, 1, torch.int64)], "rank 4 .* element \\[1, 2\\] is 108, there 107"),
+            (
+                [given(4, 1, torch.int64)],
+                "rank 4 .* element \\[1, 2\\] is 108 on rank 4 and 107 on rank",
+            ),
             ([ids, given(2, 1e4)], "rank 2 .* input 1"),
             ([given(5, float("inf"))], "rank 5"),
             ([world.map(lambda rank: torch.ones(2, 2 + (rank == 1)))], "the size of dim 1"),

@@ -64,31 +64,31 @@ def test_first_rank_and_element() -> None:
         for values, message in (
             (
                 [given((4, (2, 1), -0.5))],
-                r"rank 4 .* of rank 3, .*: input 0, element \[2, 1\] is -0.5, there 111.0",
+                r"rank 4 .* than rank 3, .*: input 0, element \[2, 1\] is -0.5 on rank 4 and 111.0 on rank 3",
             ),
             # The lowest rank, its first element.
             (
                 [same, given((5, (0, 0), 7), (2, (1, 4), 7), (2, (2, 0), 7))],
-                r"rank 2 .* of rank 0, .*: input 1, element \[1, 4\] is 7.0, there 9.0",
+                r"rank 2 .* than rank 0, .*: input 1, element \[1, 4\] is 7.0 on rank 2 and 9.0 on",
             ),
-            ([given((1, (0, 3), nan))], r"rank 1 .*element \[0, 3\] is nan, there 3.0"),
+            ([given((1, (0, 3), nan))], r"rank 1 .*element \[0, 3\] is nan on rank 1 and 3.0 on"),
             (
                 [same, (same, given((3, (1, 1), 2**53 + 1), dtype=torch.int64))],
                 # The first of its group is the odd one: seen from the second.
-                r"rank 4 .*: input 1, tensor 1, element \[1, 1\] is 106, there 9007199254740993",
+                r"rank 4 .*: input 1, tensor 1, element \[1, 1\] is 106 on rank 4 and 9007199254740993 on",
             ),
             (
                 [world.map(lambda r: torch.tensor(r != 1))],
-                r"rank 1 .*: input 0 is False, there True",
+                r"rank 1 .*: input 0 is False on rank 1 and True on rank 0",
             ),
             ([world.map(lambda r: torch.tensor([1 + (r == 5) * 4j, 2]))], r"element \[0\] is 4.0"),
             (
                 [world.map(lambda r: torch.tensor(2**63 + (r == 1), dtype=torch.uint64))],
-                r"is 9223372036854775809, there 9223372036854775808",
+                r"is 9223372036854775809 on rank 1 and 9223372036854775808 on rank 0",
             ),
             (
                 [same, world.map(lambda r: torch.ones(4, 3 + (r == 5)))],
-                r"rank 5 .*: the size of dim 1 of input 1 is 4, there 3",
+                r"rank 5 .*: the size of dim 1 of input 1 is 4 on rank 5 and 3 on rank",
             ),
         ):
             with pytest.raises(AgreementError, match=message):

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from parallel3d._util.arguments import counted
 from parallel3d.errors import PlanningError
 from parallel3d.mesh import MeshLayout
 from parallel3d.mesh.axes import AXES
@@ -403,7 +404,7 @@ def _heading(model: ModelSpec, cluster: Cluster, work: Workload, chosen: str) ->
         (model.name, "bold"),
         f" ({model.numel / 1e9:,.2f} B parameters) on ",
         (f"{cluster.world_size:,} x {cluster.gpu.name}", "bold"),
-        f" ({cluster.nodes:,} node{'s' * (cluster.nodes > 1)}), sequences of {work.seq_len:,}{batch}",
+        f" ({counted(cluster.nodes, 'node')}), sequences of {work.seq_len:,}{batch}",
         f", {work.optimizer}",
         f"\nby default: {chosen}" if chosen else "",
     )
@@ -443,7 +444,7 @@ def _heat(part: float) -> str:
 
 def _refused(plan: MeshPlan) -> Table:
     title = f"{len(plan.refused)} layouts refused"
-    table = titled_table(title, "why (of the closest)", "how many", "layouts")
+    table = titled_table(title, "why (of the nearest to fit)", "how many", "layouts")
     for reason in reasons(plan.refused):
         table.add_row(Text(reason.text), str(reason.count), reason.examples)
     return table

@@ -353,13 +353,13 @@ def _reads(run: DryRun) -> Warnings:
     often = [read for read, count in zip(run.unknown, counts, strict=True) if run.steps and count]
     if often:
         total = sum(counts)
-        values = "1 value of a tensor" if total == 1 else f"{total:,} values of tensors"
+        times = "once" if total == 1 else f"{total:,} times"
         ordered = sorted(often, key=lambda read: -read.count)
         yield DryRunWarning(
             "values read every step",
-            f"the host asks for {values} a step, and for each waits until the GPU has "
-            f"finished everything queued: {some(f'{read.what} in {read.where}' for read in ordered)}. Read "
-            "them only where they are logged, or log the previous step's.",
+            f"the host reads tensors' values {times} a step, and each time waits until the GPU has finished "
+            f"everything queued: {some(f'{read.what} in {read.where}' for read in ordered)}. Read them only "
+            "where they are logged, or log the previous step's.",
         )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
 
+from parallel3d._util.arguments import counted
 from parallel3d.tools.launch.clouds import ray_file, skypilot_file
 from parallel3d.tools.launch.job import LaunchError, LaunchJob, missing_from
 from parallel3d.tools.launch.kubernetes import jobset_file, kubeflow_file
@@ -74,9 +75,7 @@ def launch_file(target: str, job: LaunchJob) -> str:
                 f"{name} is {value!r}, for which {target} has no place; leave it out ({able} take it)"
             )
     mesh = f", mesh {job.layout}" if job.layout is not None else ""
-    head = (
-        f"{MARK}: {job.nodes} node{'s' * (job.nodes > 1)} x {job.gpus_per_node} processes{mesh}.\n"
-    )
+    head = f"{MARK}: {counted(job.nodes, 'node')} x {job.gpus_per_node} processes{mesh}.\n"
     return found.head + head + found.write(job)
 
 

@@ -229,7 +229,7 @@ def test_values_read_every_step() -> None:
         return SOUND.run(LAYOUT, unknown=(UnknownRead("train.py:7, in step", "item", count),))
 
     assert "item in train.py:7, in step" in text(run(2), "values read every step")
-    assert "asks for 3 values of tensors a step" in text(run(6), "values read every step")
+    assert "reads tensors' values 3 times a step" in text(run(6), "values read every step")
     assert "values read every step" not in kinds(run(1))
 
 
