@@ -121,7 +121,7 @@ CASES = [
         "materialize of a module without initialiser",
         lambda model, mesh: materialize(model, device="cpu"),
         Parallel3dError,
-        (r"scale of class With", r"reset_parameters\(\)", r"_init_weights\(module\)"),
+        (r"scale \(With\)", r"reset_parameters\(\)", r"_init_weights\(module\)"),
         build=lambda: With(scale=nn.Parameter(torch.ones(3))).to("meta"),
         inputs=(),
     ),

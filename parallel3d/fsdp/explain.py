@@ -137,7 +137,7 @@ def _owners_in(outputs: Iterable[Any]) -> Iterable[ShardedParam]:
         for bucket in () if unit is None else unit.group.buckets:
             pairs = zip(bucket.params, bucket.compute_params, strict=True)
             yield from (param for param, compute in pairs if compute is variable)
-        for arrivals in getattr(node, "sinks", ()):
-            bucket = arrivals.bucket()
+        for arrived in getattr(node, "arrivals", ()):
+            bucket = arrived.bucket()
             if bucket is not None:
-                yield from (bucket.params[index] for index in arrivals.indices)
+                yield from (bucket.params[index] for index in arrived.indices)

@@ -133,7 +133,7 @@ def test_a_folder_appears_when_it_is_whole(tmp_path: Path, monkeypatch) -> None:
     assert not list(tmp_path.iterdir())
     save_dcp(tmp_path / "it", model, optimizer)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["it"]
-    with pytest.raises(CheckpointError, match="there already"):
+    with pytest.raises(CheckpointError, match="exists already"):
         save_dcp(tmp_path / "it", model, optimizer)
     state = {"model": {k: torch.zeros_like(v) for k, v in model.state_dict().items()}}
     with warnings.catch_warnings():

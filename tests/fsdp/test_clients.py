@@ -208,7 +208,7 @@ class TestMeta:
             with pytest.raises(Parallel3dError) as error:
                 materialize(model)
         text = str(error.value)
-        assert "0.scale of class Scaled; 1.scale of class Scaled" in text
+        assert "initialises 0.scale, 1.scale (Scaled)" in text
         assert "Give Scaled a method reset_parameters()" in text and "FSDP" not in text
 
 

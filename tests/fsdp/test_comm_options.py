@@ -69,7 +69,7 @@ class TestDivideFactor:
             trial.backward(0)
             trial.model.set_requires_gradient_sync(False)
             trial.backward(1)  # into it the first one's gradient, divided by 2, is folded
-            with pytest.raises(StateError, match="divided by 2 already"):
+            with pytest.raises(StateError, match="already divided by 2"):
                 trial.model.set_gradient_divide_factor(7)
             trial.model.zero_grad()
             on_every_unit(trial.model, "set_gradient_divide_factor", 7)

@@ -188,7 +188,7 @@ def test_sums_that_wait_survive_a_conversion(switch, convert):
         trial.backward(1)
         convert(model)
         if (switch, convert) == ("set_requires_gradient_sync", to_float_and_back):
-            with pytest.raises(StateError, match="divided by 5 already"):
+            with pytest.raises(StateError, match="already divided by 5"):
                 model.set_gradient_divide_factor(3)
         getattr(model, switch)(True)
         trial.backward(2)

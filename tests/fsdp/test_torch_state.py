@@ -131,7 +131,7 @@ class TestState:
                 assert alive() is None
             finally:
                 gc.enable()
-            with pytest.raises(StateError, match="gone"):
+            with pytest.raises(StateError, match="no longer exists"):
                 _ = state.all_states
 
 

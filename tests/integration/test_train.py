@@ -47,12 +47,10 @@ def result(text: str) -> dict[str, float]:
     return values
 
 
-def check_screen(text: str, ranks: str) -> None:
+def check_screen(text: str, ranks: int) -> None:
     """What a person sees of a run of three steps on (1, 2, 2) with ``--check``."""
     lines = text.splitlines()
-    for phase, line in zip(
-        (f"starting on {ranks}; importing torch", "mesh: "), lines, strict=False
-    ):
+    for phase, line in zip((f"rank 0 of {ranks}: importing torch", "mesh: "), lines, strict=False):
         assert re.match(rf" *\d+\.\d s  {phase}", line), line
     assert "mesh: replicate 1 x shard 2 x tp 2 = 4 ranks" in lines[1]
     assert "plan: 1" in text and "layers.*.attention.wq" not in text  # all of it: --show-plan
@@ -87,7 +85,7 @@ def test_four_ranks_follow_the_plain_model_and_one_rank() -> None:
 def test_the_screen() -> None:
     """Phases with their times, steps that fit, a verdict; with ``--show-plan`` each module of the plan."""
     outputs = [text for _, text in launch(as_rank, (*OPTIONS, *NANO, *MESH), ranks=4)]
-    check_screen(outputs[0], "4 ranks")
+    check_screen(outputs[0], 4)
     assert not any(outputs[1:])
     options = ("--steps", "1", *NANO, *MESH, "--show-plan")
     (_, text), *_ = launch(as_rank, options, ranks=4)
@@ -107,7 +105,7 @@ def test_it_says_that_it_starts_before_torch_is_imported(tmp_path: Path) -> None
         env=environment,
     )
     assert run.stderr == "torch is imported\n"
-    assert re.fullmatch(r" *0\.\d s  starting on one process; importing torch\n", run.stdout)
+    assert re.fullmatch(r" *0\.\d s  rank 0 of 1: importing torch\n", run.stdout)
 
 
 def test_what_recipes_ask_for(tmp_path: Path) -> None:
@@ -145,7 +143,7 @@ def test_what_recipes_ask_for(tmp_path: Path) -> None:
 def test_four_ranks_by_torchrun() -> None:
     run = train(*OPTIONS, *MESH, torchrun=4)
     assert run.returncode == 0, run.stdout + run.stderr
-    check_screen(run.stdout, "4 ranks")
+    check_screen(run.stdout, 4)
 
 
 def test_bad_arguments() -> None:

@@ -299,7 +299,7 @@ def test_packings_of_the_plan_are_kept():
 
 def test_a_style_that_does_not_fit_its_module_is_a_problem():
     plan = {**Sections.plan_of(6, 6), "qkv_proj": Colwise(packed=(24, 24, 20))}
-    with pytest.raises(PlanError, match=r"packed=\(24, 24, 20\): .* add up to 72"):
+    with pytest.raises(PlanError, match=r"packed is \(24, 24, 20\); .* add up to 72"):
         resolve_plan(Sections(6, 6), plan, 4)
 
 

@@ -119,13 +119,13 @@ class _Arrival(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, _: torch.Tensor, node: list[Arrivals], sources: list[Any]) -> Any:
-        ctx.node = node
+        ctx.arrivals = node
         ctx.set_materialize_grads(False)
         return tuple(source.data for source in sources)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        _arrive(ctx.node, grads)
+        _arrive(ctx.arrivals, grads)
         return None, None, None
 
 

@@ -10,3 +10,5 @@
 
 from parallel3d.tools.doctor.doctor import Diagnosis, Options, doctor
 from parallel3d.tools.doctor.finding import Finding, Severity
+
+__all__ = ["Diagnosis", "Finding", "Options", "Severity", "doctor"]

@@ -133,13 +133,8 @@ def doctor(options: Options, show: Callable[[Diagnosis], None] | None = None) ->
         found = Diagnosis({0: facts}, examine({0: facts}), not_measured=_ALONE)
         found.failed = bool(_errors(found))
     else:
-        address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
         try:
-            if not address or not port.isdigit():
-                raise MeshError(f"MASTER_ADDR is {address!r} and MASTER_PORT {port!r}")
-            return _diagnose_job(
-                options, facts, connect(place, address, int(port), options.timeout), show
-            )
+            return _diagnose_job(options, facts, connect(place, os.environ, options.timeout), show)
         except MeshError as error:  # the first rank of each node reports its own findings
             own = {place.rank: replace(facts, store_error="" if facts.master_error else str(error))}
             found = Diagnosis(own, examine(own), failed=True, not_measured=str(error))

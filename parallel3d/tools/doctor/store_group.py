@@ -6,7 +6,7 @@ Every wait has a limit, after which the missing ranks are named.
 import json
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -84,8 +84,12 @@ class StoreGroup:
         return True
 
 
-def connect(place: Place, address: str, port: int, seconds: float) -> StoreGroup:
+def connect(place: Place, environ: Mapping[str, str], seconds: float) -> StoreGroup:
     """Connects to the other ranks of the job; a MeshError says why that fails."""
+    address, number = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
+    if not address or not number.isdigit():
+        raise MeshError(f"MASTER_ADDR is {address!r} and MASTER_PORT {number!r}")
+    port = int(number)
     timeout, hosted = timedelta(seconds=seconds), outlives_ranks()
     is_host = place.rank == 0 and not hosted
     if is_host:

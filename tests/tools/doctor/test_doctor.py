@@ -234,7 +234,7 @@ def test_a_port_that_is_taken() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(MeshError, match=f"port {port} .MASTER_PORT.*Address already in use"):
-            connect(Place(0, 2, 0, 2), "127.0.0.1", port, 1)
+            connect(Place(0, 2, 0, 2), {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}, 1)
 
 
 def test_a_store_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
