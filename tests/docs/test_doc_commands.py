@@ -46,6 +46,7 @@ QUICKER = {
 }
 """Command line -> options added to it, or with ``--no-`` left out with their values, for a quick run."""
 
+SLOW = {"planner.md"}
 PER_PAGE = [(page, commands(page)) for page in PAGES]
 SCRIPT = re.compile(r"(?:(?:benchmarks|examples|tests)/)[\w/]+\.py")
 
@@ -62,7 +63,12 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("page", "lines"), [p for p in PER_PAGE if p[1]], ids=lambda x: getattr(x, "name", "")
+    ("page", "lines"),
+    [
+        pytest.param(page, lines, id=page.name, marks=[pytest.mark.slow] * (page.name in SLOW))
+        for page, lines in PER_PAGE
+        if lines
+    ],
 )
 def test_they_run(
     page: Path, lines: list[Command], folder: Path, monkeypatch: pytest.MonkeyPatch

@@ -13,7 +13,14 @@ SECTIONS = [section for page in PAGES for section in sections(page)]
 HERE = [section for section in SECTIONS if section.world != "gloo"]
 ON_RANKS = [section for section in SECTIONS if section.world == "gloo"]
 # Their loops train beside the plain model, for seconds each; README, ten_minutes.md and others stay.
-SLOW = {"tutorial.md", "from_accelerate.md", "from_megatron_fsdp.md", "from_torchtitan.md"}
+SLOW = {
+    "README.md",  # eight processes, as tests/examples/test_hf_lora.py's four
+    "from_accelerate.md",
+    "from_megatron_fsdp.md",
+    "from_torchtitan.md",
+    "ten_minutes.md",
+    "tutorial.md",
+}
 
 
 def marked(section: Section) -> object:

@@ -144,6 +144,7 @@ def test_several_hosts_train_what_one_does(
     check_hosts(job)
 
 
+@pytest.mark.slow
 def test_a_host_loses_power(site: Site, whole: Job, tmp_path: Path) -> None:
     """The others learn it, and which ranks; torchrun on the survivor goes on when the host is back."""
     job = Job(site, tmp_path, 2, restarts=3)
