@@ -15,7 +15,8 @@ from parallel3d.tools.cli import main
 
 ELSEWHERE = {
     "python3 -m venv .venv && source .venv/bin/activate": ".ci/run: python3 -m venv",
-    "pip install -c constraints.txt -e '.[cli]' && parallel3d demo": "tests/tools/launch/test_run_locally.py: demo",
+    "pip install -c constraints.txt -e '.[cli]' "
+    "&& parallel3d demo": "tests/tools/launch/test_run_locally.py: demo",
     "torchrun --nproc-per-node 8 examples/train.py --replicate 2 --shard 2 --tp 2 "
     "--check": "tests/integration/test_train.py: --check",
     "torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint node-0:29500 "

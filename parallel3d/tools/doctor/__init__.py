@@ -8,7 +8,15 @@
 ``docs/doctor.md`` lists its checks.
 """
 
-from parallel3d.tools.doctor.doctor import Diagnosis, Options, doctor
-from parallel3d.tools.doctor.finding import Finding, Severity
+from typing import TYPE_CHECKING
 
-__all__ = ["Diagnosis", "Finding", "Options", "Severity", "doctor"]
+from parallel3d._util.lazy import export_lazily
+
+if TYPE_CHECKING:
+    from parallel3d.tools.doctor.doctor import Diagnosis as Diagnosis
+    from parallel3d.tools.doctor.doctor import Options as Options
+    from parallel3d.tools.doctor.doctor import doctor as doctor
+    from parallel3d.tools.doctor.finding import Finding as Finding
+    from parallel3d.tools.doctor.finding import Severity as Severity
+
+export_lazily(__name__)
