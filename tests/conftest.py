@@ -1,6 +1,7 @@
 """What all tests share: the pool of gloo processes, the engine under test, a guard against leaked groups."""
 
 import gc
+import os
 import sys
 from collections.abc import Generator, Iterator
 
@@ -31,6 +32,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="what the tests with the fixtures engine and on_ranks run on",
     )
     parser.addoption("--only-engine-tests", action="store_true", help="run only those tests")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores: the worker with the pool mostly waits for its processes."""
+    return len(os.sched_getaffinity(0)) + 1
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the marks

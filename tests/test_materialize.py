@@ -104,6 +104,7 @@ def test_no_way_to_initialise() -> None:
     assert all(p.is_meta for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_no_way_to_initialise_is_said_once(tmp_path: Path) -> None:
     """By the first of eight ranks, or eight long lines hide the one that helps."""
     program = tmp_path / "program.py"

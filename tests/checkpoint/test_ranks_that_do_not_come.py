@@ -78,6 +78,7 @@ def comes_too_late(path: str, with_watch: bool) -> tuple[str, str, float]:
     return found
 
 
+@pytest.mark.slow
 def test_one_comes_too_late(gloo_pool: GlooPool, tmp_path: Path) -> None:
     """It is waited for as long as ``Timeouts(save=)`` says, or else as the default group waits."""
     for with_watch in (True, False):

@@ -18,6 +18,7 @@ SLOW = {
     "from_accelerate.md",
     "from_megatron_fsdp.md",
     "from_torchtitan.md",
+    "index.md",
     "ten_minutes.md",
     "tutorial.md",
 }

@@ -23,6 +23,7 @@ def test_up_to_date(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert drawn.read_text() == kept.read_text(), f"run python docs/pictures/{name}.py"
 
 
+@pytest.mark.slow
 def test_screens_are_what_the_commands_print_now(tmp_path: Path) -> None:
     """Those that are the same on every machine and take a second."""
     pytest.importorskip("typer")

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 from _support.docs.notebook import NOTEBOOK, kept, run
 
 ROOT = Path(__file__).parents[2]
@@ -15,6 +16,7 @@ def test_readme_shows_minimal() -> None:
     assert program.count("\n") <= 40
 
 
+@pytest.mark.slow
 def test_notebook_prints_what_it_shows() -> None:
     cells = json.loads(NOTEBOOK.read_text())["cells"]
     assert run(cells) == kept(cells), "run python tests/_support/docs/notebook.py"

@@ -214,6 +214,7 @@ def test_processes_that_agree(gloo_pool) -> None:
     gloo_pool.run(agreeing, (1, 2, 2), world_size=4)
 
 
+@pytest.mark.slow
 def test_processes_that_part(gloo_pool) -> None:
     by_rank = gloo_pool.run(parting, timedelta(seconds=4), world_size=4)
     for rank, (other, fewer, *silent) in enumerate(by_rank):

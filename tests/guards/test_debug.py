@@ -104,6 +104,7 @@ def test_diagnosis_from_the_store(gloo_pool) -> None:
         assert "rank 3, last:\n" in report
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("gloo")
 def test_diagnosis_from_files_after_a_kill(tmp_path: Path) -> None:
     from _support.launch import launch

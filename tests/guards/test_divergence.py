@@ -7,7 +7,7 @@ from _support.guards import jobs
 from _support.guards.cases import CASES, WATCH, Case, table
 from _support.launch import launch
 
-QUICK = {"a rank raises", "a rank is killed (SIGKILL)", "a rank hangs"}
+QUICK = {"a rank raises", "a rank is killed (SIGKILL)"}
 DOCS = Path(__file__).parents[2] / "docs" / "guards.md"
 
 

@@ -40,6 +40,7 @@ def run(gloo_pool, cases, plan="auto", timeout=300.0):
     return merged(gloo_pool.run(compare_cases, cases, plan, world_size=size, timeout=timeout))
 
 
+@pytest.mark.slow
 def test_a_family_of_each_kind(gloo_pool) -> None:
     cases = [(name, variant, (1, 1, 2)) for name, variant in SAMPLE]
     outcomes = [*run(gloo_pool, cases), *run(gloo_pool, SAMPLE_ON_FOUR)]
