@@ -16,7 +16,8 @@ def announce() -> None:
     """Says what starts. Until the training handles Ctrl-C itself, it ends the process without a traceback."""
     if is_first_rank() and not {"--json", "--help", "-h"} & set(sys.argv):
         ranks = int(os.environ.get("WORLD_SIZE", "1"))
-        print(since_start(f"rank 0 of {ranks}: importing torch"), flush=True)
+        rank = os.environ.get("RANK", "0")  # one of each machine
+        print(since_start(f"rank {rank} of {ranks}: importing torch"), flush=True)
     signal.signal(signal.SIGINT, _stop)
 
 

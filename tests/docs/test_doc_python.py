@@ -14,7 +14,7 @@ HERE = [section for section in SECTIONS if section.world != "gloo"]
 ON_RANKS = [section for section in SECTIONS if section.world == "gloo"]
 # Their loops train beside the plain model, for seconds each; README, ten_minutes.md and others stay.
 SLOW = {
-    "README.md",  # eight processes, as tests/examples/test_hf_lora.py's four
+    "README.md",  # eight processes
     "from_accelerate.md",
     "from_megatron_fsdp.md",
     "from_torchtitan.md",

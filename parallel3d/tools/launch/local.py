@@ -36,9 +36,8 @@ def run(arguments: Sequence[str]) -> int:
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    os.environ.setdefault(
-        "OMP_NUM_THREADS", "1"
-    )  # as torchrun sets it, which explains itself at length
+    # As torchrun sets it, which explains itself at length.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
         torchrun.main([example(word) for word in arguments])
     except SignalException as stopped:
