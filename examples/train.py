@@ -5,7 +5,7 @@
 Without torchrun it trains in one process. The weights depend on the seed alone and the data's order on
 (seed, sample number) alone, so every mesh trains the same model; ``--check`` shows that it does.
 
-With ``--checkpoint FOLDER`` it saves, and goes on from what is saved there: after a crash under
+With ``--checkpoint FOLDER`` it saves, and resumes from what is saved there: after a crash under
 ``torchrun --max-restarts 3``, or when it is started again, also on another number of processes or another
 mesh. No sample is consumed twice or left out. SIGTERM and SIGUSR1 (SLURM's ``--signal``; give torchrun
 ``--signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1``) lead to a last checkpoint and a clean end.

@@ -73,7 +73,7 @@ _STRAGGLER = (
 _STREAM = "stream kernels reach about 80 % of a datasheet's HBM bandwidth"
 _EDGES = "a matmul's first loads and last stores are not hidden: between a sum (1) and a maximum"
 _SCORES = "scale, mask, softmax and dropout, each a kernel that reads and writes the scores"
-_GAPS = "reserved beyond allocated: 0.8 to 1.9 GiB of 28 to 60 (SimuMax), 3 to 8 %"
+_FRAGMENTATION = "reserved beyond allocated: 0.8 to 1.9 GiB of 28 to 60 (SimuMax), 3 to 8 %"
 _GATHERED = "bf16 parameters copied out of the gathered buffer: read and written"
 
 # name -> value, unit, source
@@ -100,8 +100,8 @@ _TABLE = {
     "reduce_copy": (6.0, "B/param", "bf16 gradients copied into an fp32 reduce buffer"),
     "accumulate": (10.0, "B/param", "a bf16 gradient added to an fp32 sum"),
     "workspace": (0.5 * 2**30, "B", "of cuBLAS, cuDNN and attention kernels"),
-    "gaps": (0.04, "", _GAPS),
-    "gaps_upper": (0.10, "", "the upper bound of the same, with what isn't modelled"),
+    "fragmentation": (0.04, "", _FRAGMENTATION),
+    "fragmentation_upper": (0.10, "", "the upper bound of the same, with what isn't modelled"),
     "context": (1.5 * 2**30, "B", "CUDA context (0.5 to 2 GiB) and NCCL's buffers (0.4 GiB)"),
 }
 CONSTANTS = {name: Constant(name, *given) for name, given in _TABLE.items()}

@@ -156,8 +156,8 @@ class Memory:
         terms: by component, at the moment of the peak; they add up to ``allocated``.
         beyond: what is reserved and needed beyond them.
         moment: "loss", "backward", "end of backward" or "optimizer".
-        reserved: what the caching allocator holds: ``allocated`` and its gaps.
-        upper: an upper bound of ``reserved``: larger gaps, and allocations that are not modelled.
+        reserved: what the caching allocator holds: ``allocated`` and its fragmentation.
+        upper: an upper bound of ``reserved``: more fragmentation, and allocations that are not modelled.
         needed: ``reserved``, the device's context and communicators: what must fit.
         capacity: the GPU's memory.
     """
@@ -203,20 +203,28 @@ def memory_of(step: Step) -> Memory:
         for name, value in moments[moment].items()
     }
     allocated = sum(term.value for term in terms.values())
-    gaps, workspace, context = (constant(name) for name in ("gaps", "workspace", "context"))
-    lost = allocated * gaps.value
+    fragmentation, workspace, context = (
+        constant(name) for name in ("fragmentation", "workspace", "context")
+    )
+    lost = allocated * fragmentation.value
     reserved = allocated + lost + workspace.value
     return Memory(
         terms=terms,
         beyond=(
-            Term("gaps", lost, "gaps * allocated", {"gaps": gaps, "allocated": allocated}, "B"),
+            Term(
+                "fragmentation",
+                lost,
+                "fragmentation * allocated",
+                {"fragmentation": fragmentation, "allocated": allocated},
+                "B",
+            ),
             Term("workspace", workspace.value, "workspace", {"workspace": workspace}, "B"),
             Term("context", context.value, "context", {"context": context}, "B"),
         ),
         moment=moment,
         allocated=allocated,
         reserved=reserved,
-        upper=reserved + allocated * (constant("gaps_upper").value - gaps.value),
+        upper=reserved + allocated * (constant("fragmentation_upper").value - fragmentation.value),
         needed=reserved + context.value,
         capacity=gpu.capacity_gib * 2**30,
     )
@@ -256,7 +264,7 @@ _FORMULAS = {
     "parameters": "sum over units of a rank's part of each parameter, at rest",
     "optimizer": "optimizer's bytes a parameter * a rank's parameters",
     "gradients": "as parameters at rest, between reduction and zero_grad",
-    "unsharded groups": "parameters of the units that are whole at the peak, compute dtype",
+    "unsharded parameters": "parameters of the units that are whole at the peak, compute dtype",
     "gather and reduce buffers": "of the units in flight",
     "activations": "sum over units of what forward keeps + one block computed again + gathered inputs",
     "logits and loss": "micro_batch * seq_len * vocab * bytes a logit / (tp if loss_parallel)",

@@ -339,7 +339,7 @@ MEMORY = {
     "unsharded, buffers": ("unsharded", "gather and reduce"),
     "activations": ("activations",),
     "logits, loss": ("logits",),
-    "framework": ("gaps", "workspace", "context"),
+    "framework": ("fragmentation", "workspace", "context"),
 }
 TIME = {
     "matmul": ("matmul",),

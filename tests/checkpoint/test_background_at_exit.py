@@ -41,7 +41,7 @@ if sys.argv[2] == "saved again":
 @pytest.mark.parametrize(
     "kind",
     [
-        "not asked",
+        pytest.param("not asked", marks=pytest.mark.slow),
         pytest.param("asked", marks=pytest.mark.slow),
         pytest.param("saved again", marks=pytest.mark.full),
     ],

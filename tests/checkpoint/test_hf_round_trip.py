@@ -12,7 +12,7 @@ from parallel3d.testing import GlooPool
 
 CASES = [(kind, n % 2 == 0) for n, kind in enumerate(CONFIGS)]
 MESHES = [
-    (1, 2, 2),
+    pytest.param((1, 2, 2), marks=pytest.mark.slow),
     pytest.param((2, 1, 2), marks=pytest.mark.slow),
     *(pytest.param(sizes, marks=pytest.mark.full) for sizes in ((1, 1, 1), (1, 4, 1))),
 ]

@@ -150,7 +150,7 @@ def rounds(kind: str, layout: str, make: Callable[[nn.Module], Any]) -> None:
 
 
 CASES = [
-    ("plain", "fsdp + tp", make_adamw),
+    pytest.param("plain", "fsdp + tp", make_adamw, marks=pytest.mark.slow),
     pytest.param("plain", "hsdp", make_local, marks=pytest.mark.slow),
 ]
 MORE = [

@@ -40,9 +40,9 @@ def receive(*signals: int) -> None:
 @pytest.mark.parametrize(
     ("signals", "code"),
     [
-        ((signal.SIGINT, signal.SIGINT), 130),
+        pytest.param((signal.SIGINT, signal.SIGINT), 130, marks=pytest.mark.slow),
         ((signal.SIGINT, signal.SIGTERM), 130),  # torchrun's answer to the second Ctrl-C
-        ((signal.SIGTERM, signal.SIGINT), 130),
+        pytest.param((signal.SIGTERM, signal.SIGINT), 130, marks=pytest.mark.slow),
         ((signal.SIGTERM, signal.SIGTERM), 0),
         ((signal.SIGINT, signal.SIGUSR1), 0),
     ],

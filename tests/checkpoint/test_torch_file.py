@@ -291,6 +291,7 @@ def test_a_call_is_not_made(tmp_path: Path, where: str) -> None:
     assert sentinel.exists()
 
 
+@pytest.mark.slow
 def test_other_files(tmp_path: Path) -> None:
     path, sentinel = tmp_path / "it.pt", tmp_path / "sentinel"
     assert "is not a file" in str(refused(path, sentinel))

@@ -51,7 +51,7 @@ def train(model: torch.nn.Module) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("source", ["config", "folder"])
+@pytest.mark.parametrize("source", [pytest.param("config", marks=pytest.mark.slow), "folder"])
 def test_trains_as_plain_peft(gloo_pool: GlooPool, tmp_path: Path, source: str) -> None:
     model = plain()
     arguments = []

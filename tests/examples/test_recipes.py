@@ -76,8 +76,7 @@ def check(recipe, run, model):
 @pytest.mark.parametrize(
     "name",
     [
-        ALL[0],
-        pytest.param(ALL[1], marks=pytest.mark.slow),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ALL[:2]),
         *(pytest.param(name, marks=pytest.mark.full) for name in ALL[2:]),
     ],
 )

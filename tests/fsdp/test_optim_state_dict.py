@@ -106,6 +106,7 @@ def test_round_trips(shape) -> None:
                 torch.testing.assert_close(tensor, want, rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_a_whole_checkpoint_on_another_mesh() -> None:
     """Saved on shard 2 x tp 2 and continued under HFSDP, whose shards are cut over replicate too."""
     build = lambda: Lm(dim=16, hidden=24, layers=1, vocab=20).double()  # noqa: E731

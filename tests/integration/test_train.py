@@ -146,6 +146,7 @@ def test_four_ranks_by_torchrun() -> None:
     check_screen(run.stdout, 4)
 
 
+@pytest.mark.slow
 def test_bad_arguments() -> None:
     run = train("--batch", "3", "--tp", "2")
     assert run.returncode != 0 and "tp" in run.stderr and "Traceback" not in run.stderr

@@ -28,7 +28,9 @@ while time.perf_counter() < end:
         pytest.param(
             'p3d.build_mesh(p3d.MeshLayout(1, 1, 1), device_type="cpu")', marks=pytest.mark.slow
         ),
-        "p3d.fully_shard(torch.nn.Linear(2, 2))(torch.ones(1, 2))",
+        pytest.param(
+            "p3d.fully_shard(torch.nn.Linear(2, 2))(torch.ones(1, 2))", marks=pytest.mark.slow
+        ),
     ],
     ids=["build_mesh", "fully_shard"],
 )

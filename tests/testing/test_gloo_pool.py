@@ -270,6 +270,7 @@ def test_a_function_of_a_module_found_only_by_its_file(
     assert gloo_pool.run(p3d_only_a_file.answer, world_size=1) == [42]
 
 
+@pytest.mark.slow
 def test_spawn_and_closing() -> None:
     with GlooPool(2, threads=2, start_method="spawn") as pool:
         results = pool.run(surroundings)
@@ -295,6 +296,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_workers_end_with_the_process_of_their_pool(tmp_path: Path) -> None:
     """Also a function of a script's ``__main__`` runs."""
     script = tmp_path / "orphans.py"

@@ -144,7 +144,13 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, tuple[int, int, int], dict]
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+SLOWEST = "llama, sequence and loss parallel"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * (n == SLOWEST)) for n in CASES],
+)
 def test_no_false_alarm(name: str) -> None:
     build, batch, sizes, options = CASES[name]
     found = verify(build, batch, MeshLayout(*sizes), **{"steps": 1, **options})

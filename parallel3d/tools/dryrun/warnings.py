@@ -147,9 +147,9 @@ _CHANGES = {
 
 
 def needed_bytes(run: DryRun) -> float:
-    """Returns the peak with what a dry run doesn't see: the allocator's gaps, workspaces, context."""
+    """Returns the peak with what a dry run doesn't see: fragmentation, workspaces, context."""
     beside = constant("workspace").value + constant("context").value
-    return run.peak.bytes * (1 + constant("gaps").value) + beside
+    return run.peak.bytes * (1 + constant("fragmentation").value) + beside
 
 
 def not_simulated(models: Iterable[nn.Module]) -> Warnings:
@@ -175,7 +175,7 @@ def _above_capacity(run: DryRun, times: Timeline) -> Warnings:
     yield DryRunWarning(
         "memory above capacity",
         f"the peak of {in_bytes(peak.bytes)} (at {where}) {fits} into the {in_bytes(capacity)} of "
-        f"{gpu.name}: with gaps, workspaces and context about {in_bytes(needed)} are needed, "
+        f"{gpu.name}: with fragmentation, workspaces and context about {in_bytes(needed)} are needed, "
         f"{in_bytes(needed - capacity)} too much. Most of it is {kind} ({in_bytes(size)}): "
         f"{_CHANGES.get(kind, 'look at the largest tensors')}.",
     )

@@ -64,6 +64,7 @@ def test_hosts_that_are_well(site: Site, tmp_path: Path) -> None:
     assert "tp-across-nodes" in found["passed"]
 
 
+@pytest.mark.slow
 def test_a_host_set_up_in_another_way_is_named(site: Site, tmp_path: Path) -> None:
     wrong = {"GLOO_SOCKET_IFNAME": "ens5", "NCCL_ALGO": "Ring"}
     codes, found = run(site, tmp_path, "--tp 2", **wrong)
@@ -87,6 +88,7 @@ def alone(site: Site, rank: int, output: Path) -> subprocess.Popen[str]:
     return site.hosts[rank].start(command, output=output, **slurm, **nodes, **each)
 
 
+@pytest.mark.slow
 def test_a_host_that_is_cut_off(site: Site, tmp_path: Path) -> None:
     """Both sides end in time and say what they can't reach, under srun."""
     outputs = [tmp_path / "output-0", tmp_path / "output-1"]

@@ -60,7 +60,8 @@ def test_page_trace_and_summary(tmp_path):
     assert json.loads(trace.read_text())["traceEvents"]
 
 
-@pytest.mark.parametrize("both", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.slow
+@pytest.mark.parametrize("both", [True, False])
 def test_two_ranks_are_compared(tmp_path, monkeypatch, both):
     """The other one in a process of its own; a collective that only one of them makes is found."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))

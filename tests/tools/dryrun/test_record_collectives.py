@@ -9,7 +9,7 @@ from parallel3d.tools.dryrun import record
 
 CASES = [
     pytest.param(Training((2, 2, 2), sequence=True), marks=pytest.mark.slow),  # eight processes
-    Training((2, 2, 1), hfsdp=True, tied=True),
+    pytest.param(Training((2, 2, 1), hfsdp=True, tied=True), marks=pytest.mark.slow),
     Training((1, 1, 2), sequence=True, steps=1),
     pytest.param(Training((1, 4, 1), reshard=False, recompute=True), marks=pytest.mark.slow),
 ]

@@ -14,8 +14,8 @@ from parallel3d.tools.dryrun import record
 from parallel3d.tp.auto import check
 
 CASES = [
-    Training((2, 2, 2), sequence=True, recompute=True),
-    Training((2, 2, 1), tied=True, hfsdp=True),
+    pytest.param(Training((2, 2, 2), sequence=True, recompute=True), marks=pytest.mark.slow),
+    pytest.param(Training((2, 2, 1), tied=True, hfsdp=True), marks=pytest.mark.slow),
     Training((1, 3, 2), mixed=False, reshard=False, vocabulary=250, hidden=170, steps=1),
 ]
 MORE = [Training((1, 2, 1)), Training((1, 1, 2), mixed=False, vocabulary=250, hidden=170)]

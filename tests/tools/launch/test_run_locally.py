@@ -23,7 +23,13 @@ def parallel3d(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("code", "line"), [(0, ""), (2, ""), (7, "rank 0 ended first, with exit code 7\n")], ids=str
+    ("code", "line"),
+    [
+        pytest.param(0, "", marks=pytest.mark.slow),
+        pytest.param(2, "", marks=pytest.mark.slow),
+        (7, "rank 0 ended first, with exit code 7\n"),
+    ],
+    ids=str,
 )
 def test_run_ends_in_a_line(code: int, line: str, tmp_path: Path) -> None:
     """A mistake in an option, exit code 2, has been said by the program."""
@@ -34,6 +40,7 @@ def test_run_ends_in_a_line(code: int, line: str, tmp_path: Path) -> None:
     assert done.stderr == (line and f"parallel3d run: {line}")
 
 
+@pytest.mark.slow
 def test_demo_trains_and_compares(tmp_path: Path) -> None:
     """On two ranks and few steps here; eight and 60 steps without options."""
     words = ("--shard", "2", "--size", "nano", "--steps", "2", "--batch", "4", "--check")
