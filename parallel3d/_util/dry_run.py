@@ -6,6 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
+
+HOST_DEVICE = torch.device("cpu", 0)
+"""The CPU's memory in a dry run of GPUs, whose own memory is that of the device "cpu"."""
+
 Unrecorded = Callable[[], AbstractContextManager[None]]
 _run: tuple[Any, Unrecorded] | None = None  # what ``running`` was given
 

@@ -347,6 +347,8 @@ class StreamComm(Comm):
         self.scatter.wait_stream(self.device.current_stream())  # the inputs were written on compute
         self._run_stage(flight)
         flight.scattered = flight.done
+        if bucket.scatter_group is None:  # the result is the input, and later stages read it
+            flight.held.append(flight.job.tensor)
         self.in_flight.append(flight)
         self.holding.append(flight)
         bucket.grads.in_flight = self._ref
@@ -412,9 +414,7 @@ class StreamComm(Comm):
 
     def _wait_for(self, flight: _InFlight) -> None:
         """Lets compute wait for the reduction, and frees what it has read."""
-        compute = self.device.current_stream()
-        compute.wait_event(flight.scattered)
-        compute.wait_event(flight.done)
+        self.device.current_stream().wait_event(flight.done)  # which comes after ``scattered``
         flight.source = None
         flight.held.clear()
 

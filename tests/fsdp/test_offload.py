@@ -118,7 +118,7 @@ class TestStreams:
             for _ in range(2):
                 device.log.clear()
                 lm_loss(model, tokens(0)).backward()
-                device.cpu.put("optimizer")
+                device.host.put("optimizer")
             return device.log, model
 
     def test_gradients_are_copied_home_by_the_stream_that_finished_them(self, device):
@@ -138,7 +138,7 @@ class TestStreams:
         finish = bucket_module.BucketGradients.finish
 
         def noted(grads, job):
-            device.cpu.put(f"grad {grads.bucket.unit}")
+            device.host.put(f"grad {grads.bucket.unit}")
             places.append(job.tensor.dtype)
             finish(grads, job)
 

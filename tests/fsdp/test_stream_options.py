@@ -1,7 +1,7 @@
 """Who waits for whom on an accelerator, with the options about communication."""
 
 import pytest
-from _support.fsdp.noted_streams import Device, Event, Stream, find, happens_before, note
+from _support.fsdp.noted_streams import Device, FakeEvent, find, happens_before, note
 from _support.fsdp.wrapped import shard_blocks
 from _support.models import Lm, lm_loss, tokens
 
@@ -68,7 +68,7 @@ class TestAllReduceHook:
     @pytest.mark.parametrize("own_stream", [False, True], ids=["", "own stream"])
     @parity("method: set_all_reduce_hook")
     def test_follows_the_reduce_scatter_and_precedes_the_optimizer(self, device, own_stream):
-        stream = Stream(device, "users") if own_stream else None
+        stream = device.new_stream("users") if own_stream else None
         with fake_world(0, 4):
             model = wrapped(FSDP)
             for module in (*model.layers, model):
@@ -106,7 +106,7 @@ def test_post_optim_event_is_what_the_first_gather_waits_for():
             model = wrapped(FSDP)
             step(device, model)
             optimizer = device.log[-1]
-            event: Event = device.compute.record_event()
+            event: FakeEvent = device.compute.record_event()
             device.compute.put("unrelated")
             if given:
                 model.set_post_optim_event(event)

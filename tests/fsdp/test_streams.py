@@ -120,7 +120,6 @@ def test_gather_waits_for_the_optimizer(device: Device) -> None:
     with fake_world(0, 4):
         mesh = build_mesh(MeshLayout(2, 2, 1), device_type="cpu")
         model = parallelize(Lm(layers=1), mesh)
-        device.made = 0
         model(tokens(0))
     for cast in (e for e in device.log if e[0].startswith("gather_buffers")):
         assert happens_before(optimizer, cast)

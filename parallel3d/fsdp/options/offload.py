@@ -9,6 +9,7 @@ import torch
 from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
+from parallel3d._util import dry_run
 from parallel3d.fsdp.reduction import Reduction, Stage
 
 
@@ -22,10 +23,15 @@ class CpuOffload:
     def places(
         self, given: torch.device, mesh: DeviceMesh
     ) -> tuple[torch.device, torch.device, bool]:
-        """See ``Bucket.offload``. On a CPU mesh there is nothing to offload, and no memory to pin."""
+        """See ``Bucket.offload``. On a CPU mesh there is nothing to offload, and no memory to pin.
+
+        In a dry run of GPUs the mesh is one of CPUs, and the CPU's memory has a device of its own.
+        """
         if given.type == "meta":
             return given, given, False
         device = given if given.type == mesh.device_type else torch.device(mesh.device_type)
+        if dry_run.accelerator() is not None:
+            return torch.device("cpu"), dry_run.HOST_DEVICE, self.policy.pin_memory
         if device.type == "cpu":
             return device, device, False
         return device, torch.device("cpu"), self.policy.pin_memory

@@ -37,6 +37,9 @@ def dryrun_command(
     gpus_per_node: Annotated[int, _world("Ranks of a node.", min=1)] = 8,
     steps: Annotated[int | None, _world("Optimizer steps until the script is ended.", min=1)] = 2,
     backend: Annotated[str, _world("Backend of the collectives: nccl or gloo.")] = "nccl",
+    check_streams: Annotated[
+        bool, _world("Look for memory that two streams use with no wait between.")
+    ] = False,
     gpu: Annotated[str, _costs("For example h100-80gb-sxm, a100, h200.")] = "h100-80gb-sxm",
     nic: Annotated[float | None, _costs("GB/s from each GPU to other nodes.")] = None,
     profile: Annotated[Path | None, _costs("A TOML file with more GPUs, from calibrate.")] = None,
@@ -47,7 +50,7 @@ def dryrun_command(
     """Runs the program as one rank of any world: no hardware, no weights, no communication.
 
     Shows every collective, memory over time with its peak explained, parameters and placements, predicted
-    durations, and what is likely to be wrong. Exit code 1 if two ranks diverge.
+    durations, and what is likely to be wrong. Exit code 1 if two ranks diverge, or streams race.
     """
     with Busy("importing torch") as busy:
         from parallel3d.planner import Cluster
@@ -81,7 +84,13 @@ def dryrun_command(
         busy.say(f"running {found} as rank {rank} of {world:,}")
         with redirect_stdout(sys.stderr):  # stdout is for the command's own output
             run = record(
-                program, world, rank, steps=steps, gpus_per_node=gpus_per_node, backend=backend
+                program,
+                world,
+                rank,
+                steps=steps,
+                gpus_per_node=gpus_per_node,
+                backend=backend,
+                check_streams=check_streams,
             )
         other = divergence = None
         if against is not None:
@@ -105,7 +114,7 @@ def dryrun_command(
         print_summary(run, times, divergence)
         if other is not None and divergence is None:
             typer.echo(f"ranks {run.rank} and {other.rank} communicate alike")
-    if divergence is not None:
+    if divergence is not None or run.races:
         raise typer.Exit(1)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -32,6 +32,8 @@ class Held:
         lived_through_forward: whether it was alive when a backward began.
         recomputed: whether a module made it within a backward (activation checkpointing).
         kind, name: set if it belongs to a model or its optimizer.
+        on_host: whether it is in the CPU's memory (CPU offload).
+        size: bytes now.
     """
 
     shape: tuple[int, ...]
@@ -44,6 +46,8 @@ class Held:
     recomputed: bool = False
     kind: str = ""
     name: str = ""
+    on_host: bool = False
+    size: int = 0
 
 
 class Change(NamedTuple):
@@ -61,12 +65,15 @@ class Ledger:
         changes: all changes, in order.
         operation: index of the operation that runs.
         closed: whether changes are no longer noted.
+        on_new, on_free: called with the record of memory that is allocated or freed.
     """
 
     def __init__(self) -> None:
         self.changes: list[Change] = []
         self.operation = 0
         self.closed = False
+        self.on_new: Callable[[Held], None] | None = None
+        self.on_free: Callable[[Held], None] | None = None
         self._alive: dict[int, Held] = {}  # id of a storage -> its record
         self._watched: dict[int, weakref.ref] = {}
 
@@ -76,7 +83,7 @@ class Ledger:
         key = id(storage)
         self._alive[key] = held
         self._watched[key] = weakref.ref(storage, partial(self._end, key))
-        self.changes.append(Change(self.operation, held, storage.nbytes()))
+        self._changed(held, storage.nbytes())
 
     def find(self, tensor: Tensor) -> Held | None:
         """Returns the record of ``tensor``'s storage."""
@@ -91,13 +98,22 @@ class Ledger:
         """Notes that ``storage`` may have another size."""
         held = self._alive.get(id(storage))
         if held is not None and not self.closed:
-            self.changes.append(Change(self.operation, held, storage.nbytes()))
+            self._changed(held, storage.nbytes())
 
     def _end(self, key: int, _: object) -> None:
         held = self._alive.pop(key)
         del self._watched[key]
         if not self.closed:
-            self.changes.append(Change(self.operation, held, 0))
+            self._changed(held, 0)
+
+    def _changed(self, held: Held, size: int) -> None:
+        before, held.size = held.size, size
+        if size and before != size and self.on_new is not None:
+            self.on_new(held)
+        elif before and not size and self.on_free is not None:
+            self.on_free(held)
+        if not held.on_host:
+            self.changes.append(Change(self.operation, held, size))
 
 
 _LARGEST = 30  # tensors that ``Peak`` lists

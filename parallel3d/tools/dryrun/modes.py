@@ -24,14 +24,17 @@ from parallel3d._torch.fake import (
     make_fake_mode,
 )
 from parallel3d._torch.groups import process_group_of
+from parallel3d._util.dry_run import HOST_DEVICE
 from parallel3d._util.recorder import Recorder, RecordingMode, Signature
 from parallel3d._util.trace import issuing
 from parallel3d._util.trees import map_tensors, tensors_in
 from parallel3d._util.users_code import caller
 from parallel3d.errors import DryRunError
 from parallel3d.tools.dryrun.memory import Held, Ledger, local_of
-from parallel3d.tools.dryrun.place import Place, Streams
+from parallel3d.tools.dryrun.place import Place
+from parallel3d.tools.dryrun.races import RaceDetector
 from parallel3d.tools.dryrun.result import Operation
+from parallel3d.tools.dryrun.streams import PlayedStreams
 
 
 def dtype_name(tensor: Tensor) -> str:
@@ -156,17 +159,19 @@ class DryMode(RecordingMode):
         recorder, operations: the collectives, and everything that was done.
         ledger: the memory of the fake tensors.
         streams: the streams of a GPU, for the engine.
+        races: what looks for races between them; or None.
         meshes: the meshes that the program has made.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, check_streams: bool = False) -> None:
         self.recorder = Recorder()
         super().__init__(self.recorder, {})
         self.place = place
         self.operations: list[Operation] = []
         self.ledger = Ledger()
         place.on_backward = self.ledger.begin_backward
-        self.streams = Streams(self._wait)
+        self.streams = PlayedStreams(self._wait)
+        self.races = RaceDetector(self.streams, place, self.ledger) if check_streams else None
         self.meshes: list[DeviceMesh] = []
         self._fake_mode = make_fake_mode()
         self._stand_ins: Any = WeakTensorKeyDictionary()  # real tensor -> fake
@@ -200,7 +205,7 @@ class DryMode(RecordingMode):
         if func.namespace == "_c10d_functional":
             return self._wait_for(func, args, kwargs)
         out = self._run(func, args, kwargs)
-        self._note(func, args, tensors, out)
+        self._note(func, args, kwargs, tensors, out)
         return out
 
     def _is_real(self, func: Any, tensors: list[Tensor], kwargs: Any) -> bool:
@@ -256,9 +261,10 @@ class DryMode(RecordingMode):
             place, shape, dtype = self.place, tuple(tensor.shape), dtype_name(tensor)
             held = Held(shape, dtype, place.module, place.phase, made_by)
             held.kind, held.recomputed = kind, place.recomputing
+            held.on_host = tensor.device == HOST_DEVICE
             self.ledger.add(tensor, held)
 
-    def _note(self, func: Any, args: Any, tensors: list[Tensor], out: Any) -> None:
+    def _note(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], out: Any) -> None:
         written = [t for t in tensors_in(out) if isinstance(t, FakeTensor) or not t.is_meta]
         if not written and func._schema.is_mutable:  # _foreach_add_ and the like return nothing
             written = tensors[:1]
@@ -268,6 +274,12 @@ class DryMode(RecordingMode):
         for tensor in written:
             if isinstance(tensor, FakeTensor):
                 self._held(tensor, name)
+        if work is not None and self.races is not None:
+            self.races.operation(name, tensors, [*written, *_mutated(func, args)])
+            if any(t.device == HOST_DEVICE for t in tensors) and not _is_non_blocking(
+                func, args, kwargs
+            ):
+                self.races.host_reads()
         if tensors and name.startswith(("resize_", "set_")):
             self.ledger.resized(tensors[0].untyped_storage())
 
@@ -296,7 +308,8 @@ class DryMode(RecordingMode):
     ) -> Any:
         """Records a collective and returns what it would return."""
         unit, count = issuing.unit, len(self.recorder.calls)
-        self._learn_axis(process_group_of(values[signature.group]).group_name)
+        group = process_group_of(values[signature.group])
+        self._learn_axis(group.group_name)
         read, written = (
             [t for name in names for t in tensors_in(values.get(name))]
             for names in (_READ, _WRITTEN)
@@ -316,8 +329,11 @@ class DryMode(RecordingMode):
         if index >= count:
             dtype = dtype_name(read[0]) if read else ""
             self._add("collective", signature.op, collective=index, dtype=dtype)
+        stream = self.streams.issue(index, group.group_name, call.axis or "")
+        if self.races is not None:
+            self.races.collective(index, stream, call.op, read, written)
         if not call.asynchronous:
-            self.streams.arrived(index)
+            self._arrived(index)
         if work is not None:
             work.index = index
             self._works.append(work)
@@ -330,8 +346,14 @@ class DryMode(RecordingMode):
         return result
 
     def _waited(self, index: int) -> None:
-        if self.streams.arrived(index):
+        if self._arrived(index):
             self._wait(index)
+
+    def _arrived(self, index: int) -> bool:
+        on_compute = self.streams.arrived(index)
+        if self.races is not None:
+            self.races.arrived(index)
+        return on_compute
 
     def _wait_for(self, func: Any, args: Any, kwargs: Any) -> Any:
         index = self._results.pop(id(args[0]), None) if args else None
@@ -350,6 +372,26 @@ class DryMode(RecordingMode):
             for axis in mesh.mesh_dim_names or ():
                 with suppress(RuntimeError):
                     self._axes.setdefault(mesh.get_group(axis).group_name, axis)
+
+
+def _mutated(func: Any, args: Any) -> list[Tensor]:
+    """The tensors among ``args`` that ``func`` writes to."""
+    if not func._schema.is_mutable:
+        return []
+    return [
+        tensor
+        for argument, value in zip(func._schema.arguments, args, strict=False)
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for tensor in tensors_in(value)
+    ]
+
+
+def _is_non_blocking(func: Any, args: Any, kwargs: Any = None) -> bool:
+    """Whether ``func``, which uses the CPU's memory, returns before it is done."""
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if argument.name == "non_blocking":
+            return bool(value)
+    return bool((kwargs or {}).get("non_blocking"))
 
 
 def _is_elementwise_list(func: Any, args: Any) -> bool:

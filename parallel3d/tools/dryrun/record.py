@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from parallel3d._util import dry_run
 from parallel3d._util.users_code import raised_at
 from parallel3d.errors import DryRunError, StateError
 from parallel3d.testing.worlds import check_no_group, check_rank
+from parallel3d.tools.dryrun.host_memory import moves_played
 from parallel3d.tools.dryrun.memory import local_of, memory_over_time, name_kinds, note_gradients
 from parallel3d.tools.dryrun.modes import DryMode, dtype_name
 from parallel3d.tools.dryrun.place import Place
@@ -38,6 +39,7 @@ def record(
     steps: int | None = None,
     gpus_per_node: int = 8,
     backend: str = "nccl",
+    check_streams: bool = False,
 ) -> DryRun:
     """Calls ``fn`` as rank ``rank`` of ``world_size`` ranks, in this process, without their hardware.
 
@@ -51,6 +53,8 @@ def record(
         steps: number of optimizer steps after which ``fn`` is ended; by default it runs to its own end.
         gpus_per_node: ranks of a node, for ``LOCAL_RANK`` and for links between nodes.
         backend: ``nccl``: the engine does what it does on GPUs, with its streams; ``gloo``: on CPUs.
+        check_streams: whether to look for memory that two streams use with no wait between them; see
+            ``DryRun.races``. Backward is taken to run on the stream on which ``backward()`` is called.
 
     Raises:
         DryRunError: ``fn`` decides by an unknown value or names a device; the message has the line.
@@ -64,6 +68,10 @@ def record(
         raise DryRunError(f"gpus_per_node={gpus_per_node}: it must be 1 or more")
     if backend not in ("nccl", "gloo"):
         raise DryRunError(f"backend={backend!r}: it must be 'nccl' (GPUs) or 'gloo' (CPUs)")
+    if check_streams and backend != "nccl":
+        raise DryRunError(
+            f"check_streams with backend={backend!r}: there are no streams; use 'nccl'"
+        )
     check_no_group("record")
     start = time.perf_counter()
 
@@ -73,8 +81,9 @@ def record(
             raise _Enough
 
     place = Place(after_step)
-    mode = DryMode(place)
-    reading = ReadMode(place, mode.is_unknown)
+    mode = DryMode(place, check_streams)
+    reading = ReadMode(place, mode.is_unknown, mode.races.host_reads if mode.races else None)
+    accelerator = mode.streams if backend == "nccl" else None
     world = as_rank(
         rank,
         world_size,
@@ -83,10 +92,12 @@ def record(
         on_mesh=mode.meshes.append,
         on_resize=mode.ledger.resized,
         for_real=place.unrecorded,
+        streams=accelerator,
+        torchs_streams=check_streams,
     )
-    accelerator = mode.streams if backend == "nccl" else None
     with world, dry_run.running(accelerator, place.unrecorded):
-        with _errors_explained(), place.following(), reading, mode:
+        moves = nullcontext() if mode.races is None else moves_played(mode.races)
+        with _errors_explained(), place.following(), reading, moves, mode:
             fn()
         name_kinds(place.roots, place.optimizers, mode.ledger)
         mode.ledger.closed = True
@@ -111,6 +122,7 @@ def record(
             step_peak=step_peak,
             warnings=tuple(not_simulated(place.roots)),
             seconds=time.perf_counter() - start,
+            races=None if mode.races is None else mode.races.races(),
         )
 
 

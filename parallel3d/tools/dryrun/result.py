@@ -147,6 +147,68 @@ class DryRunWarning:
 
 
 @dataclass(frozen=True)
+class StreamOperation:
+    """One of the two operations of a race.
+
+    Attributes:
+        name: name of the torch operation, or ``all_gather`` and so on.
+        does: ``reads`` or ``writes``.
+        stream: the stream that it is on: ``compute``, the name of the variable with the stream, ``host``, or
+            ``communicator of`` an axis.
+        module: path of the innermost module that runs. unit: the engine's unit.
+        phase, step: as in ``Operation``.
+        line: ``file:line, in function``.
+    """
+
+    name: str
+    does: str
+    stream: str
+    module: str
+    unit: str
+    phase: str
+    step: int
+    line: str
+
+    def __str__(self) -> str:
+        where = ", ".join(filter(None, (self.module or self.unit, self.phase, f"step {self.step}")))
+        return f"{self.name} {self.does} it on stream {self.stream!r} ({where})\n    {self.line}"
+
+
+@dataclass(frozen=True)
+class Race:
+    """Two operations on two streams use the same memory, one of them writes, and none waits for the other.
+
+    Attributes:
+        kind: ``no wait between``, or ``memory used again``: the memory that the first uses is freed, and the
+            allocator may give it to the second.
+        memory: what it is for, one of ``KINDS``. shape, dtype, made_by: of its first tensor.
+        freed: the line that frees it; ``""`` if it is not freed.
+        missing: the wait that is missing.
+        count: how often it happens.
+    """
+
+    kind: str
+    memory: str
+    shape: tuple[int, ...]
+    dtype: str
+    made_by: str
+    freed: str
+    first: StreamOperation
+    second: StreamOperation
+    missing: str
+    count: int
+
+    def __str__(self) -> str:
+        shape = "x".join(map(str, self.shape)) or "1"
+        freed = f", freed at {self.freed}," if self.freed else ""
+        then = "the same memory, given to another tensor:\n  " if self.freed else ""
+        return (
+            f"{self.kind}: {self.memory} {shape} {self.dtype} (made by {self.made_by}){freed}\n"
+            f"  {self.first}\n  {then}{self.second}\n  missing: {self.missing}"
+        )
+
+
+@dataclass(frozen=True)
 class DryRun:
     """What one rank of a world would do; returned by ``record``.
 
@@ -159,6 +221,7 @@ class DryRun:
         memory: memory over time, with samples where it changes.
         peak: the peak of the whole run.
         step_peak: the peak from the first forward on, without initialization; None without a forward.
+        races: what ``check_streams`` has found; None if it was not asked for.
         seconds: duration of the dry run.
     """
 
@@ -177,3 +240,4 @@ class DryRun:
     warnings: tuple[DryRunWarning, ...] = ()
     seconds: float = 0.0
     step_peak: Peak | None = None
+    races: tuple[Race, ...] | None = None

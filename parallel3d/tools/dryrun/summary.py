@@ -65,6 +65,10 @@ def print_summary(
         console.print(_peak(peak, when, wide))
     if run.parameters:
         console.print(_parameters(run, wide))
+    if run.races is not None:
+        console.print(Text(counted(len(run.races), "race") + " between streams", "bold"))
+        for race in run.races:
+            console.print(Padding(Text(str(race)), (0, 0, 0, 2)), soft_wrap=True)
     warnings = all_warnings(run, times, divergence)
     console.print(Text(counted(len(warnings), "warning") if warnings else "no warnings", "bold"))
     for each in warnings:

@@ -30,6 +30,7 @@ from parallel3d.errors import DryRunError
 from parallel3d.testing.worlds import fake_world
 from parallel3d.tools.dryrun.place import Place
 from parallel3d.tools.dryrun.result import UnknownRead
+from parallel3d.tools.dryrun.streams import PlayedStreams
 from parallel3d.tools.dryrun.unknown import NOT_KNOWN, Unknown, asking
 
 
@@ -63,6 +64,7 @@ def script(path: str | PathLike[str], arguments: Sequence[str] = ()) -> Callable
 
 # Calls that read values or name a device.
 
+_TO = Tensor.to  # which may be replaced: see ``host_memory``
 _BY_ONE = (Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero)
 _BY_SEVERAL = (torch.equal, Tensor.equal, torch.allclose, Tensor.allclose)
 _DECIDING: dict[Any, str] = {
@@ -81,12 +83,17 @@ _HELP = (
 class ReadMode(TorchFunctionMode):
     """Returns NaN (``Unknown``) where the program reads a tensor's value, and raises where it decides by it.
 
-    ``is_unknown`` tells whether a plain tensor's values are not known.
+    ``is_unknown`` tells whether a plain tensor's values are not known; ``on_read`` is called with those read.
     """
 
-    def __init__(self, place: Place, is_unknown: Callable[[Tensor], bool]) -> None:
+    def __init__(
+        self,
+        place: Place,
+        is_unknown: Callable[[Tensor], bool],
+        on_read: Callable[[Tensor], None] | None = None,
+    ) -> None:
         super().__init__()
-        self._place, self._is_unknown = place, is_unknown
+        self._place, self._is_unknown, self._on_read = place, is_unknown, on_read
         self._reads: Counter[tuple[str, str]] = Counter()  # (where, what) -> how often
         self._in_steps: Counter[tuple[tuple[str, str], int]] = Counter()  # (that, step) -> the same
 
@@ -96,10 +103,12 @@ class ReadMode(TorchFunctionMode):
             return func(*args, **kwargs)
         handler = _HANDLERS.get(func)
         if handler is not None and args and isinstance(args[0], Tensor) and self.unknown(args[0]):
+            if self._on_read is not None:
+                self._on_read(args[0])
             return handler(self, func, *args)
         if "device" in kwargs:
             _check_device(kwargs["device"])
-        elif func is Tensor.to and len(args) > 1:
+        elif func is _TO and len(args) > 1:
             _check_device(args[1])
         elif func is Tensor.cuda:
             _check_device("cuda")
@@ -238,11 +247,14 @@ def as_rank(
     on_mesh: Callable[[DeviceMesh], None],
     on_resize: Callable[[torch.UntypedStorage], None],
     for_real: Callable[[], Any],
+    streams: PlayedStreams | None,
+    torchs_streams: bool,
 ) -> Iterator[None]:
     """Makes this process look like ``rank`` to a program.
 
     ``init_process_group`` finds the group made already, meshes on any device are on the CPU, exchanged
-    objects are this rank's own, and a DataLoader reads within ``for_real()``.
+    objects are this rank's own, a DataLoader reads within ``for_real()``, and streams are ``streams``'; with
+    ``torchs_streams`` also those that torch's ``fully_shard`` makes on a mesh of CPUs.
     """
 
     def init_process_group(*args: Any, **kwargs: Any) -> None:
@@ -317,12 +329,28 @@ def as_rank(
             *((torch.cuda, name, _returning(value)) for name, value in _CUDA_CALLS.items()),
             (torch.accelerator, "is_available", _returning(False)),
             (torch.accelerator, "current_accelerator", _nothing),
+            *_stream_calls(streams, torchs_streams),
             *((math, name, asking(name)) for name in ("isnan", "isinf", "isfinite")),
         ):
             stack.enter_context(patch.object(owner, name, replacement))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(_settings_kept())
         yield
+
+
+_STREAM_CALLS = ("Stream", "Event", "current_stream", "default_stream", "set_stream", "stream")
+
+
+def _stream_calls(streams: PlayedStreams | None, torchs: bool) -> list[tuple[Any, str, Any]]:
+    """What replaces the calls that make streams, and wait for them."""
+    if streams is None:
+        return []
+    replaced = [(torch.cuda, name) for name in (*_STREAM_CALLS, "synchronize")]
+    replaced += [(torch.cpu, name) for name in _STREAM_CALLS if torchs and hasattr(torch.cpu, name)]
+    replaced += [
+        (torch.accelerator, name) for name in ("current_stream", "set_stream", "synchronize")
+    ]
+    return [(owner, name, getattr(streams, name)) for owner, name in replaced]
 
 
 @contextmanager

@@ -1,80 +1,39 @@
 """Streams and events that take notes: who waits for whom on an accelerator, shown without one."""
 
-from contextlib import contextmanager
-
+from parallel3d._util.streams import FakeEvent, FakeStream, Streams
 from parallel3d.fsdp import bucket, comm, reduction
 from parallel3d.fsdp.inspect import Bucket
 from parallel3d.fsdp.options import hfsdp, offload
 
-__all__ = ["Device", "Event", "Stream", "find", "happens_before", "note"]
+__all__ = ["Device", "FakeEvent", "FakeStream", "find", "happens_before", "note"]
 
 
-class Event:
-    """A point in a stream."""
+class Device(Streams):
+    """What ``torch.cuda`` is to the engine.
 
-    def __init__(self, stream: "Stream") -> None:
-        self.device, self.clock = stream.device, dict(stream.clock)
-
-    def synchronize(self) -> None:
-        """The CPU waits."""
-        self.device.cpu.wait_event(self)
-
-    def wait(self) -> None:
-        """The current stream waits."""
-        self.device.now.wait_event(self)
-
-
-class Stream:
-    """Takes notes of what is put on it; ``clock`` says what it has waited for."""
-
-    def __init__(self, device: "Device", name: str) -> None:
-        self.device, self.name = device, name
-        self.count = 0
-        self.clock: dict[str, int] = {}
-
-    def put(self, what: str) -> None:
-        self.count += 1
-        self.clock[self.name] = self.count
-        self.device.log.append((what, self.name, dict(self.clock)))
-
-    def record_event(self) -> Event:
-        return Event(self)
-
-    def wait_event(self, event: Event) -> None:
-        for name, count in event.clock.items():
-            self.clock[name] = max(self.clock.get(name, 0), count)
-
-    def wait_stream(self, other: "Stream") -> None:
-        self.wait_event(other.record_event())
-
-
-class Device:
-    """What ``torch.cuda`` is to the engine."""
+    ``log`` has what was put on streams: (what, name of the stream, its clock by names).
+    """
 
     def __init__(self) -> None:
+        super().__init__()
         self.log: list[tuple[str, str, dict[str, int]]] = []
-        self.made = 0
-        self.compute = Stream(self, "compute")
-        self.cpu = Stream(self, "cpu")  # what the CPU does has seen, not what it puts on streams
-        self.now = self.compute
         self.priorities: list[int] = []
 
-    def Stream(self, priority: int = 0) -> Stream:
-        names = ("copy_in", "gather", "scatter", "replicate", "over_tp")
+    @property
+    def now(self) -> FakeStream:
+        return self.current_stream()
+
+    def new_stream(self, name: str) -> FakeStream:
+        same = sum(stream.name.split("#")[0] == name for stream in self.made.values())
+        return super().new_stream(f"{name}#{same}" if same else name)
+
+    def Stream(self, device: object = None, priority: int = 0, **more: object) -> FakeStream:
         self.priorities.append(priority)
-        self.made += 1
-        return Stream(self, names[self.made - 1])
+        return self.new_stream(self.name_in_line(1))
 
-    def current_stream(self) -> Stream:
-        return self.now
-
-    @contextmanager
-    def stream(self, stream: Stream):
-        before, self.now = self.now, stream
-        try:
-            yield
-        finally:
-            self.now = before
+    def on_put(self, stream: FakeStream, what: object) -> None:
+        clock = {self.made[number].name: count for number, count in stream.clock.items()}
+        self.log.append((str(what), stream.name, clock))
 
 
 def note(device: Device, monkeypatch) -> None:

@@ -11,8 +11,8 @@ from parallel3d.fsdp.comm import StreamComm
 from parallel3d.mesh import MeshLayout
 from parallel3d.testing import fake_world
 from parallel3d.tools.dryrun import record, timeline
-from parallel3d.tools.dryrun.place import Streams
 from parallel3d.tools.dryrun.result import DryRun
+from parallel3d.tools.dryrun.streams import PlayedStreams
 
 CASES = [
     pytest.param(Training((2, 2, 2), sequence=True), marks=pytest.mark.slow),
@@ -81,30 +81,35 @@ def test_gloo_has_no_streams():
 
 def test_events_bring_what_streams_have_waited_for():
     waited: list[tuple[int, tuple[int, ...]]] = []
-    streams = Streams(lambda index, after: waited.append((index, after)))
+    streams = PlayedStreams(lambda index, after: waited.append((index, after)))
     copies, sums = streams.Stream(), streams.Stream(priority=-1)
+    assert (copies.name, sums.name) == ("stream 1", "stream 2")
     copies.wait_stream(streams.current_stream())
     with streams.stream(copies):
         assert streams.place(4) == (1, ())
     sums.wait_stream(copies)
     with streams.stream(sums):
         assert streams.place(5) == (2, (4,))
+        streams.issue(0, "world")
         assert not streams.arrived(0)
         event = sums.record_event()
         assert streams.place(6) == (2, (5,))
     assert streams.place(7) == (0, ())
     event.wait()
     sums.record_event().wait()
-    assert waited == [(0, (5,))]  # what is waited for is not waited for again
+    assert waited == [(0, (4, 5))]  # what is waited for is not waited for again
+    streams.issue(1, "world")
     assert streams.arrived(1)  # by the computation itself
     with streams.stream(sums):
-        streams.arrived(2)
-        streams.arrived(3)
+        for index in (2, 3):
+            streams.issue(index, "world")
+            streams.arrived(index)
+        streams.place(8)
     sums.record_event().synchronize()
-    assert waited[1:] == [(2, ()), (3, (6,))]
+    assert waited[1:] == [(2, ()), (3, (8,))]
     other = streams.Stream()
     other.wait_event(object())  # of a real GPU, made by the program
-    assert not other.collectives
+    assert not other.clock
 
 
 def _program() -> Program:

@@ -1,0 +1,94 @@
+"""The streams of a dry run: which operations and collectives come after which."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from parallel3d._util.streams import HOST, Clock, FakeStream, Streams, join
+
+
+class PlayedStreams(Streams):
+    """Replaces ``torch.cuda`` for the engine, and for the program's own streams.
+
+    Operations are put on the current stream. A collective is on its communicator's own stream, which waits
+    for the current one when the collective is issued; the stream on which its work is waited for comes after
+    it. ``on_wait`` is called when the computation begins to wait for a collective, with its index among the
+    collectives and the indices of the operations on other streams that come before.
+    """
+
+    def __init__(self, on_wait: Callable[[int, tuple[int, ...]], None]) -> None:
+        super().__init__()
+        self.on_wait = on_wait
+        self.communicators: dict[str, FakeStream] = {}  # name of a process group -> its stream
+        self._operations: dict[int, list[int]] = {}  # number of a stream -> what was put on it
+        self._collectives: dict[int, list[int]] = {}  # the same of communicators
+        self._before: dict[int, Clock] = {}  # number of a stream -> its clock at its last operation
+        self._issued: dict[
+            int, Clock
+        ] = {}  # index of a collective nobody has waited for -> its clock
+
+    def place(self, position: int) -> tuple[int, tuple[int, ...]]:
+        """Puts the operation with index ``position`` on the current stream.
+
+        Returns the stream's number, and the operations on others that come before, which it has not waited
+        for before.
+        """
+        stream = self.current_stream()
+        if stream is self.compute:
+            stream.put()
+            return 0, ()
+        known = self._before.get(stream.number, {})
+        after = self._new_operations(stream.seen(), known)
+        self._before[stream.number] = dict(stream.clock)
+        stream.put()
+        self._operations.setdefault(stream.number, []).append(position)
+        return stream.number, after
+
+    def issue(self, index: int, group: str, name: str = "") -> FakeStream:
+        """Puts the collective with this index on the communicator of ``group``; returns its stream."""
+        if group not in self.communicators:
+            stream = self.new_stream(f"communicator of {name or group}")
+            self.communicators[group] = stream
+            self._collectives[stream.number] = []
+        stream = self.communicators[group]
+        join(stream.clock, self.current_stream().seen())
+        stream.put()
+        self._collectives[stream.number].append(index)
+        self._issued[index] = dict(stream.clock)
+        return stream
+
+    def arrived(self, index: int) -> bool:
+        """What is put on the current stream from now on comes after the collective with this index.
+
+        Returns whether the current stream is the computation's.
+        """
+        stream = self.current_stream()
+        join(stream.clock, self._issued.pop(index, {}))
+        return stream is self.compute
+
+    def waits(self, stream: FakeStream, clock: Clock) -> None:
+        """As in ``Streams``; tells of the collectives that the computation, or the host, waits for."""
+        if stream is self.compute or stream.number == HOST:
+            known = {**self.compute.clock}
+            join(known, self.host.clock)
+            found = sorted(
+                index
+                for number, issued in self._collectives.items()
+                for index in issued[known.get(number, 0) : clock.get(number, 0)]
+            )
+            after = self._new_operations(clock, known)
+            join(stream.clock, clock)
+            for index in found:
+                self.on_wait(index, after if index == found[-1] else ())
+        else:
+            join(stream.clock, clock)
+
+    def _new_operations(self, clock: Clock, known: Clock) -> tuple[int, ...]:
+        """The last operation of each stream that ``clock`` comes after and ``known`` does not."""
+        return tuple(
+            sorted(
+                self._operations[number][position - 1]
+                for number, position in clock.items()
+                if number in self._operations and position > known.get(number, 0)
+            )
+        )

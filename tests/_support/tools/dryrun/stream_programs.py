@@ -1,0 +1,309 @@
+"""Small training programs whose streams a dry run checks: fixed ones, and random ones by their seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from llama import SIZES, Llama
+from plans import LLAMA_SEQUENCE_PLAN, LLAMA_TP_PLAN
+from torch import nn
+
+import parallel3d as p3d
+from _support.extended import Bf16, extend, mlp
+from parallel3d._util import dry_run
+from parallel3d.fsdp import (
+    CommHookState,
+    CPUOffloadPolicy,
+    FSDPModule,
+    fully_shard,
+    reduce_scatter_hook,
+)
+
+__all__ = ["CASES", "Program", "random_program", "train"]
+
+
+class Broken(Exception):
+    """What a forward raises in the middle of a step."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """What is trained, and how.
+
+    Attributes:
+        mesh: replicate, shard, tp.
+        reshard: ``reshard_after_forward``. mixed: bf16 parameters, fp32 sums. inputs: how many inputs of
+            reduce-scatters may be in flight; 0: the default. prefetch: lists of what is prefetched.
+        micro: micro-batches. sync, all_reduce: the switches in all micro-batches but the last.
+        hook: ``comm``, ``all_reduce`` (on its own stream without a replicate axis), ``sum``: no average.
+        extended: parameters that say themselves what is gathered.
+        raises: ``forward``, ``backward`` or ``hook`` (the communication hook): that of the second step
+            raises, and the step is made again.
+        unshards: whether a unit is unsharded with ``async_op=True`` after each step, and not waited for.
+        evaluates: whether the weights are changed after a forward without gradients.
+        event: whether the optimizer's event is given to the engine (``set_post_optim_event``).
+    """
+
+    mesh: tuple[int, int, int] = (1, 4, 1)
+    reshard: bool | int | None = None
+    mixed: bool = True
+    inputs: int = 0
+    prefetch: bool = False
+    forward_prefetch: bool = False
+    limit: int | None = None
+    micro: int = 1
+    sync: bool = True
+    all_reduce: bool = True
+    hook: str = ""
+    hfsdp: bool = False
+    offload: bool = False
+    recompute: bool = False
+    sequence: bool = False
+    in_backward: bool = False
+    clip: bool = True
+    extended: bool = False
+    raises: str = ""
+    unshards: bool = False
+    evaluates: bool = False
+    event: bool = False
+    local: bool = False
+    steps: int = 3
+
+    @property
+    def world_size(self) -> int:
+        replicate, shard, tp = self.mesh
+        return replicate * shard * tp
+
+
+CASES: dict[str, Program] = {
+    "FSDP": Program(),
+    "FSDP, one dtype": Program(mixed=False),
+    "replicate only": Program(mesh=(4, 1, 1)),
+    "replicate only, accumulated": Program(mesh=(4, 1, 1), micro=3, sync=False),
+    "HSDP": Program(mesh=(2, 2, 1)),
+    "HSDP, accumulated": Program(mesh=(2, 2, 1), micro=3, all_reduce=False),
+    "FSDP, accumulated without reduction": Program(micro=3, sync=False),
+    "HFSDP": Program(mesh=(2, 2, 1), hfsdp=True),
+    "HFSDP, one dtype, prefetch lists": Program(
+        mesh=(2, 2, 1), hfsdp=True, mixed=False, prefetch=True, reshard=False
+    ),
+    "HFSDP, accumulated": Program(mesh=(2, 2, 1), hfsdp=True, micro=2, all_reduce=False),
+    "tp": Program(mesh=(1, 2, 2)),
+    "tp with sequence parallel": Program(mesh=(2, 2, 2), sequence=True),
+    "tp alone": Program(mesh=(1, 1, 2), sequence=True),
+    "offload": Program(offload=True),
+    "offload, HSDP": Program(mesh=(2, 2, 1), offload=True),
+    "offload, accumulated": Program(mesh=(2, 2, 1), offload=True, micro=2, all_reduce=False),
+    "offload, one rank": Program(mesh=(1, 1, 1), offload=True),
+    "comm hook": Program(hook="comm"),
+    "comm hook, HSDP": Program(mesh=(2, 2, 1), hook="comm"),
+    "all-reduce hook on a stream": Program(hook="all_reduce"),
+    "all-reduce hook, HSDP": Program(mesh=(2, 2, 1), hook="all_reduce"),
+    "sums": Program(mesh=(2, 2, 1), hook="sum"),
+    "prefetch lists": Program(mesh=(2, 2, 1), prefetch=True),
+    "forward prefetch": Program(forward_prefetch=True),
+    "a limit": Program(forward_prefetch=True, prefetch=True, limit=1),
+    "three inputs": Program(mesh=(2, 2, 1), inputs=3),
+    "not resharded": Program(reshard=False),
+    "resharded to 2": Program(reshard=2),
+    "recomputed": Program(mesh=(2, 2, 1), recompute=True),
+    "extensions": Program(extended=True, mixed=False),
+    "step in backward": Program(in_backward=True, clip=False),
+    "step in backward, HSDP": Program(mesh=(2, 2, 1), in_backward=True, clip=False),
+    "a forward that raises": Program(raises="forward"),
+    "a forward that raises, HSDP, offload": Program(mesh=(2, 2, 1), raises="forward", offload=True),
+    "a forward that raises, prefetch lists": Program(raises="forward", prefetch=True),
+    "a backward that raises": Program(mesh=(2, 2, 1), raises="backward", prefetch=True, inputs=3),
+    "a reduction that raises": Program(hook="comm", raises="hook"),
+    "HFSDP, one dtype, unsharded early": Program(
+        mesh=(2, 2, 1), hfsdp=True, mixed=False, unshards=True
+    ),
+    "offload, evaluated": Program(offload=True, evaluates=True, mixed=False),
+    "optimizer's event": Program(event=True),
+    "local optimizer": Program(mesh=(2, 2, 1), local=True),
+}
+
+
+def random_program(seed: int) -> Program:
+    """Returns a program drawn from ``seed``; those that can't be are never drawn."""
+    draw = random.Random(seed)
+    tp = draw.choice([1, 1, 2])
+    replicate, shard = draw.choice([(1, 2), (1, 4), (2, 2), (3, 1), (2, 1), (1, 1), (1, 3), (2, 3)])
+    often, seldom = (lambda: draw.random() < 0.5), (lambda: draw.random() < 0.2)
+    alone = tp > 1  # wrapped by ``parallelize``, which has fewer options
+    hfsdp = replicate > 1 and shard > 1 and seldom()
+    in_backward = not hfsdp and seldom()
+    micro = 1 if in_backward else draw.choice([1, 1, 2, 3])
+    return Program(
+        mesh=(replicate, shard, tp),
+        reshard=draw.choice([None, True, False]),
+        mixed=often(),
+        inputs=draw.choice([0, 1, 2, 3]),
+        prefetch=often(),
+        forward_prefetch=often(),
+        limit=draw.choice([None, 1, 2]),
+        micro=micro,
+        sync=often(),
+        all_reduce=often(),
+        hook=draw.choice(["", "", "comm", "all_reduce", "sum"]) if not alone and not hfsdp else "",
+        hfsdp=hfsdp,
+        offload=not alone and not in_backward and seldom(),
+        recompute=alone and often(),
+        sequence=tp > 1 and often(),
+        in_backward=in_backward,
+        clip=not in_backward and often(),
+        raises="forward" if seldom() else "",
+        evaluates=seldom(),
+        event=seldom(),
+        local=not in_backward and seldom(),
+        steps=draw.choice([2, 3]),
+    )
+
+
+@dataclass
+class _Made:
+    """The model in training.
+
+    Attributes:
+        units: its blocks, in their order, and the model itself.
+        act: ``forward``, ``backward`` or ``hook``: the next one raises.
+    """
+
+    model: nn.Module
+    units: list[Any]
+    batch: torch.Tensor
+    loss: Callable[[torch.Tensor], torch.Tensor]
+    act: list[str] = field(default_factory=list)
+
+
+def _llama(program: Program, mesh: Any) -> _Made:
+    config = SIZES["nano"].__class__(
+        **{**vars(SIZES["nano"]), "n_layers": 3, "dim": 64, "hidden_dim": 96, "vocab_size": 128}
+    )
+    with torch.device("meta"):
+        model = Llama(config)
+    policy = p3d.MixedPrecisionPolicy()
+    if program.mixed:
+        policy = p3d.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    plan = LLAMA_SEQUENCE_PLAN if program.sequence else LLAMA_TP_PLAN
+    if program.mesh[2] > 1 or program.recompute or program.hfsdp:
+        p3d.parallelize(
+            model,
+            mesh,
+            tp_plan=plan if program.mesh[2] > 1 else None,
+            mp_policy=policy,
+            reshard_after_forward=program.reshard,
+            activation_checkpointing=program.recompute,
+            shard_optimizer_over_replicate=program.hfsdp,
+            check_same_batch=False,
+        )
+    else:
+        options: dict[str, Any] = {"offload_policy": CPUOffloadPolicy()} if program.offload else {}
+        options |= {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": program.reshard}
+        for layer in model.layers:
+            fully_shard(layer, **options)
+        fully_shard(model, **options)
+    p3d.materialize(model, device="cpu", seed=1)
+    ids = torch.arange(2 * 17).view(2, 17) % 128
+    return _Made(model, [*model.layers, model], ids, lambda out: out.float().square().mean())
+
+
+def _extended(program: Program, mesh: Any) -> _Made:
+    model = extend(mlp(24), Bf16)
+    for layer in model:
+        if any(True for _ in layer.parameters()):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    width = next(model.parameters()).shape[1]
+    units = [layer for layer in model if isinstance(layer, FSDPModule)]
+    return _Made(model, [*units, model], torch.randn(4, width), lambda out: out.square().mean())
+
+
+def _set_options(program: Program, made: _Made) -> None:
+    model: Any = made.model
+    layers = made.units[:-1]
+    if program.inputs:
+        model.set_reduce_scatter_max_input_buffers(program.inputs)
+    if program.prefetch:
+        for at, layer in enumerate(layers):
+            layer.set_modules_to_forward_prefetch(layers[at + 1 : at + 3])
+            layer.set_modules_to_backward_prefetch(layers[max(at - 2, 0) : at][::-1])
+    if program.forward_prefetch:
+        model.set_forward_prefetch(True)
+    if program.limit is not None:
+        model.set_limit_all_gathers(program.limit)
+    if program.hook == "comm":
+
+        def hook(state: CommHookState, grad: torch.Tensor, output: Any = None) -> Any:
+            work = reduce_scatter_hook(state, grad, output)
+            if made.act == ["hook"]:
+                raise Broken(made.act.pop())
+            return work
+
+        model.register_comm_hook(CommHookState(), hook)
+    elif program.hook == "all_reduce":
+        own = program.mesh[0] == 1 and dry_run.accelerator() is not None
+        stream = torch.cuda.Stream() if own else None
+        for unit in made.units:
+            unit.set_all_reduce_hook(lambda tensor: tensor.mul_(0.5), stream=stream)
+    elif program.hook == "sum":
+        model.set_force_sum_reduction_for_comms(True)
+
+
+def train(program: Program) -> None:
+    """Trains ``program.steps`` steps."""
+    mesh = p3d.build_mesh(p3d.MeshLayout(*program.mesh), device_type="cpu")
+    made = (_extended if program.extended else _llama)(program, mesh)
+    model: Any = made.model
+    _set_options(program, made)
+
+    def middle(*_: Any) -> None:
+        if made.act == ["forward"]:
+            raise Broken(made.act.pop())
+
+    def in_backward(grad: torch.Tensor) -> None:
+        if made.act == ["backward"]:
+            raise Broken(made.act.pop())
+
+    def after(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(in_backward)
+
+    made.units[len(made.units) // 2].register_forward_pre_hook(middle)
+    made.units[0].register_forward_hook(after)
+    if program.in_backward:
+        optimizer: Any = p3d.optim.step_in_backward(model, torch.optim.AdamW, lr=1e-3)
+    elif program.local:
+        optimizer = p3d.optim.local(torch.optim.AdamW, model.parameters(), lr=1e-3)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(program.steps):
+        if program.raises and step == 1:
+            made.act.append(program.raises)
+            with suppress(Broken):
+                made.loss(model(made.batch)).backward()
+            optimizer.zero_grad()
+        for number in range(program.micro):
+            last = number == program.micro - 1
+            model.set_requires_gradient_sync(program.sync or last)
+            model.set_requires_all_reduce(program.all_reduce or last)
+            made.loss(model(made.batch)).backward()
+        if program.clip:
+            p3d.optim.clip_grad_norm_(model.parameters(), 1.0)
+        if not program.in_backward:
+            optimizer.step()
+        if program.evaluates:
+            with torch.no_grad():
+                model(made.batch)
+                for param in model.parameters():
+                    getattr(param, "_local_tensor", param).mul_(0.9)
+        if program.event and dry_run.accelerator() is not None:
+            model.set_post_optim_event(torch.cuda.current_stream().record_event())
+        optimizer.zero_grad()
+        if program.unshards:
+            made.units[1].unshard(async_op=True)

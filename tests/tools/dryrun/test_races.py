@@ -1,0 +1,266 @@
+"""check_streams: races between streams are found, and the engine has none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from _support.tools.dryrun.mutants import Mutant, mutants
+from _support.tools.dryrun.stream_programs import CASES, Program, random_program, train
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+import parallel3d as p3d
+from parallel3d.errors import DryRunError
+from parallel3d.tools.dryrun import record
+from parallel3d.tools.dryrun.as_json import from_json, to_json
+from parallel3d.tools.dryrun.result import DryRun, Race
+
+QUICK = ("HSDP", "tp with sequence parallel", "offload, one rank", "a backward that raises")
+
+
+def checked(fn: Callable[[], object], world_size: int = 4) -> DryRun:
+    return record(fn, world_size, 0, check_streams=True)
+
+
+def races_of(program: Program) -> tuple[Race, ...]:
+    found = checked(lambda: train(program), program.world_size).races
+    assert found is not None
+    return found
+
+
+def told(found: tuple[Race, ...]) -> str:
+    return "\n".join(map(str, found))
+
+
+# ---- the engine ----
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in CASES]
+)
+def test_the_engine_is_clean(name: str) -> None:
+    found = races_of(CASES[name])
+    assert not found, told(found)
+
+
+SHOWN_BY = {
+    "_InFlight.__init__": "HSDP",
+    "Comm.finish_gather": "HSDP",
+    "copy_in.wait_event(self.post_optim_event)": "optimizer's event",
+    "bucket.gathering = event, inputs": "a backward that raises",
+    "StreamComm.run_over_replicate": "HFSDP",
+    "flight.held.append(flight.job.tensor)": "offload, one rank",
+    "flight.held.append(job.tensor)": "offload, HSDP",
+    "flight.done.synchronize()": "offload, HSDP",
+    "StreamComm.settle_host": "offload, evaluated",
+    "hfsdp": "HFSDP",
+    "sum_over_tp": "tp with sequence parallel",
+}
+"""Part of a mutant's text -> the program that shows it; ``HSDP`` for the others."""
+
+NOT_SHOWN = {
+    "wait_event(bucket.gathering[0])": "no program reaches it: the engine ends the gathers of a forward "
+    "that has raised before it issues others",
+    "self.replicate.wait_stream(self.gather)": "the computation has waited for each all-gather that reads "
+    "the copy before the optimizer changes the weights",
+    "StreamComm.abandon": "what an exception keeps out of the lists is held by its collective's work until "
+    "that is over",
+    "_check_agreement": "the sizes that ranks compare are integers, which a dry run does not follow",
+}
+"""Part of a mutant's text -> why no program can show it."""
+
+
+def name_of(mutant: Mutant) -> str:
+    return next((case for part, case in SHOWN_BY.items() if part in str(mutant)), "HSDP")
+
+
+def is_shown(mutant: Mutant) -> bool:
+    return not any(part in str(mutant) for part in NOT_SHOWN)
+
+
+FOUND = [mutant for mutant in mutants() if is_shown(mutant)]
+
+
+def test_every_wait_is_listed() -> None:
+    """25 lines: those that are found, and four that can't be."""
+    assert len(mutants()) == len(FOUND) + len(NOT_SHOWN) >= 24
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        pytest.param(m, marks=[pytest.mark.slow] * (i % 7 > 0), id=str(m))
+        for i, m in enumerate(FOUND)
+    ],
+)
+def test_what_is_taken_out_is_found(mutant: Mutant) -> None:
+    """A wait of a stream, or a reference that keeps memory while a stream uses it."""
+    with mutant.in_place():
+        found = races_of(CASES[name_of(mutant)])
+    assert found
+    assert not races_of(CASES[name_of(mutant)])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("first", range(0, 300, 25))
+def test_random_programs_are_clean(first: int) -> None:
+    """300 in all."""
+    for seed in range(first, first + 25):
+        found = races_of(random_program(seed))
+        assert not found, f"seed {seed}: {random_program(seed)}\n{told(found)}"
+
+
+def test_a_few_random_programs_are_clean() -> None:
+    for seed in range(1000, 1003):
+        assert not races_of(random_program(seed)), seed
+
+
+# ---- torch's own ----
+
+
+def torchs_hsdp() -> None:
+    """FSDP2 under HSDP with CPU offload."""
+    mesh = p3d.build_mesh(p3d.MeshLayout(2, 2, 1), device_type="cpu")["replicate", "shard"]
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    for layer in (*model, model):
+        fully_shard(layer, mesh=mesh, offload_policy=CPUOffloadPolicy())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_torchs_race_of_hsdp_with_offload(monkeypatch) -> None:
+    """pytorch PR 180665: a reduce-scatter writes what is still copied to the CPU, on another stream.
+
+    torch 2.13 keeps each result of a reduce-scatter until the backward's end, which PR 140044 has added for
+    the all-reduce; without that the memory is free when ``foreach_reduce`` returns.
+    """
+    assert checked(torchs_hsdp).races == ()
+    monkeypatch.setattr(_fsdp_param_group, "AllReduceState", lambda tensor, event: None)
+    races = checked(torchs_hsdp).races
+    assert races
+    (copy,) = [race for race in races if race.first.name == "_to_copy"]
+    assert copy.kind == "memory used again" and copy.freed
+    assert (copy.first.stream, copy.first.does) == ("all_reduce_stream", "reads")
+    assert (copy.second.name, copy.second.stream) == ("reduce_scatter", "communicator of shard")
+    assert "foreach_reduce" in copy.first.line
+    assert "all_reduce_stream" in copy.missing and "keep the memory" in copy.missing
+
+
+# ---- a user's own streams ----
+
+
+def on_a_side_stream(*, before: bool, after: bool, freed: str = "") -> None:
+    side = torch.cuda.Stream()
+    x = torch.randn(8)
+    if before:
+        side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        y = x * 2
+    if freed == "recorded":
+        x.record_stream(side)
+    if freed:
+        del x
+        torch.randn(8)
+    if after:
+        torch.cuda.current_stream().wait_event(side.record_event())
+    y.add_(1)
+
+
+def found_in(**how: object) -> tuple[Race, ...]:
+    found = checked(lambda: on_a_side_stream(**how), 1).races  # type: ignore[arg-type]
+    assert found is not None
+    return found
+
+
+def test_both_operations_and_the_wait_are_named() -> None:
+    assert not found_in(before=True, after=True)
+    (first,) = found_in(before=False, after=True)
+    assert (first.first.name, first.first.does, first.first.stream) == (
+        "randn",
+        "writes",
+        "compute",
+    )
+    assert (first.second.name, first.second.does, first.second.stream) == ("mul", "reads", "side")
+    assert "in on_a_side_stream" in first.second.line and __file__ in first.second.line
+    assert first.missing == "let 'side' wait for an event recorded on 'compute' after randn"
+    (last,) = found_in(before=True, after=False)
+    assert (last.first.name, last.second.name) == ("mul", "add_")
+    assert "missing: let 'compute' wait" in str(last)
+
+
+def test_freed_memory_is_used_again_by_its_own_stream() -> None:
+    (race,) = found_in(before=True, after=True, freed="at once")
+    assert race.kind == "memory used again" and "in on_a_side_stream" in race.freed
+    assert (race.first.name, race.second.name) == ("mul", "randn")
+    assert not found_in(before=True, after=True, freed="recorded")
+
+
+def test_a_read_waits_for_the_stream_alone() -> None:
+    def program(late: bool) -> None:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            y = torch.randn(1)
+            if not late:
+                y.item()
+        if late:
+            y.item()
+        y.add_(1)
+
+    assert not checked(lambda: program(late=False), 1).races
+    (race,) = [
+        race
+        for race in checked(lambda: program(late=True), 1).races or ()
+        if race.second.name == "item"
+    ]
+    assert (race.first.stream, race.second.stream) == ("side", "compute")
+
+
+def test_events_and_synchronisation() -> None:
+    def program(how: str) -> None:
+        side, event = torch.cuda.Stream(), torch.cuda.Event()
+        side.wait_stream(torch.cuda.current_stream())
+        with side:
+            y = torch.randn(8)
+            event.record()
+        if how == "event":
+            event.wait()
+        elif how == "all":
+            torch.cuda.synchronize()
+        elif how == "host":
+            event.synchronize()
+        y.add_(1)
+
+    assert not any(
+        checked(lambda how=how: program(how), 1).races for how in ("event", "all", "host")
+    )
+    assert checked(lambda: program("none"), 1).races
+
+
+# ---- what is returned ----
+
+
+def test_written_as_json() -> None:
+    run = checked(lambda: on_a_side_stream(before=False, after=False), 1)
+    assert run.races and from_json(to_json(run)) == run
+    assert record(lambda: None, 1).races is None
+
+
+def test_gloo_has_no_streams() -> None:
+    with pytest.raises(
+        DryRunError, match=r"check_streams with backend='gloo': there are no streams"
+    ):
+        record(lambda: None, 1, backend="gloo", check_streams=True)
+
+
+def test_collectives_and_memory_are_the_same_with_it() -> None:
+    program = CASES["HSDP"]
+    plain = record(lambda: train(program), 4)
+    run = checked(lambda: train(program))
+    assert (run.collectives, run.memory, run.peak) == (plain.collectives, plain.memory, plain.peak)
