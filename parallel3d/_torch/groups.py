@@ -109,8 +109,8 @@ def wake_waiting(group: ProcessGroup) -> None:
     """Lets every wait for a collective of ``group`` fail, in this process and on gloo its peers' too.
 
     For a job that can't go on. gloo closes a group's connections when a message does not arrive in time,
-    which ends the waits of other threads: hence one that nobody sends. Other backends are left alone: an
-    aborted NCCL kernel ends without an error, and what it has left half-way would pass for a result.
+    which ends the waits of other threads: hence one that nobody sends. NCCL's collectives are kernels, which
+    fail no wait: see ``communicators``.
     """
     for backend in _backends(group):
         if backend.name() != "gloo":
@@ -120,6 +120,28 @@ def wake_waiting(group: ProcessGroup) -> None:
                 continue
             with suppress(RuntimeError):  # what it is for
                 backend.recv([torch.empty(1)], peer, _UNSENT).wait(timedelta(milliseconds=1))
+
+
+def communicators(group: ProcessGroup) -> list[Any]:
+    """The NCCL backends of ``group``: their collectives are kernels, which only an abort ends.
+
+    ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` wraps a backend into another that checks arguments; the inner one is
+    returned.
+    """
+    return [
+        getattr(backend, "wrapped_pg", backend)
+        for backend in _backends(group)
+        if backend.name() == "nccl"
+    ]
+
+
+def abort_communicator(backend: Any) -> None:
+    """Ends the kernels of a NCCL backend, without an error: what they have left is no result.
+
+    It may wait for the device; after the backend's timeout it raises a DistBackendError. The backend's own
+    watchdog looks for no errors from then on, so it does not end the process for them.
+    """
+    backend.abort()
 
 
 _UNSENT = 0x70336421  # a tag that no message has

@@ -23,6 +23,7 @@ from parallel3d.checkpoint.background import wait_for_background
 from parallel3d.checkpoint.format.files import hidden_beside, replace_folder
 from parallel3d.errors import AgreementError, CheckpointError, CorruptCheckpointError
 from parallel3d.fsdp.inspect import parameters_at_rest
+from parallel3d.guards.session import refuse_aborted
 from parallel3d.guards.timeouts import keep_for_saving, saving_limit
 from parallel3d.mesh.agreement import check_agreement, name_ranks
 
@@ -61,6 +62,7 @@ class Ranks:
     def all(self, function: Callable[[], T]) -> list[T]:
         """Calls ``function`` on every rank and returns the results of all ranks, on every rank; if it raises
         on any, all raise a CheckpointError, a CorruptCheckpointError if all errors were."""
+        self._refuse_aborted()
         value: T | None = None
         problem: Exception | None = None
         try:
@@ -93,6 +95,7 @@ class Ranks:
 
     def first(self, function: Callable[[], T]) -> T:
         """Calls ``function`` on the first rank only and returns its result, or raises its error, on all."""
+        self._refuse_aborted()
         if self.group is None:
             return self.all(function)[0]
         if not self._compared:  # a broadcast alone would accept the result of another call
@@ -121,6 +124,14 @@ class Ranks:
             undo()
             raise
 
+    def _refuse_aborted(self) -> None:
+        """Raises PeerFailureError if ``guards.watch`` has aborted the model's collectives.
+
+        Called before each step that writes or makes what was written valid: values that are copied after an
+        abort may be what an aborted collective has left.
+        """
+        refuse_aborted(f"checkpoint.{self.call} was not finished")
+
     def give_up(self) -> None:
         """Makes the collectives of ranks that wait for this one fail, because it cannot continue.
 
@@ -138,7 +149,7 @@ def ranks_of(
 
     The first call is collective among them. It raises a CheckpointError if a rank does not join within
     ``guards.Timeouts(save=)`` or the default group's timeout, or calls another function; within
-    ``guards.watch`` a PeerFailureError if another rank has failed.
+    ``guards.watch`` a PeerFailureError if another rank has failed, at every call.
 
     Waits for a save in the background, which uses the same group, and raises its error if that is unreported:
     a CheckpointError on all ranks; what ended it on one rank, such as the loss of a peer, on that rank alone.
@@ -147,6 +158,7 @@ def ranks_of(
         call: the function that the user has called, the same on all of them.
         at_rest: the model's parameters at rest, if the caller has them.
     """
+    refuse_aborted(f"checkpoint.{call} was not begun")
     failed = wait_for_background()
     shared = failed is not None and isinstance(failed.cause, CheckpointError)  # it is on all ranks
     if failed is not None and not shared:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import threading
 import time
 from collections import Counter
@@ -17,13 +18,17 @@ from typing import Any
 import torch
 from torch import distributed as dist
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from parallel3d._torch.groups import all_groups, clone_store, group_timeout, wake_waiting
 from parallel3d._util.arguments import text_of, without_gloo
 from parallel3d._util.trace import issuing
 from parallel3d.errors import Parallel3dError, PeerFailureError, StateError
 from parallel3d.guards import timeouts as _timeouts
+from parallel3d.guards.aborting import Abort, all_communicators, refusal
 from parallel3d.guards.board import Board, Note, Pulse
 from parallel3d.guards.timeouts import Schedule, Timeouts, check_duration, here, stack_of
 from parallel3d.mesh.agreement import name_ranks, ranks_by_value, seconds
@@ -34,9 +39,9 @@ class Monitor(threading.Thread):
     """A thread that reads the board while the main thread computes or waits.
 
     It answers roll calls, so that a rank that hangs is told from one that was killed, and keeps the notes,
-    also when the store's host is gone. If the main thread waits for a collective that can't complete any
-    more, it makes the wait fail (on gloo only, see ``wake_waiting``). It also notices that a rank, or the
-    store, is silent.
+    also when the store's host is gone. If the main thread, or the device, waits for a collective that can't
+    complete any more, it ends that: on gloo the wait fails (see ``wake_waiting``), on NCCL the communicators
+    are aborted (see ``Abort``). It also notices that a rank, or the store, is silent.
 
     Args:
         table: the part of the store that the ranks share.
@@ -45,6 +50,7 @@ class Monitor(threading.Thread):
         silence: seconds without a sign of life after which a rank or the store is given up; None: never.
 
     Attributes:
+        aborted: the abort of this rank's NCCL communicators; None as long as none has begun.
         store_lost: whether the store can't be reached any more.
         store_silent: whether that is because it has not answered for ``silence`` seconds.
     """
@@ -61,6 +67,7 @@ class Monitor(threading.Thread):
         self.rank, self.world_size = rank, world_size
         self.grace, self.silence = grace, silence
         self.host = socket.gethostname()
+        self.aborted: Abort | None = None
         self.store_lost = self.store_silent = False
         own = clone_store(table)  # a connection of its own
         self._board = Board(own, world_size)
@@ -124,10 +131,15 @@ class Monitor(threading.Thread):
         return True
 
     def end(self) -> None:
-        """Stops the thread, which wakes no wait any more. The store can still be asked, and become silent."""
+        """Stops the thread, which wakes no wait any more. The store can still be asked, and become silent.
+
+        An abort that has begun gets ``grace`` seconds to end, so that groups are not destroyed meanwhile.
+        """
         with self._waking:
             self._ended.set()
             self._news.set()
+        if self.aborted is not None:
+            self.aborted.wait(self.grace)
         if self._pulse is not None:
             self._ask(self._pulse.end)
 
@@ -221,16 +233,35 @@ class Monitor(threading.Thread):
             self._seen = time.monotonic()
 
     def _wake(self) -> None:
-        """Makes waits fail, some time after a failure, which the main thread may notice by itself."""
+        """Ends waits, some time after a failure, which the main thread may notice by itself.
+
+        Before ``grace`` is over, because the others wait that long for this rank's note.
+        """
         if self._woken or self._seen is None or time.monotonic() - self._seen < 0.4 * self.grace:
             return
         with self._waking:
-            if self._ended.is_set():
+            if self._ended.is_set() or self._woken:
                 return
             self._woken = True
-            for group in all_groups():
+            groups = all_groups()
+            if backends := all_communicators(groups):
+                # Set before it starts: kernels may end at once, and the main thread go on.
+                self.aborted = Abort(backends, str(here))
+                self._announce(len(backends))
+                self.aborted.start()
+            for group in groups:
                 with suppress(Exception):  # the group is destroyed, or its backend unknown
                     wake_waiting(group)
+
+    def _announce(self, number: int) -> None:
+        """Prints the cause: the main thread may not come to raise it, if an abort does not end."""
+        failure = self.failure()
+        why = "another rank is lost or silent"
+        if failure is not None:
+            why = f"rank {failure.rank} failed first, at {failure.where}: {failure.error}"
+        text = f"parallel3d: guards.watch on rank {self.rank} aborts {number} NCCL communicators: {why}"
+        with suppress(OSError, ValueError):  # nobody reads standard error
+            print(text, file=sys.stderr, flush=True)
 
 
 def _start_thread(name: str, target: Callable[..., None], *args: Any) -> None:
@@ -428,8 +459,11 @@ def watch(
     posts nothing: after ``grace`` it is named as lost, or with the line of code that it is in.
 
     A host that loses its network closes no connection. So each rank gives signs of life, and ranks that have
-    given none for ``silence`` are given up like killed ones (on NCCL, whose waits can't be made to fail, when
-    the timeout of their collective ends).
+    given none for ``silence`` are given up like killed ones.
+
+    On NCCL the communicators of a rank whose peer has failed are aborted, which ends their kernels. What
+    these leave is no result: before the next optimizer step, forward, save or load, and at the end of the
+    body, the rank raises the PeerFailureError. The weights may hold such values: load the last checkpoint.
 
     It is a decorator too. Within another watch it only sets timeouts. It costs a thread that reads the store
     every ``grace / 10`` and gives a sign of life every ``silence / 6``, and nothing per collective. The
@@ -462,6 +496,7 @@ class Session:
         self._grace = grace.total_seconds()
         self._silence = None if silence is None else silence.total_seconds()
         self._monitor: Monitor | None = None
+        self._cause: PeerFailureError | None = None  # of the abort
         self.last_known: Callable[[int], str] = lambda rank: ""
 
     def open(self) -> Monitor | None:
@@ -471,7 +506,7 @@ class Session:
             table = next_table(store, "guards/watch", rank)
             self._monitor = Monitor(table, rank, world_size, self._grace, self._silence)
             self._monitor.start()
-            issuing.on_run = self._monitor.forward_begins
+            issuing.on_run = self._forward_begins
             for schedule in _timeouts.active:
                 schedule.begin()
         return self._monitor
@@ -482,6 +517,33 @@ class Session:
         failure = None if monitor is None else monitor.failure()
         if monitor is not None and failure is not None:
             raise peer_failure(failure, monitor.rank)
+
+    def refuse(self, what: str) -> None:
+        """Raises PeerFailureError if this rank's communicators have been aborted.
+
+        Args:
+            what: what this rank was about to do, and whether it was done.
+        """
+        if self._monitor is not None and self._monitor.aborted is not None:
+            raise self._refusal(self._monitor, self._monitor.aborted, what)
+
+    def _forward_begins(self) -> None:
+        self.refuse("This forward was not begun")
+        if self._monitor is not None:
+            self._monitor.forward_begins()
+
+    def _refusal(
+        self, monitor: Monitor, abort: Abort, what: str, error: BaseException | None = None
+    ) -> PeerFailureError:
+        """Returns the error to raise after ``abort``; ``error`` is what the body has raised since then.
+
+        Whatever that is, it may come from what the abort has left: it is not this rank's fault.
+        """
+        if self._cause is None:
+            if error is None or not is_of_communication(error):
+                error = dist.DistBackendError("aborted by guards.watch")
+            self._cause = find_cause(monitor, error, str(here), self.last_known)
+        return refusal(self._cause, abort, monitor.rank, what)
 
     def close(self, error: BaseException | None) -> PeerFailureError | None:
         """Ends the watch, whose body raised ``error``. Returns the error to raise instead, if any."""
@@ -497,13 +559,17 @@ class Session:
 
     def _tell(self, monitor: Monitor, error: BaseException | None) -> PeerFailureError | None:
         """Posts how the body has ended, or finds the cause of a failed collective."""
-        where, rank = str(here), monitor.rank
-        if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+        where, rank, abort = str(here), monitor.rank, monitor.aborted
+        normal = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
+        foreseen = isinstance(error, PeerFailureError)
+        cause = None
+        if abort is not None and not foreseen and (normal or isinstance(error, Exception)):
+            cause = self._refusal(monitor, abort, "The watched part ended after it", error)
+        elif error is None or normal:
             monitor.post(Note("left", rank, "", where, here.step))
             return None
-        cause = None
-        if isinstance(error, PeerFailureError) or not is_of_communication(error):
-            kind = "lost" if isinstance(error, PeerFailureError) else "failed"
+        elif foreseen or not is_of_communication(error):
+            kind = "lost" if foreseen else "failed"
             monitor.post(Note(kind, rank, short(error), where, here.step))
         else:
             cause = find_cause(monitor, error, where, self.last_known)
@@ -528,6 +594,16 @@ at_begin: list[Callable[[ExitStack], None]] = []
 def current_session() -> Session | None:
     """Returns the session of the watch that is entered."""
     return _sessions[-1] if _sessions else None
+
+
+def refuse_aborted(what: str) -> None:
+    """Raises PeerFailureError if the watch that is entered has aborted this rank's communicators.
+
+    Args:
+        what: what this rank was about to do, and whether it was done.
+    """
+    if _sessions:
+        _sessions[-1].refuse(what)
 
 
 @dataclass(eq=False)
@@ -557,8 +633,11 @@ class Watch(ContextDecorator):
                 stack.callback(_sessions.pop)
                 while_waiting.append(self._session.check)
                 stack.callback(while_waiting.remove, self._session.check)
-                hook = register_optimizer_step_post_hook(_after_step)
-                stack.callback(hook.remove)
+                for hook in (
+                    register_optimizer_step_pre_hook(_before_step),
+                    register_optimizer_step_post_hook(_after_step),
+                ):
+                    stack.callback(hook.remove)
                 self._session.open()
             if self._timeouts is not None:
                 schedule = Schedule(self._timeouts)
@@ -586,7 +665,13 @@ class Watch(ContextDecorator):
             raise instead from error
 
 
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    refuse_aborted("This optimizer step was not made")
+
+
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    # The abort may have come after ``_before_step``.
+    refuse_aborted("An optimizer step was made meanwhile")
     here.stepped(optimizer)
     session = current_session()
     if session is not None:
