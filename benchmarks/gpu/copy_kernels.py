@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from copies import CopiedBytes
@@ -38,8 +39,8 @@ def copies(device: str, small: bool) -> Part:
     config = TINY if small else SHAPE
     part = Part(
         "copies",
-        f"Kernels that copy or cast, in forward and backward of one rank of {WORLD}, {config.n_layers} blocks of "
-        f"width {config.dim}, bf16/fp32, above the plain model's: ours against FSDP2",
+        f"Kernels that copy or cast, in a forward and backward of a rank of {WORLD}, {config.n_layers} "
+        f"blocks of width {config.dim}, bf16/fp32, above the plain model's: ours against FSDP2",
         [
             "tokens",
             "ours ms",
@@ -56,7 +57,7 @@ def copies(device: str, small: bool) -> Part:
         models = {side: make(side, config, mesh, device) for side in ("plain", *SIDES)}
         batch = batch_of(config, sizes[0], device)
         for side, model in models.items():
-            check_finite(part, side, lambda m=model: loss_of(m, batch))  # type: ignore[misc]
+            check_finite(part, side, partial(loss_of, model, batch))
             model.zero_grad()
         network.values = False  # what the fake group copies is not counted
         for index, tokens in enumerate(sizes):

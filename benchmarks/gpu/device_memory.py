@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from llama import LlamaConfig
@@ -79,9 +81,13 @@ class Training:
         network: EmulatedNetwork,
         device: str,
         dtype: torch.dtype = torch.float32,
+        *,
+        reshard: bool = True,
+        foreach: bool = False,
     ) -> None:
-        self.model: nn.Module = make(side, config, mesh, device, dtype=dtype)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
+        self.model: nn.Module = make(side, config, mesh, device, dtype=dtype, reshard=reshard)
+        kind: dict[str, Any] = {"foreach": True} if foreach else {"fused": True}
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, **kind)
         self.network = network
 
     def step(self, batch: Batch) -> None:
@@ -126,9 +132,9 @@ def allocator(device: str, small: bool) -> Part:
     part.notes += [
         "beyond state: less parameters, as many gradients, and the optimizer's state",
         "expected beyond the state, without the activations, which are the same on both sides: 0.70 to 0.75 "
-        "of FSDP2's; HSDP with bf16 parameters includes what pytorch issue 179443 describes, which depends on "
-        "torch's version",
-        "failed if ours allocates over 0.5 % more than FSDP2. DDP is not measured",
+        "of FSDP2's; HSDP with bf16 parameters includes what pytorch issue 179443 describes, which depends "
+        "on torch's version",
+        "failed if ours allocates over 1 % more than FSDP2. DDP is not measured",
     ]
     return part
 
@@ -147,7 +153,7 @@ def _compare(
         with rank_of_many(layout, device) as (network, mesh):
             training = Training(side, config, mesh, network, device, dtype)
             batch = batch_of(config, tokens, device, length=2048)
-            check_finite(part, f"{case}, {NAMES[side]}", lambda: loss_of(training.model, batch))
+            check_finite(part, f"{case}, {NAMES[side]}", partial(loss_of, training.model, batch))
             training.optimizer.zero_grad()
             network.values = False
             for _ in range(3):
@@ -164,7 +170,7 @@ def _compare(
         counts = ["" if n is None else n for n in (peak.segments, peak.retries)]
         part.rows.append([case, NAMES[side], *numbers, ratio, reserved, *counts])
         part.data[f"{case}, {NAMES[side]}"] = {"state": state, **vars(peak)}
-    if found["ours"][1].allocated > 1.005 * found["torch"][1].allocated:
+    if found["ours"][1].allocated > 1.01 * found["torch"][1].allocated:
         part.failed.append(f"{case}: ours allocates more than FSDP2")
 
 
@@ -174,8 +180,8 @@ def largest_batch(device: str, small: bool) -> Part:
     length = 64 if small else 512
     part = Part(
         "largest_batch",
-        f"The largest batch, in sequences of {length} tokens, of which one rank of 64 trains two steps within "
-        f"a given memory; {config.n_layers} blocks of width {config.dim}: ours against FSDP2",
+        f"The largest batch, in sequences of {length} tokens, of which one rank of 64 trains two steps "
+        f"within a given memory; {config.n_layers} blocks of width {config.dim}: ours against FSDP2",
         ["memory GiB", "ours", "FSDP2", "ours / FSDP2"],
     )
     caps = (0.02, 0.04) if small else (24, 48, 80)

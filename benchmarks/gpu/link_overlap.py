@@ -33,8 +33,8 @@ def overlap(device: str, small: bool) -> Part:
     """Step / max(compute, communication)."""
     part = Part(
         "overlap",
-        f"Forward and backward of one rank of {WORLD}, {BLOCKS} blocks, one dtype for all, on links so fast that "
-        "communication takes a given part of the plain model's step: the step over the larger of the two",
+        f"Forward and backward of one rank of {WORLD}, {BLOCKS} blocks, one dtype for all, on links so "
+        "fast that communication takes a given part of the plain model's step: the step over the larger",
         [
             "case",
             "communication / compute",
@@ -54,8 +54,8 @@ def overlap(device: str, small: bool) -> Part:
     part.notes += [
         "1.0: all is hidden; 1.125 is the bound of both where the two are equal (the first gather of forward "
         "and of backward and the last reduction have nothing to hide behind)",
-        "expected on a GPU: both near the bound, ours up to 3 % longer. FSDP2 overlaps on a GPU as ours does; "
-        "ratios of a CPU say nothing of GPUs",
+        "expected on a GPU: both near the bound, ours up to 3 % longer. FSDP2 overlaps on a GPU as ours "
+        "does; ratios of a CPU say nothing of GPUs",
         "a link is a stream that sleeps: kernels do not lose SMs or memory bandwidth to communication",
     ]
     if device != "cuda":

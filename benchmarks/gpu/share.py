@@ -102,7 +102,7 @@ def take_rounds(
     steps_per_round: int = 2,
     warmup: int = 3,
 ) -> Rounds:
-    """Rounds of ``measure.alternate`` until there are ``ROUNDS``, or ``seconds`` are over; at least ``LEAST``.
+    """Returns ``ROUNDS`` rounds of ``measure.alternate``; fewer, but ``LEAST``, once ``seconds`` are over.
 
     Args:
         part: its notes say where there are fewer than ``ROUNDS``.

@@ -4,6 +4,7 @@ import copy
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ def host_time(device: str, small: bool) -> Part:
             for name, model in models.items():
                 inputs = x.bfloat16() if case.mixed and name == "plain" else x
                 # The first step writes values: the ranks of a tp group compare their batches in it.
-                check_finite(part, f"{case.what}, {name}", lambda m=model, i=inputs: m(i).sum())
+                check_finite(part, f"{case.what}, {name}", partial(_sum, model, inputs))
                 steps[name] = launched(
                     _forward_backward(model, inputs), device, after=_clean(model, network)
                 )
@@ -88,6 +89,10 @@ def host_time(device: str, small: bool) -> Part:
         "expected: guessed before there was a GPU, from CPU figures; not a limit",
     ]
     return part
+
+
+def _sum(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).sum()
 
 
 def _forward_backward(model: nn.Module, x: torch.Tensor) -> Callable[[], None]:
@@ -122,9 +127,9 @@ def small_step(device: str, small: bool) -> Part:
     """Tokens a second against tokens a step."""
     part = Part(
         "small_step",
-        f"A training step (forward, backward, fused AdamW; bf16/fp32) of one rank of {WORLD}, links of 300 GB/s "
-        "and of no time: thousands of tokens a second against tokens a step. plain: the whole bf16 model with "
-        "AdamW on one rank's shards, the ceiling",
+        f"A training step (forward, backward, fused AdamW; bf16/fp32) of one rank of {WORLD}, links of 300 "
+        "GB/s and of no time: thousands of tokens a second against tokens a step. plain: the whole bf16 "
+        "model with AdamW on one rank's shards, the ceiling",
         ["model, link", "tokens", "plain", "ours", "ours, optim.local", "FSDP2"]
         + ["step: ours / FSDP2", "middle half", "with optim.local"],
     )
@@ -171,7 +176,7 @@ def _measure_model(
         for name in VARIANTS[1:] + VARIANTS[:1]:
             side = name.partition(",")[0]
             models[name] = model = make(side, config, mesh, device)
-            check_finite(part, f"{what}, {name}", lambda m=model: loss_of(m, batches[0]))
+            check_finite(part, f"{what}, {name}", partial(loss_of, model, batches[0]))
         for name in VARIANTS:
             optimizer = _adamw(name, models)
             steps[name] = _training_step(models[name], optimizer, batches, network)

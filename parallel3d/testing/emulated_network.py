@@ -402,8 +402,9 @@ class EmulatedNetwork:
 
     Values are those of torch's fake process group: finite, but not what ranks would exchange. A gather
     repeats this rank's part, a reduction leaves its input unchanged. They are written when the collective is
-    called, which takes real time of the CPU (or of the link's stream, one copy for each rank and tensor): make
-    transfers long compared with it, or use a ``VirtualClock``, which does not count it, or ``values=False``.
+    called, which takes real time of the CPU (or of the link's stream, one copy for each rank and tensor).
+    Make transfers long compared with it; or use a ``VirtualClock``, which does not count it; or give
+    ``values=False``.
 
     Args:
         world_size: number of ranks.
