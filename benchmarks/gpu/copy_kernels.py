@@ -80,6 +80,8 @@ def copies(device: str, small: bool) -> Part:
             size = {side: copied[side] - copied["plain"] for side in SIDES}
             row: list[object] = [tokens, "", "", ""]
             if device == "cuda":
+                if not any(kernels.values()):
+                    part.notes.append(f"{tokens} tokens: the profiler has seen no kernels")
                 spent = {k: sum(v.values()) for k, v in kernels.items()}
                 ms = {side: spent[side] - spent["plain"] for side in SIDES}
                 row = [tokens, ms["ours"], ms["torch"], ms["ours"] / max(ms["torch"], 1e-6)]

@@ -65,7 +65,7 @@ def overlap(device: str, small: bool) -> Part:
 
 def _case(part: Part, name: str, factor: float, seconds: float, device: str, small: bool) -> None:
     layout, extra = LAYOUTS[name]
-    width, tokens = (64, 128) if small else (4096, 8192)
+    width, tokens = (64, 128) if small else (4096, 4096)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     clock = None if device == "cuda" else VirtualClock(time.process_time)
     links = {"first": Link(), "second": Link()}

@@ -113,10 +113,11 @@ def make(
     """
     with torch.device("meta"):
         model = Llama(config)
-    if side == "plain":
-        model.to(torch.bfloat16 if mixed else dtype)
-    else:
-        model.to(dtype)
+    model.to(torch.bfloat16 if side == "plain" and mixed else dtype)
+    for module in model.modules():
+        if isinstance(module, RotaryEmbedding):
+            module.float()  # its tables, which mixed precision leaves in fp32
+    if side != "plain":
         shard(model, side, mesh, mixed=mixed, reshard=reshard)
     model.to_empty(device=device)
     fill(model)

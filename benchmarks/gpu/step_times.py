@@ -13,7 +13,7 @@ from measure import Rounds, range_of
 from models import SmallBlock, Stack, ours, ours_tp, torchs, torchs_tp
 from page import Part
 from share import launched, running, synced, take_rounds
-from sides import batch_of, check_finite, loss_of, make, plain_shards, rank_of_many, release
+from sides import batch_of, check_finite, loss_of, make, plain_shards, rank_of_many
 from torch import nn
 
 import parallel3d as p3d
@@ -210,7 +210,7 @@ def _measure_model(
                 crossing = tokens[number]
         models.clear()
         steps.clear()
-    release(device)
+        del model, optimizer
     part.notes.append(
         f"{what}: ours takes at least 0.98 of FSDP2's step from {crossing} tokens on"
         if crossing
