@@ -1,8 +1,9 @@
 """copies: the time of the kernels that only copy or cast, and the bytes they write."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 import torch
 from copies import CopiedBytes
@@ -115,10 +116,19 @@ def _kernels(step: Callable[[], None], steps: int = 3) -> dict[str, float]:
         for _ in range(steps):
             step()
         torch.cuda.synchronize()
+    return {name: ms / steps for name, ms in copies_in(profiler.events() or ()).items()}
+
+
+def copies_in(events: Iterable[Any]) -> dict[str, float]:
+    """Returns the milliseconds of the kernels that copy or cast on the device, by operation and kernel.
+
+    Args:
+        events: a profiler's, of which those of the host have the ``kernels`` that they launched.
+    """
     spent: Counter[str] = Counter()
-    for event in profiler.events() or ():
+    for event in events:
         if event.name in _COPIES:
             for kernel in event.kernels:
                 if "HtoD" not in kernel.name and "DtoH" not in kernel.name:
-                    spent[f"{event.name}: {kernel.name[:80]}"] += kernel.duration / 1e3 / steps
+                    spent[f"{event.name}: {kernel.name[:80]}"] += kernel.duration / 1e3
     return dict(spent.most_common())

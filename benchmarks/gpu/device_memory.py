@@ -204,7 +204,7 @@ def largest_batch(device: str, small: bool) -> Part:
         for side in SIDES:
             with rank_of_many(FSDP, device, values=False) as (network, mesh):
                 probe = _Probe(side, config, mesh, network, device, cap, length)
-                guess[side] = _largest(probe.fits, guess[side])
+                guess[side] = largest(probe.fits, guess[side])
                 part.data[f"{cap} GiB, {NAMES[side]}"] = probe.tried
                 del probe
         part.rows.append(
@@ -284,7 +284,7 @@ class _Probe:
             self.training.step(batch)
 
 
-def _largest(fits: Callable[[int], bool], at_least: int) -> int:
+def largest(fits: Callable[[int], bool], at_least: int) -> int:
     """Returns the largest number for which ``fits``; ``at_least`` does, where even 1 doesn't it is 0."""
     low, high = 0, max(at_least, 1)
     while fits(high):

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 HERE = Path(__file__).resolve().parent
-MINUTES = 9.5  # for the shares; the rest is for imports and what a minimum takes beyond a share
+MINUTES = 9  # for the shares; the rest is for imports and what a minimum takes beyond a share
 
 # Part -> (its file, its part of the time), in the order of the run.
 PARTS: dict[str, tuple[str, int]] = {
