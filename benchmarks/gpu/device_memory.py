@@ -115,8 +115,8 @@ def allocator(device: str, small: bool) -> Part:
         if device == "cuda":
             release(device)
             try:
-                torch.cuda.memory._set_allocator_settings(f"expandable_segments:{expandable}")
-            except (AttributeError, RuntimeError) as error:  # a private function of torch
+                _set_expandable(expandable)
+            except (KeyError, RuntimeError) as error:  # another version, or platform
                 part.notes.append(f"expandable segments can't be set to {expandable}: {error}")
                 continue
         for layout, name in ((FSDP, "FSDP"), (HSDP, "HSDP")):
@@ -129,8 +129,8 @@ def allocator(device: str, small: bool) -> Part:
                 _compare(part, case, layout, config, tokens, device, dtype)
     if device == "cuda":
         release(device)
-        with suppress(AttributeError, RuntimeError):
-            torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+        with suppress(KeyError, RuntimeError):
+            _set_expandable(False)
     else:
         part.notes.append(
             "on a CPU there is no caching allocator: reserved, segments, retries are left out"
@@ -143,6 +143,11 @@ def allocator(device: str, small: bool) -> Part:
         "failed if ours allocates over 1 % more than FSDP2. DDP is not measured",
     ]
     return part
+
+
+def _set_expandable(value: bool) -> None:
+    """Changes the caching allocator's setting for the segments to come, by a private function of torch."""
+    vars(torch._C)["_accelerator_setAllocatorSettings"](f"expandable_segments:{value}")
 
 
 def _compare(

@@ -50,6 +50,7 @@ def rank_of_many(
     clock: VirtualClock | None = None,
 ) -> Iterator[tuple[EmulatedNetwork, DeviceMesh]]:
     """This process is rank 0 of ``layout``, whose links take no time unless given."""
+    release(device)  # what earlier parts have left
     links = links or {"link": Link()}
     with EmulatedNetwork(
         world_size=layout.world_size, links=links, axes=axes, values=values, clock=clock

@@ -152,7 +152,7 @@ def small_step(device: str, small: bool) -> Part:
         "expected while the host is the limit: the step 0.65 to 0.8 of FSDP2's; 1.00 where the GPU is",
         "ours and FSDP2 step AdamW on DTensors; ours, optim.local is the same with parallel3d.optim.local",
         "collectives write no values: what is computed from gathered weights is what memory held, except in "
-        "rows marked so",
+        "rows marked so; numbers that are none take less power, so a GPU may run faster on them",
     ]
     return part
 
