@@ -119,7 +119,8 @@ def fake_outputs_written() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a kernel is replaced
         for name, kernel in _FAKES.items():
-            library.impl(name, kernel, "CPU", allow_override=True)
+            for device in ("CPU", "CUDA"):
+                library.impl(name, kernel, device, allow_override=True)
     try:
         yield
     finally:

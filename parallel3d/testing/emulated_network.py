@@ -289,7 +289,7 @@ class EmulatedGroup(ProcessGroup):
     """The process group of an ``EmulatedNetwork``. C++ code such as DDP's reducer can call it too.
 
     Each collective is also called on ``inner``, an ordinary group on torch's fake backend, so that values are
-    the fake backend's and a dispatch mode sees the collective.
+    the fake backend's and a dispatch mode sees the collective; not if the network writes no values.
     """
 
     def __init__(self, network: EmulatedNetwork, options: Any) -> None:
@@ -334,8 +334,9 @@ class EmulatedGroup(ProcessGroup):
         outputs, inputs = list(tensors_in(args[:1])), list(tensors_in(args[1:2]))
         tensors = outputs + inputs
         line = network.line(self.axis, tensors[0].device if tensors else _CPU)
-        with line.values():
-            getattr(self.inner, method)(*args, **kwargs)
+        with line.values():  # also without values: a transfer starts after its input is made
+            if network.values:
+                getattr(self.inner, method)(*args, **kwargs)
         network.clock.rewind_to(issued)
         transfers = []
         if n > 1:
@@ -401,8 +402,9 @@ class EmulatedNetwork:
 
     Values are those of torch's fake process group: finite, but not what ranks would exchange. A gather
     repeats this rank's part, a reduction leaves its input unchanged. They are written when the collective is
-    called, which takes real time of the CPU (or of the link's stream): make transfers long compared with it,
-    or use a ``VirtualClock``, which does not count it.
+    called, which takes real time of the CPU (or of the link's stream, one copy for each rank and tensor).
+    Make transfers long compared with it; or use a ``VirtualClock``, which does not count it; or give
+    ``values=False``.
 
     Args:
         world_size: number of ranks.
@@ -412,6 +414,9 @@ class EmulatedNetwork:
             the first link. A mesh of one axis as long as the world uses torch's default group, which does not
             know its axis: it is ``"world"``, on the first link unless ``axes`` lists it, until ``attach``.
         clock: ``VirtualClock()`` for times that do not depend on the machine; by default real time.
+        values: whether collectives write values. Without, they only take time: an output stays as it was
+            allocated, which may be anything, and neither a dispatch mode nor ``record_collectives`` sees the
+            calls. For measurements of time and memory. It may be changed between steps.
 
     Attributes:
         timeline: the transfers so far, in the order they were issued.
@@ -430,6 +435,7 @@ class EmulatedNetwork:
         axes: Mapping[str, str] | None = None,
         rank: int = 0,
         clock: VirtualClock | None = None,
+        values: bool = True,
     ) -> None:
         check_rank(rank, world_size)
         if not links:
@@ -442,6 +448,7 @@ class EmulatedNetwork:
         self.rank, self.world_size = rank, world_size
         self.links, self.axes = dict(links), axes if axes is None else dict(axes)
         self.clock: Clock = clock or WallClock()
+        self.values = values
         self._lines: dict[tuple[str, torch.device], Line] = {}
         self._timeline: list[Transfer] = []
 

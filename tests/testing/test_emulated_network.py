@@ -247,6 +247,41 @@ def test_the_recorder_sees_the_same_calls():
         assert [t.op for t in net.timeline] == ["all_gather", "all_reduce"]
 
 
+class TestWithoutValues:
+    def test_outputs_stay_as_they_are(self):
+        """The same transfers at the same times; only the tensors are not written."""
+        times = []
+        for values in (True, False):
+            with network(values=values) as net:
+                group, full = cube().get_group("a"), torch.full((2 * KIB,), 7.0)
+                all_gather_single(full, kib(4), group=group)
+                part = torch.full((KIB,), 7.0)
+                reduce_scatter_single(part, kib(8), group=group, async_op=True).wait()
+                times.append([(t.op, t.bytes, t.started, t.ended) for t in net.timeline])
+                assert bool((full == 7.0).all()) == bool((part == 7.0).all()) == (not values)
+        assert times[0] == times[1]
+
+    def test_may_be_changed(self):
+        with network(values=False) as net:
+            full, group = torch.full((2 * KIB,), 7.0), cube().get_group("a")
+            all_gather_single(full, kib(4), group=group)
+            net.values = True
+            assert full[0] == 7.0
+            all_gather_single(full, kib(4), group=group)
+            assert full[1] == 1.0
+
+    @pytest.mark.parametrize("kind", ["ours", "torch"])
+    def test_engines_send_the_same(self, kind):
+        sent = []
+        for values in (True, False):
+            model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+            with network(axes=None, values=values) as net:
+                mesh = p3d.build_mesh(p3d.MeshLayout(2, 4, 1), device_type="cpu")
+                net_of(model, torch.randn(4, 64), mesh, kind)
+                sent.append([(t.op, t.axis, t.bytes) for t in net.timeline])
+        assert sent[0] == sent[1]
+
+
 def test_units_are_named():
     with network(axes=None) as net:
         mesh = p3d.build_mesh(p3d.MeshLayout(shard=8), device_type="cpu")
