@@ -102,7 +102,7 @@ class Disturber:
         taken = [
             torch.empty(size, dtype=torch.uint8, device="cuda")
             for size in self.sizes
-            for _ in range(2)
+            for _ in range(3)
         ]
         for tensor in taken:
             tensor.fill_(255)  # all bits set: NaN in every floating-point dtype

@@ -108,6 +108,7 @@ class _Job:
     port: int
     folder: str
     limit: float
+    deadline: float
 
 
 def run_cases(
@@ -194,7 +195,7 @@ class _Launch:
         # It is served here, and not by rank 0: it outlives the ranks.
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         port = self.store.port
-        job = _Job(work, cases, world, device_type, backend, port, str(folder), limit)
+        job = _Job(work, cases, world, device_type, backend, port, str(folder), limit, deadline)
         context = multiprocessing.get_context("spawn")  # CUDA doesn't survive a fork
         self.connections: list[Connection] = []
         self.processes = []
@@ -315,9 +316,11 @@ def _main(rank: int, job: _Job, send: Connection) -> None:
             if one.item() != job.world:
                 raise RuntimeError(f"{TRIAL} of ones gave {one.item()} on {job.world} ranks")
         send.send(("ready", name, None))
-        for name, argument in job.cases:
-            send.send(("begin", name, None))
+        for number, (name, argument) in enumerate(job.cases):
             faulthandler.dump_traceback_later(job.limit, exit=True, file=stack)
+            if not _goes_on(number, rank, job):
+                break
+            send.send(("begin", name, None))
             result = job.work(here, argument)
             here.synchronize()
             faulthandler.cancel_dump_traceback_later()
@@ -336,6 +339,16 @@ def _main(rank: int, job: _Job, send: Connection) -> None:
     # Without the interpreter's end, in which communicators with a peer that is gone may hang.
     sys.stdout.flush()
     os._exit(code)
+
+
+def _goes_on(number: int, rank: int, job: _Job) -> bool:
+    """Whether there is time for case ``number``: rank 0 says so for all."""
+    if rank == 0:
+        goes_on = time.monotonic() < job.deadline
+        if job.backend:
+            dist.group.WORLD.get_group_store().set(f"case {number}", str(goes_on))  # type: ignore[union-attr]
+        return goes_on
+    return dist.group.WORLD.get_group_store().get(f"case {number}") == b"True"  # type: ignore[union-attr]
 
 
 def _start(rank: int, job: _Job) -> Rank:
@@ -366,6 +379,7 @@ def _start(rank: int, job: _Job) -> Rank:
         torch.cuda.set_device(0)
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.use_deterministic_algorithms(True, warn_only=True)
     # What is uninitialized stays so: the tests fill freed memory themselves.
     torch.utils.deterministic.fill_uninitialized_memory = False

@@ -90,8 +90,10 @@ class Case:
     @property
     def peer_bounds(self) -> tuple[float, float]:
         """The same from FSDP2 of the same policy. Its matrix products may be by other kernels, as its
-        weights are aligned otherwise: in bfloat16 an activation may then be rounded to its neighbour."""
-        return (2e-2, float("inf")) if self.mixed else self.bounds
+        weights are aligned otherwise: in bfloat16 an activation may then be rounded to its neighbour. With
+        tp activations are sums that are rounded elsewhere."""
+        whole = self.sizes[2] == 1
+        return (2e-2 if whole else 5e-2, float("inf")) if self.mixed else self.bounds
 
 
 def cases(world: int, *, small: bool) -> list[Case]:
@@ -128,8 +130,7 @@ def cases(world: int, *, small: bool) -> list[Case]:
         found.append(make("checkpoint", first, torch.float64, onto=second, peer=False))
     if not small and world > 1:
         mesh = MESHES[world][0]
-        found.append(Case("large weights", mesh, width=1024, hidden=4608))
-        found.append(Case("large weights bf16", mesh, mixed=True, width=1024, hidden=9216))
+        found.append(Case("large weights", mesh, mixed=world == 4, width=1024, hidden=4608))
     return found
 
 
@@ -190,7 +191,8 @@ def torchs(model: Model, case: Case, mesh: DeviceMesh) -> Model:
             "layers.*.down": RowwiseParallel(),
             "head": ColwiseParallel(output_layouts=Replicate()),
         }
-        parallelize_module(model, mesh["tp"], plan)
+        # None: every rank has the same values, nothing to send.
+        parallelize_module(model, mesh["tp"], plan, src_data_rank=None)
     options: dict[str, Any] = {"mp_policy": policy}
     if case.offload:
         options["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
@@ -412,7 +414,7 @@ HEAD += ["FSDP2 - plain of grads", "repeats", "verdict"]
 def run(device_type: str, *, small: bool, worlds: tuple[int, ...], folder: Path) -> Part:
     """The part ``truth``."""
     part = Part("truth", "losses, gradients and weights: ours, the plain model, FSDP2", HEAD)
-    deadline = time.monotonic() + (120 if small else 300)
+    deadline = time.monotonic() + (400 if small else 280)
     for world in worlds:
         backend, wanted = "gloo", cases(world, small=small)
         if device_type == "cuda":
@@ -439,8 +441,8 @@ def run(device_type: str, *, small: bool, worlds: tuple[int, ...], folder: Path)
     )
     part.notes.append(
         "bounds of loss and gradients, of weights: float64 1e-9, 1e-8; float32 2e-5, 1e-4; bfloat16 5e-2 "
-        "from the plain float32 model and 2e-2 from FSDP2, weights not judged; AdamW, with eps 1e-3 but in "
-        "float64; repeats: a second run of the same seed gave the same bits"
+        "from the plain float32 model, 2e-2 from FSDP2 (5e-2 with tp), weights not "
+        "judged; AdamW, with eps 1e-3 but in float64; repeats: a second run of the same seed gave the same bits"
     )
     return part
 
