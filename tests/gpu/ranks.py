@@ -35,7 +35,7 @@ TRIAL = "the first all-reduce"
 TRIAL_SECONDS = 60.0
 START_SECONDS = 120.0  # imports of all processes, which share the machine's cores
 GRACE = 5.0  # seconds in which the other ranks may report what they have found, too
-MOST_LAUNCHES = 5  # of one world: each failure costs a launch
+MOST_LAUNCHES = 10  # of one world: each failure costs a launch
 
 FAULT = "PARALLEL3D_GPU_TESTS_FAULT"
 """An environment variable: ``scaled_gradient`` makes our engine wrong, to show that the tests see it."""
@@ -144,8 +144,11 @@ def run_cases(
         outcome.failed |= launch.failed
         # After an error the processes are not used any further: a collective may be half done.
         left = [c for c in left if c[0] not in outcome.results and c[0] not in outcome.failed]
+        if TRIAL in outcome.failed:
+            break
+    why = outcome.failed.pop(TRIAL, "no time was left, or too many cases before it have failed")
     for name, _ in left:
-        outcome.failed[name] = "not run: no time was left, or too many cases before it have failed"
+        outcome.failed[name] = f"not run: {why}"
     return outcome
 
 
@@ -247,6 +250,8 @@ class _Launch:
             self.at[rank] = name
         elif kind == "end":
             self.results[rank][name] = value
+        elif kind == "failed":
+            self.failed[name] = f"it raised {value}"
         elif kind == "ready":
             self.ready.add(rank)
         elif kind == "done":
@@ -321,14 +326,19 @@ def _main(rank: int, job: _Job, send: Connection) -> None:
             if not _goes_on(number, rank, job):
                 break
             send.send(("begin", name, None))
-            result = job.work(here, argument)
-            here.synchronize()
+            try:
+                result = job.work(here, argument)
+                here.synchronize()
+            except Exception as error:
+                # Alone, this process goes on, unless the error is the GPU's, which stays.
+                if job.world > 1 or "CUDA error" in str(error):
+                    raise
+                send.send(("failed", name, _described(error)))
+            else:
+                send.send(("end", name, result))
             faulthandler.cancel_dump_traceback_later()
-            send.send(("end", name, result))
     except BaseException as error:
-        text = "".join(traceback.format_exception(error)).strip().splitlines()
-        where = " < ".join(line.strip() for line in reversed(text) if line.startswith("  File"))
-        send.send(("error", name, f"{type(error).__name__}: {str(error)[:600]} [{where[:900]}]"))
+        send.send(("error", name, _described(error)))
         code = 2
         time.sleep(
             GRACE
@@ -339,6 +349,13 @@ def _main(rank: int, job: _Job, send: Connection) -> None:
     # Without the interpreter's end, in which communicators with a peer that is gone may hang.
     sys.stdout.flush()
     os._exit(code)
+
+
+def _described(error: BaseException) -> str:
+    """The error, and where it was raised: innermost first."""
+    text = "".join(traceback.format_exception(error)).strip().splitlines()
+    where = " < ".join(line.strip() for line in reversed(text) if line.startswith("  File"))
+    return f"{type(error).__name__}: {str(error)[:600]} [{where[:900]}]"
 
 
 def _goes_on(number: int, rank: int, job: _Job) -> bool:

@@ -85,7 +85,36 @@ def test_a_hang_ends_with_its_stack(tmp_path: Path) -> None:
         deadline=time.monotonic() + 120,
     )
     assert outcome.results == {name: [name, name] for name in ("first", "second", "third")}
-    assert list(outcome.failed) == ["hangs", "raises"]
+    assert set(outcome.failed) == {"hangs", "raises"}
     assert "rank 1 hangs in hangs" in outcome.failed["hangs"]
     assert "test_runs_on_cpu.py" in outcome.failed["hangs"]
     assert "ValueError: on purpose" in outcome.failed["raises"]
+
+
+def test_one_process_goes_on_after_an_error(tmp_path: Path) -> None:
+    from ranks import run_cases
+
+    outcome = run_cases(
+        alone,
+        [("raises", "raises"), ("after", "after")],
+        world=1,
+        device_type="cpu",
+        backend="",
+        folder=tmp_path,
+        limit=20.0,
+        deadline=time.monotonic() + 60,
+    )
+    assert "ValueError: on purpose" in outcome.failed["raises"]
+    (after,) = outcome.results["after"]
+    assert after == ["raises", "after"]  # in the same process
+
+
+_run: list[str] = []
+
+
+def alone(here: Any, argument: str) -> list[str]:
+    """A case of one process: the cases that have run in it."""
+    _run.append(argument)
+    if argument == "raises":
+        raise ValueError("on purpose")
+    return _run
