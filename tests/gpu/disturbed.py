@@ -59,7 +59,8 @@ class Disturber:
         torch.cuda._sleep(cycles)
         end.record()
         torch.cuda.synchronize()
-        return cycles / max(begin.elapsed_time(end), 1e-3)
+        # No GPU's clock is much above 2 GHz: a wrong measurement must not make delays of minutes.
+        return min(cycles / max(begin.elapsed_time(end), 1e-3), 2.5e6)
 
     @contextmanager
     def seeded(self, seed: int) -> Iterator[None]:

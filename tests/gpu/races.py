@@ -68,7 +68,7 @@ OFFLOAD = "HSDP bf16, offload"
 
 def trials(device_type: str, *, small: bool) -> list[Trial]:
     """Those on the network of one process."""
-    size = {} if small else {"width": 256, "hidden": 1024}
+    size: dict[str, Any] = {} if small else {"width": 256, "hidden": 1024}
     hsdp = Case("hsdp", HSDP, mixed=True, **size)
     wanted = [
         (60, Trial("HSDP bf16", hsdp)),
@@ -352,7 +352,8 @@ def run(device_type: str, *, small: bool, folder: Path) -> Part:
 
 def _on_ranks(*, small: bool) -> list[Trial]:
     """Those on a real process group of four ranks. A collective there takes some 15 ms on one card."""
-    hsdp = Case("hsdp", HSDP, mixed=True, **({} if small else {"width": 256, "hidden": 1024}))
+    size: dict[str, Any] = {} if small else {"width": 256, "hidden": 1024}
+    hsdp = Case("hsdp", HSDP, mixed=True, **size)
     seeds, seconds = (2, 10.0) if small else (40, 20.0)
     most = 2.0 if small else 30.0
     plain = Trial("HSDP", hsdp, alone=False, seeds=seeds, seconds=seconds, most_ms=most)

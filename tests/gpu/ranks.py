@@ -390,7 +390,7 @@ def _start(rank: int, job: _Job) -> Rank:
         if job.world > 1:
             os.environ["NCCL_HOSTID"] = str(rank)
             os.environ["NCCL_P2P_DISABLE"] = os.environ["NCCL_SHM_DISABLE"] = "1"
-            os.environ["NCCL_IB_DISABLE"] = "1"
+            os.environ["NCCL_IB_DISABLE"], os.environ["NCCL_NVLS_ENABLE"] = "1", "0"
             os.environ["NCCL_SOCKET_IFNAME"] = "lo"
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.cuda.set_device(0)
@@ -399,7 +399,7 @@ def _start(rank: int, job: _Job) -> Rank:
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.use_deterministic_algorithms(True, warn_only=True)
     # What is uninitialized stays so: the tests fill freed memory themselves.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if job.backend:
         store = dist.TCPStore("127.0.0.1", job.port, is_master=False, wait_for_workers=False)
         both = "gloo" if not here.is_cuda else f"cpu:gloo,cuda:{job.backend}"
@@ -417,12 +417,12 @@ def _start(rank: int, job: _Job) -> Rank:
 
 def _scale_gradients() -> None:
     """Makes our engine wrong: each reduced gradient is one percent too large."""
-    from parallel3d.fsdp.reduction import ReduceScatter
+    from parallel3d.fsdp import reduction
 
-    right = ReduceScatter.finish
+    right = reduction.ReduceScatter.finish
 
     def finish(self: Any, job: Any, work: Any) -> None:
         right(self, job, work)
         job.tensor.mul_(1.01)
 
-    ReduceScatter.finish = finish  # type: ignore[method-assign]
+    reduction.ReduceScatter.finish = finish  # type: ignore[method-assign]

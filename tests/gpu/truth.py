@@ -98,8 +98,8 @@ class Case:
 
 def cases(world: int, *, small: bool) -> list[Case]:
     """The trainings of a world. ``small``: a small model, on a CPU in seconds."""
-    sizes = {} if small else {"width": 256, "hidden": 1024}
-    make = functools.partial(Case, **sizes)
+    sizes: dict[str, Any] = {} if small else {"width": 256, "hidden": 1024}
+    make: Callable[..., Case] = functools.partial(Case, **sizes)
     found: list[Case] = []
     for mesh in MESHES[world]:
         found += [make("fp64", mesh, torch.float64), make("fp32", mesh)]
@@ -232,7 +232,7 @@ def parts_of(model: nn.Module, of: Callable[[torch.Tensor], torch.Tensor | None]
 
 def optimizer_of(model: nn.Module, case: Case, *, local: bool = False) -> torch.optim.Optimizer:
     """AdamW. In float32 with an eps that keeps a gradient that is only rounding from a full step."""
-    options = {"lr": 1e-2, "eps": 1e-8 if case.dtype is torch.float64 else 1e-3}
+    options: dict[str, Any] = {"lr": 1e-2, "eps": 1e-8 if case.dtype is torch.float64 else 1e-3}
     if local:
         return p3d.optim.local(torch.optim.AdamW, model, **options)
     return torch.optim.AdamW(model.parameters(), **options)
