@@ -85,15 +85,14 @@ class Case:
             return 1e-9, 1e-8
         # bfloat16 has 8 bits: the plain model computes in float32. The weights of AdamW are not compared
         # with it: a gradient that is only rounding moves a weight as far as any.
-        return (5e-2, float("inf")) if self.mixed else (2e-5, 1e-4)
+        return (1e-1, float("inf")) if self.mixed else (2e-5, 1e-4)
 
     @property
     def peer_bounds(self) -> tuple[float, float]:
         """The same from FSDP2 of the same policy. Its matrix products may be by other kernels, as its
         weights are aligned otherwise: in bfloat16 an activation may then be rounded to its neighbour. With
         tp activations are sums that are rounded elsewhere."""
-        whole = self.sizes[2] == 1
-        return (2e-2 if whole else 5e-2, float("inf")) if self.mixed else self.bounds
+        return (5e-2, float("inf")) if self.mixed else self.bounds
 
 
 def cases(world: int, *, small: bool) -> list[Case]:
@@ -440,8 +439,8 @@ def run(device_type: str, *, small: bool, worlds: tuple[int, ...], folder: Path)
         "differences are relative: losses to the loss, gradients and weights to the model's largest"
     )
     part.notes.append(
-        "bounds of loss and gradients, of weights: float64 1e-9, 1e-8; float32 2e-5, 1e-4; bfloat16 5e-2 "
-        "from the plain float32 model, 2e-2 from FSDP2 (5e-2 with tp), weights not judged"
+        "bounds of loss and gradients, of weights: float64 1e-9, 1e-8; float32 2e-5, 1e-4; bfloat16 1e-1 "
+        "from the plain float32 model, 5e-2 from FSDP2, weights not judged"
     )
     part.notes.append(
         "AdamW, with eps 1e-3 but in float64; repeats: a second run of the same seed gave the same bits"
