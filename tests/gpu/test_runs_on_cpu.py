@@ -1,4 +1,4 @@
-"""``run.py`` on a CPU: all parts run, a wrong engine is seen, and a hang ends with its stack."""
+"""``check.py`` on a CPU: all parts run, a wrong engine is seen, and a hang ends with its stack."""
 
 import json
 import os
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 def run(folder: Path, *arguments: str, **variables: str) -> tuple[int, dict[str, Any]]:
     """The script's exit code, and the parts of its JSON by name."""
-    command = [sys.executable, str(HERE / "run.py"), "--device", "cpu", "--small"]
+    command = [sys.executable, str(HERE / "check.py"), "--device", "cpu", "--small"]
     command += ["--out", str(folder / "out"), *arguments]
     done = subprocess.run(
         command,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from math import prod
@@ -176,6 +177,9 @@ class DryMode(RecordingMode):
         self._fake_mode = make_fake_mode()
         self._stand_ins: Any = WeakTensorKeyDictionary()  # real tensor -> fake
         self._overwritten: dict[int, Any] = {}  # id -> storage of a real tensor, kept alive
+        self.reads: Counter[int] = Counter()  # by step
+        self.host_waits: Counter[int] = Counter()
+        self.streams.on_host_wait = self._host_waits
         self._works: list[DryWork] = []  # kept alive: see there
         self._results: dict[int, int] = {}  # id of a functional collective's output -> its index
 
@@ -188,6 +192,15 @@ class DryMode(RecordingMode):
                 args, kwargs = map_tensors(local_of, (args, kwargs))
                 types = ()
             return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def on_read(self, tensor: Tensor) -> None:
+        """The program reads a value, for which the host waits."""
+        self.reads[self.place.steps] += 1
+        if self.races is not None:
+            self.races.host_reads(tensor)
+
+    def _host_waits(self) -> None:
+        self.host_waits[self.place.steps] += 1
 
     def is_unknown(self, tensor: Tensor) -> bool:
         """Whether the values of ``tensor``, which is not a DTensor, are not computed."""
@@ -297,6 +310,7 @@ class DryMode(RecordingMode):
     def _scalar(self, tensor: Tensor) -> float:
         """torch itself needs the value, for which NaN is enough if it is a floating-point one."""
         if tensor.dtype.is_floating_point:
+            self.on_read(tensor)
             return float("nan")
         raise DryRunError(
             f"{caller()}: an operation needs the value of a tensor ({tuple(tensor.shape)}, {tensor.dtype}) "

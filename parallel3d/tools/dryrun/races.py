@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from parallel3d._util.streams import HOST, FakeStream, Streams
+from parallel3d._util.streams import HOST, FakeStream, Streams, join
 from parallel3d._util.trace import issuing
 from parallel3d.tools.dryrun.memory import Held, Ledger, kind_of, local_of
 from parallel3d.tools.dryrun.place import Place
@@ -132,7 +132,8 @@ class RaceDetector:
         """The host waits for the current stream; with ``tensor`` its value is copied there first."""
         if tensor is not None and not isinstance(tensor, DTensor):  # whose local tensors are seen
             self.operation("item", [tensor], [])
-        self.streams.current_stream().synchronize()
+        stream = self.streams.current_stream()
+        join(self.streams.host.clock, stream.seen())
 
     def _is_hosts(self, used: dict[Held, None]) -> bool:
         """Whether an operation that uses this memory runs on the host."""

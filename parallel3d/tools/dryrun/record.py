@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -18,10 +19,16 @@ from parallel3d._util.users_code import raised_at
 from parallel3d.errors import DryRunError, StateError
 from parallel3d.testing.worlds import check_no_group, check_rank
 from parallel3d.tools.dryrun.host_memory import moves_played
-from parallel3d.tools.dryrun.memory import local_of, memory_over_time, name_kinds, note_gradients
+from parallel3d.tools.dryrun.memory import (
+    Held,
+    local_of,
+    memory_over_time,
+    name_kinds,
+    note_gradients,
+)
 from parallel3d.tools.dryrun.modes import DryMode, dtype_name
 from parallel3d.tools.dryrun.place import Place
-from parallel3d.tools.dryrun.result import DryRun, ParameterPlacement
+from parallel3d.tools.dryrun.result import DryRun, ParameterPlacement, StepCounts
 from parallel3d.tools.dryrun.unknown import why_not
 from parallel3d.tools.dryrun.warnings import not_simulated
 from parallel3d.tools.dryrun.world import ReadMode, as_rank
@@ -82,7 +89,7 @@ def record(
 
     place = Place(after_step)
     mode = DryMode(place, check_streams)
-    reading = ReadMode(place, mode.is_unknown, mode.races.host_reads if mode.races else None)
+    reading = ReadMode(place, mode.is_unknown, mode.on_read)
     accelerator = mode.streams if backend == "nccl" else None
     world = as_rank(
         rank,
@@ -122,8 +129,22 @@ def record(
             step_peak=step_peak,
             warnings=tuple(not_simulated(place.roots)),
             seconds=time.perf_counter() - start,
+            step_counts=_step_counts(mode, place.steps),
             races=None if mode.races is None else mode.races.races(),
         )
+
+
+def _step_counts(mode: DryMode, steps: int) -> tuple[StepCounts, ...]:
+    allocations: Counter[int] = Counter()
+    sizes: dict[Held, int] = {}
+    for change in mode.ledger.changes:
+        if change.size and not sizes.get(change.held) and change.operation < len(mode.operations):
+            allocations[mode.operations[change.operation].step] += 1
+        sizes[change.held] = change.size
+    return tuple(
+        StepCounts(mode.reads[step], mode.host_waits[step], allocations[step])
+        for step in range(steps + 1)
+    )
 
 
 @contextmanager

@@ -147,6 +147,21 @@ class DryRunWarning:
 
 
 @dataclass(frozen=True)
+class StepCounts:
+    """What keeps a GPU's host from running ahead, in one optimizer step.
+
+    Attributes:
+        reads: how often a value was read that the GPU computes (``item()``, ``tolist()``, a printed number).
+        host_waits: how often the host waited for an event, a stream or the GPU.
+        allocations: how often memory was taken from the caching allocator.
+    """
+
+    reads: int
+    host_waits: int
+    allocations: int
+
+
+@dataclass(frozen=True)
 class StreamOperation:
     """One of the two operations of a race.
 
@@ -221,6 +236,7 @@ class DryRun:
         memory: memory over time, with samples where it changes.
         peak: the peak of the whole run.
         step_peak: the peak from the first forward on, without initialization; None without a forward.
+        step_counts: reads, waits and allocations by step; the last entry is what follows the last step.
         races: what ``check_streams`` has found; None if it was not asked for.
         seconds: duration of the dry run.
     """
@@ -241,3 +257,4 @@ class DryRun:
     seconds: float = 0.0
     step_peak: Peak | None = None
     races: tuple[Race, ...] | None = None
+    step_counts: tuple[StepCounts, ...] = ()

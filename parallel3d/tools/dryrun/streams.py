@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from parallel3d._util.streams import HOST, Clock, FakeStream, Streams, join
 
@@ -13,12 +14,14 @@ class PlayedStreams(Streams):
     Operations are put on the current stream. A collective is on its communicator's own stream, which waits
     for the current one when the collective is issued; the stream on which its work is waited for comes after
     it. ``on_wait`` is called when the computation begins to wait for a collective, with its index among the
-    collectives and the indices of the operations on other streams that come before.
+    collectives and the indices of the operations on other streams that come before; ``on_host_wait`` when
+    the host waits for a stream.
     """
 
     def __init__(self, on_wait: Callable[[int, tuple[int, ...]], None]) -> None:
         super().__init__()
         self.on_wait = on_wait
+        self.on_host_wait: Callable[[], None] | None = None
         self.communicators: dict[str, FakeStream] = {}  # name of a process group -> its stream
         self._operations: dict[int, list[int]] = {}  # number of a stream -> what was put on it
         self._collectives: dict[int, list[int]] = {}  # the same of communicators
@@ -68,6 +71,8 @@ class PlayedStreams(Streams):
 
     def waits(self, stream: FakeStream, clock: Clock) -> None:
         """As in ``Streams``; tells of the collectives that the computation, or the host, waits for."""
+        if stream.number == HOST and self.on_host_wait is not None:
+            self.on_host_wait()
         if stream is self.compute or stream.number == HOST:
             known = {**self.compute.clock}
             join(known, self.host.clock)
@@ -82,6 +87,13 @@ class PlayedStreams(Streams):
                 self.on_wait(index, after if index == found[-1] else ())
         else:
             join(stream.clock, clock)
+
+    def synchronize(self, device: Any = None) -> None:
+        """The host waits for all streams."""
+        clock: Clock = {}
+        for stream in list(self.made.values()):
+            join(clock, stream.clock)
+        self.waits(self.host, clock)
 
     def _new_operations(self, clock: Clock, known: Clock) -> tuple[int, ...]:
         """The last operation of each stream that ``clock`` comes after and ``known`` does not."""

@@ -7,7 +7,14 @@ from collections.abc import Callable
 import pytest
 import torch
 from _support.tools.dryrun.mutants import Mutant, mutants
-from _support.tools.dryrun.stream_programs import CASES, Program, random_program, train
+from _support.tools.dryrun.stream_programs import (
+    CASES,
+    Program,
+    random_program,
+    small_config,
+    train,
+)
+from llama import Llama
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
@@ -264,3 +271,62 @@ def test_collectives_and_memory_are_the_same_with_it() -> None:
     plain = record(lambda: train(program), 4)
     run = checked(lambda: train(program))
     assert (run.collectives, run.memory, run.peak) == (plain.collectives, plain.memory, plain.peak)
+
+
+# ---- what keeps the host from running ahead ----
+
+
+def plain_training() -> None:
+    """Three steps of the same Llama, clipped."""
+    model, ids = Llama(small_config()), torch.arange(2 * 17).view(2, 17) % 128
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(3):
+        model(ids).float().square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in ("HFSDP", "tp")))
+        for name, program in CASES.items()
+        if not program.offload and not program.raises
+    ],
+)
+def test_the_host_never_waits(name: str) -> None:
+    """No value is read and no stream waited for by the host; a step allocates as often as the one before."""
+    program = CASES[name]
+    counts = record(lambda: train(program), program.world_size).step_counts[: program.steps]
+    assert [(each.reads, each.host_waits) for each in counts] == [(0, 0)] * program.steps
+    second, third = (each.allocations for each in counts[1:3])
+    assert third <= second
+
+
+def test_a_step_allocates_no_more_often_than_the_plain_models() -> None:
+    plain = record(plain_training, 1).step_counts
+    ours = record(lambda: train(CASES["FSDP, one dtype"]), 4).step_counts
+    assert plain[2].reads == plain[2].host_waits == 0
+    assert ours[2].allocations <= plain[2].allocations
+
+
+def test_with_offload_the_host_waits_once_a_unit() -> None:
+    """For the copies of the gradients, and once for those of the shards: four units and the root."""
+    counts = record(lambda: train(CASES["offload"]), 4).step_counts
+    assert [each.host_waits for each in counts] == [5, 5, 5, 0]
+
+
+def test_reads_and_waits_are_counted() -> None:
+    def program() -> None:
+        layer = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(layer.parameters())
+        for _ in range(2):
+            loss = layer(torch.randn(1, 2)).sum()
+            loss.backward()
+            print(f"{loss.item():.3f}")
+            torch.cuda.synchronize()
+            optimizer.step()
+
+    counts = record(program, 1).step_counts
+    assert [(each.reads, each.host_waits) for each in counts] == [(1, 1), (1, 1), (0, 0)]

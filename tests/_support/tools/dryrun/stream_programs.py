@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from llama import SIZES, Llama
+from llama import SIZES, Llama, LlamaConfig
 from plans import LLAMA_SEQUENCE_PLAN, LLAMA_TP_PLAN
 from torch import nn
 
@@ -24,7 +24,7 @@ from parallel3d.fsdp import (
     reduce_scatter_hook,
 )
 
-__all__ = ["CASES", "Program", "random_program", "train"]
+__all__ = ["CASES", "Program", "random_program", "small_config", "train"]
 
 
 class Broken(Exception):
@@ -181,12 +181,14 @@ class _Made:
     act: list[str] = field(default_factory=list)
 
 
+def small_config() -> LlamaConfig:
+    """That of the programs' Llama."""
+    return replace(SIZES["nano"], n_layers=3, dim=64, hidden_dim=96, vocab_size=128)
+
+
 def _llama(program: Program, mesh: Any) -> _Made:
-    config = SIZES["nano"].__class__(
-        **{**vars(SIZES["nano"]), "n_layers": 3, "dim": 64, "hidden_dim": 96, "vocab_size": 128}
-    )
     with torch.device("meta"):
-        model = Llama(config)
+        model = Llama(small_config())
     policy = p3d.MixedPrecisionPolicy()
     if program.mixed:
         policy = p3d.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

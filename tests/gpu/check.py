@@ -1,6 +1,6 @@
 """Tests on one GPU: is what the engine computes right, and does it stay right whatever streams do?
 
-    python tests/gpu/run.py --out gpu_tests [--device cuda] [--only truth,races]
+    python tests/gpu/check.py --out gpu_tests [--device cuda] [--only truth,races]
 
 It takes at most ten minutes on one H200 and no network, and writes gpu_tests.json and gpu_tests.md. With
 ``--device cpu --small`` the same runs on a CPU in about a minute, to try the script.
