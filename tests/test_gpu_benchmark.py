@@ -1,4 +1,4 @@
-"""benchmarks/gpu/run.py: every part runs without a GPU, on tiny models."""
+"""benchmarks/gpu/bench.py: every part runs without a GPU, on tiny models."""
 
 import importlib
 import json
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parent.parent
-RUN = ROOT / "benchmarks" / "gpu" / "run.py"
+RUN = ROOT / "benchmarks" / "gpu" / "bench.py"
 PARTS = [
     *("host_time", "small_step", "allocator", "largest_batch", "copies"),
     *("overlap", "optimizer", "clip", "compile", "planner"),
@@ -51,7 +51,7 @@ def test_every_part_on_a_cpu(tmp_path: Path) -> None:
 
 @pytest.fixture
 def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
-    """Imports a file of benchmarks/gpu as run.py does, and forgets it and what it has imported."""
+    """Imports a file of benchmarks/gpu as bench.py does, and forgets it and what it has imported."""
     for folder in (ROOT / "examples", ROOT / "benchmarks", RUN.parent):
         monkeypatch.syspath_prepend(folder)
     yield importlib.import_module

@@ -72,7 +72,7 @@ def _case(part: Part, name: str, factor: float, seconds: float, device: str, sma
     axes = {"replicate": "first", "shard": "first", "tp": "first"} | extra
     with rank_of_many(layout, device, links=links, axes=axes, clock=clock) as (network, mesh):
         plain = Stack(MlpBlock, BLOCKS, width).to(device, dtype)
-        models = {
+        models: dict[str, nn.Module] = {
             "ours": ours(copy.deepcopy(plain), mesh),
             "torch": torchs(copy.deepcopy(plain), mesh),
             "plain": plain,

@@ -3,10 +3,10 @@
 import copy
 import re
 import time
-from contextlib import contextmanager
 
 import pytest
 import torch
+from _support.fsdp.noted_streams import Device, FakeEvent, happens_before
 from torch import distributed as dist
 from torch import nn
 from torch.distributed import fsdp
@@ -340,78 +340,45 @@ def test_within_another_world():
         pass
 
 
-class Noted:
-    """Stands for ``torch.cuda``: notes who waits for whom."""
+class Timed(FakeEvent):
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return 20.0
 
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-        self.current = "compute"
 
-    def Stream(self):
-        noted = self
+class Gpu(Device):
+    """The streams of a GPU on which any two events are 20 ms apart."""
 
-        class Stream:
-            def wait_stream(self, other):
-                noted.notes.append(f"line waits for {other}")
+    def Event(self, **_: object) -> FakeEvent:
+        return Timed(self)
 
-        return Stream()
-
-    def Event(self, **_):
-        noted = self
-
-        class Event:
-            def record(self):
-                self.at = noted.current
-
-            def elapsed_time(self, other):
-                return 20.0
-
-            def query(self):
-                return True
-
-        return Event()
-
-    def current_stream(self):
-        noted = self
-
-        class Current(str):
-            def wait_event(self, event):
-                noted.notes.append(f"{self} waits for {event.at}")
-
-        return Current(self.current)
-
-    def stream(self, stream):
-        @contextmanager
-        def entered():
-            before, self.current = self.current, "line"
-            yield
-            self.current = before
-
-        return entered()
-
-    def synchronize(self):
-        self.notes.append("synchronize")
-
-    def sleep(self, cycles):
-        self.notes.append(f"{self.current} sleeps {cycles}")
+    def sleep(self, cycles: int) -> None:
+        self.now.put(f"sleeps {cycles}")
 
 
 def test_on_a_gpu_a_stream_is_busy():
     """The line waits for the input, sleeps, and the reader waits for the line."""
-    device = Noted()
+    device = Gpu()
     line = CudaLine(VirtualClock(), device, device.sleep)
     assert line.cycles_per_second == 1e9  # 20 million cycles in 20 ms
-    device.notes.clear()
+    device.log.clear()
     transfer = Transfer("all_gather", "", "a", "nic", 1, 0.0, 0.0, 0.0)
+    device.compute.put("input")
     with line.values():
-        device.notes.append(f"{device.current} writes")
+        device.now.put("values")
+    device.compute.put("computes")
     line.begin(transfer, 2e-6)
     line.wait(transfer)
-    assert device.notes == [
-        "line waits for compute",
-        "line writes",
-        "line sleeps 2000",
-        "compute waits for line",
+    device.compute.put("reads")
+    on = [(what, stream) for what, stream, _ in device.log]
+    assert on == [
+        ("input", "compute"),
+        ("values", "stream"),
+        ("computes", "compute"),
+        ("sleeps 2000", "stream"),
+        ("reads", "compute"),
     ]
+    made, values, computes, sleeps, reads = device.log
+    assert happens_before(made, values) and happens_before(sleeps, reads)
+    assert not happens_before(values, computes) and not happens_before(computes, sleeps)
     line.resolve(transfer)
     assert (transfer.started, transfer.ended) == (0.02, 0.02)

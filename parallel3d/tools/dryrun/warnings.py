@@ -157,10 +157,9 @@ def not_simulated(models: Iterable[nn.Module]) -> Warnings:
     units = [unit for model in models for unit in units_of(model, recurse=True)]
     if any(bucket.offload is not None for unit in units for bucket in unit.group.buckets):
         yield DryRunWarning(
-            "offload not played",
-            "the model offloads to the CPU, and a dry run has only one memory: the shards, their gradients "
-            "and the optimizer's state are counted as if they stayed on the GPU, and the copies between the "
-            "two are neither listed nor timed.",
+            "offload not timed",
+            "the model offloads to the CPU: copies between the two memories are timed as copies within the "
+            "GPU, and the optimizer as if it ran there. Memory is the GPU's alone.",
         )
 
 

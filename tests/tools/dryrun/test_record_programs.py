@@ -331,7 +331,7 @@ def test_what_needs_a_gpu_is_named_by_its_line() -> None:
 
 
 @pytest.mark.parametrize("policy", [CPUOffloadPolicy(), OffloadPolicy()])
-def test_offload_that_is_not_simulated_is_a_warning(policy):
+def test_offload_that_is_not_timed_is_a_warning(policy):
     def program():
         model = nn.Linear(8, 8)
         p3d.fully_shard(model, mesh=own_mesh(1, 8, 1)["shard"], offload_policy=policy)
@@ -339,4 +339,4 @@ def test_offload_that_is_not_simulated_is_a_warning(policy):
 
     found = all_warnings(run(program))
     kinds = [each.kind for each in found]
-    assert ("offload not played" in kinds) == isinstance(policy, CPUOffloadPolicy)
+    assert ("offload not timed" in kinds) == isinstance(policy, CPUOffloadPolicy)

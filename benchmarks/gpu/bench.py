@@ -1,6 +1,6 @@
 """Measures what one GPU can show: ours and torch's FSDP2 in turns, one JSON and one Markdown page.
 
-    python benchmarks/gpu/run.py --out gpu_bench [--device cuda|cpu] [--only a,b] [--small]
+    python benchmarks/gpu/bench.py --out gpu_bench [--device cuda|cpu] [--only a,b] [--small]
 
 At most ten minutes on one H200, without a network. benchmarks/gpu/README.md has the parts. The exit code is
 1 if a part failed.
