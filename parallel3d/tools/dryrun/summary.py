@@ -66,7 +66,8 @@ def print_summary(
     if run.parameters:
         console.print(_parameters(run, wide))
     if run.races is not None:
-        console.print(Text(counted(len(run.races), "race") + " between streams", "bold"))
+        number = counted(len(run.races), "race") if run.races else "no races"
+        console.print(Text(f"{number} between streams", "bold"))
         for race in run.races:
             console.print(Padding(Text(str(race)), (0, 0, 0, 2)), soft_wrap=True)
     warnings = all_warnings(run, times, divergence)

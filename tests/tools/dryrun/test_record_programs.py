@@ -313,6 +313,7 @@ def test_what_needs_a_gpu_is_named_by_its_line() -> None:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.manual_seed_all(1)
+        torch.cuda.Stream().synchronize()
         assert torch.cuda.max_memory_allocated() == torch.cuda.current_device() == 0
 
     run(harmless)
@@ -322,7 +323,6 @@ def test_what_needs_a_gpu_is_named_by_its_line() -> None:
         lambda: torch.ones(3).to("cuda"),
         lambda: torch.set_default_device("cuda"),
         lambda: torch.cuda.get_device_properties(0),
-        lambda: torch.cuda.Stream().synchronize(),
     ):
         with pytest.raises(
             DryRunError, match=rf"{__file__}:\d+, in <lambda>: .*(cuda|CUDA|NVIDIA)"

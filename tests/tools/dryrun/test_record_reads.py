@@ -199,7 +199,6 @@ DEVICES = [
     lambda: nn.Linear(3, 3).cuda(),
     lambda: nn.Linear(3, 3).to("cuda"),
     lambda: nn.Linear(3, 3, device="cuda"),
-    lambda: torch.cuda.Stream(),
     lambda: torch.cuda.get_device_properties(0),
     lambda: torch.zeros(3, device=0),
 ]
