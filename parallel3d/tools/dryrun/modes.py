@@ -289,7 +289,7 @@ class DryMode(RecordingMode):
                 self._held(tensor, name)
         if work is not None and self.races is not None:
             self.races.operation(name, tensors, [*written, *_mutated(func, args)])
-            if any(t.device == HOST_DEVICE for t in tensors) and not _is_non_blocking(
+            if any(t.device == HOST_DEVICE for t in (*tensors, *written)) and not _is_non_blocking(
                 func, args, kwargs
             ):
                 self.races.host_reads()

@@ -22,6 +22,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from typer.testing import CliRunner
 
 import parallel3d as p3d
+from parallel3d._util.dry_run import HOST_DEVICE
 from parallel3d.errors import DryRunError
 from parallel3d.tools.cli.app import app
 from parallel3d.tools.dryrun import record
@@ -231,6 +232,18 @@ def test_a_read_waits_for_the_stream_alone() -> None:
         if race.second.name == "item"
     ]
     assert (race.first.stream, race.second.stream) == ("side", "compute")
+
+
+def test_a_copy_to_the_host_waits_unless_it_says_that_it_does_not() -> None:
+    def program(non_blocking: bool) -> None:
+        x = torch.randn(8)
+        x.to(HOST_DEVICE, non_blocking=non_blocking).add_(1)  # by the host
+        torch.empty(8, device=HOST_DEVICE).copy_(x, non_blocking=non_blocking).add_(1)
+
+    assert not checked(lambda: program(False), 1).races
+    races = checked(lambda: program(True), 1).races or ()
+    assert [race.second.stream for race in races] == ["host", "host"]
+    assert races[0].missing == "synchronize() of an event recorded on 'compute' after _to_copy"
 
 
 def test_events_and_synchronisation() -> None:
