@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from parallel3d.tools.dryrun.record import record as record
     from parallel3d.tools.dryrun.report import write_report as write_report
     from parallel3d.tools.dryrun.result import DryRun as DryRun
+    from parallel3d.tools.dryrun.result import Race as Race
     from parallel3d.tools.dryrun.summary import print_summary as print_summary
     from parallel3d.tools.dryrun.timeline import Timeline as Timeline
     from parallel3d.tools.dryrun.timeline import timeline as timeline
