@@ -11,11 +11,13 @@ from __future__ import annotations
 import linecache
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from types import TracebackType
 from typing import Any
+
+from parallel3d._util import dry_run
 
 Clock = dict[int, int]
 """Number of a stream -> how many of the things put on it come before."""
@@ -48,7 +50,9 @@ class FakeEvent:
         self.streams.host.wait_event(self)
 
     def query(self) -> bool:
-        """Whether it is over: always, as nothing runs. No one has waited for it."""
+        """Whether it is over: always, as nothing runs. The host knows it from now on."""
+        if self.clock is not None:
+            join(self.streams.host.clock, self.clock)
         return True
 
     def elapsed_time(self, end: FakeEvent) -> float:
@@ -67,6 +71,7 @@ class FakeStream:
     def __init__(self, streams: Streams, number: int, name: str) -> None:
         self.streams, self.number, self.name = streams, number, name
         self.clock: Clock = {}
+        self._before: list[FakeStream] = []  # the current streams around each ``with`` of this one
 
     def seen(self) -> Clock:
         """Returns the clock, with what the host has waited for: it comes before what the host issues now."""
@@ -101,11 +106,11 @@ class FakeStream:
         self.record_event().synchronize()
 
     def query(self) -> bool:
-        """Whether all of it is over: always, as nothing runs."""
-        return True
+        """Whether all of it is over: always, as nothing runs. The host knows it from now on."""
+        return self.record_event().query()
 
     def __enter__(self) -> FakeStream:
-        self._before = self.streams.current_stream()
+        self._before.append(self.streams.current_stream())
         self.streams.set_stream(self)
         return self
 
@@ -115,7 +120,7 @@ class FakeStream:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.streams.set_stream(self._before)
+        self.streams.set_stream(self._before.pop())
 
     def __repr__(self) -> str:
         return f"<stream {self.name}>"
@@ -162,6 +167,8 @@ class Streams:
     def name_in_line(self, depth: int) -> str:
         """Returns the name of the variable that a caller of the caller, ``depth`` up, assigns a stream to."""
         frame = sys._getframe(depth + 1)
+        if frame.f_code is StandIn.__call__.__code__ and frame.f_back is not None:
+            frame = frame.f_back
         made = _MADE.search(linecache.getline(frame.f_code.co_filename, frame.f_lineno))
         return made[1] if made else f"stream {len(self.made) - 1}"
 
@@ -196,6 +203,34 @@ class Streams:
 
     def current_device(self) -> int:
         return 0
+
+
+class StandIn:
+    """Replaces a class of torch's, whose instances ``make`` makes; a type in annotations and ``isinstance``.
+
+    While no dry run is active it is the class itself: a module that is imported in a dry run may keep it.
+    """
+
+    def __init__(self, original: Any, make: Callable[..., Any], kind: type) -> None:
+        self._original, self._make, self._kind = original, make, kind
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return (self._make if dry_run.active() else self._original)(*args, **kwargs)
+
+    def __instancecheck__(self, instance: object) -> bool:
+        return isinstance(instance, (self._kind, self._original))
+
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
+        return (self._original,)
+
+    def __or__(self, other: Any) -> Any:
+        return self._original | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self._original
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
 
 
 def join(clock: Clock, other: Clock) -> None:

@@ -47,7 +47,7 @@ def dtype_name(tensor: Tensor) -> str:
 
 
 class DryWork(dist.Work):
-    """A collective that has ended at once; the first ``wait`` calls ``on_wait`` with its ``index``.
+    """A collective that has ended at once; ``wait`` calls ``on_wait`` with its ``index``.
 
     Its maker must keep a reference: c10d gives the program only the C++ object, whose own ``wait`` would wait
     forever. So that the outputs are not kept alive with it, it has weak references to them.
@@ -55,15 +55,16 @@ class DryWork(dist.Work):
 
     def __init__(self, on_wait: Callable[[int], None], outputs: list[Tensor]) -> None:
         super().__init__()
-        self.on_wait: Callable[[int], None] | None = on_wait
+        self.on_wait = on_wait
         self.outputs = [weakref.ref(tensor) for tensor in outputs]
         self.index = -1
 
     def wait(self, timeout: Any = None) -> bool:
-        on_wait, self.on_wait = self.on_wait, None
-        if on_wait is not None:
-            on_wait(self.index)
+        self.on_wait(self.index)
         return True
+
+    def synchronize(self) -> None:
+        self.wait()
 
     def is_completed(self) -> bool:
         return True
@@ -76,6 +77,7 @@ class DryWork(dist.Work):
         return future
 
 
+_POINT_TO_POINT = ("send", "recv")
 _WRITTEN = ("output_tensor", "output_tensors", "output", "outputs", "tensors")
 _READ = ("input_tensor", "input_tensors", "input", "inputs", "tensors", "tensor")
 
@@ -102,7 +104,7 @@ def _work(func: Any, args: Any, read: list[Tensor], written: list[Tensor]) -> di
     name = func.overloadpacket.__name__
     if not written or name in _FREE:
         return None
-    if not func._schema.is_mutable:
+    if not func._schema.is_mutable and name != "all_gather_copy_in":  # returns what it writes to
         known = {id(t.untyped_storage()) for t in read}
         if all(id(t.untyped_storage()) in known for t in written):
             return None
@@ -181,7 +183,8 @@ class DryMode(RecordingMode):
         self.host_waits: Counter[int] = Counter()
         self.streams.on_host_wait = self._host_waits
         self._works: list[DryWork] = []  # kept alive: see there
-        self._results: dict[int, int] = {}  # id of a functional collective's output -> its index
+        self._waited_for: set[int] = set()  # the collectives that the computation has waited for
+        self._results: dict[Held, int] = {}  # output of a functional collective -> its index
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # A fake mode that is on is another's: this mode is off while its own is on.
@@ -288,7 +291,8 @@ class DryMode(RecordingMode):
             if isinstance(tensor, FakeTensor):
                 self._held(tensor, name)
         if work is not None and self.races is not None:
-            self.races.operation(name, tensors, [*written, *_mutated(func, args)])
+            writes = [*tensors_in(out), *_mutated(func, args, kwargs)]
+            self.races.operation(name, tensors, writes)
             if any(t.device == HOST_DEVICE for t in (*tensors, *written)) and not _is_non_blocking(
                 func, args, kwargs
             ):
@@ -329,13 +333,15 @@ class DryMode(RecordingMode):
             for names in (_READ, _WRITTEN)
         )
         work: DryWork | None = None
+        made: list[Tensor] = []
         if func.namespace == "c10d":
             work = DryWork(self._waited, written)
             result = _returned(func, values, work)
             self.forget(written)
         else:
             result = self._run(func, args, kwargs)
-            for tensor in tensors_in(result):
+            made = list(tensors_in(result))
+            for tensor in made:
                 self._held(tensor, signature.op)
         self.record(signature, unit, values, result)
         index = len(self.recorder.calls) - 1
@@ -345,14 +351,20 @@ class DryMode(RecordingMode):
             self._add("collective", signature.op, collective=index, dtype=dtype)
         stream = self.streams.issue(index, group.group_name, call.axis or "")
         if self.races is not None:
-            self.races.collective(index, stream, call.op, read, written)
-        if not call.asynchronous:
+            if not _writes(call.op, group, values):
+                written = []
+            self.races.collective(index, stream, call.op, read, [*written, *made])
+        if (
+            not call.asynchronous and call.op not in _POINT_TO_POINT
+        ):  # whose caller waits, if at all
             self._arrived(index)
         if work is not None:
             work.index = index
             self._works.append(work)
         else:
-            self._results.update({id(t): index for t in tensors_in(result)})
+            for tensor in made:
+                if (held := self.ledger.find(tensor)) is not None:
+                    self._results[held] = index
         if call.axis != "tp":  # tp communicates activations
             for tensor in (*read, *written):
                 if isinstance(tensor, FakeTensor) and (held := self.ledger.find(tensor)):
@@ -360,7 +372,8 @@ class DryMode(RecordingMode):
         return result
 
     def _waited(self, index: int) -> None:
-        if self._arrived(index):
+        if self._arrived(index) and index not in self._waited_for:
+            self._waited_for.add(index)
             self._wait(index)
 
     def _arrived(self, index: int) -> bool:
@@ -370,7 +383,8 @@ class DryMode(RecordingMode):
         return on_compute
 
     def _wait_for(self, func: Any, args: Any, kwargs: Any) -> Any:
-        index = self._results.pop(id(args[0]), None) if args else None
+        held = self.ledger.find(args[0]) if args else None
+        index = None if held is None else self._results.pop(held, None)
         out = self._run(func, args, kwargs)
         if index is not None:
             self._waited(index)
@@ -388,16 +402,25 @@ class DryMode(RecordingMode):
                     self._axes.setdefault(mesh.get_group(axis).group_name, axis)
 
 
-def _mutated(func: Any, args: Any) -> list[Tensor]:
-    """The tensors among ``args`` that ``func`` writes to."""
+def _mutated(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors among ``args`` and ``kwargs`` that ``func`` writes to."""
     if not func._schema.is_mutable:
         return []
+    arguments = func._schema.arguments
+    values = {**{a.name: v for a, v in zip(arguments, args, strict=False)}, **(kwargs or {})}
     return [
         tensor
-        for argument, value in zip(func._schema.arguments, args, strict=False)
+        for argument in arguments
         if argument.alias_info is not None and argument.alias_info.is_write
-        for tensor in tensors_in(value)
+        for tensor in tensors_in(values.get(argument.name))
     ]
+
+
+def _writes(op: str, group: dist.ProcessGroup, values: dict[str, Any]) -> bool:
+    """Whether this rank's tensors are written by a collective that names those it writes."""
+    if op in ("broadcast", "reduce"):
+        return (values.get("root_rank", -1) == group.rank()) == (op == "reduce")
+    return op != "send"
 
 
 def _is_non_blocking(func: Any, args: Any, kwargs: Any = None) -> bool:

@@ -26,8 +26,8 @@ from parallel3d.tools.dryrun.memory import Held, Ledger, kind_of, local_of
 from parallel3d.tools.dryrun.place import Place
 from parallel3d.tools.dryrun.result import Race, StreamOperation
 
-_UNSEEN = ("torch", "parallel3d.tools.dryrun", "parallel3d._util", "contextlib", "unittest")
-_SEEN = "torch.distributed.fsdp"  # of torch, the code that makes streams
+_UNSEEN = ("torch.", "parallel3d.tools.dryrun.", "parallel3d._util.", "contextlib.", "unittest.")
+_SEEN = "torch.distributed.fsdp."  # of torch, the code that makes streams
 
 
 @dataclass(slots=True, eq=False)
@@ -265,7 +265,7 @@ def _line() -> tuple[CodeType, int] | None:
     """The line that runs: the user's, the engine's, or that of torch's ``fully_shard``."""
     frame = sys._getframe(1)
     while frame is not None:
-        name = frame.f_globals.get("__name__", "")
+        name = frame.f_globals.get("__name__", "") + "."
         if name.startswith(_SEEN) or not name.startswith(_UNSEEN):
             return frame.f_code, frame.f_lineno
         frame = frame.f_back  # type: ignore[assignment]

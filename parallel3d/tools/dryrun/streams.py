@@ -26,9 +26,7 @@ class PlayedStreams(Streams):
         self._operations: dict[int, list[int]] = {}  # number of a stream -> what was put on it
         self._collectives: dict[int, list[int]] = {}  # the same of communicators
         self._before: dict[int, Clock] = {}  # number of a stream -> its clock at its last operation
-        self._issued: dict[
-            int, Clock
-        ] = {}  # index of a collective nobody has waited for -> its clock
+        self._issued: dict[int, Clock] = {}  # index of a collective -> its clock
 
     def place(self, position: int) -> tuple[int, tuple[int, ...]]:
         """Puts the operation with index ``position`` on the current stream.
@@ -63,10 +61,11 @@ class PlayedStreams(Streams):
     def arrived(self, index: int) -> bool:
         """What is put on the current stream from now on comes after the collective with this index.
 
-        Returns whether the current stream is the computation's.
+        Each stream that is to come after it must wait itself. Returns whether the current stream is the
+        computation's.
         """
         stream = self.current_stream()
-        join(stream.clock, self._issued.pop(index, {}))
+        join(stream.clock, self._issued[index])
         return stream is self.compute
 
     def waits(self, stream: FakeStream, clock: Clock) -> None:

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from parallel3d._torch import groups
 from parallel3d._torch.fake import SCALED_STEP, loader_iterators
+from parallel3d._util.streams import FakeEvent, FakeStream, StandIn
 from parallel3d._util.users_code import caller
 from parallel3d.errors import DryRunError
 from parallel3d.testing.worlds import fake_world
@@ -346,11 +347,18 @@ def _stream_calls(streams: PlayedStreams | None, torchs: bool) -> list[tuple[Any
     if streams is None:
         return []
     replaced = [(torch.cuda, name) for name in (*_STREAM_CALLS, "synchronize")]
-    replaced += [(torch.cpu, name) for name in _STREAM_CALLS if torchs and hasattr(torch.cpu, name)]
+    calls = (*_STREAM_CALLS, "synchronize") if torchs else ()
+    replaced += [(torch.cpu, name) for name in calls if hasattr(torch.cpu, name)]
     replaced += [
         (torch.accelerator, name) for name in ("current_stream", "set_stream", "synchronize")
     ]
-    return [(owner, name, getattr(streams, name)) for owner, name in replaced]
+    replaced += [(torch, "Stream"), (torch, "Event")]
+    kinds = {"Stream": FakeStream, "Event": FakeEvent}
+    return [(Tensor, "record_stream", _nothing)] + [
+        (owner, name, StandIn(getattr(owner, name), call, kinds[name]) if name in kinds else call)
+        for owner, name in replaced
+        for call in (getattr(streams, name),)
+    ]
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from _support.tools.dryrun.stream_programs import (
     train,
 )
 from llama import Llama
+from torch import distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
@@ -265,6 +267,190 @@ def test_events_and_synchronisation() -> None:
         checked(lambda how=how: program(how), 1).races for how in ("event", "all", "host")
     )
     assert checked(lambda: program("none"), 1).races
+
+
+def waited_for_twice() -> None:
+    side, x = torch.cuda.Stream(), torch.randn(8)
+    work = dist.all_reduce(x, async_op=True)
+    with torch.cuda.stream(side):
+        work.wait()
+        x * 2
+    work.synchronize()
+    x * 3
+
+
+def entered_twice() -> None:
+    side = torch.cuda.Stream()
+    with side, side:
+        pass
+    assert torch.cuda.current_stream() is torch.cuda.default_stream()
+
+
+def asked_for_its_end() -> None:
+    side = torch.cuda.Stream()
+    with side:
+        x = torch.randn(8)
+        event = side.record_event()
+    while not event.query():
+        pass
+    x.add_(1)
+    with side:
+        y = torch.randn(8)
+    while not side.query():
+        pass
+    y.add_(1)
+
+
+def of_a_device_module() -> None:
+    module = torch.get_device_module("cpu")
+    side = module.Stream()
+    with module.stream(side):
+        x = torch.randn(8)
+    module.synchronize()
+    x.add_(1)
+
+
+def of_any_accelerator() -> None:
+    side, event = torch.Stream(), torch.Event()
+    assert isinstance(side, torch.Stream) and isinstance(side, torch.cuda.Stream)
+    with side:
+        x = torch.randn(8)
+        event.record()
+    torch.accelerator.current_stream().wait_event(event)
+    x.add_(1)
+
+
+def in_annotations() -> None:
+    def wait(stream: torch.cuda.Stream | None, event: torch.cuda.Event | None = None) -> None:
+        assert isinstance(stream, torch.cuda.Stream) and not isinstance(event, torch.cuda.Event)
+
+    exec("import torch\ndef wait(stream: torch.cuda.Stream | None): pass", {})
+    wait(torch.cuda.Stream())
+
+
+def read_while_sent() -> None:
+    x = torch.randn(8)
+    works = [dist.isend(x, 1), dist.broadcast(x, 0, async_op=True)]
+    works.append(dist.reduce(x, 1, async_op=True))
+    x * 2
+    for work in works:
+        work.wait()
+
+
+def read_while_split() -> None:
+    split_on_a_side_stream(lambda whole, parts: whole.sum())
+
+
+def split_on_a_side_stream(then: Callable[[torch.Tensor, list[torch.Tensor]], object]) -> None:
+    side, whole, parts = torch.cuda.Stream(), torch.randn(8), [torch.empty(4), torch.empty(4)]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.split_with_sizes_copy(whole, [4, 4], out=parts)
+    then(whole, parts)
+    torch.cuda.current_stream().wait_stream(side)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        waited_for_twice,
+        entered_twice,
+        asked_for_its_end,
+        of_a_device_module,
+        of_any_accelerator,
+        in_annotations,
+        read_while_sent,
+        read_while_split,
+    ],
+)
+def test_what_is_in_order_is_clean(program: Callable[[], None]) -> None:
+    def with_a_group() -> None:
+        dist.init_process_group()
+        program()
+
+    found = checked(with_a_group, 2).races
+    assert not found, told(found or ())
+
+
+def written_while_sent() -> None:
+    x = torch.randn(8)
+    work = dist.isend(x, 1)
+    x.add_(1)
+    work.wait()
+
+
+def not_received() -> None:
+    x = torch.empty(8)
+    work = dist.batch_isend_irecv([dist.P2POp(dist.irecv, x, 1)])[0]
+    x.add_(1)
+    work.wait()
+
+
+def not_waited_for() -> None:
+    total = torch.ops._c10d_functional.all_reduce(torch.randn(8), "sum", "0")
+    total + 1
+
+
+def read_before_split() -> None:
+    split_on_a_side_stream(lambda whole, parts: parts[1].sum())
+
+
+@pytest.mark.parametrize(
+    ("program", "pair"),
+    [
+        (written_while_sent, ("send", "add_")),
+        (not_received, ("recv", "add_")),
+        (not_waited_for, ("all_reduce", "add")),
+        (read_before_split, ("split_with_sizes_copy", "sum")),
+    ],
+)
+def test_what_is_not_in_order_is_found(program: Callable[[], None], pair: tuple[str, str]) -> None:
+    def with_a_group() -> None:
+        dist.init_process_group()
+        program()
+
+    (race,) = checked(with_a_group, 2).races or ()
+    assert (race.first.name, race.second.name) == pair
+
+
+def test_waited_for_by_a_view_of_it() -> None:
+    def program() -> None:
+        dist.init_process_group()
+        total = torch.ops._c10d_functional.all_reduce(torch.randn(8), "sum", "0")
+        torch.ops._c10d_functional.wait_tensor(total.view(2, 4))
+        total + 1
+
+    assert not checked(program, 2).races
+
+
+def test_torchs_copy_before_an_all_gather_reads_the_weights() -> None:
+    """The optimizer's event is recorded before its step."""
+
+    def program() -> None:
+        mesh = p3d.build_mesh(p3d.MeshLayout(1, 2, 1), device_type="cpu")["shard"]
+        model = fully_shard(nn.Linear(8, 8), mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            model(torch.randn(4, 8)).sum().backward()
+            event = torch.cuda.current_stream().record_event()
+            optimizer.step()
+            model.set_post_optim_event(event)
+            optimizer.zero_grad()
+
+    races = checked(program, 2).races or ()
+    assert ("add_", "all_gather_copy_in") in {(r.first.name, r.second.name) for r in races}
+
+
+def test_lines_of_a_module_whose_name_begins_as_torchs() -> None:
+    source = inspect.getsource(on_a_side_stream)
+    names = {"torch": torch, "__name__": "torchtitan.train"}
+    exec(compile("from __future__ import annotations\n" + source, "train.py", "exec"), names)
+    (race,) = checked(lambda: names["on_a_side_stream"](before=False, after=True), 1).races or ()
+    assert race.first.line.startswith("train.py:") and race.second.line.startswith("train.py:")
+
+
+def test_memory_may_be_recorded_without_a_check() -> None:
+    record(lambda: on_a_side_stream(before=True, after=True, freed="recorded"), 1)
 
 
 # ---- what is returned ----
