@@ -6,15 +6,18 @@ and peak memory is the shards plus one module.
 """
 
 import hashlib
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
+from parallel3d._util import dry_run
 from parallel3d.errors import Parallel3dError
 from parallel3d.fsdp.inspect import ShardedParam, class_name, unit_of
-from parallel3d.tp.lora import check_can_initialise_adapters, initialise_adapter
+from parallel3d.tp.lora import adapter_kind, check_can_initialise_adapters, initialise_adapter
 
 
 def materialize(
@@ -23,8 +26,10 @@ def materialize(
     """Initializes every parameter and buffer of ``model`` that is on meta.
 
     A module with parameters or buffers of its own is initialized by ``model._init_weights(module)`` if the
-    model has that method (Hugging Face's convention), else by ``module.reset_parameters()``; adapters of
-    peft's LoRA layers as peft does. A parameter that several modules share gets the values of the first.
+    model has that method (Hugging Face's convention), and by ``module.reset_parameters()`` if it has not, or
+    leaves some of the module's values out; adapters of peft's LoRA layers as peft does. A parameter that
+    several modules share gets the values of the first. What a module's ``__init__`` computes or sets beside
+    these methods is lost on meta.
 
     Args:
         model: plain or parallel.
@@ -36,8 +41,8 @@ def materialize(
         ``model`` itself.
 
     Raises:
-        Parallel3dError: nothing is on meta, or a module has no method to initialize itself; the model is
-            then unchanged.
+        Parallel3dError: nothing is on meta, or a module has no method to initialize itself, or none that
+            sets all its values; the model is then unchanged.
     """
     if not isinstance(model, nn.Module):
         raise Parallel3dError(f"materialize was given {model!r}; it needs an nn.Module")
@@ -110,24 +115,74 @@ def _on_meta(name: str, module: nn.Module) -> list[str]:
 def check_can_initialise(model: nn.Module, modules: Sequence[tuple[str, nn.Module]]) -> None:
     """Raises Parallel3dError unless each of ``modules`` (name, module) has a method to initialize itself."""
     check_can_initialise_adapters(model, [name for name, _ in modules])
-    if hasattr(model, "_init_weights"):
-        return
     lacking: dict[str, list[str]] = {}  # class -> names of tensors, the first module's first
+    tried: dict[type, bool] = {}  # whether the model's method leaves something out
     for name, module in modules:
-        if not hasattr(module, "reset_parameters"):
-            lacking.setdefault(class_name(module), []).extend(_on_meta(name, module))
+        if hasattr(module, "reset_parameters") or adapter_kind(model, name):
+            continue
+        if hasattr(model, "_init_weights"):
+            if type(module) not in tried:
+                tried[type(module)] = _leaves_out(model, module)
+            if not tried[type(module)]:
+                continue
+        lacking.setdefault(class_name(module), []).extend(_on_meta(name, module))
     if not lacking:
         return
     shown = "; ".join(
         f"{', '.join(names[:2])}{', ...' * (len(names) > 2)} ({cls})"
         for cls, names in lacking.items()
     )
+    found = "finds no method that initialises"
+    if hasattr(model, "_init_weights"):
+        found = f"calls {class_name(model)}._init_weights, which leaves out"
     raise Parallel3dError(
-        f"materialize finds no method that initialises {shown}. Give {', '.join(lacking)} a method "
+        f"materialize {found} {shown}. Give {', '.join(lacking)} a method "
         "reset_parameters() that fills a module's own parameters and buffers (__init__ can call it), or "
         "the model a method _init_weights(module). Or build the model with values instead: without "
         "torch.device('meta') and materialize, after the same torch.manual_seed(seed) on all ranks"
     )
+
+
+def _leaves_out(model: Any, module: nn.Module) -> bool:
+    """Whether ``model._init_weights(module)`` leaves values of ``module`` unset; tries it on the CPU."""
+    if dry_run.active():  # there are no values
+        return False
+    before = dict(module._parameters), dict(module._buffers)
+    try:
+        own: list[dict[str, Any]] = [module._parameters, module._buffers]
+        for tensors in own:
+            for key, tensor in tensors.items():
+                if tensor is not None and tensor.is_meta:
+                    empty = _unset(torch.empty_like(tensor, device="cpu"))
+                    is_param = isinstance(tensor, nn.Parameter)
+                    tensors[key] = nn.Parameter(empty, requires_grad=False) if is_param else empty
+        with _seeded("trial", torch.device("cpu")), torch.no_grad():
+            model._init_weights(module)
+        return _is_unset(module)
+    finally:
+        module._parameters.update(before[0])
+        module._buffers.update(before[1])
+
+
+def _unset(tensor: torch.Tensor) -> torch.Tensor:
+    """Fills ``tensor`` with the value by which ``_is_unset`` knows what was not written, and returns it."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor.fill_(math.nan)
+    return tensor if tensor.dtype == torch.bool else tensor.fill_(torch.iinfo(tensor.dtype).min)
+
+
+def _is_unset(module: nn.Module) -> bool:
+    """Whether a tensor of the module itself has a value that nobody has set."""
+    for tensor in (*module._parameters.values(), *module._buffers.values()):
+        if tensor is None or tensor.is_meta or tensor.dtype == torch.bool or not tensor.numel():
+            continue
+        if tensor.is_floating_point() or tensor.is_complex():
+            unset = torch.isnan(tensor)
+        else:
+            unset = tensor == torch.iinfo(tensor.dtype).min
+        if bool(unset.any()):
+            return True
+    return False
 
 
 class _Materialization:
@@ -146,6 +201,8 @@ class _Materialization:
                 for param, view in zip(bucket.params, bucket.local_views, strict=True):
                     self.shards[id(param.sharded)] = (view, param)
             unit.group.refresh()
+        # Whether the model's method initializes modules, and it can be seen which values it leaves out.
+        self.by_model = hasattr(model, "_init_weights") and not dry_run.active()
         self.done: set[int] = set()  # ids of sharded Parameters that have their values
         self.plain: dict[int, nn.Parameter] = {}  # id of a meta Parameter -> the one in its place
 
@@ -156,14 +213,22 @@ class _Materialization:
             for key, param in before.items():
                 if param is not None:
                     empty = torch.empty(param.shape, dtype=param.dtype, device=self.device)
+                    if self.by_model:
+                        _unset(empty)
                     module._parameters[key] = nn.Parameter(empty, requires_grad=param.requires_grad)
             for key, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_meta:
                     module._buffers[key] = torch.empty_like(buffer, device=self.device)
+                    if self.by_model:
+                        _unset(module._buffers[key])  # type: ignore[arg-type]
             with _seeded(f"{self.seed}:{name}", self.device), torch.no_grad():
                 if initialise_adapter(self.model, name, module):
                     pass  # peft's models have the _init_weights of the model inside
-                elif hasattr(self.model, "_init_weights"):
+                elif self.by_model:
+                    self.model._init_weights(module)  # type: ignore[operator]
+                    if hasattr(module, "reset_parameters") and _is_unset(module):
+                        module.reset_parameters()  # type: ignore[operator]
+                elif hasattr(self.model, "_init_weights"):  # a dry run
                     self.model._init_weights(module)  # type: ignore[operator]
                 else:
                     module.reset_parameters()  # type: ignore[operator]

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -149,3 +150,58 @@ def test_an_initialiser_that_fails() -> None:
         with pytest.raises(RuntimeError, match="no"):
             materialize(model, device="cpu")
         assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+
+
+class Partly(nn.Module):
+    """nanoGPT's habit: its method knows linear layers, and those of torch set their own values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(4, 8), nn.LayerNorm(8)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.02)  # and no bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.up(x))
+
+
+class Scaled(Partly):
+    """With a parameter that its ``__init__`` alone sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.ModuleList([Scale(), Scale()])
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+
+@pytest.mark.parametrize("mesh_size", [0, 2])
+def test_what_init_weights_leaves_out_is_set_by_reset_parameters(mesh_size: int) -> None:
+    model = meta(Partly)
+    with fake_world(0, mesh_size) if mesh_size else nullcontext():
+        if mesh_size:
+            parallelize(model, build_mesh(MeshLayout(1, mesh_size, 1), device_type="cpu"))
+        materialize(model, device="cpu", seed=3)
+        for name, param in model.named_parameters():
+            for local in [param] if not mesh_size else [local for *_, local in shards_of(param)]:
+                assert torch.isfinite(local).all(), name
+                if name.startswith("norm"):
+                    assert torch.equal(local, torch.full_like(local, float(name == "norm.weight")))
+
+
+def test_what_nobody_sets_is_an_error_before_anything_is_done() -> None:
+    """Else it would be whatever the memory held."""
+    model = meta(Scaled)
+    with pytest.raises(
+        Parallel3dError,
+        match=r"calls Scaled\._init_weights, which leaves out scale\.0\.weight, scale\.1\.weight \(Scale\)\. "
+        r"Give Scale a method reset_parameters\(\)",
+    ):
+        materialize(model, device="cpu")
+    assert all(param.is_meta for param in model.parameters())

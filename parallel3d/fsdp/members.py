@@ -365,9 +365,10 @@ def _loose_error(
         )
     return Parallel3dError(
         f"{where} is trainable, but no unit has it: it was put there after fully_shard, and its gradient "
-        f"would not be reduced over the ranks. Put it there before fully_shard; or call fully_shard on "
-        f"{prefix or 'its module'} with the same mesh, before the optimizer is made; or on that with "
-        "ignored_params=[...], if each rank is to train its own; or freeze it: requires_grad_(False)"
+        f"would not be reduced over the ranks. Put it there before parallelize or fully_shard; or, without "
+        f"tp, call fully_shard on {prefix or 'its module'} with the same mesh, before the optimizer is made; "
+        "or on that with ignored_params=[...], if each rank is to train its own; or freeze it: "
+        "requires_grad_(False)"
     )
 
 

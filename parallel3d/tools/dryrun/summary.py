@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from textwrap import indent
 
 from rich.console import Console
 from rich.padding import Padding
@@ -69,7 +70,7 @@ def print_summary(
         number = counted(len(run.races), "race") if run.races else "no races"
         console.print(Text(f"{number} between streams", "bold"))
         for race in run.races:
-            console.print(Padding(Text(str(race)), (0, 0, 0, 2)), soft_wrap=True)
+            console.print(Text(indent(str(race), "  ")), soft_wrap=True)
     warnings = all_warnings(run, times, divergence)
     console.print(Text(counted(len(warnings), "warning") if warnings else "no warnings", "bold"))
     for each in warnings:
