@@ -355,3 +355,26 @@ def test_derived_plan_trains_as_the_plain_model(layout: tuple[int, int, int], ti
         return model
 
     assert_parity(build, ids, MeshLayout(*layout), steps=2, fp32=False, tp_plan="auto")
+
+
+class ThreeHeads(nn.Module):
+    """Whose projections are as wide as three sections of 16, which have no part for each of 3 heads."""
+
+    def __init__(self, heads: int, width: int) -> None:
+        super().__init__()
+        self.heads, self.head_dim = heads, width // heads
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(width, width, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shape = (*x.shape[:2], self.heads, self.head_dim)
+        q, k, v = (layer(x).view(shape).transpose(1, 2) for layer in (self.wq, self.wk, self.wv))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.wo(y.transpose(1, 2).reshape(*x.shape[:2], self.heads * self.head_dim))
+
+
+@pytest.mark.parametrize(("heads", "tp"), [(3, 2), (6, 4)])
+def test_a_width_that_could_be_packed_but_for_its_heads(heads: int, tp: int) -> None:
+    width = heads * 16
+    layers = (ThreeHeads(heads, width) for _ in range(2))
+    plan = resolve_plan(nn.Sequential(nn.Embedding(16, width), *layers), "auto", tp_size=tp)
+    assert f"{heads} groups of heads as" in str(plan)

@@ -298,6 +298,10 @@ class _Alignment:
     def split_heads(self, p: Projection, heads: int) -> None:
         """Gives each rank whole ones of a projection's ``heads``, or groups of heads."""
         sections = self.sections(p)
+        if uneven := [n for n in sections if n % heads]:
+            raise PlanError(
+                f"{p.ruled.name!r}: {uneven[0]} features have no part for each of {heads} heads"
+            )
         packing = cut_sections(p.dim, sections, self.tp, tuple(n // heads for n in sections))
         style = replace(p.ruled.style, packed=packing, multiple_of=1)  # type: ignore[call-arg]
         self.resolution.ruled[id(p.ruled.module)] = replace(p.ruled, style=style)
