@@ -114,7 +114,7 @@ def there_and_back(kind: str, dtype: torch.dtype, path: str) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param("Muon", marks=pytest.mark.slow), "in backward"]
+    [pytest.param(kind, marks=pytest.mark.slow) for kind in ("Muon", "in backward")]
     + [pytest.param(k, marks=pytest.mark.full) for k in ("local AdamW", "Adafactor")],
 )
 def test_optimizers(gloo_pool: GlooPool, tmp_path: Path, kind: str) -> None:
