@@ -201,10 +201,21 @@ class _Materialization:
                 for param, view in zip(bucket.params, bucket.local_views, strict=True):
                     self.shards[id(param.sharded)] = (view, param)
             unit.group.refresh()
-        # Whether the model's method initializes modules, and it can be seen which values it leaves out.
-        self.by_model = hasattr(model, "_init_weights") and not dry_run.active()
+        # Whether it can be seen which values the model's ``_init_weights`` leaves out.
+        self.marks_unset = hasattr(model, "_init_weights") and not dry_run.active()
         self.done: set[int] = set()  # ids of sharded Parameters that have their values
         self.plain: dict[int, nn.Parameter] = {}  # id of a meta Parameter -> the one in its place
+
+    def _set_the_rest(self, name: str, module: Any) -> None:
+        """Initializes a module of which ``_init_weights`` has left values out."""
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+        if _is_unset(module):
+            raise Parallel3dError(
+                f"materialize: {class_name(self.model)}._init_weights leaves out values of {name!r} "
+                f"({class_name(module)}), and it has no reset_parameters() that sets them. The model is in "
+                "parts initialized: build it anew"
+            )
 
     def initialise(self, name: str, module: nn.Module) -> None:
         """Initializes the own parameters and buffers of one module."""
@@ -213,23 +224,21 @@ class _Materialization:
             for key, param in before.items():
                 if param is not None:
                     empty = torch.empty(param.shape, dtype=param.dtype, device=self.device)
-                    if self.by_model:
+                    if self.marks_unset:
                         _unset(empty)
                     module._parameters[key] = nn.Parameter(empty, requires_grad=param.requires_grad)
             for key, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_meta:
                     module._buffers[key] = torch.empty_like(buffer, device=self.device)
-                    if self.by_model:
+                    if self.marks_unset:
                         _unset(module._buffers[key])  # type: ignore[arg-type]
             with _seeded(f"{self.seed}:{name}", self.device), torch.no_grad():
                 if initialise_adapter(self.model, name, module):
                     pass  # peft's models have the _init_weights of the model inside
-                elif self.by_model:
+                elif hasattr(self.model, "_init_weights"):
                     self.model._init_weights(module)  # type: ignore[operator]
-                    if hasattr(module, "reset_parameters") and _is_unset(module):
-                        module.reset_parameters()  # type: ignore[operator]
-                elif hasattr(self.model, "_init_weights"):  # a dry run
-                    self.model._init_weights(module)  # type: ignore[operator]
+                    if self.marks_unset and _is_unset(module):
+                        self._set_the_rest(name, module)
                 else:
                     module.reset_parameters()  # type: ignore[operator]
                 wholes = dict(module._parameters)

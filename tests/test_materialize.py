@@ -205,3 +205,21 @@ def test_what_nobody_sets_is_an_error_before_anything_is_done() -> None:
     ):
         materialize(model, device="cpu")
     assert all(param.is_meta for param in model.parameters())
+
+
+class Sometimes(nn.Module):
+    """A scale that the model's method sets in the first module only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([Scale(), Scale()])
+        self.first = self.parts[0]
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if module is self.first:
+            nn.init.ones_(module.weight)
+
+
+def test_a_module_that_is_left_out_later_is_an_error_too() -> None:
+    with pytest.raises(Parallel3dError, match=r"leaves out values of 'parts\.1' \(Scale\)"):
+        materialize(meta(Sometimes), device="cpu")

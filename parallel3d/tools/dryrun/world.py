@@ -346,19 +346,21 @@ def _stream_calls(streams: PlayedStreams | None, torchs: bool) -> list[tuple[Any
     """What replaces the calls that make streams, and wait for them."""
     if streams is None:
         return []
-    replaced = [(torch.cuda, name) for name in (*_STREAM_CALLS, "synchronize")]
-    calls = (*_STREAM_CALLS, "synchronize") if torchs else ()
-    replaced += [(torch.cpu, name) for name in calls if hasattr(torch.cpu, name)]
-    replaced += [
-        (torch.accelerator, name) for name in ("current_stream", "set_stream", "synchronize")
-    ]
+    calls = (*_STREAM_CALLS, "synchronize")
+    replaced: list[tuple[Any, str]] = [(torch.cuda, name) for name in calls]
+    if torchs:
+        replaced += [(torch.cpu, name) for name in calls if hasattr(torch.cpu, name)]
+    accelerator = ("current_stream", "set_stream", "synchronize")
+    replaced += [(torch.accelerator, name) for name in accelerator]
     replaced += [(torch, "Stream"), (torch, "Event")]
-    kinds = {"Stream": FakeStream, "Event": FakeEvent}
-    return [(Tensor, "record_stream", _nothing)] + [
-        (owner, name, StandIn(getattr(owner, name), call, kinds[name]) if name in kinds else call)
-        for owner, name in replaced
-        for call in (getattr(streams, name),)
-    ]
+    found: list[tuple[Any, str, Any]] = [(Tensor, "record_stream", _nothing)]
+    for owner, name in replaced:
+        call = getattr(streams, name)
+        if name in ("Stream", "Event"):
+            kind = FakeStream if name == "Stream" else FakeEvent
+            call = StandIn(getattr(owner, name), call, kind)
+        found.append((owner, name, call))
+    return found
 
 
 @contextmanager
