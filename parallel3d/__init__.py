@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from parallel3d import checkpoint as checkpoint
     from parallel3d import fsdp as fsdp
     from parallel3d import guards as guards
+    from parallel3d import integrations as integrations
     from parallel3d import mesh as mesh
     from parallel3d import observability as observability
     from parallel3d import optim as optim

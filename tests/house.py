@@ -23,7 +23,7 @@ LAYERS: list[set[str]] = [
     {"guards"},
     {"fsdp", "tp"},
     {"optim", "parallelize", "materialize"},
-    {"checkpoint", "observability", "testing", "planner"},
+    {"checkpoint", "observability", "testing", "planner", "integrations"},
     {"tools"},
 ]
 """Of the package's entries: each imports its own layer and those before it."""

@@ -1,0 +1,8 @@
+"""Other libraries' programs on parallel3d: a file for each library, which is imported when it is used.
+
+``docs/integrations.md`` has what a user of each changes, and how far the results are from the plain ones.
+"""
+
+from parallel3d._util.lazy import export_lazily
+
+export_lazily(__name__)

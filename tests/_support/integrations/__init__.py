@@ -1,0 +1,1 @@
+"""Other libraries on parallel3d, as tests and docs/integrations.md run them."""

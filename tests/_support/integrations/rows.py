@@ -1,0 +1,100 @@
+"""A row of docs/integrations.md: a program of another library, on our engine and as its peer runs it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+LIMITS = {"float64": 1e-9, "float32": 1e-4}
+"""The largest difference that rounding explains, of losses and of weights after the steps."""
+STEPS = 10
+
+
+class Run(NamedTuple):
+    """What a training gave.
+
+    Attributes:
+        losses: of each step, over the whole batch.
+        weights: name -> whole tensor, after the last step.
+    """
+
+    losses: Sequence[float]
+    weights: Mapping[str, torch.Tensor]
+
+
+class Difference(NamedTuple):
+    """How far a run is from another: ``loss`` and ``weights``, each relative to the other's largest value.
+
+    That of weights is the largest over the parameters.
+    """
+
+    loss: float
+    weights: float
+
+
+class Result(NamedTuple):
+    """What a row measures: ours and the peer's (None if it can't do it), each against one plain process."""
+
+    ours: Difference
+    peers: Difference | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    Attributes:
+        name: what it is, such as ``"accelerate: accumulation"``; the library first.
+        packages: the libraries whose versions the table shows.
+        lines: how many lines a user changes or adds beside the program that he has.
+        mesh: replicate, shard, tp.
+        peer: what the program runs on without us, such as ``"FSDP2"``.
+        run: called on every rank of a gloo world of the mesh's size; the same result on all.
+        arguments: given to ``run``.
+        dtype: of the training: the key of ``LIMITS``.
+        note: what a reader must know, or ``""``.
+    """
+
+    name: str
+    packages: tuple[str, ...]
+    lines: int
+    mesh: tuple[int, int, int]
+    peer: str
+    run: Callable[..., Result]
+    arguments: tuple[Any, ...] = ()
+    dtype: str = "float64"
+    note: str = ""
+
+    @property
+    def id(self) -> str:
+        return f"{self.name} {'x'.join(map(str, self.mesh))}"
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(self.mesh)
+
+
+def difference(run: Run, plain: Run) -> Difference:
+    """How far ``run`` is from ``plain``; raises AssertionError unless both have the same steps and names."""
+    assert len(run.losses) == len(plain.losses) >= STEPS, (len(run.losses), len(plain.losses))
+    assert run.weights.keys() == plain.weights.keys(), run.weights.keys() ^ plain.weights.keys()
+    largest = max(map(abs, plain.losses))
+    loss = max(abs(a - b) for a, b in zip(run.losses, plain.losses, strict=True)) / largest
+    whole = max(w.abs().max().item() for w in plain.weights.values())
+    apart = [0.0]
+    for name, want in plain.weights.items():
+        got = run.weights[name].to(want.dtype)
+        assert got.shape == want.shape, (name, got.shape, want.shape)
+        apart.append((got - want).abs().max().item() / (want.abs().max().item() or whole))
+    assert all(map(math.isfinite, (loss, *apart)))
+    return Difference(loss, max(apart))
+
+
+def check(row: Row, result: Result) -> None:
+    """Raises AssertionError if ours is farther from the plain run than rounding explains."""
+    limit = LIMITS[row.dtype]
+    assert result.ours.loss <= limit and result.ours.weights <= limit, (row.id, result)
