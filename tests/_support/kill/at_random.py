@@ -4,7 +4,8 @@
 
 ``examples/llama/train.py`` runs on 4 gloo processes with FSDP, HSDP and FSDP + TP, saving in the foreground
 or the background. One rank, or all, die at a random moment: by the clock, or in the middle of forward,
-backward, a collective, a write, a rename, a load (moments.py). The job is started again until it is done. Then
+backward, a collective, a write, a rename, a load (moments.py). The job is started again until it is done.
+Then
 
 - each step of each start had the samples, the loss and the gradient norm of the run that nobody killed, and
   the last weights and optimizer states are the same: bit for bit;
