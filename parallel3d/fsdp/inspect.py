@@ -10,6 +10,7 @@ from parallel3d.fsdp.members import (
     class_name,
     get_unit,
     parameters_at_rest,
+    refuse_torch_units,
     unit_of,
     units_of,
 )
