@@ -1,6 +1,6 @@
 """Trains a module of one's own under SLURM, which stops and requeues it; "new": what a plain program lacks.
 
-    torchrun --nproc-per-node 2 examples/slurm/train.py
+    torchrun --nproc-per-node 2 examples/slurm/pretrain.py
 
 prints:
 
@@ -8,7 +8,7 @@ prints:
     step 40: loss 2.32
     step 60: loss 1.19
 
-`sbatch examples/slurm/train.sbatch` starts it on two nodes. Before the time limit SLURM sends SIGUSR1: the
+`sbatch examples/slurm/pretrain.sbatch` starts it on two nodes. Before the time limit SLURM sends SIGUSR1: the
 step ends, a last checkpoint is written, the job is put back into the queue, and goes on from there.
 """
 
@@ -65,7 +65,7 @@ def batch(step: int, rows: int, length: int) -> Tensor:
 
 parser = argparse.ArgumentParser()
 parser.add_argument(
-    "--run", default="run", help="folder of checkpoints, on a disk that all nodes share"
+    "--out", default="out", help="folder of checkpoints, on a disk that all nodes share"
 )
 for name, value in {"steps": 60, "save-every": 20, "batch": 16, "dim": 64, "layers": 2}.items():
     parser.add_argument(f"--{name}", type=int, default=value)
@@ -87,8 +87,8 @@ p3d.materialize(model, seed=0)  # new
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 start = 0
-if p3d.checkpoint.latest(options.run):
-    start = p3d.checkpoint.load(options.run, model, optimizer).step
+if p3d.checkpoint.latest(options.out):
+    start = p3d.checkpoint.load(options.out, model, optimizer).step
     if rank == 0:
         print(f"goes on after step {start}", flush=True)
 # new: a rank that fails ends all; a signal is noted, and read after the step
@@ -106,12 +106,14 @@ with p3d.guards.watch(), p3d.checkpoint.StopSignal() as stop:
             print(f"step {step}: loss {loss.item() / mesh.size():.2f}", flush=True)
         stopped = stop.on_any_rank()
         if stopped or step % options.save_every == 0 or step == options.steps:
-            p3d.checkpoint.save(options.run, model, optimizer, step=step)
+            p3d.checkpoint.save(options.out, model, optimizer, step=step)
         if stopped:
             if rank == 0:
                 print(f"stopped after step {step}, which is saved", flush=True)
             break
     else:
         if rank == 0:
-            Path(options.run, "finished").touch()  # train.sbatch requeues the job until it is there
+            Path(
+                options.out, "finished"
+            ).touch()  # pretrain.sbatch requeues the job until it is there
 dist.destroy_process_group()
