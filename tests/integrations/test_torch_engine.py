@@ -280,6 +280,7 @@ def test_meshes_that_torch_does_not_take() -> None:
             p3d.parallelize(Lm(**FITS), mesh, "auto", engine="torch")
 
 
+@pytest.mark.slow  # it imports transformers
 def test_few_heads() -> None:
     """Four ranks, two key and value heads: torch would give half a head to each."""
     from _support.integrations.torch_engine_rows import llama
