@@ -14,6 +14,7 @@ from _support.examples import EXAMPLES, MOST_LINES, ROOT, printed, shown
 
 FINETUNE, PRETRAIN = EXAMPLES / "finetune_hf.py", EXAMPLES / "slurm" / "pretrain.py"
 SBATCH = PRETRAIN.with_suffix(".sbatch")
+END = 3
 SHORT = [*EXAMPLES.glob("*.py"), *EXAMPLES.glob("slurm/*")]
 
 
@@ -39,23 +40,24 @@ def test_finetune_hf(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
-    ids = torch.tensor([list(b"3+21=")])
+    ids = torch.tensor([[*b"1+1=2", END]])
     with torch.no_grad():
-        assert model(input_ids=ids).logits.argmax(-1)[0, -1] in b"0123456789"
+        answer = model(input_ids=ids).logits[0, 3:5]
+    want = torch.nn.functional.cross_entropy(answer, ids[0, 4:]).item()
     write_tokenizer(tmp_path / "out" / "model")
     (tmp_path / "data").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 3)
     more = ["--model", "out/model", "--data", "data", "--out", "other", "--steps", "10"]
-    (line,) = printed([*words, *more], tmp_path)
-    assert float(re.findall(r"loss (\d+\.\d+)", line)[0]) < 2
+    (line,) = printed([*words, *more, "--lr", "0"], tmp_path)
+    assert float(re.findall(r"loss (\d+\.\d+)", line)[0]) == pytest.approx(want, abs=0.01)
     assert (tmp_path / "other" / "model" / "tokenizer.json").exists()
 
 
 def write_tokenizer(folder: Path) -> None:
-    """One for digits and signs."""
+    """One for digits and signs; its ids are those of bytes."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    names = {chr(i): i for i in range(32, 127)} | {"<end>": 0}
+    names = {chr(i): i for i in range(32, 127)} | {"<end>": END}
     tokenizer = Tokenizer(models.WordLevel(names, unk_token="<end>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
