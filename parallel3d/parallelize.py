@@ -343,7 +343,8 @@ def _torch_policy(policy: TorchMixedPrecisionPolicy, model: nn.Module) -> TorchM
     if not isinstance(policy, MixedPrecisionPolicy):
         return policy
     names = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
-    plain = MixedPrecisionPolicy(**{name: getattr(policy, name) for name in names})
+    torchs = {name: getattr(policy, name) for name in names}
+    plain = MixedPrecisionPolicy(**torchs, full_precision_modules=policy.full_precision_modules)
     ours = [name for name in vars(plain) if getattr(policy, name) != getattr(plain, name)]
     if ours:
         raise Parallel3dError(
@@ -357,7 +358,7 @@ def _torch_policy(policy: TorchMixedPrecisionPolicy, model: nn.Module) -> TorchM
                 f"{policy.param_dtype}, since torch's MixedPrecisionPolicy has no full_precision_modules; "
                 'give full_precision_modules=() if that is meant, or use engine="parallel3d"'
             )
-    return TorchMixedPrecisionPolicy(**{name: getattr(policy, name) for name in names})
+    return TorchMixedPrecisionPolicy(**torchs)
 
 
 def _check_torch_params(model: nn.Module, units: Sequence[Sequence[nn.Module]]) -> None:

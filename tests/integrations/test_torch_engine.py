@@ -265,6 +265,22 @@ def test_what_torch_cannot_do_is_said_before_anything_changes(case: Case) -> Non
         check(case, p3d.build_mesh(case.layout, device_type="cpu"))
 
 
+@pytest.mark.parametrize(
+    "policy", [p3d.MixedPrecisionPolicy, torch.distributed.fsdp.MixedPrecisionPolicy]
+)
+def test_policies(policy: Any) -> None:
+    """Ours and torch's; without classes in full precision where that is said."""
+    ours = {"full_precision_modules": ()} if policy is p3d.MixedPrecisionPolicy else {}
+    dtypes = {"param_dtype": torch.bfloat16, "output_dtype": torch.float64}
+    with fake_world(0, 2):
+        mesh = p3d.build_mesh(MeshLayout(shard=2), device_type="cpu")
+        model = With(norm=nn.BatchNorm1d(4))
+        p3d.parallelize(model, mesh, mp_policy=policy(**dtypes, **ours), engine="torch")
+        seen = []
+        model.first.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+        assert model(torch.ones(3, 4)).dtype == torch.float64 and seen == [torch.bfloat16]
+
+
 def test_meshes_that_torch_does_not_take() -> None:
     with (
         local_world(4),
