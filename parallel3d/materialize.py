@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from parallel3d._torch.dtensor import dtensor_shard_box, make_dtensor, spec_of
 from parallel3d._util import dry_run
 from parallel3d.errors import Parallel3dError
 from parallel3d.fsdp.inspect import ShardedParam, class_name, unit_of
@@ -84,6 +86,7 @@ def give_memory(model: nn.Module, initialised: Sequence[tuple[str, nn.Module]]) 
 
 def _target_device(model: nn.Module, device: torch.device | str | None) -> torch.device:
     meshes = {unit.device_type for module in model.modules() if (unit := unit_of(module))}
+    meshes |= {p.device_mesh.device_type for p in model.parameters() if isinstance(p, DTensor)}
     if device is not None:
         try:
             target = torch.device(device)
@@ -254,7 +257,20 @@ class _Materialization:
         for key, param in before.items():
             real = wholes[key]
             if param is not None and param.is_meta and real is not None:
+                if isinstance(param, DTensor) and id(param) not in self.shards:
+                    real = _shard_of(real, param)
                 module._parameters[key] = self.plain.setdefault(id(param), real)
+
+
+def _shard_of(whole: torch.Tensor, param: DTensor) -> nn.Parameter:
+    """Returns this rank's shard of ``whole``, placed as ``param``, which torch's ``fully_shard`` has made."""
+    mesh = param.device_mesh
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    shape, offset = dtensor_shard_box(whole.shape, mesh.shape, coordinate, param.placements)
+    box = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+    shard = make_dtensor(whole.detach()[box].clone(), spec_of(param))
+    return nn.Parameter(shard, requires_grad=param.requires_grad)
 
 
 @contextmanager
