@@ -79,8 +79,8 @@ def parallelize(
             ShardingStrategy says otherwise. The final norm and head never are.
         shard_optimizer_over_replicate: HFSDP, see ``fully_shard``.
         activation_checkpointing: recompute each block's activations in backward.
-        compile: True, or the name of a ``torch.compile`` backend: compile each block. With units inside
-            blocks it is an error.
+        compile: True, or the name of a ``torch.compile`` backend: compile each block; its graph breaks
+            at units inside it.
         loss_parallel: True: the output head leaves its logits sharded over tp, as ``tp.VocabLogits``, which
             ``F.cross_entropy`` takes as they are; everything else gets them gathered. The model's code stays
             as it is, and the loss is whole. ``"chunked"``: in training the loss computes the logits of some
@@ -479,7 +479,9 @@ def _module_at(node: ast.expr, owner: nn.Module) -> nn.Module | None:
     """Returns the module that an expression such as ``self.blocks[0].norm`` is in a method of ``owner``."""
     if isinstance(node, ast.Name):
         return owner if node.id == "self" else None
-    around = _module_at(node.value, owner) if isinstance(node, (ast.Attribute, ast.Subscript)) else None
+    around = (
+        _module_at(node.value, owner) if isinstance(node, (ast.Attribute, ast.Subscript)) else None
+    )
     if around is None:
         return None
     if isinstance(node, ast.Attribute):

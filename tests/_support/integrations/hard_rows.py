@@ -320,7 +320,8 @@ def _peers(
         shard_by_torch(model, mesh["replicate", "shard"], case.options.get("units"))
         return difference(_result(model, _train(case, model, [rank]), layout), want)
     except Exception as error:
-        if dist.get_rank() == 0: print("PEER", type(error), str(error)[:300])
+        if dist.get_rank() == 0:
+            print("PEER", type(error), str(error)[:300])
         return None
 
 
