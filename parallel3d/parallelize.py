@@ -401,8 +401,8 @@ def find_units(model: nn.Module, patterns: Sequence[str] | None = None) -> Units
     one class, and numbered children of one class (``block0``, ``block1``, those of an ``nn.Sequential``) that
     have children themselves; or the outermost modules whose names match ``patterns`` (shell wildcards within
     a dotted segment). The others that match are units inside the blocks, and so is a module inside a block
-    that the model calls without the block. A module that shares a parameter with another stays with the root, so that tied parameters are
-    in one group. So does one whose weight the model reads without calling it.
+    that the model calls without the block. A module that shares a parameter with another stays with the root,
+    so that tied parameters are in one group. So does one whose weight the model reads without calling it.
     """
     matched = _matching(model, patterns) if patterns is not None else _listed(model)
     within = {id(m) for _, module in matched for m in module.modules() if m is not module}
