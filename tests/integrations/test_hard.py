@@ -1,4 +1,4 @@
-"""Models that are hard to shard: what can't be guessed is said, and units inside blocks. Rows: hard_rows.py."""
+"""Models that are hard to shard: what cannot be guessed is said; units inside blocks. Rows: hard_rows.py."""
 
 from typing import Any
 
