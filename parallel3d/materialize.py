@@ -155,7 +155,7 @@ def _own_reset(module: Any) -> Callable[[], object] | None:
     if isinstance(module, _OutProj):
         return functools.partial(_reset_attention, module)
     if hasattr(module, "reset_parameters"):
-        return module.reset_parameters  # type: ignore[no-any-return]
+        return module.reset_parameters
     if isinstance(module, nn.MultiheadAttention) and module._parameters.keys() <= _IN_ATTENTION:
         return functools.partial(_reset_attention, module)
     return None

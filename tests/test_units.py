@@ -1,5 +1,6 @@
 """Which modules parallelize makes units of."""
 
+import copy
 import warnings
 
 import pytest
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from parallel3d.errors import StateError
 from parallel3d.mesh import MeshLayout, build_mesh
 from parallel3d.parallelize import find_units, of_one_unit, parallelize
-from parallel3d.testing import assert_parity
+from parallel3d.testing import GlooPool, assert_parity
 from parallel3d.testing.worlds import fake_world
 
 
@@ -249,3 +250,31 @@ def test_a_call_without_the_block_that_could_not_be_seen_is_an_error_that_names_
     said = str(raised.value)
     assert said.startswith("emb of unit blocks.0 was called outside the unit's forward")
     assert 'units=["blocks.*", "blocks.*.emb"]' in said
+
+
+def compiled(checkpointing: bool) -> float:
+    """The largest difference of a weight after steps of a model whose compiled blocks have units inside."""
+    torch.manual_seed(0)
+    plain = CallsByVariable().double()
+    parallel = parallelize(
+        copy.deepcopy(plain),
+        build_mesh(MeshLayout(1, 2, 1), device_type="cpu"),
+        units=["blocks.*", "blocks.*.emb"],
+        compile="aot_eager",
+        activation_checkpointing=checkpointing,
+    )
+    x = torch.linspace(-1, 1, 12, dtype=torch.float64).view(2, 6)
+    for model in (plain, parallel):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    pairs = zip(plain.parameters(), parallel.parameters(), strict=True)
+    return max(float((p - q.full_tensor()).abs().max()) for p, q in pairs)  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_units_inside_compiled_blocks(gloo_pool: GlooPool, checkpointing: bool) -> None:
+    assert max(gloo_pool.run(compiled, checkpointing, world_size=2)) < 1e-12
