@@ -5,9 +5,10 @@ One module at a time is made whole, initialized by its own method under a random
 and peak memory is the shards plus one module.
 """
 
+import functools
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,7 +30,8 @@ def materialize(
 
     A module with parameters or buffers of its own is initialized by ``model._init_weights(module)`` if the
     model has that method (Hugging Face's convention), and by ``module.reset_parameters()`` if it has not, or
-    leaves some of the module's values out; adapters of peft's LoRA layers as peft does. A parameter that
+    leaves some of the module's values out; adapters of peft's LoRA layers as peft does, and
+    ``nn.MultiheadAttention``, which has neither, as torch does. A parameter that
     several modules share gets the values of the first. What a module's ``__init__`` computes or sets beside
     these methods is lost on meta.
 
@@ -121,7 +123,7 @@ def check_can_initialise(model: nn.Module, modules: Sequence[tuple[str, nn.Modul
     lacking: dict[str, list[str]] = {}  # class -> names of tensors, the first module's first
     tried: dict[type, bool] = {}  # whether the model's method leaves something out
     for name, module in modules:
-        if hasattr(module, "reset_parameters") or adapter_kind(model, name):
+        if _own_reset(module) is not None or adapter_kind(model, name):
             continue
         if hasattr(model, "_init_weights"):
             if type(module) not in tried:
@@ -144,6 +146,37 @@ def check_can_initialise(model: nn.Module, modules: Sequence[tuple[str, nn.Modul
         "the model a method _init_weights(module). Or build the model with values instead: without "
         "torch.device('meta') and materialize, after the same torch.manual_seed(seed) on all ranks"
     )
+
+
+_OutProj = nn.modules.linear.NonDynamicallyQuantizableLinear  # only nn.MultiheadAttention has it
+_IN_ATTENTION = {"in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"}
+_IN_ATTENTION |= {"in_proj_bias", "bias_k", "bias_v"}
+
+
+def _own_reset(module: Any) -> Callable[[], object] | None:
+    """Returns what initializes the module's own values, or None."""
+    if isinstance(module, _OutProj):
+        return functools.partial(_reset_attention, module)
+    if hasattr(module, "reset_parameters"):
+        return module.reset_parameters
+    if isinstance(module, nn.MultiheadAttention) and module._parameters.keys() <= _IN_ATTENTION:
+        return functools.partial(_reset_attention, module)
+    return None
+
+
+def _reset_attention(module: nn.Module) -> None:
+    """Initializes ``nn.MultiheadAttention``, or its output layer, as its ``__init__`` does."""
+    if isinstance(module, nn.Linear):
+        module.reset_parameters()
+    for name, param in module._parameters.items():
+        if param is None or name == "weight":  # the output layer's
+            continue
+        if name.endswith("bias"):
+            nn.init.zeros_(param)
+        elif name in ("bias_k", "bias_v"):
+            nn.init.xavier_normal_(param)
+        else:
+            nn.init.xavier_uniform_(param)
 
 
 def _leaves_out(model: Any, module: nn.Module) -> bool:
@@ -211,8 +244,8 @@ class _Materialization:
 
     def _set_the_rest(self, name: str, module: Any) -> None:
         """Initializes a module of which ``_init_weights`` has left values out."""
-        if hasattr(module, "reset_parameters"):
-            module.reset_parameters()
+        if (reset := _own_reset(module)) is not None:
+            reset()
         if _is_unset(module):
             raise Parallel3dError(
                 f"materialize: {class_name(self.model)}._init_weights leaves out values of {name!r} "
@@ -242,8 +275,8 @@ class _Materialization:
                     self.model._init_weights(module)  # type: ignore[operator]
                     if self.marks_unset and _is_unset(module):
                         self._set_the_rest(name, module)
-                else:
-                    module.reset_parameters()  # type: ignore[operator]
+                elif (reset := _own_reset(module)) is not None:
+                    reset()
                 wholes = dict(module._parameters)
                 for key, param in before.items():
                     if id(param) in self.shards and id(param) not in self.done:
