@@ -1,0 +1,388 @@
+"""hf_tensors and hf_shards: a parallel model's weights in Hugging Face's form, for an inference engine."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from math import prod
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+from parallel3d._torch.dtensor import get_local_tensor
+from parallel3d._torch.groups import all_gather_single
+from parallel3d._util.arguments import is_positive, without_gloo
+from parallel3d.checkpoint.hf.conversion import Names, entries_of
+from parallel3d.checkpoint.hf.export import (
+    Export,
+    Held,
+    OutTensor,
+    check_dtype,
+    outputs_of,
+    plan_export,
+)
+from parallel3d.checkpoint.hf.layout import Patch
+from parallel3d.checkpoint.model_state import bring_to_rest
+from parallel3d.checkpoint.pieces import Boxed
+from parallel3d.checkpoint.ranks import Ranks, check_same, ranks_of
+from parallel3d.errors import CheckpointError, Parallel3dError
+
+_ALIGNED = 16  # bytes; of the largest dtype
+_MIN_SLOT = 4 << 10  # bytes that a rank sends at once, at least
+
+
+class TensorMeta(NamedTuple):
+    """A tensor that ``hf_tensors`` yields: its name, dtype and whole shape."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def hf_tensors(
+    model: nn.Module,
+    *,
+    dtype: torch.dtype | None = None,
+    to: Literal["all"] | int = "all",
+    buffer_mib: float = 256,
+    names: Names = None,
+) -> HFTensors:
+    """Returns an iterable of ``model``'s weights in Hugging Face's form: (name, whole tensor), one after
+    another, which all ranks assemble together. They are what ``save_hf`` writes, bit for bit.
+
+    Every rank must call this, and iterate to the end each time that one does. It may be iterated again after
+    the next step, and is a ``WeightSource`` as vLLM's trainer engines take one::
+
+        for name, tensor in p3d.checkpoint.hf_tensors(model, dtype=torch.bfloat16, to=0):
+            send(name, tensor)  # on rank 0; the loop of the others runs without a turn
+
+    Each tensor is new memory on the device of the model's parameters, and the caller's own. Beside its
+    shards a rank that receives has at most ``buffer_mib``, or the largest tensor and half of ``buffer_mib``;
+    one that only sends has less than half of ``buffer_mib``. What the loop keeps is not counted.
+
+    Args:
+        model: plain or parallel, at rest, with values. LoRA's adapters are not merged: they are tensors of
+            their own, as in ``save_hf``.
+        dtype: cast floating-point tensors to it, before they are sent; None: keep their dtypes.
+        to: ``"all"``: every rank gets every tensor; or the one rank, of the default group, that gets them.
+            The others take part in the same loop, which ends for them without a turn.
+        buffer_mib: small tensors are sent together, up to half of this; the rest is for messages. In MiB. A
+            larger tensor is sent alone: whoever receives it has it whole.
+        names: for models that are not transformers': as in ``save_hf``.
+
+    Raises:
+        CheckpointError: on every rank, if an argument is invalid or differs between ranks, if the model is on
+            meta, or, in the loop, if it is changed before the last tensor has been sent. Where a rank leaves
+            the loop before that, the others get one at their next turn; if all leave it at the same tensor,
+            none does.
+    """
+    ranks = ranks_of(model, "hf_tensors")
+
+    def check() -> dict[str, object]:
+        check_dtype(dtype, "hf_tensors")
+        if not is_positive(buffer_mib):
+            raise CheckpointError(f"hf_tensors: buffer_mib is {buffer_mib!r}; give MiB, above 0")
+        number = isinstance(to, int) and not isinstance(to, bool)
+        if not (isinstance(to, str) and to == "all") and not (number and to in ranks.ranks):
+            raise CheckpointError(
+                f"hf_tensors: to is {to!r}; give 'all' or a rank that holds a part of the model: "
+                f"{ranks.ranks[0]} to {ranks.ranks[-1]}"
+            )
+        bring_to_rest(model, "hf_tensors", meta_ok=True)
+        return {"dtype": dtype, "to": to, "buffer_mib": buffer_mib}
+
+    check_same("hf_tensors", ranks.all(check))
+    export = plan_export(model, ranks, names, dtype, "hf_tensors")
+    receiver = None if to == "all" else ranks.ranks.index(to)
+    return HFTensors(model, export, receiver, int(buffer_mib * 2**20))
+
+
+def hf_shards(
+    model: nn.Module, *, dtype: torch.dtype | None = None, names: Names = None
+) -> Iterator[tuple[str, Boxed, Tensor]]:
+    """Returns an iterator of what this rank holds of the tensors of ``hf_tensors``: (name, box, values).
+
+    ``box.offsets`` and ``box.sizes`` say, by dim, which part of the whole tensor the values are, so
+    ``whole[box.slices] = values`` on all ranks makes it. A tensor may come in several parts, and a part may
+    be held by several ranks (replicas): boxes of two ranks are the same or have nothing in common. There is
+    no communication; each rank may go through it alone, for an engine that pulls what it needs.
+
+    The values are views of the model's shards, on their device, as long as ``dtype`` makes no copy.
+
+    Args:
+        model, dtype, names: as in ``hf_tensors``.
+
+    Raises:
+        CheckpointError: if ``dtype`` is not a floating-point one, or the model is on meta.
+        StateError: if the model is not at rest.
+    """
+    check_dtype(dtype, "hf_shards")
+    bring_to_rest(model, "hf_shards", meta_ok=True)
+    tensors, outputs = outputs_of(model, names, dtype, "hf_shards")
+    held = Held(tensors)
+    return (
+        (output.name, box, held.of(part).to(output.dtype))
+        for output in outputs
+        for patch in held.parts(output)
+        for part, box in _boxes_in(patch)
+    )
+
+
+def _boxes_in(patch: Patch) -> Iterator[tuple[Patch, Boxed]]:
+    """Divides a part of a tensor into boxes of it."""
+    for dim, run in enumerate(patch.runs):
+        if run.step != 1 and run.size > 1:
+            for index in range(run.size):
+                yield from _boxes_in(patch.part(dim, index, 1))
+            return
+    yield patch, Boxed(tuple(run.start for run in patch.runs), patch.counts)
+
+
+class HFTensors:
+    """What ``hf_tensors`` returns; iterate over it."""
+
+    def __init__(self, model: nn.Module, export: Export, receiver: int | None, buffer: int) -> None:
+        self._model = model
+        self._export = export
+        self._receiver = receiver  # number among the Ranks; None: all
+        self._half = max(1, buffer // 2)  # bytes for tensors, and for messages
+        self._described = self._describe()
+
+    def metadata(self) -> list[TensorMeta]:
+        """Returns name, dtype and shape of each tensor, in their order, without communication."""
+        return [TensorMeta(out.name, out.dtype, out.layout.shape) for out in self._export.outputs]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        ranks = ranks_of(self._model, "hf_tensors")
+        held = ranks.on_each(self._hold)
+        versions = self._versions()
+        batches = deque(self._batches())
+        values: deque[tuple[str, Tensor]] = deque()
+        try:
+            while batches:
+                batch = ranks.on_each(
+                    partial(self._prepare, batches[0], ranks, held, versions),
+                )
+                batch.exchange()
+                ranks.all(batch.finish)
+                names = [output.name for output in batches.popleft()]
+                if batch.values:
+                    values.extend(zip(names, batch.values, strict=True))
+                del batch  # each tensor lives as long as the caller keeps it
+                while values:
+                    yield values.popleft()
+        except GeneratorExit:
+            if batches:
+                ranks.give_up()  # wakes those that wait for this rank
+            raise
+        except Parallel3dError:
+            raise
+        except RuntimeError as error:  # of a collective
+            ranks.give_up()
+            raise CheckpointError(
+                "hf_tensors: another rank failed, or left the loop before the last tensor was sent "
+                f"({without_gloo(str(error))}); all ranks must iterate to the end"
+            ) from error
+
+    def _hold(self) -> Held:
+        bring_to_rest(self._model, "hf_tensors", meta_ok=True)
+        now, before = self._describe(), self._described
+        if now != before:
+            changed = next((name for name in now if now[name] != before.get(name)), None)
+            raise CheckpointError(
+                f"hf_tensors: {changed or next(iter(before.keys() - now.keys()))!r} was replaced since the "
+                "call of hf_tensors; call it again"
+            )
+        return Held(self._export.tensors)
+
+    def _describe(self) -> dict[str, object]:
+        """Returns what must be the same as when the export was planned, by name."""
+        return {
+            entry.name: (
+                entry.names,
+                id(entry.tensor),  # not freed meanwhile: the export keeps it
+                tuple(entry.tensor.shape),
+                entry.tensor.dtype,
+                entry.tensor.is_meta,
+            )
+            for entry in entries_of(self._model)
+        }
+
+    def _versions(self) -> dict[str, int]:
+        """Returns how often each tensor has been written to."""
+        locals_ = {name: _local(tensor) for name, tensor in self._export.tensors.items()}
+        return {name: t._version for name, t in locals_.items() if not t.is_inference()}
+
+    def _batches(self) -> Iterator[list[OutTensor]]:
+        """Yields tensors that are sent together: of one device, half of the buffer or one tensor."""
+        batch: list[OutTensor] = []
+        for output in self._export.outputs:
+            size = sum(each.nbytes for each in batch) + output.nbytes
+            if batch and (size > self._half or self._device(output) != self._device(batch[0])):
+                yield batch
+                batch = []
+            batch.append(output)
+        yield batch
+
+    def _device(self, output: OutTensor) -> torch.device:
+        patches = output.layout.patches
+        sources = self._export.tensors
+        tensor = sources[patches[0].source] if patches else next(iter(sources.values()))
+        return _local(tensor).device
+
+    def _prepare(
+        self, outputs: list[OutTensor], ranks: Ranks, held: Held, versions: dict[str, int]
+    ) -> _Batch:
+        """Called on every rank before the batch is sent: after it nothing is allocated."""
+        now = self._versions()
+        written = [name for name in now if now[name] != versions[name]]
+        if written:
+            raise CheckpointError(
+                f"hf_tensors: {written[0]!r} was changed before the last tensor was sent; iterate to the end "
+                "before the next optimizer step"
+            )
+        return _Batch(
+            self._export, outputs, held, ranks, self._receiver, self._device(outputs[0]), self._half
+        )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return get_local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+class _Message(NamedTuple):
+    """A part of a tensor, and where it lies in what its sender sends."""
+
+    number: int  # of the tensor in the batch
+    patch: Patch
+    start: int  # bytes
+    end: int
+
+
+class _Batch:
+    """Tensors that are assembled together, by gathers of one slot of each rank."""
+
+    def __init__(
+        self,
+        export: Export,
+        outputs: Sequence[OutTensor],
+        held: Held,
+        ranks: Ranks,
+        receiver: int | None,
+        device: torch.device,
+        memory: int,
+    ) -> None:
+        self._held = held
+        self._ranks = ranks
+        self._receiver = receiver
+        self._outputs = outputs
+        self._receives = receiver is None or receiver == ranks.rank
+        self._problem: Exception | None = None
+        self._here: list[tuple[int, Patch]] = []  # copied without a message
+        self._rounds: list[list[list[_Message]]] = []  # by round and sender
+        # A receiver has a slot of each rank and its own.
+        slot = max(_MIN_SLOT, memory // (ranks.size + 1) // _ALIGNED * _ALIGNED)
+        used = self._schedule(export, slot)
+        empty = partial(torch.empty, device=device)
+        self._group = _group_of(ranks, device) if self._rounds else None
+        self._slot = empty(used, dtype=torch.uint8)
+        received = ranks.size if self._receives and self._rounds else 0
+        self._slots = empty((received, used), dtype=torch.uint8)
+        self.values = [
+            empty(out.layout.shape, dtype=out.dtype) for out in outputs if self._receives
+        ]
+
+    def _schedule(self, export: Export, slot: int) -> int:
+        """Distributes all parts to rounds and senders; returns how many bytes of the slot are used."""
+        ranks = self._ranks
+        ends = [(0, 0)] * ranks.size  # by sender: the round, and where its slot is filled to
+        used = 0
+        for number, output in enumerate(self._outputs):
+            for patch, holders in export.parts(output, slot // 4):
+                needed_by = range(ranks.size) if self._receiver is None else [self._receiver]
+                if all(rank in holders for rank in needed_by):
+                    if ranks.rank in needed_by:
+                        self._here.append((number, patch))
+                    continue
+                sender = min(holders, key=ends.__getitem__)
+                size = prod(patch.counts) * output.dtype.itemsize
+                turn, start = ends[sender]
+                if start + size > slot:
+                    turn, start = turn + 1, 0
+                if turn == len(self._rounds):
+                    self._rounds.append([[] for _ in range(ranks.size)])
+                self._rounds[turn][sender].append(_Message(number, patch, start, start + size))
+                end = -(-(start + size) // _ALIGNED) * _ALIGNED
+                ends[sender] = turn, end
+                used = max(used, end)
+        return used
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Assembles the tensors. Collective; a problem of this rank alone is kept for ``finish``, because the
+        others depend on what it sends."""
+        self._guarded(self._copy_here)
+        for by_sender in self._rounds:
+            self._guarded(partial(self._pack, by_sender[self._ranks.rank]))
+            if self._receiver is None:
+                all_gather_single(self._slots.view(-1), self._slot, group=self._group)
+            else:
+                into = list(self._slots) if self._receives else None
+                dst = self._ranks.ranks[self._receiver]
+                dist.gather(self._slot, into, dst=dst, group=self._group)
+            if self._receives:
+                self._guarded(partial(self._unpack, by_sender))
+
+    def _copy_here(self) -> None:
+        for number, patch in self._here:
+            self.values[number][patch.slices()].copy_(self._held.of(patch))
+
+    def _pack(self, messages: list[_Message]) -> None:
+        for message in messages:
+            self._in(self._slot, message).copy_(self._held.of(message.patch))
+
+    def _unpack(self, by_sender: list[list[_Message]]) -> None:
+        for slot, messages in zip(self._slots, by_sender, strict=True):
+            for message in messages:
+                target = self.values[message.number][message.patch.slices()]
+                target.copy_(self._in(slot, message))
+
+    def _in(self, slot: Tensor, message: _Message) -> Tensor:
+        values = slot[message.start : message.end].view(self._outputs[message.number].dtype)
+        return values.view(message.patch.counts)
+
+    def _guarded(self, action: Callable[[], None]) -> None:
+        if self._problem is None:
+            try:
+                action()
+            except Exception as error:
+                self._problem = error
+
+    def finish(self) -> None:
+        """Raises the problem that was kept."""
+        if self._problem is not None:
+            raise self._problem
+
+
+_groups: dict[tuple[int, ...], tuple[ProcessGroup, ProcessGroup]] = {}
+"""Ranks, some of all -> (the default group at that time, a group of these ranks for an accelerator)."""
+
+
+def _group_of(ranks: Ranks, device: torch.device) -> ProcessGroup | None:
+    """Returns the group of ``ranks`` for tensors on ``device``; collective at the first call."""
+    if device.type == "cpu":
+        return ranks.group
+    world = dist.group.WORLD
+    assert world is not None
+    if ranks.size == world.size():
+        return world
+    known = _groups.get(ranks.ranks)
+    if known is None or known[0] is not world:
+        group = dist.new_group(list(ranks.ranks), use_local_synchronization=True)
+        known = _groups[ranks.ranks] = world, group
+    return known[1]
