@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
 from typing import Literal, NamedTuple
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from parallel3d._torch.dtensor import get_local_tensor
 from parallel3d._torch.groups import all_gather_single
@@ -160,13 +161,13 @@ class HFTensors:
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         ranks = ranks_of(self._model, "hf_tensors")
         held = ranks.on_each(self._hold)
-        versions = self._versions()
+        changes = _Changes(self._export.tensors)
         batches = deque(self._batches())
         values: deque[tuple[str, Tensor]] = deque()
         try:
             while batches:
                 batch = ranks.on_each(
-                    partial(self._prepare, batches[0], ranks, held, versions),
+                    partial(self._prepare, batches[0], ranks, held, changes),
                 )
                 batch.exchange()
                 ranks.all(batch.finish)
@@ -188,6 +189,8 @@ class HFTensors:
                 "hf_tensors: another rank failed, or left the loop before the last tensor was sent "
                 f"({without_gloo(str(error))}); all ranks must iterate to the end"
             ) from error
+        finally:
+            changes.end()
 
     def _hold(self) -> Held:
         bring_to_rest(self._model, "hf_tensors", meta_ok=True)
@@ -213,11 +216,6 @@ class HFTensors:
             for entry in entries_of(self._model)
         }
 
-    def _versions(self) -> dict[str, int]:
-        """Returns how often each tensor has been written to."""
-        locals_ = {name: _local(tensor) for name, tensor in self._export.tensors.items()}
-        return {name: t._version for name, t in locals_.items() if not t.is_inference()}
-
     def _batches(self) -> Iterator[list[OutTensor]]:
         """Yields tensors that are sent together: of one device, half of the buffer or one tensor."""
         batch: list[OutTensor] = []
@@ -236,19 +234,51 @@ class HFTensors:
         return _local(tensor).device
 
     def _prepare(
-        self, outputs: list[OutTensor], ranks: Ranks, held: Held, versions: dict[str, int]
+        self, outputs: list[OutTensor], ranks: Ranks, held: Held, changes: _Changes
     ) -> _Batch:
         """Called on every rank before the batch is sent: after it nothing is allocated."""
-        now = self._versions()
-        written = [name for name in now if now[name] != versions[name]]
-        if written:
-            raise CheckpointError(
-                f"hf_tensors: {written[0]!r} was changed before the last tensor was sent; iterate to the end "
-                "before the next optimizer step"
-            )
+        changes.check()
         return _Batch(
             self._export, outputs, held, ranks, self._receiver, self._device(outputs[0]), self._half
         )
+
+
+class _Changes:
+    """Notices that weights are written to: by an optimizer, or by an operation on one of them."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        self._names = {id(tensor): name for name, tensor in tensors.items()}
+        self._versions = self._count()
+        self._stepped: str | None = None
+        # Fused and foreach optimizers write to the shards of DTensors without a new version.
+        self._hook = register_optimizer_step_post_hook(self._after_step)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        for param in params:
+            self._stepped = self._stepped or self._names.get(id(param))
+
+    def _count(self) -> dict[str, int]:
+        """Returns how often each tensor has been written to."""
+        return {
+            name: tensor._version + _local(tensor)._version
+            for name, tensor in self._tensors.items()
+            if not tensor.is_inference() and not _local(tensor).is_inference()
+        }
+
+    def check(self) -> None:
+        """Raises if a tensor was changed."""
+        now = self._count()
+        changed = self._stepped or next((n for n in now if now[n] != self._versions[n]), None)
+        if changed is not None:
+            raise CheckpointError(
+                f"hf_tensors: {changed!r} was changed before the last tensor was sent; iterate to the end "
+                "before the next optimizer step"
+            )
+
+    def end(self) -> None:
+        self._hook.remove()
 
 
 def _local(tensor: Tensor) -> Tensor:
