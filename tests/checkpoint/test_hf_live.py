@@ -1,7 +1,10 @@
 """hf_tensors and hf_shards: what save_hf writes, bit for bit, without files."""
 
+import ctypes
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,15 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from parallel3d import CheckpointError, MeshLayout, StateError, build_mesh, parallelize
+from parallel3d import (
+    CheckpointError,
+    MeshLayout,
+    StateError,
+    WrongTypeError,
+    build_mesh,
+    materialize,
+    parallelize,
+)
 from parallel3d._layout.packed import PackedDTensor
 from parallel3d.checkpoint import hf_shards, hf_tensors
 from parallel3d.fsdp import full_params, fully_shard
@@ -119,7 +130,7 @@ def refused() -> None:
     model, rank = small(), dist.get_rank()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True)
     bad = [
-        ({"to": 2}, "to is 2; give 'all' or a rank.*0 to 1"),
+        ({"to": 2}, "to is 2; give 'all', or.* ranks? 0"),
         ({"to": True}, "to is True"),
         ({"to": "first"}, "to is 'first'"),
         ({"to": rank}, "to differs: 0 on rank 0, 1 on rank 1"),
@@ -131,6 +142,9 @@ def refused() -> None:
     ]
     for options, says in bad:
         same_error_everywhere(says, lambda options=options: hf_tensors(model, **options))
+    for function in (hf_tensors, hf_shards):
+        with pytest.raises(WrongTypeError, match="model is str"):
+            function("gpt2")
     with pytest.raises(CheckpointError, match="dtype is"):
         hf_shards(model, dtype=torch.int8)
     with full_params(model, writeback=False):
@@ -205,3 +219,50 @@ def adapters(folder: str) -> None:
 @pytest.mark.slow
 def test_adapters_are_tensors_of_their_own(gloo_pool: GlooPool, tmp_path: Path) -> None:
     gloo_pool.run(adapters, str(tmp_path), world_size=2)
+
+
+# -- memory --------------------------------------------------------------------------------------------
+
+
+def growths(buffer_mib: float) -> dict[str, float]:
+    """MiB by which this rank's memory grows."""
+    import checkpoint_memory as script
+
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(8)], nn.Linear(1024, 8192))
+    parallelize(model, build_mesh(MeshLayout(1, 4, 1), device_type="cpu"))
+    materialize(model, device="cpu")
+    small = parallelize(nn.Linear(64, 64), build_mesh(MeshLayout(1, 4, 1), device_type="cpu"))
+
+    def all_of(model: nn.Module, to: object) -> None:
+        for name, values in hf_tensors(model, to=to, buffer_mib=buffer_mib):
+            del name, values
+
+    found = {}
+    with freed_memory_given_back():
+        for to in ("all", 0):
+            all_of(small, to)  # what is made once
+            found[str(to)] = script.growth(partial(all_of, model, to)) / 2**20
+    return found
+
+
+@contextmanager
+def freed_memory_given_back() -> Iterator[None]:
+    """malloc returns blocks of 64 KiB at once; else what it keeps depends on what the process did before."""
+    mmap_threshold, largest = -3, 32 << 20
+    malloc = ctypes.CDLL(None).mallopt
+    assert malloc(mmap_threshold, 64 << 10)
+    yield
+    malloc(mmap_threshold, largest)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("buffer_mib", [4, 16, 128])
+def test_memory(gloo_pool: GlooPool, monkeypatch: pytest.MonkeyPatch, buffer_mib: float) -> None:
+    """64 MiB, whose largest tensor has 32."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    limit, noise = max(buffer_mib, 32 + buffer_mib / 2), 6
+    for rank, found in enumerate(gloo_pool.run(growths, buffer_mib, world_size=4)):
+        assert 30 < found["all"] < limit + noise, found
+        least, most = (30, limit) if rank == 0 else (-1, buffer_mib / 2 / 9)
+        assert least < found["0"] < most + noise, found

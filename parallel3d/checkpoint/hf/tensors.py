@@ -31,7 +31,8 @@ from parallel3d.checkpoint.hf.layout import Patch
 from parallel3d.checkpoint.model_state import bring_to_rest
 from parallel3d.checkpoint.pieces import Boxed
 from parallel3d.checkpoint.ranks import Ranks, check_same, ranks_of
-from parallel3d.errors import CheckpointError, Parallel3dError
+from parallel3d.errors import CheckpointError, Parallel3dError, WrongTypeError
+from parallel3d.mesh.agreement import name_ranks
 
 _ALIGNED = 16  # bytes; of the largest dtype
 _MIN_SLOT = 4 << 10  # bytes that a rank sends at once, at least
@@ -77,11 +78,13 @@ def hf_tensors(
         names: for models that are not transformers': as in ``save_hf``.
 
     Raises:
+        WrongTypeError: if ``model`` is not a module.
         CheckpointError: on every rank, if an argument is invalid or differs between ranks, if the model is on
             meta, or, in the loop, if it is changed before the last tensor has been sent. Where a rank leaves
             the loop before that, the others get one at their next turn; if all leave it at the same tensor,
             none does.
     """
+    _check_module(model, "hf_tensors")
     ranks = ranks_of(model, "hf_tensors")
 
     def check() -> dict[str, object]:
@@ -91,8 +94,8 @@ def hf_tensors(
         number = isinstance(to, int) and not isinstance(to, bool)
         if not (isinstance(to, str) and to == "all") and not (number and to in ranks.ranks):
             raise CheckpointError(
-                f"hf_tensors: to is {to!r}; give 'all' or a rank that holds a part of the model: "
-                f"{ranks.ranks[0]} to {ranks.ranks[-1]}"
+                f"hf_tensors: to is {to!r}; give 'all', or the number of a rank that holds a part of the "
+                f"model: {name_ranks(ranks.ranks)}"
             )
         bring_to_rest(model, "hf_tensors", meta_ok=True)
         return {"dtype": dtype, "to": to, "buffer_mib": buffer_mib}
@@ -119,9 +122,11 @@ def hf_shards(
         model, dtype, names: as in ``hf_tensors``.
 
     Raises:
+        WrongTypeError: if ``model`` is not a module.
         CheckpointError: if ``dtype`` is not a floating-point one, or the model is on meta.
         StateError: if the model is not at rest.
     """
+    _check_module(model, "hf_shards")
     check_dtype(dtype, "hf_shards")
     bring_to_rest(model, "hf_shards", meta_ok=True)
     tensors, outputs = outputs_of(model, names, dtype, "hf_shards")
@@ -132,6 +137,11 @@ def hf_shards(
         for patch in held.parts(output)
         for part, box in _boxes_in(patch)
     )
+
+
+def _check_module(model: object, call: str) -> None:
+    if not isinstance(model, nn.Module):
+        raise WrongTypeError(f"{call}: model is {type(model).__name__}; give an nn.Module")
 
 
 def _boxes_in(patch: Patch) -> Iterator[tuple[Patch, Boxed]]:
@@ -163,11 +173,14 @@ class HFTensors:
         held = ranks.on_each(self._hold)
         changes = _Changes(self._export.tensors)
         batches = deque(self._batches())
+        memories: dict[
+            torch.device, Tensor | None
+        ] = {}  # for messages, by device; used by all batches
         values: deque[tuple[str, Tensor]] = deque()
         try:
             while batches:
                 batch = ranks.on_each(
-                    partial(self._prepare, batches[0], ranks, held, changes),
+                    partial(self._prepare, batches[0], ranks, held, changes, memories),
                 )
                 batch.exchange()
                 ranks.all(batch.finish)
@@ -234,12 +247,18 @@ class HFTensors:
         return _local(tensor).device
 
     def _prepare(
-        self, outputs: list[OutTensor], ranks: Ranks, held: Held, changes: _Changes
+        self,
+        outputs: list[OutTensor],
+        ranks: Ranks,
+        held: Held,
+        changes: _Changes,
+        memories: dict[torch.device, Tensor | None],
     ) -> _Batch:
         """Called on every rank before the batch is sent: after it nothing is allocated."""
         changes.check()
+        device = self._device(outputs[0])
         return _Batch(
-            self._export, outputs, held, ranks, self._receiver, self._device(outputs[0]), self._half
+            self._export, outputs, held, ranks, self._receiver, device, memories, self._half
         )
 
 
@@ -305,7 +324,8 @@ class _Batch:
         ranks: Ranks,
         receiver: int | None,
         device: torch.device,
-        memory: int,
+        memories: dict[torch.device, Tensor | None],
+        half: int,
     ) -> None:
         self._held = held
         self._ranks = ranks
@@ -315,14 +335,20 @@ class _Batch:
         self._problem: Exception | None = None
         self._here: list[tuple[int, Patch]] = []  # copied without a message
         self._rounds: list[list[list[_Message]]] = []  # by round and sender
-        # A receiver has a slot of each rank and its own.
-        slot = max(_MIN_SLOT, memory // (ranks.size + 1) // _ALIGNED * _ALIGNED)
+        # A receiver has a slot of each rank and its own; gloo, on a CPU, gathers into a copy of them.
+        slots = ranks.size * (2 if device.type == "cpu" else 1) + 1
+        slot = max(_MIN_SLOT, half // slots // _ALIGNED * _ALIGNED)
         used = self._schedule(export, slot)
         empty = partial(torch.empty, device=device)
         self._group = _group_of(ranks, device) if self._rounds else None
-        self._slot = empty(used, dtype=torch.uint8)
-        received = ranks.size if self._receives and self._rounds else 0
-        self._slots = empty((received, used), dtype=torch.uint8)
+        received = ranks.size if self._receives else 0
+        size = (received + 1) * used
+        memory = memories.get(device)
+        if memory is None or memory.numel() < size:
+            memory = memories[device] = None  # freed before there is more
+            memory = memories[device] = empty(size, dtype=torch.uint8)
+        self._slot = memory[:used]
+        self._slots = memory[used:size].view(received, used)
         self.values = [
             empty(out.layout.shape, dtype=out.dtype) for out in outputs if self._receives
         ]
