@@ -1,4 +1,4 @@
-"""``checkpoint.hf_tensors`` beside torch's ``full_tensor()`` of each parameter in turn: GB/s of whole tensors.
+"""``checkpoint.hf_tensors`` beside torch's ``full_tensor()`` of each parameter in turn: GB/s.
 
     python benchmarks/hf_tensors.py [--quick] [--json PATH]
 

@@ -36,6 +36,9 @@ from parallel3d.mesh.agreement import name_ranks
 
 _ALIGNED = 16  # bytes; of the largest dtype
 _MIN_SLOT = 4 << 10  # bytes that a rank sends at once, at least
+_MAX_CPU_SLOT = (
+    4 << 20
+)  # and at most on a CPU, where more takes twice as long: pages and caches (measured)
 
 
 class TensorMeta(NamedTuple):
@@ -336,8 +339,10 @@ class _Batch:
         self._here: list[tuple[int, Patch]] = []  # copied without a message
         self._rounds: list[list[list[_Message]]] = []  # by round and sender
         # A receiver has a slot of each rank and its own; gloo, on a CPU, gathers into a copy of them.
-        slots = ranks.size * (2 if device.type == "cpu" else 1) + 1
-        slot = max(_MIN_SLOT, half // slots // _ALIGNED * _ALIGNED)
+        on_cpu = device.type == "cpu"
+        slots = ranks.size * (2 if on_cpu else 1) + 1
+        most = min(half // slots, _MAX_CPU_SLOT) if on_cpu else half // slots
+        slot = max(_MIN_SLOT, most // _ALIGNED * _ALIGNED)
         used = self._schedule(export, slot)
         empty = partial(torch.empty, device=device)
         self._group = _group_of(ranks, device) if self._rounds else None
