@@ -4,16 +4,18 @@ import ctypes
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from _support.checkpoint.hf_cases import CONFIGS, Sizes, plain, same_error_everywhere
-from _support.checkpoint.live_cases import check_live, compared
+from _support.checkpoint.live_cases import check_live, compared, same
 from _support.packed_models import even_lm, packed_plan, uneven_lm
 from torch import distributed as dist
 from torch import nn
+from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from parallel3d import (
@@ -22,6 +24,7 @@ from parallel3d import (
     StateError,
     WrongTypeError,
     build_mesh,
+    guards,
     materialize,
     parallelize,
 )
@@ -118,9 +121,28 @@ def test_leaving_early(gloo_pool: GlooPool, to: object, how: str) -> None:
         assert other == ""
     else:
         assert other.startswith(
-            "CheckpointError: hf_tensors: another rank failed, or left the loop"
+            "PeerFailureError: hf_tensors: another rank failed, or left the loop"
         )
         assert "iterate to the end" in other
+
+
+def fails_under_watch() -> str:
+    model = small()
+
+    def loop() -> None:
+        with guards.watch(grace=timedelta(seconds=1)):
+            for number, _ in enumerate(hf_tensors(model, buffer_mib=TINY)):
+                if number == 1 and dist.get_rank() == 1:
+                    raise LookupError("the engine is gone")
+
+    return outcome(loop)
+
+
+@pytest.mark.slow
+def test_the_watch_names_who_failed(gloo_pool: GlooPool) -> None:
+    waits, fails = gloo_pool.run(fails_under_watch, world_size=2)
+    assert fails.startswith("LookupError")
+    assert waits.startswith("PeerFailureError") and "rank 1 failed first" in waits
 
 
 # -- what is refused -----------------------------------------------------------------------------------
@@ -200,10 +222,20 @@ def elsewhere(folder: str) -> None:
     mesh = build_mesh(MeshLayout(2, 2, 1), device_type="cpu")
     fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
     compared(model, f"{folder}/offloaded", torch.float16)
+    part = DeviceMesh("cpu", [1, 3], mesh_dim_names=("shard",))
+    if part.get_coordinate() is not None:
+        model = fully_shard(plain("llama"), mesh=part)
+        found = dict(hf_tensors(model, to=3, buffer_mib=0.1))
+        if dist.get_rank() == 3:
+            same(found, dict(plain("llama").named_parameters()))
+        else:
+            assert not found
+        with pytest.raises(CheckpointError, match=r"to is 0; give.*ranks 1, 3"):
+            hf_tensors(model, to=0)
 
 
 @pytest.mark.slow
-def test_packed_offloaded_frozen(gloo_pool: GlooPool, tmp_path: Path) -> None:
+def test_packed_offloaded_frozen_part_of_the_world(gloo_pool: GlooPool, tmp_path: Path) -> None:
     gloo_pool.run(elsewhere, str(tmp_path), world_size=4)
 
 

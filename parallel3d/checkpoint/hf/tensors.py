@@ -31,7 +31,13 @@ from parallel3d.checkpoint.hf.layout import Patch
 from parallel3d.checkpoint.model_state import bring_to_rest
 from parallel3d.checkpoint.pieces import Boxed
 from parallel3d.checkpoint.ranks import Ranks, check_same, ranks_of
-from parallel3d.errors import CheckpointError, Parallel3dError, WrongTypeError
+from parallel3d.errors import (
+    CheckpointError,
+    Parallel3dError,
+    PeerFailureError,
+    WrongTypeError,
+)
+from parallel3d.guards.session import current_session, is_of_communication
 from parallel3d.mesh.agreement import name_ranks
 
 _ALIGNED = 16  # bytes; of the largest dtype
@@ -39,6 +45,10 @@ _MIN_SLOT = 4 << 10  # bytes that a rank sends at once, at least
 _MAX_CPU_SLOT = (
     4 << 20
 )  # and at most on a CPU, where more takes twice as long: pages and caches (measured)
+
+
+Memories = dict[torch.device, Tensor | None]
+"""Memory for messages, by device; all batches use the same."""
 
 
 class TensorMeta(NamedTuple):
@@ -83,9 +93,9 @@ def hf_tensors(
     Raises:
         WrongTypeError: if ``model`` is not a module.
         CheckpointError: on every rank, if an argument is invalid or differs between ranks, if the model is on
-            meta, or, in the loop, if it is changed before the last tensor has been sent. Where a rank leaves
-            the loop before that, the others get one at their next turn; if all leave it at the same tensor,
-            none does.
+            meta, or, in the loop, if it is changed before the last tensor has been sent.
+        PeerFailureError: in the loop, if another rank failed, or left its loop, before the last tensor was
+            sent. Where all leave at the same tensor, none is raised.
     """
     _check_module(model, "hf_tensors")
     ranks = ranks_of(model, "hf_tensors")
@@ -176,9 +186,7 @@ class HFTensors:
         held = ranks.on_each(self._hold)
         changes = _Changes(self._export.tensors)
         batches = deque(self._batches())
-        memories: dict[
-            torch.device, Tensor | None
-        ] = {}  # for messages, by device; used by all batches
+        memories: Memories = {}
         values: deque[tuple[str, Tensor]] = deque()
         try:
             while batches:
@@ -193,15 +201,14 @@ class HFTensors:
                 del batch  # each tensor lives as long as the caller keeps it
                 while values:
                     yield values.popleft()
-        except GeneratorExit:
+        except Parallel3dError:  # on all ranks
+            raise
+        except BaseException as error:
             if batches:
                 ranks.give_up()  # wakes those that wait for this rank
-            raise
-        except Parallel3dError:
-            raise
-        except RuntimeError as error:  # of a collective
-            ranks.give_up()
-            raise CheckpointError(
+            if not is_of_communication(error) or current_session() is not None:
+                raise  # the caller left the loop, or guards.watch will say which rank failed first
+            raise PeerFailureError(
                 "hf_tensors: another rank failed, or left the loop before the last tensor was sent "
                 f"({without_gloo(str(error))}); all ranks must iterate to the end"
             ) from error
@@ -235,12 +242,14 @@ class HFTensors:
     def _batches(self) -> Iterator[list[OutTensor]]:
         """Yields tensors that are sent together: of one device, half of the buffer or one tensor."""
         batch: list[OutTensor] = []
+        size = 0
         for output in self._export.outputs:
-            size = sum(each.nbytes for each in batch) + output.nbytes
-            if batch and (size > self._half or self._device(output) != self._device(batch[0])):
+            other = batch and self._device(output) != self._device(batch[0])
+            if batch and (other or size + output.nbytes > self._half):
                 yield batch
-                batch = []
+                batch, size = [], 0
             batch.append(output)
+            size += output.nbytes
         yield batch
 
     def _device(self, output: OutTensor) -> torch.device:
@@ -255,7 +264,7 @@ class HFTensors:
         ranks: Ranks,
         held: Held,
         changes: _Changes,
-        memories: dict[torch.device, Tensor | None],
+        memories: Memories,
     ) -> _Batch:
         """Called on every rank before the batch is sent: after it nothing is allocated."""
         changes.check()
@@ -327,7 +336,7 @@ class _Batch:
         ranks: Ranks,
         receiver: int | None,
         device: torch.device,
-        memories: dict[torch.device, Tensor | None],
+        memories: Memories,
         half: int,
     ) -> None:
         self._held = held
