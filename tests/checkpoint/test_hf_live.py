@@ -30,6 +30,8 @@ from parallel3d import (
 )
 from parallel3d._layout.packed import PackedDTensor
 from parallel3d.checkpoint import hf_shards, hf_tensors
+from parallel3d.checkpoint.hf import export
+from parallel3d.checkpoint.hf.layout import permuted, reshaped, whole_of
 from parallel3d.fsdp import full_params, fully_shard
 from parallel3d.testing import GlooPool
 
@@ -74,6 +76,29 @@ def test_one_process() -> None:
         assert values.data_ptr() == model.state_dict()[name].data_ptr()
 
 
+class Interleaved(nn.Module):
+    """Its halves lie in every other row of the file's tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 3))
+
+
+def test_rows_that_are_not_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is a box of its own."""
+    model = Interleaved()
+    rows = whole_of("weight", (8, 3))
+    halves = reshaped(permuted(reshaped(rows, (2, 4, 3)), (1, 0, 2)), (8, 3))
+    monkeypatch.setattr(
+        export, "whole_of", lambda name, shape: halves if name == "weight" else pytest.fail(name)
+    )
+    want = model.weight.view(2, 4, 3).permute(1, 0, 2).reshape(8, 3)
+    found = torch.zeros(8, 3)
+    boxes = [box for _, box, values in hf_shards(model) if found[box.slices].copy_(values).numel()]
+    assert torch.equal(found, want) and sum(box.sizes[0] for box in boxes) == 8
+    assert torch.equal(dict(hf_tensors(model))["weight"], want)
+
+
 # -- leaving the loop ----------------------------------------------------------------------------------
 
 
@@ -110,8 +135,14 @@ def full_params_of(model: nn.Module) -> dict[str, torch.Tensor]:
         return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("to", ["all", 0])
-@pytest.mark.parametrize("how", ["break", "raise", "all break"])
+ENDINGS = [("all", "raise"), (0, "break"), ("all", "all break")]
+OTHER_ENDINGS = [("all", "break"), (0, "raise"), (0, "all break")]
+
+
+@pytest.mark.parametrize(
+    ("to", "how"),
+    [*ENDINGS, *(pytest.param(*ending, marks=pytest.mark.slow) for ending in OTHER_ENDINGS)],
+)
 def test_leaving_early(gloo_pool: GlooPool, to: object, how: str) -> None:
     found = [first for first, _ in gloo_pool.run(leaves, to, how, world_size=2)]
     who = 1 if to == "all" else 0

@@ -19,6 +19,7 @@ def stored(folder: str | Path) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for path in Path(folder).glob("*.safetensors"):
         with safe_open(path, "pt") as opened:
+            assert not found.keys() & set(opened.keys())
             found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     return found
 
