@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from parallel3d.checkpoint.format.storage import Writer as Writer
     from parallel3d.checkpoint.hf.load import load_hf as load_hf
     from parallel3d.checkpoint.hf.save import save_hf as save_hf
+    from parallel3d.checkpoint.hf.tensors import hf_shards as hf_shards
+    from parallel3d.checkpoint.hf.tensors import hf_tensors as hf_tensors
     from parallel3d.checkpoint.loading import Info as Info
     from parallel3d.checkpoint.loading import latest as latest
     from parallel3d.checkpoint.loading import load as load
