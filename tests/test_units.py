@@ -1,6 +1,7 @@
 """Which modules parallelize makes units of."""
 
 import copy
+import functools
 import warnings
 
 import pytest
@@ -36,6 +37,16 @@ class ReadsWeights(nn.Module):
 def test_modules_whose_weight_is_read_directly_stay_with_the_root() -> None:
     found = find_units(ReadsWeights())
     assert [name for name, _ in found.embeddings] == ["tokens"]
+    assert [name for name, _ in found.final_norm_and_head] == ["norm"]
+
+
+def test_decorated_forwards_are_read_too() -> None:
+    class Decorated(ReadsWeights):
+        @functools.wraps(ReadsWeights.forward)
+        def forward(self, *args: Tensor) -> Tensor:
+            return super().forward(*args)
+
+    found = find_units(Decorated())
     assert [name for name, _ in found.final_norm_and_head] == ["norm"]
 
 

@@ -263,10 +263,10 @@ def _batch(case: Case, step: int, data_rank: int) -> Batch:
     return case.batch(torch.Generator().manual_seed(100 * step + data_rank))
 
 
-def _train(case: Case, model: nn.Module, data_ranks: Iterable[int], layout: MeshLayout) -> Run:
-    """Steps on the mean loss of these data ranks' batches. Losses are means over all data ranks."""
+def _train(case: Case, model: nn.Module, data_ranks: Iterable[int]) -> Run:
+    """Steps on the mean loss of these data ranks' batches."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    losses = torch.zeros(STEPS, dtype=torch.float64)
+    losses = [0.0] * STEPS
     ranks = list(data_ranks)
     with _InFloat64():
         for step in range(STEPS):
@@ -274,15 +274,35 @@ def _train(case: Case, model: nn.Module, data_ranks: Iterable[int], layout: Mesh
                 args, kwargs = _batch(case, step, data_rank)
                 loss = case.loss(model(*args, **kwargs)) / len(ranks)
                 loss.backward()
-                losses[step] += loss.detach()
+                losses[step] += loss.item()
             optimizer.step()
             optimizer.zero_grad()
-    dist.all_reduce(losses)
     weights = {
         n: p.full_tensor().detach() if isinstance(p, DTensor) else p.detach()
         for n, p in model.named_parameters()
     }
-    return Run((losses / layout.world_size).tolist(), weights)
+    return Run(losses, weights)
+
+
+def _train_on_all(case: Case, model: nn.Module, layout: MeshLayout) -> Run:
+    """Each rank steps on its own batch. Losses are means over all data ranks."""
+    run = _train(case, model, [layout.data_rank(dist.get_rank())])
+    losses = torch.tensor(run.losses, dtype=torch.float64)
+    dist.all_reduce(losses)
+    return Run((losses / layout.world_size).tolist(), run.weights)
+
+
+def _train_alone(case: Case, data_size: int) -> Run:
+    """Rank 0 trains the plain model on all batches and gives the others the result."""
+    found: list[Any] = [None]
+    if dist.get_rank() == 0:
+        plain = _built(case)
+        before = {n: p.detach().clone() for n, p in plain.named_parameters()}
+        found[0] = run = _train(case, plain, range(data_size))
+        still = [n for n, p in run.weights.items() if torch.equal(p, before[n])]
+        assert len(still) < len(before) / 4, still  # it has trained
+    dist.broadcast_object_list(found)
+    return found[0]
 
 
 def shard_by_torch(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -298,26 +318,22 @@ def shard_by_torch(model: nn.Module, mesh: DeviceMesh) -> None:
 def train(
     name: str, mesh: tuple[int, int, int], tp_plan: Any = None, with_example: bool = False
 ) -> Result:
-    """Trains the model on ours, on torch's FSDP2 where the mesh has no tp, and in each process alone."""
+    """Trains the model on ours, on torch's FSDP2 where the mesh has no tp, and in one process alone."""
     case, layout = CASES[name](), MeshLayout(*mesh)
-    mine = [layout.data_rank(dist.get_rank())]
     device_mesh = build_mesh(layout, device_type="cpu")
-    plain, ours, peer = (_built(case) for _ in range(3))
-    before = {n: p.detach().clone() for n, p in plain.named_parameters()}
-    want = _train(case, plain, range(layout.data_size), layout)
-    still = [n for n, p in want.weights.items() if torch.equal(p, before[n])]
-    assert len(still) < len(before) / 4, still  # it has trained
+    want = _train_alone(case, layout.data_size)
     example = _batch(case, 0, 0) if with_example else None
-    parallelize(ours, device_mesh, tp_plan, example=example)
-    measured = difference(_train(case, ours, mine, layout), want)
+    model = parallelize(_built(case), device_mesh, tp_plan, example=example)
+    ours = difference(_train_on_all(case, model, layout), want)
     if layout.tp > 1:
-        return Result(measured, None)
+        return Result(ours, None)
+    peer = _built(case)
     try:
         shard_by_torch(peer, device_mesh["replicate", "shard"])
     except ValueError as error:
         assert "scalar" in str(error), error  # CLIP's temperature
-        return Result(measured, None)
-    return Result(measured, difference(_train(case, peer, mine, layout), want))
+        return Result(ours, None)
+    return Result(ours, difference(_train_on_all(case, peer, layout), want))
 
 
 def _row(
