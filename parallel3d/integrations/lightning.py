@@ -139,7 +139,7 @@ class Strategy(ModelParallelStrategy):
                 output_dtype=torch.float32,
             )
             plugin = Precision()  # in place of autocast
-            plugin.precision = "bf16-mixed"  # type: ignore[assignment]
+            plugin.precision = "bf16-mixed"
         elif type(plugin) not in (Precision, HalfPrecision):
             raise Parallel3dError(
                 f"precision is {plugin.precision!r} ({type(plugin).__name__}), which this strategy does not "
@@ -150,7 +150,7 @@ class Strategy(ModelParallelStrategy):
         def clip_grad_by_norm(optimizer: Optimizer, clip_val: float) -> None:
             clip_grad_norm_(list(plugin.main_params(optimizer)), clip_val)
 
-        plugin.clip_grad_by_norm = clip_grad_by_norm
+        plugin.clip_grad_by_norm = clip_grad_by_norm  # type: ignore[method-assign]
 
     # -- processes and the model -------------------------------------------------------------------------
 
@@ -163,6 +163,7 @@ class Strategy(ModelParallelStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         assert self.model is not None and self.accelerator is not None
+        assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self._parallelize(self.lightning_module)
@@ -288,6 +289,7 @@ class Strategy(ModelParallelStrategy):
                 "a hook put values into checkpoint['state_dict'], but weights are written from the module; "
                 "put the values into another entry of the checkpoint"
             )
+        assert self.lightning_module is not None
         with_optimizers = checkpoint.pop("optimizer_states", None) is not None
         rest = io.BytesIO()
         torch.save(checkpoint, rest)

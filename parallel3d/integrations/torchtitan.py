@@ -126,7 +126,7 @@ def _first(layouts: dict[str, SpmdLayout] | None) -> str:
 
 
 def _word(layout: SpmdLayout | None) -> str:
-    """``"whole"``, ``"partial"``, or ``"0"``, ``"1"``, ``"-1"``: split along this dim; ``""``: not declared."""
+    """``"whole"``, ``"partial"``, or ``"0"``, ``"1"``, ``"-1"``: split along this dim; ``""``: none given."""
     if layout is None:
         return ""
     types = layout.per_axis_spmd_types()
@@ -210,8 +210,8 @@ def _group(module: Any, around: Any) -> int:
 
 @dataclass(frozen=True)
 class VocabParallelEmbedding(VocabParallel):
-    """:class:`VocabParallel` in place of the forward of torchtitan's embedding, which is that of ``nn.Embedding``
-    unless torchtitan itself has split it."""
+    """:class:`VocabParallel` in place of the forward of torchtitan's embedding, which computes what
+    ``nn.Embedding`` does unless torchtitan itself has split it."""
 
     def plan(self, module: Any, tp: int) -> dict[str, ParamRule]:
         if type(module).forward is not Embedding.forward or module.tp_group is not None:

@@ -72,7 +72,7 @@ def qwen_config(sequence: bool, tied: bool = False, ep: bool = False) -> Any:
     layers = qwen3._build_qwen3_moe_layers(
         **HEADS,
         head_dim=8,
-        moe_hidden_dim=20,
+        moe_hidden_dim=24,
         num_experts=4,
         top_k=2,
         attn_backend="flex",
