@@ -31,9 +31,18 @@ from parallel3d.tp.styles.base import ParamRule, fit_rules, refuse_lookup_option
 try:
     import spmd_types as spmd
     from torchtitan.distributed.parallel_dims import MeshAxisName, SpmdLayout
-    from torchtitan.models.common.attention import FusedQKVLinear, QKVLinear
+    from torchtitan.models.common.attention import (
+        FlexAttention,
+        FusedQKVLinear,
+        GQAttention,
+        QKVLinear,
+        ScaledDotProductAttention,
+        VarlenAttention,
+    )
     from torchtitan.models.common.embedding import Embedding
-    from torchtitan.models.common.moe import GroupedExperts, MoE
+    from torchtitan.models.common.feed_forward import FeedForward
+    from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts
+    from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE
     from torchtitan.protocols.module import Module
 except ImportError as error:
     raise ImportError(
@@ -41,6 +50,17 @@ except ImportError as error:
     ) from error
 
 _TP = MeshAxisName.TP
+_WITHOUT_PARAMETERS = {
+    ComplexRoPE,
+    CosSinRoPE,
+    FeedForward,
+    FlexAttention,
+    GQAttention,
+    RoutedExperts,
+    ScaledDotProductAttention,
+    VarlenAttention,
+}
+"""What may lie between the modules with rules: code that is right on whole inputs and on parts of heads."""
 
 
 def plan(model: nn.Module) -> dict[str, str | Style]:
@@ -163,6 +183,8 @@ def _rule(name: str, modules: dict[str, nn.Module], sharding: _Sharding) -> dict
             "": VocabParallelEmbedding(output="sequence" if sharding.output == "1" else "replicate")
         }
     elif isinstance(module, nn.Linear) and own["weight"] == "0" and sharding.given != "1":
+        if sharding.boundary not in ("whole", "1"):
+            raise PlanError("no module around it says how its input is split")
         # The loss of torchtitan takes split logits; here loss_parallel= of parallelize says so.
         whole = sharding.output == "whole" or module is getattr(modules[""], "lm_head", None)
         return {
@@ -187,8 +209,11 @@ def _rule(name: str, modules: dict[str, nn.Module], sharding: _Sharding) -> dict
             return {"": SequenceParallel(output="replicate" if whole else "sequence")}
         if sharding.given == "2":  # on the heads of this rank
             return {"": Replicated("partial")}
-    elif not own and (sharding.given, sharding.wanted) == ("1", "whole"):
-        return {"": PrepareInput("sequence")}  # once for all linears inside
+    elif type(module) in _WITHOUT_PARAMETERS:
+        gathers = (sharding.given, sharding.wanted) == ("1", "whole")
+        return {"": PrepareInput("sequence")} if gathers else {}  # once for all linears inside
+    elif not own:
+        raise PlanError("a module of this class is not known")
     if is_split:
         raise PlanError(f"its parameters are split along {own}")
     if own and sharding.boundary != "whole":

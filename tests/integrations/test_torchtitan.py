@@ -103,6 +103,7 @@ def _variants() -> None:
         plain = lib.Training(lib.build("qwen3_moe", tied=True), 0, 1)
         model = parallel(lib, "qwen3_moe", sizes, tied=True)
         assert model.tok_embeddings.weight is model.lm_head.weight
+        assert all(isinstance(layer, p3d.fsdp.FSDPModule) for layer in model.layers.values())
         ours = lib.Training(model, rank, size)
         alone = SimpleNamespace(get_optional_mesh=lambda name: None, ep_enabled=False, tp=1)
         dims = ParallelDims(1, 2, 1, 2, 1, 1, 4, spmd_backend="partial_dtensor")
@@ -163,6 +164,8 @@ def test_an_example_proves_the_plan(family: str, sequence: bool) -> None:
 
 def test_what_has_no_translation() -> None:
     from _support.integrations import titan_programs as lib
+    from torchtitan.models import deepseek_v3
+    from torchtitan.models.deepseek_v3.sharding import set_deepseek_v3_sharding_config
     from torchtitan.models.llama3.sharding import set_llama3_sharding_config
 
     plan = p3d.integrations.torchtitan.plan
@@ -173,6 +176,15 @@ def test_what_has_no_translation() -> None:
                 plan(what)
         with pytest.raises(p3d.PlanError, match=r"moe.* can't be translated: .*ep.* without tp"):
             plan(lib.qwen_config(True, ep=True).build())
+        # Keys that all heads share go around its split projections: their gradients would be parts.
+        config = deepseek_v3.deepseekv3_configs["debugmodel"]("flex", "standard")
+        for sequence in (False, True):
+            set_deepseek_v3_sharding_config(config, enable_sp=sequence, enable_ep=False)
+            with (
+                torch.device("meta"),
+                pytest.raises(p3d.PlanError, match=r"attention .*is not known"),
+            ):
+                plan(config.build())
         config = lib.llama_config(True)
         config.layers[1].attention.wo.sharding_config.state_shardings["weight"] = config.layers[
             1
