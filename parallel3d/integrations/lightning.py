@@ -294,7 +294,7 @@ class Strategy(ModelParallelStrategy):
         rest = io.BytesIO()
         torch.save(checkpoint, rest)
         checkpoints.save(
-            Path(self.broadcast(filepath)),
+            self._folder(filepath),
             self.lightning_module,
             self.optimizers if with_optimizers else None,
             step=checkpoint["global_step"],
@@ -302,10 +302,19 @@ class Strategy(ModelParallelStrategy):
             keep=1,
         )
 
+    def _folder(self, path: str | os.PathLike[str]) -> Path:
+        """The first rank's ``path``, on every rank."""
+        path = self.broadcast(os.fspath(path))
+        if "://" in path:
+            raise CheckpointError(
+                f"the checkpoint's path is {path!r}; it must be a folder on a file system of all ranks"
+            )
+        return Path(path)
+
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
-        path = Path(self.broadcast(checkpoint_path))
+        path = self._folder(checkpoint_path)
         assert self.lightning_module is not None
         if not self.lightning_module.strict_loading:
             raise CheckpointError(

@@ -115,8 +115,17 @@ def _variants() -> None:
         assert biases[0].abs().max() > 1e-4
         torch.testing.assert_close(*biases)
 
+        # Projections of their own, and norms on heads.
+        plain = lib.Training(lib.build("qwen3"), 0, 1)
+        ours = lib.Training(parallel(lib, "qwen3", sizes), rank, size)
+        for training in (plain, ours):
+            training.steps(4)
+        weights = lib.whole_weights(ours.model)
+        assert any("attention.qkv_linear.wk" in name for name in weights)
+        assert apart(weights, lib.whole_weights(plain.model)) < 1e-10
+
         # Built on meta and initialized by its own functions.
-        weights = []
+        made = []
         for other in ((1, 2, 2), (2, 2, 1)):
             with torch.device("meta"):
                 model = lib.llama_config(True).build()
@@ -126,9 +135,9 @@ def _variants() -> None:
             torch.manual_seed(7)
             with torch.no_grad():
                 model.init_states(buffer_device=torch.device("cpu"))
-            weights.append(lib.whole_weights(model))
+            made.append(lib.whole_weights(model))
             assert lib.Training(model, *data_rank(other)).step(0) > 0
-        for each in weights:
+        for each in made:
             std = each["tok_embeddings.weight"].std().item()
             assert 0.25 < std < 0.35, std
             everyone: list[Any] = [None] * 4
@@ -149,7 +158,7 @@ def test_variants(gloo_pool: GlooPool) -> None:
     gloo_pool.run(_variants, world_size=4, timeout=280)
 
 
-@pytest.mark.parametrize("family", ["llama3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama3", "qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("sequence", [False, True])
 def test_an_example_proves_the_plan(family: str, sequence: bool) -> None:
     from _support.integrations import titan_programs as lib

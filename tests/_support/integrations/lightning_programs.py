@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
+from torchmetrics import SumMetric
 
 from _support.models import VOCAB, Lm, lm_loss, tokens
 
@@ -37,6 +38,7 @@ class Module(LightningModule):
         self.model = Lm().to(dtype)
         self.make_optimizer = optimizer or (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
         self.losses: list[float] = []
+        self.counted = SumMetric()
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         loss = lm_loss(self.model, batch)
@@ -47,6 +49,8 @@ class Module(LightningModule):
     def validation_step(self, batch: Tensor, index: int) -> None:
         loss = lm_loss(self.model, batch)
         self.log("val", loss, sync_dist=True)
+        self.counted.update(len(batch))
+        self.log("counted", self.counted)
         self.log("samples", float(len(batch)), sync_dist=True, reduce_fx="sum")
 
     def test_step(self, batch: Tensor, index: int) -> None:

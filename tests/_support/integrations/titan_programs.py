@@ -1,6 +1,7 @@
 """torchtitan's Llama 3 and Qwen3 with experts, in float64, trained as its trainer does it."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -67,18 +68,15 @@ def llama_config(sequence: bool, tied: bool = False) -> Any:
     return config
 
 
-def qwen_config(sequence: bool, tied: bool = False, ep: bool = False) -> Any:
+def qwen_config(sequence: bool, tied: bool = False, ep: bool = False, experts: bool = True) -> Any:
     rope = CosSinRoPE.Config(dim=8, max_seq_len=LENGTH, theta=10000.0)
-    layers = qwen3._build_qwen3_moe_layers(
-        **HEADS,
-        head_dim=8,
-        moe_hidden_dim=24,
-        num_experts=4,
-        top_k=2,
-        attn_backend="flex",
-        moe_comm_backend="standard",
-        rope=rope,
-    )
+    common = {**HEADS, "head_dim": 8, "attn_backend": "flex", "rope": rope}
+    if experts:
+        layers = qwen3._build_qwen3_moe_layers(
+            **common, moe_hidden_dim=24, num_experts=4, top_k=2, moe_comm_backend="standard"
+        )
+    else:  # with projections of their own
+        layers = qwen3._build_qwen3_layers(**common, hidden_dim=40, fuse_qkv=False)
     config = _config(qwen3, qwen3.Qwen3Model, layers, tied)
     set_qwen3_sharding_config(config, enable_sp=sequence, enable_ep=ep)
     return config
@@ -103,7 +101,11 @@ def _config(family: Any, model: Any, layers: list[Any], tied: bool) -> Any:
     )
 
 
-CONFIGS: dict[str, Callable[..., Any]] = {"llama3": llama_config, "qwen3_moe": qwen_config}
+CONFIGS: dict[str, Callable[..., Any]] = {
+    "llama3": llama_config,
+    "qwen3": functools.partial(qwen_config, experts=False),
+    "qwen3_moe": qwen_config,
+}
 
 
 def build(family: str, sequence: bool = True, **options: Any) -> Any:
