@@ -103,10 +103,8 @@ def plan(model: nn.Module) -> dict[str, str | Style]:
             ) from None
         rules |= {f"{name}.{path}" if path else name: style for path, style in rule.items()}
     for name, module in modules.items():
-        if isinstance(
-            module, (FusedQKVLinear, QKVLinear)
-        ):  # it counts heads in its projections' outputs
-            rules[name] = LocalSizes()
+        if isinstance(module, (FusedQKVLinear, QKVLinear)):
+            rules[name] = LocalSizes()  # none: it counts heads in its projections' outputs
     return _for_all_layers(rules, [*modules, *(name for name, _ in model.named_parameters())])
 
 
@@ -132,12 +130,11 @@ class _Sharding:
         self.wanted = _first(config.in_dst_shardings) or self.given
         self.output = _word(config.out_dst_shardings) or _word(config.out_src_shardings)
         # The nearest module around it that says how its input comes, which is this one's too.
-        self.boundary = self.given
-        around = name
-        while not self.boundary and "." in around:
-            around = around.rpartition(".")[0]
-            if around in configs:
-                self.boundary = _first(configs[around].in_src_shardings)
+        self.at, self.boundary = name, self.given
+        while not self.boundary and "." in self.at:
+            self.at = self.at.rpartition(".")[0]
+            if self.at in configs:
+                self.boundary = _first(configs[self.at].in_src_shardings)
 
 
 def _first(layouts: dict[str, SpmdLayout] | None) -> str:
@@ -164,7 +161,7 @@ def _word(layout: SpmdLayout | None) -> str:
 def _rule(name: str, modules: dict[str, nn.Module], sharding: _Sharding) -> dict[str, str | Style]:
     """Returns the rules for the module ``name``, by path from it."""
     module: Any = modules[name]
-    own = {n: sharding.params[n] for n, p in module._parameters.items() if p is not None}
+    own = {n: sharding.params.get(n, "?") for n, p in module._parameters.items() if p is not None}
     is_split = any(word != "whole" for word in own.values())
     around = [modules[name[:i]] for i, letter in enumerate(name) if letter == "."]
     in_experts = any(isinstance(outer, MoE) for outer in around)
@@ -179,17 +176,17 @@ def _rule(name: str, modules: dict[str, nn.Module], sharding: _Sharding) -> dict
         if set(own.values()) <= styles.keys():
             return {"": Experts(), **{n: styles[word] for n, word in own.items()}}
     elif isinstance(module, Embedding) and own == {"weight": "0"}:
-        return {
-            "": VocabParallelEmbedding(output="sequence" if sharding.output == "1" else "replicate")
-        }
+        layout = "sequence" if sharding.output == "1" else "replicate"
+        return {"": VocabParallelEmbedding(output=layout)}
     elif isinstance(module, nn.Linear) and own["weight"] == "0" and sharding.given != "1":
-        if sharding.boundary not in ("whole", "1"):
-            raise PlanError("no module around it says how its input is split")
+        gathers = type(modules[sharding.at]) in _WITHOUT_PARAMETERS and sharding.boundary == "1"
+        if not gathers and sharding.boundary != "whole":
+            raise PlanError("no module around it says that it gets a whole input")
         # The loss of torchtitan takes split logits; here loss_parallel= of parallelize says so.
         whole = sharding.output == "whole" or module is getattr(modules[""], "lm_head", None)
         return {
             "": Colwise(
-                input="gathered" if sharding.boundary == "1" else "replicate",
+                input="gathered" if gathers else "replicate",
                 output="replicate" if whole else "shard",
                 multiple_of=_group(module, around[-1] if around else modules[""]),
             )
@@ -217,9 +214,8 @@ def _rule(name: str, modules: dict[str, nn.Module], sharding: _Sharding) -> dict
     if is_split:
         raise PlanError(f"its parameters are split along {own}")
     if own and sharding.boundary != "whole":
-        raise PlanError(
-            f"its parameters are whole, and its input is split along {sharding.boundary}"
-        )
+        split = f"split along {sharding.boundary}" if sharding.boundary else "not declared"
+        raise PlanError(f"its parameters are whole, and the layout of its input is {split}")
     return {}
 
 

@@ -78,5 +78,4 @@ ROWS = [
     row("Qwen3 with experts, plan(model)", layout(2, 1, 2), family="qwen3_moe", sequence=False),
     row("Qwen3 with experts, plan(model)", layout(2, 2, 1), family="qwen3_moe"),
     row("its function on our fully_shard", layout(1, 2, 2), swap=True),
-    row("its function on our fully_shard", layout(2, 2, 1), chunked=True, swap=True),
 ]
