@@ -176,8 +176,8 @@ def _rule(name: str, modules: dict[str, nn.Module], sharding: _Sharding) -> dict
         if set(own.values()) <= styles.keys():
             return {"": Experts(), **{n: styles[word] for n, word in own.items()}}
     elif isinstance(module, Embedding) and own == {"weight": "0"}:
-        layout = "sequence" if sharding.output == "1" else "replicate"
-        return {"": VocabParallelEmbedding(output=layout)}
+        sequence = sharding.output == "1"
+        return {"": VocabParallelEmbedding(output="sequence" if sequence else "replicate")}
     elif isinstance(module, nn.Linear) and own["weight"] == "0" and sharding.given != "1":
         gathers = type(modules[sharding.at]) in _WITHOUT_PARAMETERS and sharding.boundary == "1"
         if not gathers and sharding.boundary != "whole":
