@@ -3,6 +3,12 @@
 ``docs/integrations.md`` has what a user of each changes, and how far the results are from the plain ones.
 """
 
+from typing import TYPE_CHECKING
+
 from parallel3d._util.lazy import export_lazily
+
+if TYPE_CHECKING:
+    from parallel3d.integrations import lightning as lightning
+    from parallel3d.integrations import torchtitan as torchtitan
 
 export_lazily(__name__)
