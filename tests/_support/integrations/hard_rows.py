@@ -2,21 +2,17 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from _support.integrations.rows import STEPS, Result, Row, Run, difference
-from parallel3d import MeshLayout, build_mesh, parallelize
-from parallel3d.parallelize import find_units
+from parallel3d import MeshLayout, Parallel3dError, build_mesh, parallelize
 
 Batch = tuple[tuple[Any, ...], dict[str, Any]]  # the model's args and kwargs
 
@@ -305,33 +301,21 @@ def _train_alone(case: Case, data_size: int) -> Run:
     return found[0]
 
 
-def shard_by_torch(model: nn.Module, mesh: DeviceMesh) -> None:
-    """torch's FSDP2 on the units that ``parallelize`` makes."""
-    found = find_units(model)
-    for _, module in [*found.inner, *found.blocks, *found.embeddings]:
-        fully_shard(module, mesh=mesh)
-    if found.final_norm_and_head:
-        fully_shard([m for _, m in found.final_norm_and_head], mesh=mesh)
-    fully_shard(model, mesh=mesh)
-
-
 def train(
     name: str, mesh: tuple[int, int, int], tp_plan: Any = None, with_example: bool = False
 ) -> Result:
-    """Trains the model on ours, on torch's FSDP2 where the mesh has no tp, and in one process alone."""
+    """Trains the model on ours, on torch's FSDP2 and tensor parallelism by the same plan where they can, and
+    in one process alone."""
     case, layout = CASES[name](), MeshLayout(*mesh)
     device_mesh = build_mesh(layout, device_type="cpu")
     want = _train_alone(case, layout.data_size)
     example = _batch(case, 0, 0) if with_example else None
     model = parallelize(_built(case), device_mesh, tp_plan, example=example)
     ours = difference(_train_on_all(case, model, layout), want)
-    if layout.tp > 1:
-        return Result(ours, None)
-    peer = _built(case)
     try:
-        shard_by_torch(peer, device_mesh["replicate", "shard"])
-    except ValueError as error:
-        assert "scalar" in str(error), error  # CLIP's temperature
+        peer = parallelize(_built(case), device_mesh, tp_plan, example=example, engine="torch")
+    except Parallel3dError as error:
+        assert 'engine="torch"' in str(error), error  # a scalar, experts
         return Result(ours, None)
     return Result(ours, difference(_train_on_all(case, peer, layout), want))
 
@@ -352,7 +336,7 @@ def _row(
         (package,),
         lines,
         mesh,
-        'FSDP2 has no "auto"' if tp_plan else "FSDP2",
+        'torch by `engine="torch"`',
         train,
         (name.lower(), mesh, tp_plan, with_example),
         note=note,
@@ -379,9 +363,8 @@ ROWS = [
     _row("DiT", "diffusers", TP, "auto", lines=2, note=_EXAMPLE),
     _row("UNet", "diffusers", HYBRID),
     _row("UNet", "diffusers", TP, "auto", lines=2, note=f"{_EXAMPLE}; convolutions are left whole"),
+    _row("ViT", "timm", FLAT),
+    _row("ViT", "timm", TP, "auto"),
     _row("LSTM", "torch", FLAT, note="sequence to sequence, packed, bidirectional"),
     _row("LSTM", "torch", TP, "auto", lines=2, note=f"{_EXAMPLE}; LSTMs are left whole"),
 ]
-if find_spec("timm") is not None:  # the extra "vision"
-    _VISION = [_row("ViT", "timm", FLAT), _row("ViT", "timm", TP, "auto")]
-    ROWS += _VISION

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -72,6 +73,11 @@ class Row:
     @property
     def id(self) -> str:
         return f"{self.name} {'x'.join(map(str, self.mesh))}"
+
+    @property
+    def installed(self) -> bool:
+        """Whether its libraries are: timm has an extra of its own."""
+        return all(find_spec(package.replace("-", "_")) is not None for package in self.packages)
 
     @property
     def world_size(self) -> int:
