@@ -90,7 +90,7 @@ def save_hf(
 
     export = plan_export(model, ranks, names, dtype, ranks.all(check)[0])
     with new_folder(ranks, path, _check_only_export) as temporary:
-        ranks.all(lambda: _check_seen(temporary))
+        ranks.all(lambda: check_seen(temporary))
         ranks.all(lambda: exchange(export, ranks, temporary))
         ranks.first(lambda: _write_texts(model, export, dtype, temporary))
 
@@ -109,7 +109,7 @@ def _check_only_export(folder: Path) -> None:
         )
 
 
-def _check_seen(temporary: Path) -> None:
+def check_seen(temporary: Path) -> None:
     if not temporary.is_dir():
         raise CheckpointError(
             f"save_hf: this rank doesn't see {temporary}, which the first has made; the folder must be on a "
