@@ -1,0 +1,305 @@
+"""peft: gradients of adapters on real ranks, and folders that plain peft writes and loads."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("peft")
+
+import torch
+from _support.integrations.peft_rows import (
+    FAMILIES,
+    MESHES,
+    adapted,
+    base,
+    batch,
+    double,
+    fill,
+    loss_of,
+    ours,
+    trained,
+    whole,
+)
+from peft import IA3Config, LoraConfig, PeftConfig, PeftModel, PromptTuningConfig, get_peft_model
+from peft.utils import get_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+from torch import distributed as dist
+from torch import nn
+
+from parallel3d import CheckpointError, MeshLayout, build_mesh, materialize, parallelize
+from parallel3d.checkpoint import load_hf, load_peft, save_hf, save_peft
+from parallel3d.testing import GlooPool, fake_world
+
+FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+
+def gradients(family: str, mesh: tuple[int, int, int]) -> None:
+    plain = adapted(family).double()
+    model, rows, _ = ours(adapted(family).double(), mesh)
+    with double(family):
+        want = loss_of(plain, batch(0))
+        want.backward()
+        loss = loss_of(model, batch(0)[rows])
+        loss.backward()
+    loss = loss.detach()
+    dist.all_reduce(loss)
+    torch.testing.assert_close(loss / dist.get_world_size(), want.detach(), rtol=1e-9, atol=0)
+    got = {name: whole(param.grad) for name, param in trained(model).items()}
+    grads = {name: param.grad for name, param in trained(plain).items()}
+    assert got.keys() == grads.keys()
+    largest = max(grad.abs().max() for grad in grads.values())
+    for name, grad in grads.items():
+        assert grad.any(), name
+        assert (got[name] - grad).abs().max() <= 1e-9 * largest, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_plain_pefts(gloo_pool: GlooPool, family: str, mesh) -> None:
+    gloo_pool.run(gradients, family, mesh, world_size=4)
+
+
+# Folders.
+
+VARIANTS: dict[str, dict] = {
+    "linear": {},
+    "bias of the layers": {"bias": "lora_only"},
+    "all biases": {"bias": "all"},
+    "embedding": {"target_modules": ["embed_tokens", "q_proj"]},
+    "modules to save": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "norm"]},
+    "tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [1, 3]},
+    "dora": {"target_modules": ["q_proj", "down_proj"], "use_dora": True},
+    "biases of adapters": {"target_modules": ["q_proj"], "lora_bias": True},
+}
+
+
+def variant(name: str, *, tied: bool = False) -> nn.Module:
+    model = base(attention_bias=True, tie_word_embeddings=tied)
+    return adapted(model=model, **VARIANTS[name])
+
+
+def same_folders(one: Path, two: Path) -> None:
+    a, b = load_file(one / FILE), load_file(two / FILE)
+    assert a.keys() == b.keys()
+    for name, tensor in a.items():
+        assert tensor.dtype == b[name].dtype and torch.equal(tensor, b[name]), name
+    assert config_in(one) == config_in(two)
+
+
+def config_in(folder: Path) -> dict:
+    """The config, with lists that are sets in peft in one order."""
+    config = json.loads((folder / CONFIG).read_text())
+    return {k: sorted(v) if isinstance(v, list) else v for k, v in config.items()}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_plain_models_folder_is_that_of_peft(tmp_path: Path, name: str) -> None:
+    model = variant(name, tied=name == "modules to save")
+    model.save_pretrained(tmp_path / "theirs")
+    save_peft(tmp_path / "ours", model)
+    same_folders(tmp_path / "ours", tmp_path / "theirs")
+    other = variant(name, tied=name == "modules to save")
+    with torch.no_grad():
+        for param in trained(other).values():
+            param.zero_()
+    load_peft(tmp_path / "theirs", other)
+    for key, value in get_peft_model_state_dict(other).items():
+        assert torch.equal(value, get_peft_model_state_dict(model)[key]), key
+
+
+def several(folder: Path) -> None:
+    model = adapted(target_modules=["q_proj"])
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    fill(model, seed=5)
+    model.save_pretrained(folder / "theirs")
+    save_peft(folder / "one", model)
+    save_peft(folder / "two", model, adapter_name="other")
+    same_folders(folder / "one", folder / "theirs")
+    same_folders(folder / "two", folder / "theirs" / "other")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    fill(model, seed=6)
+    load_peft(folder / "two", model, adapter_name="other")
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]) == ("lora_" not in name or ".other" in name), name
+    with pytest.raises(CheckpointError, match="no adapter 'third'; it has default, other"):
+        load_peft(folder / "two", model, adapter_name="third")
+
+
+def test_several_adapters(tmp_path: Path) -> None:
+    several(tmp_path)
+
+
+def on_ranks(folder: Path, name: str, mesh: tuple[int, int, int]) -> None:
+    """Saves, loads what plain peft wrote, and marks each rank's slices."""
+    plain = variant(name)
+    model, _, _ = ours(variant(name), mesh)
+    if dist.get_rank() == 0:
+        plain.save_pretrained(folder / "theirs")
+    save_peft(folder / "ours", model)
+    same_folders(folder / "ours", folder / "theirs")
+
+    marked = trained(model)
+    with torch.no_grad():
+        for param in marked.values():
+            param.to_local().fill_(float(dist.get_rank() + 1))
+    want = {name: whole(param) for name, param in marked.items()}
+    save_peft(folder / "marked", model)
+    loaded = PeftModel.from_pretrained(base(attention_bias=True), str(folder / "marked"))
+    stored = dict(loaded.named_parameters())
+    marks: set[float] = set()
+    for key, value in want.items():
+        assert torch.equal(stored[key], value), key
+        marks |= {*value.unique().tolist()}
+    replicas = MeshLayout(*mesh).replicate  # they hold the same
+    assert len(marks) >= dist.get_world_size() // replicas
+
+    load_peft(folder / "theirs", model)
+    for key, param in trained(model).items():
+        assert torch.equal(whole(param), dict(plain.named_parameters())[key]), key
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("linear", (1, 2, 2)),
+        ("linear", (2, 1, 2)),
+        ("linear", (1, 4, 1)),
+        ("embedding", (1, 2, 2)),
+        ("all biases", (1, 4, 1)),
+        ("modules to save", (2, 2, 1)),
+        ("dora", (1, 4, 1)),
+    ],
+)
+def test_whole_adapters_from_every_mesh(gloo_pool: GlooPool, tmp_path: Path, name, mesh) -> None:
+    gloo_pool.run(on_ranks, tmp_path, name, mesh, world_size=4)
+
+
+def refusals(folder: Path) -> None:
+    """Each is raised on every rank, and leaves the model as it was."""
+    model, _, _ = ours(variant("linear"), (1, 1, 2))
+    before = {name: whole(param) for name, param in model.named_parameters()}
+    rank = dist.get_rank()
+
+    def refused(what: str, config: PeftConfig | None = None, **change) -> None:
+        path = folder / what.replace(" ", "_")[:20]
+        if rank == 0:
+            other = get_peft_model(
+                base(attention_bias=True), config or variant("linear").peft_config["default"]
+            )
+            other.save_pretrained(path)
+            tensors = load_file(path / FILE)
+            for name in [n for n in tensors if change.get("drop", "-") in n]:
+                del tensors[name]
+            if change.get("add"):
+                tensors[change["add"]] = torch.zeros(1)
+            save_file(tensors, path / FILE)
+        dist.barrier()
+        with pytest.raises(CheckpointError, match=what):
+            load_peft(path, model)
+
+    targets = FAMILIES["llama"][2]
+    refused(
+        r"is \(5, 16\)|in the model and \(5, 16\)",
+        LoraConfig(r=5, lora_alpha=6, target_modules=targets),
+    )
+    refused(
+        "lora_alpha is 7 in .*, and 6 in the model",
+        LoraConfig(r=3, lora_alpha=7, target_modules=targets),
+    )
+    refused("peft_type is 'IA3'", IA3Config(target_modules=["k_proj"], feedforward_modules=[]))
+    refused(
+        "not in the file: .*layers.1.self_attn.q_proj.lora_A",
+        drop="layers.1.self_attn.q_proj.lora_A",
+    )
+    refused("in the file, but not in the adapter: .*odd", add="odd")
+    with pytest.raises(CheckpointError, match="it holds nothing"):
+        load_peft(folder / "absent", model)
+    (folder / "full").mkdir(exist_ok=True)
+    (folder / "full" / "mine.txt").write_text("")
+    with pytest.raises(CheckpointError, match=r"holds mine.txt, which save_peft did not write"):
+        save_peft(folder / "full", model)
+    with pytest.raises(CheckpointError, match="adapter_name differs"):
+        save_peft(folder / "new", model, adapter_name="default" if rank else "other")
+    assert not (folder / "new").exists()
+    for name, param in model.named_parameters():
+        assert torch.equal(whole(param), before[name]), name
+
+
+@pytest.mark.slow
+def test_refused_on_every_rank(gloo_pool: GlooPool, tmp_path: Path) -> None:
+    gloo_pool.run(refusals, tmp_path, world_size=2)
+
+
+def test_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"is a LlamaForCausalLM, not one of peft's.* save_hf"
+    ):
+        save_peft(tmp_path / "a", base())
+    prompts = get_peft_model(
+        base(), PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
+    )
+    with pytest.raises(
+        CheckpointError, match=r"PROMPT_TUNING, stores 'prompt_embeddings'.*full_params"
+    ):
+        save_peft(tmp_path / "a", prompts)
+    with torch.device("meta"):
+        meta = adapted(target_modules=["q_proj"])
+    with pytest.raises(CheckpointError, match=r"lora_A.* is on meta.* load_hf"):
+        save_peft(tmp_path / "a", meta)
+
+
+# The base model.
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_base_is_loaded_into_a_model_of_peft(tmp_path: Path, tied: bool) -> None:
+    """Also into what peft copies, from meta; adapters get the values of materialize."""
+    given = base(tie_word_embeddings=tied)
+    with torch.no_grad():
+        for param in given.parameters():
+            param.add_(torch.randn(param.shape))
+    save_hf(tmp_path, given)
+    want = given.state_dict()
+    config = LoraConfig(
+        target_modules=["q_proj", "embed_tokens"], modules_to_save=["lm_head", "norm"]
+    )
+    with torch.device("meta"):
+        model = base(tie_word_embeddings=tied)
+    model = get_peft_model(model, config)
+    assert all(param.is_meta for param in model.parameters())
+    with fake_world(0, 1):
+        mesh = build_mesh(MeshLayout(), device_type="cpu")
+        parallelize(model, mesh)
+        assert load_hf(tmp_path, model) == ([], [])
+    state = {name: whole(value) for name, value in model.state_dict().items()}
+    head, norm = "base_model.model.lm_head.", "base_model.model.model.norm."
+    for key in ("original_module.weight", "modules_to_save.default.weight"):
+        assert torch.equal(state[head + key], want["lm_head.weight"])
+        assert torch.equal(state[norm + key], want["model.norm.weight"])
+    for name, value in want.items():
+        names = [
+            name,
+            name.replace("weight", "base_layer.weight"),
+            name.replace("weight", "original_module.weight"),
+        ]
+        (found,) = {f"base_model.model.{n}" for n in names} & state.keys()
+        assert torch.equal(state[found], value), name
+    config = LoraConfig(target_modules=config.target_modules)
+    fresh = get_peft_model(base(tie_word_embeddings=tied).to("meta"), config)
+    materialize(fresh, device="cpu", seed=0)
+    for name, value in fresh.state_dict().items():
+        if "lora_" in name:
+            assert torch.equal(state[name], value), name
+
+
+def test_the_base_is_loaded_strictly(tmp_path: Path) -> None:
+    save_hf(tmp_path, base(num_hidden_layers=1))
+    model = adapted(target_modules=["q_proj"])
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=r"not in the files: 'model.layers.1.input_layernorm"):
+        load_hf(tmp_path, model)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    load_hf(tmp_path, model, strict=False)
