@@ -397,11 +397,14 @@ def _settings(
     }
 
 
-def _checksum(param: nn.Parameter) -> str:
+def _checksum(tensor: torch.Tensor) -> str:
     """Returns a sum over the bits, which differs between models built from different seeds."""
-    if param.is_meta or ranks_are_simulated() or dry_run.active():
+    if tensor.is_meta or ranks_are_simulated() or dry_run.active():
         return "meta"
-    data = param.detach().contiguous().flatten().view(torch.uint8)
+    if hasattr(tensor, "__tensor_flatten__"):  # its bits are those of the tensors inside it
+        inner = tensor.__tensor_flatten__()[0]
+        return "+".join(_checksum(getattr(tensor, name)) for name in inner)
+    data = tensor.detach().contiguous().flatten().view(torch.uint8)
     if data.numel() % 4 == 0:
         data = data.view(torch.int32)
     return str(int(data.sum()))

@@ -142,8 +142,10 @@ def on_ranks(folder: Path, name: str, mesh: tuple[int, int, int]) -> None:
 
     marked = trained(model)
     with torch.no_grad():
-        for param in marked.values():
-            param.to_local().fill_(float(dist.get_rank() + 1))
+        for param in marked.values():  # replicas have one mark
+            where = zip(param.placements, param.device_mesh.get_coordinate(), strict=True)
+            own = sum(10**i * (c + 1) for i, (p, c) in enumerate(where) if not p.is_replicate())
+            param.to_local().fill_(float(own))
     want = {name: whole(param) for name, param in marked.items()}
     save_peft(folder / "marked", model)
     loaded = PeftModel.from_pretrained(base(attention_bias=True), str(folder / "marked"))
@@ -152,8 +154,7 @@ def on_ranks(folder: Path, name: str, mesh: tuple[int, int, int]) -> None:
     for key, value in want.items():
         assert torch.equal(stored[key], value), key
         marks |= {*value.unique().tolist()}
-    replicas = MeshLayout(*mesh).replicate  # they hold the same
-    assert len(marks) >= dist.get_world_size() // replicas
+    assert len(marks) >= dist.get_world_size() // MeshLayout(*mesh).replicate
 
     load_peft(folder / "theirs", model)
     for key, param in trained(model).items():
@@ -179,7 +180,9 @@ def test_whole_adapters_from_every_mesh(gloo_pool: GlooPool, tmp_path: Path, nam
 
 def refusals(folder: Path) -> None:
     """Each is raised on every rank, and leaves the model as it was."""
-    model, _, _ = ours(variant("linear"), (1, 1, 2))
+    model = variant("linear")
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"]))
+    ours(model, (1, 1, 2))
     before = {name: whole(param) for name, param in model.named_parameters()}
     rank = dist.get_rank()
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d._util.arguments import as_bool
+from parallel3d._util.quantised import packed_kind
 from parallel3d.checkpoint.format.files import (
     bytes_of,
     damaged_if,
@@ -227,6 +228,11 @@ def misfits(
         shape, own = tuple(entry.tensor.shape), entry.tensor.dtype
         if layouts[entry.name] and shares_memory_within(entry.tensor):
             problems.append(f"elements of {entry.name!r} share memory, as after expand()")
+        if layouts[entry.name] and (kind := packed_kind(entry.tensor)):
+            problems.append(
+                f"{entry.name!r} is a {kind}, which is made from dense values: load first, quantise then"
+            )
+            continue
         for layout in layouts[entry.name]:
             if layout.shape != shape:
                 problems.append(

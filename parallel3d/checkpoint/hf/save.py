@@ -22,6 +22,7 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
 from parallel3d._util.arguments import counted
+from parallel3d._util.quantised import packed_kind
 from parallel3d.checkpoint.format.files import bytes_of, write_all
 from parallel3d.checkpoint.format.safetensors_file import NAMES, header_of, is_ours
 from parallel3d.checkpoint.hf.conversion import (
@@ -239,6 +240,11 @@ def _tensors(
             f"save_hf: {meta[0]!r} is on meta, the first of {counted(len(meta), 'tensor')} without values"
         )
     for name, tensor in tensors.items():
+        if kind := packed_kind(tensor):
+            raise CheckpointError(
+                f"save_hf: {name!r} is a {kind}, whose values are packed in blocks; a folder holds dense "
+                "tensors. save_peft writes adapters alone"
+            )
         if tensor.dtype not in NAMES:
             raise CheckpointError(
                 f"save_hf: {name!r} is {tensor.dtype}, which safetensors don't have"

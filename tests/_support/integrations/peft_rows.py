@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -160,10 +161,73 @@ def lora(family: str, mesh: tuple[int, int, int]) -> Result:
     return Result(difference(runs[1], runs[0]), difference(runs[2], runs[0]))
 
 
+def nf4(dtype: torch.dtype = torch.float64) -> nn.Module:
+    """Returns a Llama whose linear layers, but for the head, are torchao's NF4, with adapters."""
+    from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
+
+    model = base(hidden_size=64, intermediate_size=64).to(dtype)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and name != "lm_head":
+            # Blocks of 32, so that a layer this small has enough of them to be cut.
+            weight = to_nf4(module.weight.detach(), 32, 32)
+            module.weight = nn.Parameter(weight, requires_grad=False)
+    return trained_in(dtype, adapted(model=model))
+
+
+def bnb4(dtype: torch.dtype = torch.float64, storage: torch.dtype = torch.uint8) -> nn.Module:
+    """The same with bitsandbytes' Linear4bit."""
+    from bitsandbytes.nn import Linear4bit
+
+    model = base(hidden_size=64, intermediate_size=64).to(dtype)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and name != "lm_head":
+            sizes = module.in_features, module.out_features
+            quantised = Linear4bit(*sizes, False, dtype, quant_type="nf4", quant_storage=storage)
+            quantised.load_state_dict({"weight": module.weight})
+            model.set_submodule(name, quantised.to("cpu"))
+    return trained_in(dtype, adapted(model=model))
+
+
+def trained_in(dtype: torch.dtype, model: nn.Module) -> nn.Module:
+    """Gives adapters ``dtype``: ``model.double()`` would unpack what is quantised."""
+    for param in trained(model).values():
+        param.data = param.data.to(dtype)
+    return model
+
+
+def qlora(build: Callable[[torch.dtype], nn.Module], dtype: torch.dtype) -> Result:
+    plain = build(dtype), slice(None), 1
+    mine, theirs = ours(build(dtype), (1, 2, 1)), on_fsdp2(build(dtype))
+    with double("llama") if dtype is torch.float64 else nullcontext():
+        runs = [train(*each) for each in (plain, mine, theirs)]
+    return Result(difference(runs[1], runs[0]), difference(runs[2], runs[0]))
+
+
 MESHES = ((1, 2, 2), (2, 1, 2))
 PACKAGES = ("peft", "transformers")
 ROWS = [
     Row(f"PEFT: LoRA of {family}", PACKAGES, 2, mesh, "FSDP2 on (1, 4, 1)", lora, (family, mesh))
     for family in ("llama", "qwen3", "gemma", "gpt2", "bert", "t5")
     for mesh in MESHES
+]
+ROWS += [
+    Row(
+        "PEFT: QLoRA, NF4 of torchao",
+        ("peft", "torchao"),
+        1,
+        (1, 2, 1),
+        "FSDP2",
+        qlora,
+        (nf4, torch.float64),
+    ),
+    Row(
+        "PEFT: QLoRA, Linear4bit of bitsandbytes",
+        ("peft", "bitsandbytes"),
+        1,
+        (1, 2, 1),
+        "FSDP2",
+        qlora,
+        (bnb4, torch.float32),
+        "float32",
+    ),
 ]
