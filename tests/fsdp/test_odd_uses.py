@@ -412,6 +412,18 @@ class TestHooksAndCopies:
             block(floats(0)).sum().backward()
             assert seen == [True]
 
+    def test_forward_sees_the_attributes_of_a_parameter(self) -> None:
+        class Scaled(Block):
+            def forward(self, x):
+                return super().forward(x) * self.up.weight.scale
+
+        plain = Scaled()
+        plain.up.weight.scale = 3.0
+        with fake_world(0, 1):
+            block = fully_shard(copy.deepcopy(plain), mesh=build_mesh(MeshLayout(), "cpu"))
+            assert block.up.weight.scale == 3.0
+            assert torch.equal(block(floats(0)), plain(floats(0)))
+
     def test_converting_a_part_of_a_unit(self) -> None:
         with fake_world(0, 2):
             mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")

@@ -14,9 +14,11 @@ from _support.integrations.peft_rows import (
     adapted,
     base,
     batch,
+    bnb4,
     double,
     fill,
     loss_of,
+    nf4,
     ours,
     trained,
     whole,
@@ -27,9 +29,20 @@ from safetensors.torch import load_file, save_file
 from torch import distributed as dist
 from torch import nn
 
-from parallel3d import CheckpointError, MeshLayout, build_mesh, materialize, parallelize
+from parallel3d import (
+    CheckpointError,
+    MeshLayout,
+    Parallel3dError,
+    PlanError,
+    build_mesh,
+    checkpoint,
+    materialize,
+    parallelize,
+)
 from parallel3d.checkpoint import load_hf, load_peft, save_hf, save_peft
+from parallel3d.fsdp import FSDPModule
 from parallel3d.testing import GlooPool, fake_world
+from parallel3d.tp import resolve_plan
 
 FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
@@ -94,7 +107,12 @@ def config_in(folder: Path) -> dict:
     return {k: sorted(v) if isinstance(v, list) else v for k, v in config.items()}
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+FAST = ("linear", "embedding", "modules to save")
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in VARIANTS]
+)
 def test_a_plain_models_folder_is_that_of_peft(tmp_path: Path, name: str) -> None:
     model = variant(name, tied=name == "modules to save")
     model.save_pretrained(tmp_path / "theirs")
@@ -306,3 +324,96 @@ def test_the_base_is_loaded_strictly(tmp_path: Path) -> None:
         load_hf(tmp_path, model)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     load_hf(tmp_path, model, strict=False)
+
+
+# QLoRA.
+
+
+def int8() -> nn.Module:
+    from bitsandbytes.nn import Linear8bitLt
+
+    model = base(hidden_size=64, intermediate_size=64)
+    layer = Linear8bitLt(64, 64, False, has_fp16_weights=False)
+    layer.load_state_dict({"weight": torch.randn(64, 64)})
+    model.set_submodule("model.layers.0.mlp.up_proj", layer.to("cpu"))
+    return model
+
+
+def unquantised() -> nn.Module:
+    from bitsandbytes.nn import Linear4bit
+
+    model = base(hidden_size=64, intermediate_size=64)
+    model.set_submodule("model.layers.0.mlp.up_proj", Linear4bit(64, 64, False))
+    return model
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("build", "why"),
+    [
+        (int8, "Int8Params of bitsandbytes, .* every rank would keep it all"),
+        (unquantised, r"Params4bit of bitsandbytes, which is not quantised yet; call model.to\("),
+        (
+            lambda: bnb4(torch.float32, storage=torch.float32),
+            "dtype torch.float32, .*set quant_storage=torch.uint8",
+        ),
+    ],
+)
+def test_weights_of_bitsandbytes_that_can_not_be_sharded(build, why: str, rank: int) -> None:
+    model = build()
+    before = dict(model.named_parameters())
+    with fake_world(rank, 2):
+        mesh = build_mesh(MeshLayout(shard=2), device_type="cpu")
+        with pytest.raises(
+            Parallel3dError, match=rf"parameter .*up_proj.*{why}.*NF4|q_proj.*{why}.*NF4"
+        ):
+            parallelize(model, mesh)
+    assert all(before[name] is param for name, param in model.named_parameters())
+    assert not isinstance(model, FSDPModule)
+
+
+@pytest.mark.parametrize(("build", "kind"), [(nf4, "NF4Tensor"), (bnb4, "Params4bit")])
+def test_packed_weights_are_not_split_over_tp(build, kind: str) -> None:
+    model = build(torch.float32)
+    with pytest.raises(PlanError, match=rf"q_proj.base_layer.weight is a {kind}.* Use tp=1"):
+        resolve_plan(model, "auto", 2)
+    rule = {"*.*.model.layers.*.self_attn.q_proj": "colwise"}
+    with pytest.raises(PlanError, match=rf"q_proj.base_layer' as Colwise.*{kind}.*leave the rule"):
+        resolve_plan(model, rule, 2)
+
+
+@pytest.mark.parametrize(("build", "kind"), [(nf4, "NF4Tensor"), (bnb4, "Params4bit")])
+def test_packed_weights_are_sharded_and_only_their_adapters_saved(
+    tmp_path: Path, build, kind: str
+) -> None:
+    plain = build(torch.float32)
+    with fake_world(1, 2):
+        model = build(torch.float32)
+        parallelize(model, build_mesh(MeshLayout(shard=2), device_type="cpu"))
+        packed = model.get_submodule(
+            "base_model.model.model.layers.0.mlp.up_proj.base_layer"
+        ).weight
+        local = packed.to_local()
+        values = getattr(local, "quantized_data", local)
+        given = plain.get_submodule("base_model.model.model.layers.0.mlp.up_proj.base_layer").weight
+        whole_values = getattr(given, "quantized_data", given.data)
+        assert torch.equal(values, whole_values.chunk(2)[1])
+    with fake_world(0, 1):
+        model = build(torch.float32)
+        parallelize(model, build_mesh(MeshLayout(), device_type="cpu"))
+        with pytest.raises(
+            CheckpointError, match=rf"q_proj.base_layer.weight is a {kind}.*trainable"
+        ):
+            checkpoint.save(tmp_path / "whole", model, step=1)
+        with pytest.raises(
+            CheckpointError, match=rf"is a {kind}.* save_peft writes adapters alone"
+        ):
+            save_hf(tmp_path / "hf", model)
+        save_hf(tmp_path / "base", base(hidden_size=64, intermediate_size=64))
+        with pytest.raises(CheckpointError, match=rf"is a {kind}.* load first, quantise then"):
+            load_hf(tmp_path / "base", model)
+        save_peft(tmp_path / "adapters", model)
+        fill(plain, seed=8)
+        load_peft(tmp_path / "adapters", plain)
+        for name, param in trained(plain).items():
+            assert torch.equal(param, whole(dict(model.named_parameters())[name])), name
