@@ -417,12 +417,13 @@ class TestHooksAndCopies:
             def forward(self, x):
                 return super().forward(x) * self.up.weight.scale
 
-        plain = Scaled()
-        plain.up.weight.scale = 3.0
+        block = Scaled()
+        block.up.weight.scale = 3.0
+        want = block(floats(0))
         with fake_world(0, 1):
-            block = fully_shard(copy.deepcopy(plain), mesh=build_mesh(MeshLayout(), "cpu"))
+            fully_shard(block, mesh=build_mesh(MeshLayout(), device_type="cpu"))
+            assert torch.equal(block(floats(0)), want)
             assert block.up.weight.scale == 3.0
-            assert torch.equal(block(floats(0)), plain(floats(0)))
 
     def test_converting_a_part_of_a_unit(self) -> None:
         with fake_world(0, 2):
