@@ -47,9 +47,11 @@ from parallel3d.tp import resolve_plan
 FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
-def gradients(family: str, mesh: tuple[int, int, int]) -> None:
-    plain = adapted(family).double()
-    model, rows, _ = ours(adapted(family).double(), mesh)
+def gradients(name: str, mesh: tuple[int, int, int]) -> None:
+    """Compares loss and gradients in one step of a family, or of a variant of Llama's adapters."""
+    family = name if name in FAMILIES else "llama"
+    plain, model = ((adapted(name) if name in FAMILIES else variant(name)).double() for _ in "12")
+    _, rows, _ = ours(model, mesh)
     with double(family):
         want = loss_of(plain, batch(0))
         want.backward()
@@ -72,6 +74,21 @@ def gradients(family: str, mesh: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_are_plain_pefts(gloo_pool: GlooPool, family: str, mesh) -> None:
     gloo_pool.run(gradients, family, mesh, world_size=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("bias of the layers", (1, 2, 2)),
+        ("all biases", (2, 2, 1)),
+        ("modules to save", (1, 4, 1)),
+        ("tokens", (1, 4, 1)),
+        ("dora", (1, 4, 1)),
+    ],
+)
+def test_gradients_of_what_is_trained_beside_adapters(gloo_pool: GlooPool, name, mesh) -> None:
+    gloo_pool.run(gradients, name, mesh, world_size=4)
 
 
 # Folders.
