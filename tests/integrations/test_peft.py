@@ -280,7 +280,7 @@ def test_refused(tmp_path: Path) -> None:
         base(), PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
     )
     with pytest.raises(
-        CheckpointError, match=r"PROMPT_TUNING, stores 'prompt_embeddings'.*full_params"
+        CheckpointError, match=r"PROMPT_TUNING, stores 'prompt_embeddings'.*only=\"trainable\""
     ):
         save_peft(tmp_path / "a", prompts)
     with torch.device("meta"):

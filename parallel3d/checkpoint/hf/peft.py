@@ -174,8 +174,8 @@ def _file_names(model: Any, call: str, adapter_name: str, embeddings: Embeddings
         kind = model.peft_config[adapter_name].peft_type.value
         what = f"stores {made[0]!r}, which is none of its tensors" if made else "stores nothing"
         raise CheckpointError(
-            f"{call}: the adapter {adapter_name!r}, of peft's {kind}, {what}. Within "
-            "fsdp.full_params(model, writeback=False), model.save_pretrained(folder) writes it whole"
+            f"{call}: the adapter {adapter_name!r}, of peft's {kind}, {what}; a folder "
+            'of peft can\'t be written or read. checkpoint.save(..., only="trainable") keeps its parameters'
         )
     return {name: own[id(tensor)] for name, tensor in chosen.items()}
 
