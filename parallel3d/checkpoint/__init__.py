@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from parallel3d.checkpoint.hf.peft import load_peft as load_peft
     from parallel3d.checkpoint.hf.peft import save_peft as save_peft
     from parallel3d.checkpoint.hf.save import save_hf as save_hf
+    from parallel3d.checkpoint.hf.tensors import hf_shards as hf_shards
+    from parallel3d.checkpoint.hf.tensors import hf_tensors as hf_tensors
     from parallel3d.checkpoint.loading import Info as Info
     from parallel3d.checkpoint.loading import latest as latest
     from parallel3d.checkpoint.loading import load as load

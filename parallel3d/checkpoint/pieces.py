@@ -66,10 +66,15 @@ def tile(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
 
 @dataclass(frozen=True)
 class Boxed:
-    """A part of a tensor."""
+    """A part of a tensor: where it begins in it, and its shape."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Its index in the tensor."""
+        return slices_of(self.offsets, self.sizes)
 
     @property
     def box(self) -> Box:

@@ -4,16 +4,22 @@ import errno
 import os
 from pathlib import Path
 
-import pytest
 import torch
-from _support.checkpoint.hf_cases import check_equal, contents, distribute, load_counted, plain
+from _support.checkpoint.hf_cases import (
+    check_equal,
+    contents,
+    distribute,
+    load_counted,
+    plain,
+    same_error_everywhere,
+)
 from _support.packed_models import even_lm, packed_plan, uneven_lm
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from parallel3d import CheckpointError, MeshLayout, build_mesh, parallelize
+from parallel3d import MeshLayout, build_mesh, parallelize
 from parallel3d._layout.packed import PackedDTensor
 from parallel3d.checkpoint import load_hf, save_hf
 from parallel3d.fsdp import full_params, fully_shard
@@ -82,14 +88,6 @@ def test_packed_rows(gloo_pool: GlooPool, tmp_path: Path) -> None:
 
 
 # -- errors --------------------------------------------------------------------------------------------
-
-
-def same_error_everywhere(match: str, call) -> None:
-    with pytest.raises(CheckpointError, match=match) as caught:
-        call()
-    texts: list = [None] * dist.get_world_size()
-    dist.all_gather_object(texts, str(caught.value))
-    assert len(set(texts)) == 1, texts
 
 
 class Full:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 from _support.checkpoint.hf_cases import CONFIGS, cases_there_and_back, plain
-from safetensors import safe_open
+from _support.checkpoint.live_cases import stored
 
 from parallel3d.testing import GlooPool
 
@@ -50,15 +50,6 @@ def check_files(out: Path, like: Path) -> None:
     assert names == {"config.json", "generation_config.json", "model.safetensors.index.json"}
     assert (out / "config.json").read_text() == (like / "config.json").read_text()
     assert not [path for path in out.parent.iterdir() if path.name.startswith(".")]
-
-
-def stored(folder: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, "pt") as opened:
-            assert not found.keys() & set(opened.keys())
-            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    return found
 
 
 def check_loads(folder: Path, kind: str) -> None:

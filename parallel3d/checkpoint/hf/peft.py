@@ -10,7 +10,6 @@ import copy
 import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,9 +27,10 @@ from parallel3d.checkpoint.format.safetensors_file import (
     read_header,
 )
 from parallel3d.checkpoint.hf.conversion import Entry, entries_of, plain_class
+from parallel3d.checkpoint.hf.export import OutTensor, plan_export
 from parallel3d.checkpoint.hf.layout import Layout, whole_of
 from parallel3d.checkpoint.hf.load import Reader, misfits, path_in, read_entries
-from parallel3d.checkpoint.hf.save import OutFile, OutTensor, check_seen, exchange, plan_export
+from parallel3d.checkpoint.hf.save import OutFile, check_seen, exchange
 from parallel3d.checkpoint.model_state import bring_to_rest
 from parallel3d.checkpoint.ranks import Ranks, check_same, new_folder, ranks_of
 from parallel3d.checkpoint.torch_formats.names import shown
@@ -69,7 +69,7 @@ def save_peft(
     ranks, path = ranks_of(model, "save_peft"), Path(os.path.abspath(folder))
     stored = _begin(model, ranks, "save_peft", adapter_name, "auto")
     tensors = ranks.on_each(lambda: _tensors(model, stored))
-    export = plan_export(_holder(tensors), ranks, None, None, 1 << 62)
+    export = plan_export(_holder(tensors), ranks, None, None, "save_peft")
     # One name for each tensor above; a tied one has more in the file.
     first: dict[int, str] = {}
     outputs = tuple(
@@ -77,10 +77,10 @@ def save_peft(
         for name, t in tensors.items()
     )
     header = header_of({out.name: (out.dtype, out.layout.shape) for out in outputs})
-    export = replace(export, files=(OutFile(WEIGHTS, header, outputs),))
+    file = OutFile(WEIGHTS, header, outputs)
     with new_folder(ranks, path, _check_only_ours) as temporary:
         ranks.all(lambda: check_seen(temporary))
-        ranks.all(lambda: exchange(export, ranks, temporary))
+        ranks.all(lambda: exchange(export, [file], ranks, temporary))
         ranks.first(lambda: _write_config(model, adapter_name, temporary))
 
 

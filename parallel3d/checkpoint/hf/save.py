@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count, zip_longest
@@ -19,33 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.tensor import DTensor
 
-from parallel3d._util.arguments import counted
-from parallel3d._util.quantised import packed_kind
 from parallel3d.checkpoint.format.files import bytes_of, write_all
-from parallel3d.checkpoint.format.safetensors_file import NAMES, header_of, is_ours
-from parallel3d.checkpoint.hf.conversion import (
-    INDEX,
-    SINGLE,
-    Names,
-    entries_of,
-    file_names,
-    is_transformers,
-    plain_class,
-    to_file,
-)
-from parallel3d.checkpoint.hf.layout import Layout, Patch, in_source, whole_of, within_source
+from parallel3d.checkpoint.format.safetensors_file import header_of, is_ours
+from parallel3d.checkpoint.hf.conversion import INDEX, SINGLE, Names, is_transformers, plain_class
+from parallel3d.checkpoint.hf.export import Export, Held, OutTensor, check_dtype, plan_export
+from parallel3d.checkpoint.hf.layout import Patch
 from parallel3d.checkpoint.model_state import bring_to_rest
-from parallel3d.checkpoint.pieces import (
-    Box,
-    boxes_of,
-    held_boxes,
-    intersection,
-    pieces_of,
-    whole_box,
-)
-from parallel3d.checkpoint.ranks import Ranks, as_checkpoint_error, new_folder, ranks_of
+from parallel3d.checkpoint.ranks import Ranks, new_folder, ranks_of
 from parallel3d.errors import CheckpointError
 
 _TEXTS = {"config.json", "generation_config.json", INDEX}
@@ -84,16 +64,19 @@ def save_hf(
     path = Path(os.path.abspath(folder))
 
     def check() -> int:
-        if dtype is not None and not (dtype in NAMES and dtype.is_floating_point):
-            raise CheckpointError(f"save_hf: dtype is {dtype!r}; give a floating-point one")
+        check_dtype(dtype, "save_hf")
         bring_to_rest(model, "save_hf", meta_ok=True)
         return as_bytes(max_shard_size)
 
-    export = plan_export(model, ranks, names, dtype, ranks.all(check)[0])
+    limit = ranks.all(check)[0]
+    export = plan_export(model, ranks, names, dtype, "save_hf")
+    files = _files(export.outputs, ranks.size, limit)
+    # What the config says, in which from_pretrained makes the model.
+    own = next((t.dtype for t in export.tensors.values() if t.is_floating_point()), None)
     with new_folder(ranks, path, _check_only_export) as temporary:
         ranks.all(lambda: check_seen(temporary))
-        ranks.all(lambda: exchange(export, ranks, temporary))
-        ranks.first(lambda: _write_texts(model, export, dtype, temporary))
+        ranks.all(lambda: exchange(export, files, ranks, temporary))
+        ranks.first(lambda: _write_texts(model, files, dtype or own, temporary))
 
 
 def _check_only_export(folder: Path) -> None:
@@ -118,12 +101,14 @@ def check_seen(temporary: Path) -> None:
         )
 
 
-def _write_texts(model: nn.Module, export: Export, dtype: torch.dtype | None, folder: Path) -> None:
+def _write_texts(
+    model: nn.Module, files: list[OutFile], dtype: torch.dtype | None, folder: Path
+) -> None:
     """Writes the index and the model's configs."""
-    if len(export.files) > 1:
+    if len(files) > 1:
         index = {
-            "metadata": {"total_size": sum(file.nbytes for file in export.files)},
-            "weight_map": {t.name: file.name for file in export.files for t in file.tensors},
+            "metadata": {"total_size": sum(file.nbytes for file in files)},
+            "weight_map": {t.name: file.name for file in files for t in file.tensors},
         }
         (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     if not is_transformers(model):
@@ -131,9 +116,8 @@ def _write_texts(model: nn.Module, export: Export, dtype: torch.dtype | None, fo
     hf_model: Any = model
     config = copy.deepcopy(hf_model.config)
     config.architectures = [plain_class(model).__name__]
-    own = next((t.dtype for t in export.tensors.values() if t.is_floating_point()), None)
-    if own is not None:  # from_pretrained makes the model in it
-        config.dtype = str(dtype or own).removeprefix("torch.")
+    if dtype is not None:
+        config.dtype = str(dtype).removeprefix("torch.")
     config.save_pretrained(folder)
     if hf_model.can_generate() and getattr(model, "generation_config", None) is not None:
         hf_model.generation_config.save_pretrained(folder)
@@ -153,19 +137,6 @@ def _write(folder: Path, file: OutFile, tensor: OutTensor, values: Tensor) -> No
 _MIN_FILE = 256 << 20  # bytes; smaller files are not made to give more ranks one to write
 
 
-@dataclass(frozen=True)
-class OutTensor:
-    """A tensor of the export, made of the model's as ``layout`` says."""
-
-    name: str
-    layout: Layout
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.layout.shape) * self.dtype.itemsize
-
-
 @dataclass
 class OutFile:
     """A file of the export, written by the rank ``owner`` (its number among the Ranks)."""
@@ -180,109 +151,7 @@ class OutFile:
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
-@dataclass(frozen=True)
-class Export:
-    """What is written: files in the order of their names, made from the model's tensors by name."""
-
-    files: tuple[OutFile, ...]
-    tensors: Mapping[str, Tensor]
-    boxes: Mapping[str, Mapping[Box, list[int]]]  # with the ranks that hold them (numbers of Ranks)
-
-    def digest(self) -> str:
-        """Returns a value that is equal on ranks with equal plans."""
-        files = [(f.name, f.owner, f.header) for f in self.files]
-        shapes = [(name, tuple(t.shape), str(t.dtype)) for name, t in self.tensors.items()]
-        text = repr((files, shapes, sorted(self.boxes.items())))
-        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def plan_export(
-    model: nn.Module, ranks: Ranks, names: Names, dtype: torch.dtype | None, limit: int
-) -> Export:
-    """Plans the export, with files of at most ``limit`` bytes; every rank makes the same plan. Collective."""
-    tensors, layouts = ranks.on_each(lambda: _tensors(model, names))
-    boxes = _boxes(tensors, ranks)
-    outputs = [
-        OutTensor(name, layout, dtype if dtype is not None and own.is_floating_point else own)
-        for name, (layout, own) in layouts.items()
-    ]
-    export = Export(tuple(_files(outputs, ranks.size, limit)), tensors, boxes)
-    digests = ranks.all(export.digest)
-    problem: Exception = CheckpointError(
-        "this rank's model has other names, shapes, dtypes or placements than the first rank's"
-    )
-    others = {rank: problem for rank, digest in enumerate(digests) if digest != digests[0]}
-    if others:
-        raise as_checkpoint_error(others, ranks.size)
-    return export
-
-
-def _tensors(
-    model: nn.Module, names: Names
-) -> tuple[dict[str, Tensor], dict[str, tuple[Layout, torch.dtype]]]:
-    """Returns the model's tensors by name, and layout and dtype of the export's."""
-    tensors: dict[str, Tensor] = {}
-    entries = entries_of(model)
-    with_transformers = names is None and is_transformers(model)
-    # Names that transformers ties to another name's weights are omitted.
-    tied = getattr(model, "all_tied_weights_keys", None) if with_transformers else None
-    never = getattr(model, "_keys_to_ignore_on_save", None) if with_transformers else None
-    for entry in entries:
-        kept = [name for name in entry.names if name not in (tied or ())] or list(entry.names[:1])
-        if not with_transformers:  # load_hf, its only reader, knows which weights are tied
-            kept = kept[:1]
-        tensors |= {name: entry.tensor for name in kept if name not in (never or ())}
-    if not tensors:
-        raise CheckpointError("save_hf: the model has no parameters and no buffers")
-    meta = [name for name, tensor in tensors.items() if tensor.is_meta]
-    if meta:
-        raise CheckpointError(
-            f"save_hf: {meta[0]!r} is on meta, the first of {counted(len(meta), 'tensor')} without values"
-        )
-    for name, tensor in tensors.items():
-        if kind := packed_kind(tensor):
-            raise CheckpointError(
-                f"save_hf: {name!r} is a {kind}, whose values are packed in blocks; a folder holds dense "
-                "tensors. save_peft writes adapters alone"
-            )
-        if tensor.dtype not in NAMES:
-            raise CheckpointError(
-                f"save_hf: {name!r} is {tensor.dtype}, which safetensors don't have"
-            )
-    described = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
-    if with_transformers:
-        return tensors, to_file(model, described)
-    in_file = {} if names is None else file_names(entries, names)
-    return tensors, {
-        in_file.get(name, name): (whole_of(name, shape), dtype)
-        for name, (shape, dtype) in described.items()
-    }
-
-
-def _boxes(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, dict[Box, list[int]]]:
-    """Returns the boxes of each tensor with the ranks that hold them, communicated for smaller meshes."""
-    numbers = {rank: i for i, rank in enumerate(ranks.ranks)}
-    boxes: dict[str, dict[Box, list[int]]] = {}
-    smaller: list[str] = []
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, DTensor):
-            boxes[name] = {whole_box(tensor.shape): list(range(ranks.size))}
-        elif tensor.device_mesh.size() < ranks.size:
-            smaller.append(name)
-            boxes[name] = {}
-        else:
-            held = held_boxes(tensor)
-            boxes[name] = {box: sorted(numbers[r] for r in by) for box, by in held.items()}
-
-    here = ranks.all(lambda: {name: boxes_of(tensors[name]) for name in smaller})
-    for rank, held_there in enumerate(here):
-        for name, of_name in held_there.items():
-            for box in of_name:
-                boxes[name].setdefault(box, []).append(rank)
-    return boxes
-
-
-def _files(outputs: list[OutTensor], ranks: int, limit: int) -> list[OutFile]:
+def _files(outputs: Sequence[OutTensor], ranks: int, limit: int) -> list[OutFile]:
     """Distributes tensors, in their order, to files of at most ``limit`` bytes or one tensor, and files to
     ranks. Large models get at least one file per rank."""
     total = sum(output.nbytes for output in outputs)
@@ -339,7 +208,7 @@ class _Message:
         return prod(self.patch.counts) * self.tensor.dtype.itemsize
 
 
-def exchange(export: Export, ranks: Ranks, folder: Path) -> None:
+def exchange(export: Export, files: list[OutFile], ranks: Ranks, folder: Path) -> None:
     """Writes each tensor that this rank owns into ``folder``, in the files' order. Collective.
 
     A rank assembles one tensor at a time, from messages of a few megabytes, each sent by one of the ranks
@@ -348,10 +217,10 @@ def exchange(export: Export, ranks: Ranks, folder: Path) -> None:
     deadlock. An error on this rank is raised at the
     end; until then it continues to send, because others depend on it.
     """
-    own = _owned(export, ranks.rank)
+    own = _owned(files, ranks.rank)
     # Agreed on, because a rank without memory for its tensor would leave the others waiting.
     work = ranks.on_each(lambda: _Work(export, ranks, own))
-    for turn, messages in enumerate(_turns(export, ranks.size)):
+    for turn, messages in enumerate(_turns(export, files, ranks.size)):
         current = own[turn] if turn < len(own) else None
         if current is not None:
             memory = work.memory[: current[1].nbytes]
@@ -365,14 +234,14 @@ def exchange(export: Export, ranks: Ranks, folder: Path) -> None:
     work.finish()
 
 
-def _owned(export: Export, rank: int) -> list[tuple[OutFile, OutTensor]]:
-    return [(file, t) for file in export.files if file.owner == rank for t in file.tensors]
+def _owned(files: list[OutFile], rank: int) -> list[tuple[OutFile, OutTensor]]:
+    return [(file, t) for file in files if file.owner == rank for t in file.tensors]
 
 
-def _turns(export: Export, size: int) -> Iterator[Iterator[_Message]]:
+def _turns(export: Export, files: list[OutFile], size: int) -> Iterator[Iterator[_Message]]:
     """Yields the messages of each owner's first tensor, then those of each one's second, and so on."""
     tags, spread = count(), count()
-    by_owner = [_owned(export, rank) for rank in range(size)]
+    by_owner = [_owned(files, rank) for rank in range(size)]
     for turn in range(max(map(len, by_owner))):
         parts = [
             list(_parts(export, own[turn][1], owner, spread))
@@ -387,13 +256,9 @@ def _parts(
     export: Export, tensor: OutTensor, owner: int, spread: Iterator[int]
 ) -> Iterator[tuple[OutTensor, Patch, int, int]]:
     """Yields (tensor, patch, sender, owner) of the messages of one tensor."""
-    for patch in tensor.layout.patches:
-        shape = export.tensors[patch.source].shape
-        for (offsets, sizes), holders in export.boxes[patch.source].items():
-            sender = owner if owner in holders else holders[next(spread) % len(holders)]
-            for part in within_source(patch, shape, offsets, sizes):
-                for piece in part.bounded(_MESSAGE // tensor.dtype.itemsize):
-                    yield tensor, piece, sender, owner
+    for patch, holders in export.parts(tensor, _MESSAGE):
+        sender = owner if owner in holders else holders[next(spread) % len(holders)]
+        yield tensor, patch, sender, owner
 
 
 class _Work:
@@ -405,8 +270,7 @@ class _Work:
         self._ranks = ranks
         largest = max((tensor.nbytes for _, tensor in own), default=0)
         self.memory = torch.empty(largest, dtype=torch.uint8)
-        self._tensors = export.tensors
-        self._pieces = {name: pieces_of(tensor) for name, tensor in export.tensors.items()}
+        self._held = Held(export.tensors)
         # (work, bytes, what to do when it is complete, None when it sends)
         self._in_flight: deque[tuple[dist.Work, int, Callable[[], object] | None]] = deque()
         self._bytes = 0
@@ -441,20 +305,7 @@ class _Work:
     @torch.no_grad()
     def _copy_out(self, message: _Message, out: Tensor) -> None:
         """Copies the message's values, which this rank holds, to ``out``, and casts them."""
-        patch = message.patch
-        ((_, alongs),) = in_source(patch, self._tensors[patch.source].shape)
-        first = tuple(along.start for along in alongs), (1,) * len(alongs)
-        piece = next(p for p in self._pieces[patch.source] if intersection(p.box, first))
-        index: list[int | slice] = []
-        for (start, step, dim), offset in zip(alongs, piece.offsets, strict=True):
-            begin = start - offset
-            if dim is None:
-                index.append(begin)
-            else:
-                index.append(slice(begin, begin + (patch.runs[dim].size - 1) * step + 1, step))
-        dims = [along.dim for along in alongs if along.dim is not None]
-        order = sorted(range(len(dims)), key=lambda i: dims[i])
-        out.copy_(piece.local[tuple(index)].permute(order).reshape(patch.counts))
+        out.copy_(self._held.of(message.patch))
 
     def guarded(self, action: Callable[[], object]) -> None:
         """Calls ``action`` and keeps its error for the end; after an error only messages are processed."""

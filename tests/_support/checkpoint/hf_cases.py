@@ -1,14 +1,17 @@
 """Tiny Hugging Face models for tests of load_hf and save_hf, and what their ranks do."""
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 import transformers
+from torch import distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from parallel3d import MeshLayout, build_mesh, parallelize
+from parallel3d import CheckpointError, MeshLayout, build_mesh, parallelize
 from parallel3d._layout.packed import PackedDTensor
 from parallel3d.checkpoint import load_hf, save_hf
 from parallel3d.checkpoint.hf import load
@@ -120,3 +123,12 @@ def cases_there_and_back(cases: list[tuple[str, bool]], sizes: Sizes, root: str)
     for kind, meta in cases:
         tag = f"{kind}-{'x'.join(map(str, sizes))}"
         there_and_back(kind, sizes, f"{root}/{kind}", f"{root}/{tag}", meta)
+
+
+def same_error_everywhere(match: str, call: Callable[[], object]) -> None:
+    """Each rank raises a CheckpointError that matches, with the same text."""
+    with pytest.raises(CheckpointError, match=match) as caught:
+        call()
+    texts: list = [None] * dist.get_world_size()
+    dist.all_gather_object(texts, str(caught.value))
+    assert len(set(texts)) == 1, texts

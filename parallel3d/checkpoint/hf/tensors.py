@@ -1,0 +1,458 @@
+"""hf_tensors and hf_shards: a parallel model's weights in Hugging Face's form, for an inference engine."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from math import prod
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from parallel3d._torch.dtensor import get_local_tensor
+from parallel3d._torch.groups import all_gather_single
+from parallel3d._util.arguments import is_positive, without_gloo
+from parallel3d.checkpoint.hf.conversion import Names, entries_of
+from parallel3d.checkpoint.hf.export import (
+    Export,
+    Held,
+    OutTensor,
+    check_dtype,
+    outputs_of,
+    plan_export,
+)
+from parallel3d.checkpoint.hf.layout import Patch
+from parallel3d.checkpoint.model_state import bring_to_rest
+from parallel3d.checkpoint.pieces import Boxed
+from parallel3d.checkpoint.ranks import Ranks, check_same, ranks_of
+from parallel3d.errors import (
+    CheckpointError,
+    Parallel3dError,
+    PeerFailureError,
+    WrongTypeError,
+)
+from parallel3d.guards.session import current_session, is_of_communication
+from parallel3d.mesh.agreement import name_ranks
+
+_ALIGNED = 16  # bytes; of the largest dtype
+_MIN_SLOT = 4 << 10  # bytes that a rank sends at once, at least
+_MAX_CPU_SLOT = (
+    4 << 20
+)  # and at most on a CPU, where more takes twice as long: pages and caches (measured)
+
+
+Memories = dict[torch.device, Tensor | None]
+"""Memory for messages, by device; all batches use the same."""
+
+
+class TensorMeta(NamedTuple):
+    """A tensor that ``hf_tensors`` yields: its name, dtype and whole shape."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def hf_tensors(
+    model: nn.Module,
+    *,
+    dtype: torch.dtype | None = None,
+    to: Literal["all"] | int = "all",
+    buffer_mib: float = 256,
+    names: Names = None,
+) -> HFTensors:
+    """Returns an iterable of ``model``'s weights in Hugging Face's form: (name, whole tensor), one after
+    another, which all ranks assemble together. They are what ``save_hf`` writes, bit for bit.
+
+    Every rank must call this, and iterate to the end each time that one does. It may be iterated again after
+    the next step, and is a ``WeightSource`` as vLLM's trainer engines take one::
+
+        for name, tensor in p3d.checkpoint.hf_tensors(model, dtype=torch.bfloat16, to=0):
+            send(name, tensor)  # on rank 0; the loop of the others runs without a turn
+
+    Each tensor is new memory on the device of the model's parameters, and the caller's own. Beside its
+    shards a rank that receives has at most ``buffer_mib``, or the largest tensor and half of ``buffer_mib``;
+    one that only sends has less than half of ``buffer_mib``. What the loop keeps is not counted.
+
+    Args:
+        model: plain or parallel, at rest, with values. LoRA's adapters are not merged: they are tensors of
+            their own, as in ``save_hf``.
+        dtype: cast floating-point tensors to it, before they are sent; None: keep their dtypes.
+        to: ``"all"``: every rank gets every tensor; or the one rank, of the default group, that gets them.
+            The others take part in the same loop, which ends for them without a turn.
+        buffer_mib: small tensors are sent together, up to half of this; the rest is for messages. In MiB. A
+            larger tensor is sent alone: whoever receives it has it whole.
+        names: for models that are not transformers': as in ``save_hf``.
+
+    Raises:
+        WrongTypeError: if ``model`` is not a module.
+        CheckpointError: on every rank, if an argument is invalid or differs between ranks, if the model is on
+            meta, or, in the loop, if it is changed before the last tensor has been sent.
+        PeerFailureError: in the loop, if another rank failed, or left its loop, before the last tensor was
+            sent. Where all leave at the same tensor, none is raised.
+    """
+    _check_module(model, "hf_tensors")
+    ranks = ranks_of(model, "hf_tensors")
+
+    def check() -> dict[str, object]:
+        check_dtype(dtype, "hf_tensors")
+        if not is_positive(buffer_mib):
+            raise CheckpointError(f"hf_tensors: buffer_mib is {buffer_mib!r}; give MiB, above 0")
+        number = isinstance(to, int) and not isinstance(to, bool)
+        if not (isinstance(to, str) and to == "all") and not (number and to in ranks.ranks):
+            raise CheckpointError(
+                f"hf_tensors: to is {to!r}; give 'all', or the number of a rank that holds a part of the "
+                f"model: {name_ranks(ranks.ranks)}"
+            )
+        bring_to_rest(model, "hf_tensors", meta_ok=True)
+        return {"dtype": dtype, "to": to, "buffer_mib": buffer_mib}
+
+    check_same("hf_tensors", ranks.all(check))
+    export = plan_export(model, ranks, names, dtype, "hf_tensors")
+    receiver = None if to == "all" else ranks.ranks.index(to)
+    return HFTensors(model, export, receiver, int(buffer_mib * 2**20))
+
+
+def hf_shards(
+    model: nn.Module, *, dtype: torch.dtype | None = None, names: Names = None
+) -> Iterator[tuple[str, Boxed, Tensor]]:
+    """Returns an iterator of what this rank holds of the tensors of ``hf_tensors``: (name, box, values).
+
+    ``box.offsets`` and ``box.sizes`` say, by dim, which part of the whole tensor the values are, so
+    ``whole[box.slices] = values`` on all ranks makes it. A tensor may come in several parts, and a part may
+    be held by several ranks (replicas): boxes of two ranks are the same or have nothing in common. There is
+    no communication; each rank may go through it alone, for an engine that pulls what it needs.
+
+    The values are views of the model's shards, on their device, as long as ``dtype`` makes no copy.
+
+    Args:
+        model, dtype, names: as in ``hf_tensors``.
+
+    Raises:
+        WrongTypeError: if ``model`` is not a module.
+        CheckpointError: if ``dtype`` is not a floating-point one, or the model is on meta.
+        StateError: if the model is not at rest.
+    """
+    _check_module(model, "hf_shards")
+    check_dtype(dtype, "hf_shards")
+    bring_to_rest(model, "hf_shards", meta_ok=True)
+    tensors, outputs = outputs_of(model, names, dtype, "hf_shards")
+    held = Held(tensors)
+    return (
+        (output.name, box, held.of(part).to(output.dtype))
+        for output in outputs
+        for patch in held.parts(output)
+        for part, box in _boxes_in(patch)
+    )
+
+
+def _check_module(model: object, call: str) -> None:
+    if not isinstance(model, nn.Module):
+        raise WrongTypeError(f"{call}: model is {type(model).__name__}; give an nn.Module")
+
+
+def _boxes_in(patch: Patch) -> Iterator[tuple[Patch, Boxed]]:
+    """Divides a part of a tensor into boxes of it."""
+    for dim, run in enumerate(patch.runs):
+        if run.step != 1 and run.size > 1:
+            for index in range(run.size):
+                yield from _boxes_in(patch.part(dim, index, 1))
+            return
+    yield patch, Boxed(tuple(run.start for run in patch.runs), patch.counts)
+
+
+class HFTensors:
+    """What ``hf_tensors`` returns; iterate over it."""
+
+    def __init__(self, model: nn.Module, export: Export, receiver: int | None, buffer: int) -> None:
+        self._model = model
+        self._export = export
+        self._receiver = receiver  # number among the Ranks; None: all
+        self._half = max(1, buffer // 2)  # bytes for tensors, and for messages
+        self._described = self._describe()
+
+    def metadata(self) -> list[TensorMeta]:
+        """Returns name, dtype and shape of each tensor, in their order, without communication."""
+        return [TensorMeta(out.name, out.dtype, out.layout.shape) for out in self._export.outputs]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        ranks = ranks_of(self._model, "hf_tensors")
+        held = ranks.on_each(self._hold)
+        changes = _Changes(self._export.tensors)
+        batches = deque(self._batches())
+        memories: Memories = {}
+        values: deque[tuple[str, Tensor]] = deque()
+        try:
+            while batches:
+                batch = ranks.on_each(
+                    partial(self._prepare, batches[0], ranks, held, changes, memories),
+                )
+                batch.exchange()
+                ranks.all(batch.finish)
+                names = [output.name for output in batches.popleft()]
+                if batch.values:
+                    values.extend(zip(names, batch.values, strict=True))
+                del batch  # each tensor lives as long as the caller keeps it
+                while values:
+                    yield values.popleft()
+        except Parallel3dError:  # on all ranks
+            raise
+        except BaseException as error:
+            if batches:
+                ranks.give_up()  # wakes those that wait for this rank
+            if not is_of_communication(error) or current_session() is not None:
+                raise  # the caller left the loop, or guards.watch will say which rank failed first
+            raise PeerFailureError(
+                "hf_tensors: another rank failed, or left the loop before the last tensor was sent "
+                f"({without_gloo(str(error))}); all ranks must iterate to the end"
+            ) from error
+        finally:
+            changes.end()
+
+    def _hold(self) -> Held:
+        bring_to_rest(self._model, "hf_tensors", meta_ok=True)
+        now, before = self._describe(), self._described
+        if now != before:
+            changed = next((name for name in now if now[name] != before.get(name)), None)
+            raise CheckpointError(
+                f"hf_tensors: {changed or next(iter(before.keys() - now.keys()))!r} was replaced since the "
+                "call of hf_tensors; call it again"
+            )
+        return Held(self._export.tensors)
+
+    def _describe(self) -> dict[str, object]:
+        """Returns what must be the same as when the export was planned, by name."""
+        return {
+            entry.name: (
+                entry.names,
+                id(entry.tensor),  # not freed meanwhile: the export keeps it
+                tuple(entry.tensor.shape),
+                entry.tensor.dtype,
+                entry.tensor.is_meta,
+            )
+            for entry in entries_of(self._model)
+        }
+
+    def _batches(self) -> Iterator[list[OutTensor]]:
+        """Yields tensors that are sent together: of one device, half of the buffer or one tensor."""
+        batch: list[OutTensor] = []
+        size = 0
+        for output in self._export.outputs:
+            other = batch and self._device(output) != self._device(batch[0])
+            if batch and (other or size + output.nbytes > self._half):
+                yield batch
+                batch, size = [], 0
+            batch.append(output)
+            size += output.nbytes
+        yield batch
+
+    def _device(self, output: OutTensor) -> torch.device:
+        patches = output.layout.patches
+        sources = self._export.tensors
+        tensor = sources[patches[0].source] if patches else next(iter(sources.values()))
+        return _local(tensor).device
+
+    def _prepare(
+        self,
+        outputs: list[OutTensor],
+        ranks: Ranks,
+        held: Held,
+        changes: _Changes,
+        memories: Memories,
+    ) -> _Batch:
+        """Called on every rank before the batch is sent: after it nothing is allocated."""
+        changes.check()
+        device = self._device(outputs[0])
+        return _Batch(
+            self._export, outputs, held, ranks, self._receiver, device, memories, self._half
+        )
+
+
+class _Changes:
+    """Notices that weights are written to: by an optimizer, or by an operation on one of them."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        self._names = {id(tensor): name for name, tensor in tensors.items()}
+        self._versions = self._count()
+        self._stepped: str | None = None
+        # Fused and foreach optimizers write to the shards of DTensors without a new version.
+        self._hook = register_optimizer_step_post_hook(self._after_step)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        for param in params:
+            self._stepped = self._stepped or self._names.get(id(param))
+
+    def _count(self) -> dict[str, int]:
+        """Returns how often each tensor has been written to."""
+        return {
+            name: tensor._version + _local(tensor)._version
+            for name, tensor in self._tensors.items()
+            if not tensor.is_inference() and not _local(tensor).is_inference()
+        }
+
+    def check(self) -> None:
+        """Raises if a tensor was changed."""
+        now = self._count()
+        changed = self._stepped or next((n for n in now if now[n] != self._versions[n]), None)
+        if changed is not None:
+            raise CheckpointError(
+                f"hf_tensors: {changed!r} was changed before the last tensor was sent; iterate to the end "
+                "before the next optimizer step"
+            )
+
+    def end(self) -> None:
+        self._hook.remove()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return get_local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+class _Message(NamedTuple):
+    """A part of a tensor, and where it lies in what its sender sends."""
+
+    number: int  # of the tensor in the batch
+    patch: Patch
+    start: int  # bytes
+    end: int
+
+
+class _Batch:
+    """Tensors that are assembled together, by gathers of one slot of each rank."""
+
+    def __init__(
+        self,
+        export: Export,
+        outputs: Sequence[OutTensor],
+        held: Held,
+        ranks: Ranks,
+        receiver: int | None,
+        device: torch.device,
+        memories: Memories,
+        half: int,
+    ) -> None:
+        self._held = held
+        self._ranks = ranks
+        self._receiver = receiver
+        self._outputs = outputs
+        self._receives = receiver is None or receiver == ranks.rank
+        self._problem: Exception | None = None
+        self._here: list[tuple[int, Patch]] = []  # copied without a message
+        self._rounds: list[list[list[_Message]]] = []  # by round and sender
+        # A receiver has a slot of each rank and its own; gloo, on a CPU, gathers into a copy of them.
+        on_cpu = device.type == "cpu"
+        slots = ranks.size * (2 if on_cpu else 1) + 1
+        most = min(half // slots, _MAX_CPU_SLOT) if on_cpu else half // slots
+        slot = max(_MIN_SLOT, most // _ALIGNED * _ALIGNED)
+        used = self._schedule(export, slot)
+        empty = partial(torch.empty, device=device)
+        self._group = _group_of(ranks, device) if self._rounds else None
+        received = ranks.size if self._receives else 0
+        size = (received + 1) * used
+        memory = memories.get(device)
+        if memory is None or memory.numel() < size:
+            memory = memories[device] = None  # freed before there is more
+            memory = memories[device] = empty(size, dtype=torch.uint8)
+        self._slot = memory[:used]
+        self._slots = memory[used:size].view(received, used)
+        self.values = [
+            empty(out.layout.shape, dtype=out.dtype) for out in outputs if self._receives
+        ]
+
+    def _schedule(self, export: Export, slot: int) -> int:
+        """Distributes all parts to rounds and senders; returns how many bytes of the slot are used."""
+        ranks = self._ranks
+        ends = [(0, 0)] * ranks.size  # by sender: the round, and where its slot is filled to
+        used = 0
+        for number, output in enumerate(self._outputs):
+            for patch, holders in export.parts(output, slot // 4):
+                needed_by = range(ranks.size) if self._receiver is None else [self._receiver]
+                if all(rank in holders for rank in needed_by):
+                    if ranks.rank in needed_by:
+                        self._here.append((number, patch))
+                    continue
+                sender = min(holders, key=ends.__getitem__)
+                size = prod(patch.counts) * output.dtype.itemsize
+                turn, start = ends[sender]
+                if start + size > slot:
+                    turn, start = turn + 1, 0
+                if turn == len(self._rounds):
+                    self._rounds.append([[] for _ in range(ranks.size)])
+                self._rounds[turn][sender].append(_Message(number, patch, start, start + size))
+                end = -(-(start + size) // _ALIGNED) * _ALIGNED
+                ends[sender] = turn, end
+                used = max(used, end)
+        return used
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Assembles the tensors. Collective; a problem of this rank alone is kept for ``finish``, because the
+        others depend on what it sends."""
+        self._guarded(self._copy_here)
+        for by_sender in self._rounds:
+            self._guarded(partial(self._pack, by_sender[self._ranks.rank]))
+            if self._receiver is None:
+                all_gather_single(self._slots.view(-1), self._slot, group=self._group)
+            else:
+                into = list(self._slots) if self._receives else None
+                dst = self._ranks.ranks[self._receiver]
+                dist.gather(self._slot, into, dst=dst, group=self._group)
+            if self._receives:
+                self._guarded(partial(self._unpack, by_sender))
+
+    def _copy_here(self) -> None:
+        for number, patch in self._here:
+            self.values[number][patch.slices()].copy_(self._held.of(patch))
+
+    def _pack(self, messages: list[_Message]) -> None:
+        for message in messages:
+            self._in(self._slot, message).copy_(self._held.of(message.patch))
+
+    def _unpack(self, by_sender: list[list[_Message]]) -> None:
+        for slot, messages in zip(self._slots, by_sender, strict=True):
+            for message in messages:
+                target = self.values[message.number][message.patch.slices()]
+                target.copy_(self._in(slot, message))
+
+    def _in(self, slot: Tensor, message: _Message) -> Tensor:
+        values = slot[message.start : message.end].view(self._outputs[message.number].dtype)
+        return values.view(message.patch.counts)
+
+    def _guarded(self, action: Callable[[], None]) -> None:
+        if self._problem is None:
+            try:
+                action()
+            except Exception as error:
+                self._problem = error
+
+    def finish(self) -> None:
+        """Raises the problem that was kept."""
+        if self._problem is not None:
+            raise self._problem
+
+
+_groups: dict[tuple[int, ...], tuple[ProcessGroup, ProcessGroup]] = {}
+"""Ranks, some of all -> (the default group at that time, a group of these ranks for an accelerator)."""
+
+
+def _group_of(ranks: Ranks, device: torch.device) -> ProcessGroup | None:
+    """Returns the group of ``ranks`` for tensors on ``device``; collective at the first call."""
+    if device.type == "cpu":
+        return ranks.group
+    world = dist.group.WORLD
+    assert world is not None
+    if ranks.size == world.size():
+        return world
+    known = _groups.get(ranks.ranks)
+    if known is None or known[0] is not world:
+        group = dist.new_group(list(ranks.ranks), use_local_synchronization=True)
+        known = _groups[ranks.ranks] = world, group
+    return known[1]
