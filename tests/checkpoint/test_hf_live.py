@@ -253,6 +253,11 @@ def elsewhere(folder: str) -> None:
     mesh = build_mesh(MeshLayout(2, 2, 1), device_type="cpu")
     fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
     compared(model, f"{folder}/offloaded", torch.float16)
+    for rows in (1024, 1025):  # as large as to be gathered in place, if the shards are even
+        model = nn.Sequential(nn.Linear(512, rows), nn.Linear(rows, 8))
+        parallelize(model, build_mesh(MeshLayout(1, 4, 1), device_type="cpu"))
+        compared(model, f"{folder}/large-{rows}")
+        compared(model, f"{folder}/large-{rows}-half", torch.bfloat16)
     part = DeviceMesh("cpu", [1, 3], mesh_dim_names=("shard",))
     if part.get_coordinate() is not None:
         model = fully_shard(plain("llama"), mesh=part)

@@ -47,6 +47,8 @@ _MAX_CPU_SLOT = (
 )  # and at most on a CPU, where more takes twice as long: pages and caches (measured)
 
 
+_MIN_BLOCKS = 1 << 20  # bytes of a tensor that is gathered in place; smaller ones are sent together
+
 Memories = dict[torch.device, Tensor | None]
 """Memory for messages, by device; all batches use the same."""
 
@@ -352,9 +354,11 @@ class _Batch:
         slots = ranks.size * (2 if on_cpu else 1) + 1
         most = min(half // slots, _MAX_CPU_SLOT) if on_cpu else half // slots
         slot = max(_MIN_SLOT, most // _ALIGNED * _ALIGNED)
-        used = self._schedule(export, slot)
+        self._step = slot if on_cpu else None  # bytes that are gathered in place at once; None: all
+        self._in_place: list[tuple[int, Tensor]] = []  # with this rank's block
+        used = self._schedule(export, slot, half)
         empty = partial(torch.empty, device=device)
-        self._group = _group_of(ranks, device) if self._rounds else None
+        self._group = _group_of(ranks, device) if self._rounds or self._in_place else None
         received = ranks.size if self._receives else 0
         size = (received + 1) * used
         memory = memories.get(device)
@@ -367,12 +371,19 @@ class _Batch:
             empty(out.layout.shape, dtype=out.dtype) for out in outputs if self._receives
         ]
 
-    def _schedule(self, export: Export, slot: int) -> int:
+    def _schedule(self, export: Export, slot: int, half: int) -> int:
         """Distributes all parts to rounds and senders; returns how many bytes of the slot are used."""
         ranks = self._ranks
         ends = [(0, 0)] * ranks.size  # by sender: the round, and where its slot is filled to
         used = 0
         for number, output in enumerate(self._outputs):
+            # A cast of this rank's block takes no more than messages do.
+            fits = _MIN_BLOCKS <= output.nbytes <= half * ranks.size
+            if self._receiver is None and fits:
+                parts = list(export.parts(output, output.nbytes))
+                if _are_blocks(parts, output, ranks.size):
+                    self._in_place.append((number, self._held.of(parts[ranks.rank][0])))
+                    continue
             for patch, holders in export.parts(output, slot // 4):
                 needed_by = range(ranks.size) if self._receiver is None else [self._receiver]
                 if all(rank in holders for rank in needed_by):
@@ -397,6 +408,8 @@ class _Batch:
         """Assembles the tensors. Collective; a problem of this rank alone is kept for ``finish``, because the
         others depend on what it sends."""
         self._guarded(self._copy_here)
+        for number, own in self._in_place:
+            self._gather_in_place(self.values[number], own.reshape(-1))
         for by_sender in self._rounds:
             self._guarded(partial(self._pack, by_sender[self._ranks.rank]))
             if self._receiver is None:
@@ -407,6 +420,17 @@ class _Batch:
                 dist.gather(self._slot, into, dst=dst, group=self._group)
             if self._receives:
                 self._guarded(partial(self._unpack, by_sender))
+
+    def _gather_in_place(self, values: Tensor, own: Tensor) -> None:
+        """Gathers equal blocks of a tensor, without a copy into slots and out of them."""
+        blocks = values.view(-1).chunk(self._ranks.size)
+        if self._step is None:
+            all_gather_single(values.view(-1), own.to(values.dtype), group=self._group)
+            return
+        for pieces in zip(
+            *(b.split(self._step // values.itemsize) for b in (own, *blocks)), strict=True
+        ):
+            dist.all_gather(list(pieces[1:]), pieces[0].to(values.dtype), group=self._group)
 
     def _copy_here(self) -> None:
         for number, patch in self._here:
@@ -437,6 +461,19 @@ class _Batch:
         """Raises the problem that was kept."""
         if self._problem is not None:
             raise self._problem
+
+
+def _are_blocks(parts: list[tuple[Patch, list[int]]], output: OutTensor, size: int) -> bool:
+    """Returns whether the ranks hold, in their order, equal parts of a tensor's rows."""
+    rows, rest = divmod(output.layout.shape[0] if output.layout.shape else 1, size)
+    if rest or len(parts) != size:
+        return False
+    others = [slice(0, n, 1) for n in output.layout.shape[1:]]
+    return all(
+        holders == [rank]
+        and [*patch.slices()] == [slice(rank * rows, (rank + 1) * rows, 1), *others]
+        for rank, (patch, holders) in enumerate(parts)
+    )
 
 
 _groups: dict[tuple[int, ...], tuple[ProcessGroup, ProcessGroup]] = {}
