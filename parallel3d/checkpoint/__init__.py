@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from parallel3d.checkpoint.format.storage import SavePlanner as SavePlanner
     from parallel3d.checkpoint.format.storage import Writer as Writer
     from parallel3d.checkpoint.hf.load import load_hf as load_hf
+    from parallel3d.checkpoint.hf.peft import load_peft as load_peft
+    from parallel3d.checkpoint.hf.peft import save_peft as save_peft
     from parallel3d.checkpoint.hf.save import save_hf as save_hf
     from parallel3d.checkpoint.hf.tensors import hf_shards as hf_shards
     from parallel3d.checkpoint.hf.tensors import hf_tensors as hf_tensors

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from parallel3d._torch.dtensor import get_local_tensor, make_dtensor, spec_of
 from parallel3d._torch.fully_shard import plain_name
+from parallel3d._util.quantised import packed_kind
 from parallel3d.checkpoint.format.files import damaged_if, get_of, shown
 from parallel3d.checkpoint.format.index import Index, TensorEntry
 from parallel3d.checkpoint.format.storage import read_whole
@@ -164,6 +165,12 @@ def _storable(name: str, tensor: Tensor, state: ModelState) -> Tensor:
         )
     if tensor.layout != torch.strided:
         raise CheckpointError(f"{name} is {tensor.layout}; checkpoints hold dense tensors only")
+    if kind := packed_kind(tensor):
+        raise CheckpointError(
+            f"{name} is a {kind}, whose values are packed in blocks; checkpoints "
+            'hold dense tensors only. only="trainable" leaves out frozen weights, which can be quantised '
+            "again from the original model"
+        )
     if not hasattr(local, "__tensor_flatten__"):
         return tensor
     values = _inner_values(name, local, state)

@@ -296,6 +296,8 @@ class Bucket:
             nn.Parameter(p.as_compute(p.contiguous_view(r).data), requires_grad=p.requires_grad)
             for p, r in zip(self.params, regions, strict=True)
         ]
+        for param, compute in zip(self.params, self.compute_params, strict=True):
+            vars(compute).update(param.attributes())
         if self.gathered is not self.unsharded:
             release(self.gathered)
         if self.has_own_unsharded:

@@ -198,6 +198,30 @@ def check_param(name: str, param: nn.Parameter) -> None:
             f"parameter {name} is {param.layout}; the engine takes dense ones: hold it as a dense "
             "parameter (to_dense()), or as a buffer"
         )
+    _check_bitsandbytes(name, param)
+
+
+def _check_bitsandbytes(name: str, param: Any) -> None:
+    """Raises Parallel3dError for a weight of bitsandbytes that would not be what it was, once sharded."""
+    if type(param).__module__.partition(".")[0] != "bitsandbytes":
+        return
+    kind, problem = type(param).__name__, ""
+    if kind != "Params4bit":
+        problem = (
+            "which computes with a whole copy beside the parameter: every rank would keep it all"
+        )
+    elif param.quant_state is None:
+        problem = "which is not quantised yet; call model.to(device) first"
+    elif param.dtype.is_floating_point:
+        problem = (
+            f"whose packed values have the dtype {param.dtype}, in which a cast (mp_policy) would destroy "
+            "them; set quant_storage=torch.uint8"
+        )
+    if problem:
+        raise Parallel3dError(
+            f"parameter {name} is a {kind} of bitsandbytes, {problem}. Linear4bit with "
+            "quant_storage=torch.uint8 can be sharded, and torchao's NF4 (to_nf4)"
+        )
 
 
 def check_module(module: object) -> None:

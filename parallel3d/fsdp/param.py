@@ -377,6 +377,10 @@ class ShardedParam:
         """The sharded Parameter's local tensor, the same object each time."""
         return get_local_tensor(self.sharded)
 
+    def attributes(self) -> dict[str, object]:
+        """Returns what the user's Parameter carries, which a module's forward may read."""
+        return {key: value for key, value in vars(self.sharded).items() if key[0] != "_"}
+
     def place(self, local: torch.Tensor) -> None:
         """Makes ``local``, a view of the bucket's buffer, the sharded Parameter's local tensor.
 

@@ -14,16 +14,27 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from parallel3d._torch.fully_shard import plain_name
 from parallel3d.errors import Parallel3dError, PlanError
 from parallel3d.tp.styles import Colwise, Replicated, Rowwise, Style, VocabParallel
 
 _WRAPPERS = ("BaseTunerLayer", "AuxiliaryTrainingWrapper")
+_INSIDE = ("base_layer", "original_module")
 
 
 def is_wrapper(module: nn.Module) -> bool:
     """Whether ``module`` is a layer of peft around one of the model's."""
+    return _is_of_peft(module, _WRAPPERS)
+
+
+def is_peft_model(module: nn.Module) -> bool:
+    """Whether ``module`` is what ``get_peft_model`` returns."""
+    return _is_of_peft(module, ("PeftModel",))
+
+
+def _is_of_peft(module: nn.Module, names: tuple[str, ...]) -> bool:
     classes = ((c.__module__.partition(".")[0], c.__name__) for c in type(module).__mro__)
-    return any(package == "peft" and name in _WRAPPERS for package, name in classes)
+    return any(package == "peft" and name in names for package, name in classes)
 
 
 def check_wrapper(module: Any) -> None:
@@ -73,6 +84,34 @@ def adapter_styles(style: Style, module: Any) -> Iterator[tuple[str, Style]]:
         yield f"lora_B.{key}", up
 
 
+def base_names(model: nn.Module) -> Callable[[str], str]:
+    """Returns a function: the name of a tensor of ``model``, a model of peft's or with its layers -> its name
+    in the base model; ``""`` for an adapter's. A copy that peft trains (``modules_to_save``) has the name of
+    what it is a copy of."""
+    modules = list(model.named_modules(remove_duplicate=False))
+    wrappers = {plain_name(name) for name, module in modules if is_wrapper(module)}
+    base = model.get_base_model() if is_peft_model(model) else model  # type: ignore[operator]
+    prefix = next(plain_name(name) for name, module in modules if module is base)
+    start = len(prefix.split(".")) if prefix else 0
+
+    def base_name(name: str) -> str:
+        parts = name.split(".")
+        if prefix and not name.startswith(f"{prefix}."):
+            return ""
+        kept, end = [], start
+        while end < len(parts):
+            if ".".join(parts[:end]) not in wrappers:
+                kept.append(parts[end])
+            elif parts[end] == "modules_to_save":
+                end += 1  # the adapter's name
+            elif parts[end] not in _INSIDE:
+                return ""
+            end += 1
+        return ".".join(kept)
+
+    return base_name
+
+
 # How peft initializes adapters, so that the model is the base model at first.
 _INITIALISE: dict[str, Callable[[Tensor], Any]] = {
     "lora_A": functools.partial(nn.init.kaiming_uniform_, a=math.sqrt(5)),
@@ -86,8 +125,7 @@ def adapter_kind(model: nn.Module, path: str) -> str:
     """Returns the kind of adapter that the module at ``path`` is, such as ``"lora_A"``; ``""``: none."""
     parts = path.split(".")
     for end, inner in enumerate(parts):
-        inside = inner not in ("base_layer", "original_module")
-        if inside and is_wrapper(model.get_submodule(".".join(parts[:end]))):
+        if inner not in _INSIDE and is_wrapper(model.get_submodule(".".join(parts[:end]))):
             return inner
     return ""
 

@@ -18,6 +18,7 @@ from parallel3d._layout.packed import PackedShard
 from parallel3d._layout.param_layout import ParamLayout, set_param_layout
 from parallel3d._torch.dtensor import make_dtensor, make_spec
 from parallel3d._util.arguments import counted
+from parallel3d._util.quantised import packed_kind
 from parallel3d._util.replaced_params import marking_replaced
 from parallel3d._util.rollback import unchanged_on_error
 from parallel3d.errors import MeshError, PlanError, StateError
@@ -369,6 +370,14 @@ def resolve_plan(
             f"the model is parallel already: {parallel[0]} is a DTensor "
             f"({len(parallel)} parameters are); plans are for plain models"
         )
+    if isinstance(plan, str) and tp_size > 1:
+        packed = [(n, kind) for n, p in model.named_parameters() if (kind := packed_kind(p))]
+        if packed:
+            raise PlanError(
+                f"tp_plan is {plan!r}, and {packed[0][0]} is a {packed[0][1]}, whose values are packed in "
+                f"blocks, which can't be split over tp ({len(packed)} parameters are). Use tp=1 and a larger "
+                "shard axis, or a dict with rules for other layers only"
+            )
     plan_source = choose(model, tp_size, example) if isinstance(plan, str) else PlanSource(plan)
     from_user = not plan_source.origin
     resolution = Resolution(model, tp_size)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from parallel3d._util.quantised import packed_kind
 from parallel3d.errors import PlanError
 from parallel3d.tp.local_attributes import PlannedAttribute, local_attributes
 from parallel3d.tp.lora import adapter_styles, check_wrapper, is_wrapper
@@ -327,6 +328,13 @@ class Resolution:
             name, module = f"{name}.base_layer", module.get_submodule("base_layer")
         if (ruled := self.ruled.get(id(module))) is not None:
             self._check_one_rule("module", name, ruled, pattern, style)
+            return
+        kinds = [packed_kind(param) for param in module.parameters(recurse=False)]
+        if any(kinds) and self.tp > 1:
+            self.problems.append(
+                f"module {name!r} as {style}: its weight is a {max(kinds)}, whose values are packed in "
+                "blocks, which can't be split over tp; leave the rule out, or use tp=1, shard more"
+            )
             return
         style = style.for_module(module).in_model(self.modules[""], name)
         self.ruled[id(module)] = RuledModule(name, pattern, style, module, why)

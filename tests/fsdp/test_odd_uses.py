@@ -412,6 +412,19 @@ class TestHooksAndCopies:
             block(floats(0)).sum().backward()
             assert seen == [True]
 
+    def test_forward_sees_the_attributes_of_a_parameter(self) -> None:
+        class Scaled(Block):
+            def forward(self, x):
+                return super().forward(x) * self.up.weight.scale
+
+        block = Scaled()
+        block.up.weight.scale = 3.0
+        want = block(floats(0))
+        with fake_world(0, 1):
+            fully_shard(block, mesh=build_mesh(MeshLayout(), device_type="cpu"))
+            assert torch.equal(block(floats(0)), want)
+            assert block.up.weight.scale == 3.0
+
     def test_converting_a_part_of_a_unit(self) -> None:
         with fake_world(0, 2):
             mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")

@@ -23,6 +23,7 @@ from parallel3d._torch.fully_shard import plain_name
 from parallel3d.checkpoint.hf.layout import Layout, Traced, Untraceable, whole_of
 from parallel3d.checkpoint.torch_formats.names import shown
 from parallel3d.errors import CheckpointError
+from parallel3d.tp.lora import base_names, is_peft_model, is_wrapper
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -54,6 +55,28 @@ def entries_of(model: nn.Module) -> list[Entry]:
                 tensors[id(tensor)] = tensor
                 names.setdefault(id(tensor), {})[name] = None
     return [Entry(tuple(names[key]), tensor) for key, tensor in tensors.items()]
+
+
+def base_entries(model: nn.Module) -> tuple[nn.Module, list[Entry]]:
+    """Returns the model whose checkpoint can be loaded into ``model``, and its entries.
+
+    For a model with layers of peft they are the base model and its entries, by its names. A copy that peft
+    trains is an entry of its own, with the names of what it is a copy of.
+    """
+    entries = entries_of(model)
+    base: nn.Module = model.get_base_model() if is_peft_model(model) else model  # type: ignore[operator]
+    if base is model and not any(is_wrapper(module) for module in model.modules()):
+        return model, entries
+    base_name = base_names(model)
+    named = [{n: None for name in e.names if (n := base_name(name))} for e in entries]
+    tied = {name: names for names in named if len(names) > 1 for name in names}
+    result = []
+    for entry, names in zip(entries, named, strict=True):
+        for name in list(names):  # all names of a tied weight, for a copy of it too
+            names |= tied.get(name, {})
+        if names:
+            result.append(Entry(tuple(names), entry.tensor))
+    return base, result
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:

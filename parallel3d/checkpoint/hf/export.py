@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from parallel3d._util.arguments import counted
+from parallel3d._util.quantised import packed_kind
 from parallel3d.checkpoint.format.safetensors_file import NAMES
 from parallel3d.checkpoint.hf.conversion import (
     Names,
@@ -149,6 +150,11 @@ def outputs_of(
             f"{call}: {meta[0]!r} is on meta, the first of {counted(len(meta), 'tensor')} without values"
         )
     for name, tensor in tensors.items():
+        if kind := packed_kind(tensor):
+            raise CheckpointError(
+                f"{call}: {name!r} is a {kind}, whose values are packed in blocks; a folder holds dense "
+                "tensors. save_peft writes adapters alone"
+            )
         if tensor.dtype not in NAMES:
             raise CheckpointError(
                 f"{call}: {name!r} is {tensor.dtype}, which safetensors don't have"

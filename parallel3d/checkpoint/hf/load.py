@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d._util.arguments import as_bool
+from parallel3d._util.quantised import packed_kind
 from parallel3d.checkpoint.format.files import (
     bytes_of,
     damaged_if,
@@ -28,6 +29,7 @@ from parallel3d.checkpoint.hf.conversion import (
     Converted,
     Entry,
     Names,
+    base_entries,
     entries_of,
     file_names,
     from_file,
@@ -118,7 +120,9 @@ def load_hf(
     Args:
         folder: a local one with ``model.safetensors``, or ``model.safetensors.index.json`` and its files.
         model: plain or parallel, at rest. A transformers model is converted as its ``from_pretrained`` does:
-            names, stacked experts, merged projections, base-model prefixes, tied weights.
+            names, stacked experts, merged projections, base-model prefixes, tied weights. Into a model of
+            peft's the base model is loaded, also into the copies of ``modules_to_save``; its adapters are
+            left as they are, or initialised if they are on meta.
         names: for other models: the model's name -> the file's, as a mapping (other names are unchanged) or a
             function.
         strict: raise if names are missing or unexpected, except for those that transformers ignores.
@@ -141,10 +145,11 @@ def load_hf(
     with Reader(path, stored) as reader:
         plan = ranks.on_each(lambda: _plan(model, reader, names, strict))
         ranks.all(lambda: allocate(model, plan.initialised))
-        ranks.all(lambda: _read(model, plan, reader))
+        # Entries again, as those on meta have been replaced.
+        ranks.all(lambda: read_entries(_entries(model, names)[1], plan.layouts, reader))
     if plan.conversions is not None:
         # As from_pretrained does, for the export.
-        model._weight_conversions = plan.conversions  # type: ignore[assignment]
+        plan.base._weight_conversions = plan.conversions  # type: ignore[assignment]
     return plan.names
 
 
@@ -152,6 +157,7 @@ def load_hf(
 class _Plan:
     """What is read into the model."""
 
+    base: nn.Module  # whose checkpoint it is
     layouts: dict[str, Layout]  # by the first names of entries that are in the files
     names: LoadedNames
     initialised: list[tuple[str, nn.Module]]  # modules with tensors on meta that are in no file
@@ -160,17 +166,18 @@ class _Plan:
 
 def _plan(model: nn.Module, reader: Reader, names: Names, strict: bool) -> _Plan:
     """Raises CheckpointError for everything that can be wrong before values are written."""
-    entries, stored = entries_of(model), reader.stored
+    base, entries = _entries(model, names)
+    stored = reader.stored
     in_files = {} if names is None else file_names(entries, names)
-    converted = _converted(model, entries, stored, names, in_files)
+    converted = _converted(base, entries, stored, names, in_files)
     by_name = converted.layouts
     layouts = {e.name: [by_name[n] for n in e.names if n in by_name] for e in entries}
     unexpected, missing = converted.unexpected, [name for name in layouts if not layouts[name]]
-    if names is None and is_transformers(model):
-        ignore_missing, ignore_unexpected = ignored(model, "missing"), ignored(model, "unexpected")
+    if names is None and is_transformers(base):
+        ignore_missing, ignore_unexpected = ignored(base, "missing"), ignored(base, "unexpected")
         missing = [name for name in missing if not ignore_missing(name)]
         unexpected = [name for name in unexpected if not ignore_unexpected(name)]
-    problems = _misfits(entries, layouts, stored)
+    problems = misfits(entries, layouts, stored)
     if strict and missing:
         sought = [in_files.get(name, name) for name in missing]
         problems.append(f"not in the files: {shown(sought, unexpected)}")
@@ -184,7 +191,12 @@ def _plan(model: nn.Module, reader: Reader, names: Names, strict: bool) -> _Plan
     reader.check_files(sorted(needed))
     _check_ties(entries, layouts, reader)
     chosen = {entry.name: layout for entry, layout in first}
-    return _Plan(chosen, LoadedNames(missing, unexpected), initialised, converted.used)
+    return _Plan(base, chosen, LoadedNames(missing, unexpected), initialised, converted.used)
+
+
+def _entries(model: nn.Module, names: Names) -> tuple[nn.Module, list[Entry]]:
+    """Returns the model whose checkpoint it is, and its entries; ``model`` itself if the user gives names."""
+    return base_entries(model) if names is None else (model, entries_of(model))
 
 
 def _converted(
@@ -207,7 +219,7 @@ def _converted(
     return Converted(layouts, [name for name in stored if name not in taken], None)
 
 
-def _misfits(
+def misfits(
     entries: list[Entry], layouts: Mapping[str, list[Layout]], stored: Mapping[str, Stored]
 ) -> list[str]:
     """Returns what is wrong with shapes and dtypes, a line each."""
@@ -216,6 +228,11 @@ def _misfits(
         shape, own = tuple(entry.tensor.shape), entry.tensor.dtype
         if layouts[entry.name] and shares_memory_within(entry.tensor):
             problems.append(f"elements of {entry.name!r} share memory, as after expand()")
+        if layouts[entry.name] and (kind := packed_kind(entry.tensor)):
+            problems.append(
+                f"{entry.name!r} is a {kind}, which is made from dense values: load first, quantise then"
+            )
+            continue
         for layout in layouts[entry.name]:
             if layout.shape != shape:
                 problems.append(
@@ -256,9 +273,10 @@ def _check_ties(entries: list[Entry], layouts: Mapping[str, list[Layout]], reade
 
 
 @torch.no_grad()
-def _read(model: nn.Module, plan: _Plan, reader: Reader) -> None:
-    for entry in entries_of(model):  # again, as those on meta have been replaced
-        layout = plan.layouts.get(entry.name)
+def read_entries(entries: Sequence[Entry], layouts: Mapping[str, Layout], reader: Reader) -> None:
+    """Reads what this rank holds of those ``entries`` whose first names have layouts."""
+    for entry in entries:
+        layout = layouts.get(entry.name)
         if layout is not None:
             for patch, target in _needed(layout, entry.tensor):
                 reader.read(patch, target)

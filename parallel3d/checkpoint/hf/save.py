@@ -74,7 +74,7 @@ def save_hf(
     # What the config says, in which from_pretrained makes the model.
     own = next((t.dtype for t in export.tensors.values() if t.is_floating_point()), None)
     with new_folder(ranks, path, _check_only_export) as temporary:
-        ranks.all(lambda: _check_seen(temporary))
+        ranks.all(lambda: check_seen(temporary))
         ranks.all(lambda: exchange(export, files, ranks, temporary))
         ranks.first(lambda: _write_texts(model, files, dtype or own, temporary))
 
@@ -93,7 +93,7 @@ def _check_only_export(folder: Path) -> None:
         )
 
 
-def _check_seen(temporary: Path) -> None:
+def check_seen(temporary: Path) -> None:
     if not temporary.is_dir():
         raise CheckpointError(
             f"save_hf: this rank doesn't see {temporary}, which the first has made; the folder must be on a "

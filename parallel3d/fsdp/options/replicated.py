@@ -101,6 +101,7 @@ def make_stand_ins(arrivals: dict[Bucket, Arrivals]) -> None:
         bucket.stand_ins = stand_ins = list[torch.Tensor](bucket.compute_params)
         for index in each.indices:
             stand_ins[index] = output = next(made)
+            vars(output).update(bucket.params[index].attributes())
             output._is_param = True  # for isinstance(..., nn.Parameter)
             # Weakly, as the output holds it.
             output.__deepcopy__ = partial(_copy, weakref.ref(output))
