@@ -370,10 +370,16 @@ def _checksum(param: nn.Parameter) -> str:
     """Returns a sum over the bits, which differs between models built from different seeds."""
     if param.is_meta or ranks_are_simulated() or dry_run.active():
         return "meta"
-    data = param.detach().contiguous().flatten().view(torch.uint8)
+    return str(_sum_of_bits(param.detach()))
+
+
+def _sum_of_bits(tensor: torch.Tensor) -> int:
+    if hasattr(tensor, "__tensor_flatten__"):  # a subclass around others, such as quantized weights
+        return sum(_sum_of_bits(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+    data = tensor.contiguous().flatten().view(torch.uint8)
     if data.numel() % 4 == 0:
         data = data.view(torch.int32)
-    return str(int(data.sum()))
+    return int(data.sum())
 
 
 class Units(NamedTuple):

@@ -24,7 +24,9 @@ def is_float8(module: nn.Module) -> bool:
 def has_own_forward(module: nn.Module) -> bool:
     """Whether ``module``, a Float8Linear, has a forward that is not torchao's."""
     base = _float8_class(type(module))
-    return "forward" in module.__dict__ or type(module).forward is not getattr(base, "forward", None)
+    return "forward" in module.__dict__ or type(module).forward is not getattr(
+        base, "forward", None
+    )
 
 
 @cache

@@ -208,8 +208,17 @@ class Extension:
                 f"parameter has shape {tuple(shape)}, or more along dim {dim} if its inputs were padded"
             )
         if dim == 0:  # as in torch, so that subclasses need to support nothing else
-            return torch.as_strided(whole, shape, _strides(shape), 0)
-        return whole.narrow(dim, 0, shape[dim])
+            rows = torch.as_strided(whole, shape, _strides(shape), 0)
+            if rows.shape == shape:  # torchao's int8 weights return themselves
+                return rows
+        try:
+            return whole.narrow(dim, 0, shape[dim])
+        except NotImplementedError as error:
+            raise Parallel3dError(
+                f"{self.label} of shape {tuple(shape)} is cut unevenly over the shard axis, and the padding "
+                f"can't be taken from its gathered {type(whole).__name__}: {error}; give the layer a size "
+                "that the axis divides, or leave it as it is"
+            ) from error
 
     def _note_storages(self, tensors: Iterable[torch.Tensor]) -> None:
         """Notes storages to free at reshard, and their sizes; several tensors may share one."""

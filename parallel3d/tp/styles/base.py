@@ -100,6 +100,12 @@ def fit_rules(module: nn.Module, **rules: ParamRule) -> dict[str, ParamRule]:
             raise PlanError(f"{name} has no size yet: run a batch through the model first")
         if not param.is_floating_point():
             raise PlanError(f"{name} is {param.dtype}; only floating-point parameters can be split")
+        if type(param).__module__.startswith("torchao.prototype.quantized_training"):
+            raise PlanError(
+                f"{name} is torchao's {type(param).__name__}, whose products have a scale for each row of "
+                "what they sum over; such a layer can't be split over tp: use fsdp alone, or convert the "
+                "layers that have no style"
+            )
     return {name: rules[name] for name in own}
 
 
