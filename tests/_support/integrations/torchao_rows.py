@@ -235,7 +235,9 @@ def low_bit(
         return both(sizes, lambda: stack(*features), lambda params: cls(params, lr=0.01))
 
 
-def quantized_training(sizes: Sequence[int], features: Sequence[int], kind: str) -> Result:
+def quantized_training(
+    sizes: Sequence[int], features: Sequence[int], kind: str, peer: bool = True
+) -> Result:
     """Weights held, or multiplied, in int8 or in 1.58 bits. Random rounding of weights becomes ordinary."""
     configs = {
         "int8": quantized.int8_weight_only_quantized_training,
@@ -249,27 +251,65 @@ def quantized_training(sizes: Sequence[int], features: Sequence[int], kind: str)
         return model
 
     with mock.patch.object(torch, "rand_like", lambda t, **_: torch.full_like(t, 0.5)):
-        return both(sizes, build, sgd)
+        return both(sizes, build, sgd, peer)
 
 
-_AO = ("torchao",)
+_SIZES = (32, 64, 32)
 _ALIGNED = (64, 256, 64)  # shards of 4096 elements or more, and of whole blocks
+
+
+def _row(name: str, run: Any, mesh: tuple[int, int, int], *arguments: Any, **more: Any) -> Row:
+    more = {"packages": ("torchao",), "lines": 0, "peer": "FSDP2", "dtype": "float32", **more}
+    return Row(name=f"torchao: {name}", mesh=mesh, run=run, arguments=(mesh, *arguments), **more)
+
+
+_MESH = (1, 2, 1)
 ROWS = [
-    Row("torchao: float8 gathers", _AO, 0, (1, 2, 1), "FSDP2", float8, ((1, 2, 1), (32, 64, 32), True, False, True), "float32"),
-    Row("torchao: float8 gathers, scales computed before", _AO, 0, (1, 2, 1), "FSDP2", float8, ((1, 2, 1), (32, 64, 32), True, True, True), "float32"),
-    Row("torchao: float8 gathers, uneven", _AO, 0, (1, 4, 1), "FSDP2", float8, ((1, 4, 1), (32, 17, 9), True, False, False), "float32", "FSDP2 ends the process (pytorch/ao 3983)"),
-    Row("torchao: float8 under tp", _AO, 1, (1, 1, 2), "parallelize_module", float8, ((1, 1, 2), (32, 64, 32), False, False, True), "float32"),
-    Row("torchao: float8 Llama, gathers, scales computed before", ("torchao", "transformers"), 1, (1, 2, 2), "FSDP2", float8_llama, ((1, 2, 2),), "float32", "not tried with FSDP2"),
+    _row("float8 gathers", float8, _MESH, _SIZES, True, False, True),
+    _row("float8 gathers, scales computed before", float8, _MESH, _SIZES, True, True, True),
+    _row(
+        "float8 gathers, uneven",
+        float8,
+        (1, 4, 1),
+        (32, 17, 9),
+        True,
+        False,
+        False,
+        note="FSDP2 ends the process (pytorch/ao 3983)",
+    ),
+    _row(
+        "float8 under tp",
+        float8,
+        (1, 1, 2),
+        _SIZES,
+        False,
+        False,
+        True,
+        lines=1,
+        peer="parallelize_module",
+    ),
+    _row(
+        "float8 Llama, gathers, scales computed before",
+        float8_llama,
+        (1, 2, 2),
+        packages=("torchao", "transformers"),
+        lines=1,
+        note="not tried on FSDP2",
+    ),
     *(
-        Row(f"torchao: {cls.__name__}, aligned shards", _AO, 0, (1, 2, 1), "FSDP2", low_bit, ((1, 2, 1), _ALIGNED, cls), "float32")
+        _row(f"{cls.__name__}, aligned shards", low_bit, _MESH, _ALIGNED, cls)
         for cls in (AdamW8bit, AdamW4bit, AdamWFp8)
     ),
-    *(
-        Row(f"torchao: {name}", _AO, 0, (1, 2, 1), "FSDP2", quantized_training, ((1, 2, 1), (32, 64, 32), kind), "float32", note)
-        for name, kind, note in (
-            ("int8 weights", "int8", "weights are rounded to the nearest in all three runs"),
-            ("int8 matmuls", "mixed", "module_swap=True"),
-            ("BitNet", "bitnet", ""),
-        )
+    _row(
+        "int8 weights",
+        quantized_training,
+        _MESH,
+        _SIZES,
+        "int8",
+        note="weights are rounded to the nearest in all three runs",
     ),
-]  # fmt: skip
+    _row(
+        "int8 matmuls", quantized_training, _MESH, _SIZES, "mixed", note="with `module_swap=True`"
+    ),
+    _row("BitNet", quantized_training, _MESH, _SIZES, "bitnet"),
+]

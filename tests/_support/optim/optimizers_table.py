@@ -26,7 +26,9 @@ PAGE = Path(__file__).resolve().parents[3] / "docs" / "optimizers.md"
 STEPS = 30
 RIGHT = {torch.float64: 1e-9, torch.float32: 1e-3}
 """The largest distance, in parts of the movement, that rounding explains."""
-SAID: dict[str, dict[str, Any]] = {
+ITSELF = "the class itself"
+SAID: dict[str, dict[str, Any] | None] = {
+    ITSELF: None,
     "nothing said": {},
     "`elementwise=True`": {"elementwise": True},
     "`matrix=True`": {"matrix": True},
@@ -91,7 +93,8 @@ def outcome(way: str, cls: Any, mesh: Any, dtype: torch.dtype, want: list[torch.
     made, start = model().to(dtype), list(model().to(dtype).parameters())
     try:
         p3d.parallelize(made, mesh, units=["0", "3"])
-        optimizer = p3d.optim.local(cls, parameters(made, cls), **SAID[way])
+        said, params = SAID[way], parameters(made, cls)
+        optimizer = cls(params) if said is None else p3d.optim.local(cls, params, **said)
         got = train(made, optimizer, dtype)
     except p3d.Parallel3dError:
         result = "refused"
