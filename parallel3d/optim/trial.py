@@ -175,8 +175,8 @@ def check_states_are_plain(
             if isinstance(value, torch.Tensor) and type(value) not in (torch.Tensor, nn.Parameter):
                 raise Parallel3dError(
                     f"optim.local: {optimizer_class.__name__} keeps a {type(value).__name__} in the entry "
-                    f"{key!r} of a parameter's state, which can't be cut by element nor be exchanged; use the "
-                    "class itself on the model's DTensors"
+                    f"{key!r} of a parameter's state, which can't be cut by element nor be exchanged; use "
+                    "the class itself on the model's DTensors"
                 )
 
 

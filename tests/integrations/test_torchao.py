@@ -43,6 +43,7 @@ from parallel3d import (
     optim,
     parallelize,
 )
+from parallel3d._torch.dtensor import get_local_tensor
 from parallel3d.fsdp import fully_shard
 from parallel3d.testing import fake_world
 from parallel3d.tp import Colwise, Rowwise
@@ -137,7 +138,7 @@ def scales_of_the_whole(sizes, features) -> None:
     plain = [m for m in stack(*features) if isinstance(m, nn.Linear)]
     made = [m for m in model if isinstance(m, nn.Linear)]
     for linear, given in zip(made, plain, strict=True):
-        scale = linear.weight.to_local()._precomputed_scale
+        scale = get_local_tensor(linear.weight)._precomputed_scale
         assert scale == tensor_to_scale(given.weight, torch.float8_e4m3fn)
 
 

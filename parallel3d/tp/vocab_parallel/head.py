@@ -126,8 +126,8 @@ def find_head(model: nn.Module, plan: ResolvedPlan | None) -> str:
     if len(candidates) == 1:
         if is_float8(heads[candidates[0]]):
             raise PlanError(
-                f"loss_parallel: {candidates[0]!r}, the model's output head, is torchao's Float8Linear, whose "
-                "logits can't stay split; keep it out of the conversion by module_filter_fn, or leave "
+                f"loss_parallel: {candidates[0]!r}, the model's output head, is torchao's Float8Linear, "
+                "whose logits can't stay split; keep it out of the conversion by module_filter_fn, or leave "
                 "loss_parallel out"
             )
         return candidates[0]

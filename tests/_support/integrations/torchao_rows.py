@@ -1,9 +1,10 @@
 """torchao's programs: float8 training, low-bit optimizers, quantized weights.
 
-The plain process computes the loss of each data rank's batch by itself and adds their gradients, since torchao
-scales the activations of each rank by themselves.
+The plain process computes the loss of each data rank's batch by itself and adds their gradients, since
+torchao scales the activations of each rank by themselves.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -41,7 +42,7 @@ def stack(*sizes: int, bias: bool = True) -> nn.Sequential:
     """Linear layers of these numbers of features, with a ReLU after each."""
     torch.manual_seed(0)
     layers: list[nn.Module] = []
-    for features, out in zip(sizes, sizes[1:], strict=False):
+    for features, out in itertools.pairwise(sizes):
         layers += nn.Linear(features, out, bias=bias), nn.ReLU()
     return nn.Sequential(*layers[:-1])
 
@@ -84,7 +85,7 @@ def run_on(
     loss: Callable[..., Any] = square,
     after: Callable[[nn.Module], Any] = lambda model: None,
 ) -> Run:
-    """The training of this process, whose data rank is ``rank``; ``after`` is called before and after steps."""
+    """The training of this process, whose data rank is ``rank``; ``after`` runs before and after steps."""
     losses = []
     after(model)
     for step in range(STEPS):
