@@ -386,9 +386,9 @@ class GroupedKv(Colwise):
         linear_kind(self, module)
         if is_float8(module):
             raise PlanError(
-                f"tp={tp} is more than the {self.kv_heads} heads of keys and values, and a Float8Linear "
-                "can't compute some heads of a whole weight; keep it out of the conversion by module_filter_fn, "
-                f"or use a tp that divides {self.kv_heads}"
+                f"tp={tp} is more than the {self.kv_heads} heads of keys and values, and a "
+                "Float8Linear can't compute some heads of a whole weight; keep it out of the conversion by "
+                f"module_filter_fn, or use a tp that divides {self.kv_heads}"
             )
         rule = ParamRule(Replicate(), "partial")
         return fit_rules(module, weight=rule, bias=rule)

@@ -229,7 +229,7 @@ def outcome(around: str, optimizer: str, mesh: Any) -> str:
 
 
 def outcomes(around: list[str]) -> dict[str, dict[str, str]]:
-    """Run by every rank: name -> optimizer -> the outcome, of a rank where it is not right if there is one."""
+    """Run by every rank: name -> optimizer -> the outcome, of a rank where it is not right if any."""
     mesh = p3d.build_mesh(p3d.MeshLayout(shard=dist.get_world_size()), device_type="cpu")
     table: dict[str, dict[str, str]] = {}
     with warnings.catch_warnings(), contextlib.redirect_stdout(None):
