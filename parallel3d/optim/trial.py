@@ -165,13 +165,14 @@ def check_states_are_plain(
     """
     eager = torch.compiler.set_stance("force_eager")
     with _isolated(), eager:
-        optimizer = None
+        state: State = {}
         with suppress(Exception):
             optimizer = _make(optimizer_class, options, group, [torch.ones(_LARGE)])
-            optimizer.param_groups[0]["params"][0].grad = torch.ones(_LARGE)
+            (param,) = optimizer.param_groups[0]["params"]
+            param.grad = torch.ones(_LARGE)
             step_of(optimizer_class)(optimizer)
-        states = optimizer.state.values() if optimizer is not None else ()
-        for key, value in (entry for state in states for entry in state.items()):
+            state = optimizer.state.get(param, {})
+        for key, value in state.items():
             if isinstance(value, torch.Tensor) and type(value) not in (torch.Tensor, nn.Parameter):
                 raise Parallel3dError(
                     f"optim.local: {optimizer_class.__name__} keeps a {type(value).__name__} in the entry "

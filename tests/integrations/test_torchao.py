@@ -115,6 +115,7 @@ def same_values(sizes, features, gathers: bool, scales: bool) -> None:
     assert result.ours.weights <= (0 if sizes[1] <= 2 else 1e-6) and result.ours.loss < 1e-6, result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("gathers", "scales"), [(False, False), (True, False), (True, True)])
 def test_float8_training_is_the_plain_models(gloo_pool, gathers, scales) -> None:
     gloo_pool.run(same_values, (1, 2, 1), (32, 64, 32), gathers, scales, world_size=2)
@@ -142,6 +143,7 @@ def scales_of_the_whole(sizes, features) -> None:
         assert scale == tensor_to_scale(given.weight, torch.float8_e4m3fn)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(1, 2, 1), (1, 2, 2), (2, 2, 1)])
 def test_precomputed_scales_are_those_of_whole_weights(gloo_pool, sizes) -> None:
     gloo_pool.run(scales_of_the_whole, sizes, (32, 17, 18), world_size=math.prod(sizes))
@@ -157,9 +159,8 @@ def float8_under_tp(sizes, features, power: bool, limit: float) -> None:
     assert max(result.ours) <= limit, result
 
 
-@pytest.mark.parametrize("features", [(32, 64, 32), (32, 17, 32)])
-def test_float8_under_tp(gloo_pool, features) -> None:
-    gloo_pool.run(float8_under_tp, (1, 1, 2), features, True, 1e-6, world_size=2)
+def test_float8_under_tp(gloo_pool) -> None:
+    gloo_pool.run(float8_under_tp, (1, 1, 2), (32, 17, 32), True, 1e-6, world_size=2)
 
 
 @pytest.mark.slow
@@ -230,6 +231,7 @@ def test_what_tp_refuses(build, plan, match) -> None:
         parallelize(build(), build_mesh(MeshLayout(1, 1, 2), device_type="cpu"), plan)
 
 
+@pytest.mark.slow
 def test_tp_refuses_a_head_under_loss_parallel_and_shared_keys() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -253,6 +255,7 @@ def low_bit_as_plain(cls) -> None:
     assert result.ours.weights == result.peers.weights == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", [AdamW8bit, AdamW4bit, AdamWFp8])
 def test_low_bit_optimizers_step_as_plain_where_shards_are_aligned(gloo_pool, cls) -> None:
     gloo_pool.run(low_bit_as_plain, cls, world_size=2)
