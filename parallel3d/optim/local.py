@@ -31,6 +31,7 @@ from parallel3d.optim.trial import (
     ELEMENTWISE,
     check_elementwise,
     check_one_by_one,
+    check_states_are_plain,
     is_known_elementwise,
     step_of,
 )
@@ -350,6 +351,8 @@ def local(
         matrix = not elementwise and bool(getattr(optimizer_class, "whole_matrix", known))
     first = groups[0] if groups and isinstance(groups[0], dict) else {}
     group_options = {k: v for k, v in first.items() if k not in ("params", "param_names")}
+    if matrix or elementwise:
+        check_states_are_plain(optimizer_class, options, group_options)
     if matrix:
         check_one_by_one(optimizer_class, options, group_options)
     elif not is_known_elementwise(optimizer_class):

@@ -61,6 +61,7 @@ def step_of(optimizer_class: Any) -> Callable[..., Any]:
 _SHAPES = ((4, 6), (6,), (4, 6), (5, 3), (2, 3, 2, 2))
 _MATRICES = ((4, 6), (5, 3), (4, 6))
 _SQUARES = ((5, 5),) * 4  # for classes that take their parameters in pairs
+_LARGE = (64, 128)  # from 4096 elements on classes quantize their states
 _VARIED = (
     ("random", 1.0),
     ("orthogonal", 1.0),
@@ -153,6 +154,31 @@ def check_one_by_one(optimizer_class: type[Optimizer], options: Options, group: 
                 f"optim.local: {name} steps on several parameters, but a trial one by one ended with "
                 f"{type(error).__name__}: {error}; use the class itself"
             ) from error
+
+
+def check_states_are_plain(
+    optimizer_class: type[Optimizer], options: Options, group: Options
+) -> None:
+    """Checks on the CPU that the state of a large parameter consists of ordinary tensors, which can be cut.
+
+    A class that fails in this trial is not judged.
+    """
+    eager = torch.compiler.set_stance("force_eager")
+    with _isolated(), eager:
+        state: State = {}
+        with suppress(Exception):
+            optimizer = _make(optimizer_class, options, group, [torch.ones(_LARGE)])
+            (param,) = optimizer.param_groups[0]["params"]
+            param.grad = torch.ones(_LARGE)
+            step_of(optimizer_class)(optimizer)
+            state = optimizer.state.get(param, {})
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and type(value) not in (torch.Tensor, nn.Parameter):
+                raise Parallel3dError(
+                    f"optim.local: {optimizer_class.__name__} keeps a {type(value).__name__} in the entry "
+                    f"{key!r} of a parameter's state, which can't be cut by element nor be exchanged; use "
+                    "the class itself on the model's DTensors"
+                )
 
 
 @contextmanager

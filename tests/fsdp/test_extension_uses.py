@@ -74,6 +74,16 @@ def test_cut_along_columns(hidden) -> None:
         assert model[2].weight.placements[1] == Shard(1)
 
 
+def test_uneven_and_alone_in_its_unit() -> None:
+    """Its one gather input is sent without a copy; its gradient needs padding all the same."""
+    with local_world(3) as world:
+        model = extend(mlp(7), Bf16)
+        for linear in (model[0], model[2]):
+            fully_shard(linear, mesh=mesh_of(1, 3, 1))
+        step(model)
+        check_gradients(world, model, Bf16, 7)
+
+
 @pytest.mark.parity("argument: reshard_after_forward=int")
 @pytest.mark.parametrize("kind", [Bf16, Int8], ids=lambda kind: kind.__name__)
 def test_reshard_to_fewer_ranks(kind) -> None:

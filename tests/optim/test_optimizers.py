@@ -4,8 +4,17 @@ import functools
 
 import pytest
 import torch
+from _support.optim import around_optimizers
 from _support.optim.local_sides import Sides, everything
-from _support.optim.optimizers_table import SAID, TORCHS, classes, faults, outcomes
+from _support.optim.optimizers_table import (
+    ITSELF,
+    KNOWN_WRONG,
+    SAID,
+    TORCHS,
+    classes,
+    faults,
+    outcomes,
+)
 from torch import optim
 
 from parallel3d import MeshLayout, Parallel3dError
@@ -36,12 +45,15 @@ def named(*names: str) -> list[str]:
 @pytest.mark.slow
 def test_nothing_is_wrong(gloo_pool: GlooPool) -> None:
     names = [*named("AdamP", "AdaShift", "Prodigy", "ScheduleFreeAdamW"), "torch.optim.AdamW"]
+    names += KNOWN_WRONG
     table = gloo_pool.run(outcomes, names, world_size=2)[0]
     assert faults(table) == []
     assert table["torch.optim.AdamW"]["nothing said"] == "right"
     assert table["pytorch_optimizer.AdamP"] == dict(
-        zip(SAID, ["refused", "refused", "right"], strict=True)
+        zip(SAID, ["RuntimeError", "refused", "refused", "right"], strict=True)
     )
+    assert table["torch.optim.AdamW"][ITSELF] == "right"
+    assert all(table[name][ITSELF].startswith("wrong") for name in KNOWN_WRONG)
     assert table["pytorch_optimizer.ScheduleFreeAdamW"]["`elementwise=True`"] == "right"
 
 
@@ -56,6 +68,15 @@ def test_nothing_is_wrong_with_any(gloo_pool: GlooPool) -> None:
     ]
     assert len(rows) >= 111
     assert sum("right" in (row["`elementwise=True`"], row["`matrix=True`"]) for row in rows) > 80
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", around_optimizers.AROUND)
+def test_around_optimizers(gloo_pool: GlooPool, name: str) -> None:
+    """Schedules, averages and wrappers: the plain weights and averages; Lookahead raises."""
+    found = gloo_pool.run(around_optimizers.outcomes, [name], world_size=2, timeout=120)[0][name]
+    wanted = "NotImplementedError" if "Lookahead" in name else "right"
+    assert found == dict.fromkeys(around_optimizers.OPTIMIZERS, wanted)
 
 
 @pytest.mark.parametrize("name", TAKEN)

@@ -80,9 +80,11 @@ class Extension:
         self._storages: list[tuple[torch.UntypedStorage, int]] = []
 
     def inputs(self, local: torch.Tensor) -> list[torch.Tensor]:
-        """Returns what ``local.fsdp_pre_all_gather`` says to gather, as flat bytes."""
+        """Returns what ``local.fsdp_pre_all_gather`` says to gather, as flat bytes, padded if need be."""
         shape = torch.Size(self.param.compute_shape)
         arguments = (self.mesh, shape, _strides(shape), self.param.module(), self.policy)
+        if local.numel() == 0:
+            local = self._zeros_for(local)
         result = local.fsdp_pre_all_gather(*arguments[: self.arguments])  # type: ignore[attr-defined]
         if not (
             isinstance(result, tuple) and len(result) == 2 and _are_tensors(result[0]) and result[0]
@@ -92,6 +94,7 @@ class Extension:
                 "where inputs is a tuple of at least one tensor"
             )
         inputs, self.metadata = result
+        inputs = [self._padded(as_plain(tensor)) for tensor in inputs]
         kinds = [(t.shape, t.dtype) for t in inputs]
         self.kinds = self.kinds or kinds
         if kinds != self.kinds:
@@ -99,7 +102,35 @@ class Extension:
                 f"{self.label}: {_PRE} returned tensors of {_show(kinds)}, and of {_show(self.kinds)} "
                 "the first time; it must return the same shapes and dtypes each time"
             )
-        return [as_plain(t).reshape(-1).view(torch.uint8) for t in inputs]
+        return [t.reshape(-1).view(torch.uint8) for t in inputs]
+
+    def _zeros_for(self, local: torch.Tensor) -> torch.Tensor:
+        """Returns zeros in place of a shard without rows, of which methods can't take a maximum."""
+        zeros = local.new_zeros(self.param.chunk_shape)
+        if not is_extended(zeros):
+            return local
+        for name, value in vars(local).items():  # such as a scale computed before
+            if vars(zeros).get(name) is None:
+                setattr(zeros, name, value)
+        return zeros
+
+    def _padded(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a gather input with the rows of the largest shard, unless the method has added them."""
+        rows, dim = self.param.local_shape[self.param.dim or 0], self._gathered_dim(tensor.shape)
+        wanted = self.param.chunk_shape[self.param.dim or 0]
+        if isinstance(rows, torch.SymInt) or tensor.dim() == 0 or tensor.shape[dim] != rows:
+            return tensor
+        if rows == wanted:
+            return tensor
+        shape = [wanted if i == dim else size for i, size in enumerate(tensor.shape)]
+        padded = tensor.new_zeros(shape)
+        padded.narrow(dim, 0, rows).copy_(tensor)
+        return padded
+
+    def _gathered_dim(self, shape: torch.Size) -> int:
+        """Returns the dim along which the ranks' inputs of ``shape`` are concatenated."""
+        same_ndim = len(shape) == len(self.param.compute_shape)
+        return (self.param.dim or 0) if same_ndim else 0
 
     def make_outputs(self, n: int, device: torch.device) -> None:
         """Makes buffers for the gathered inputs, each with its own storage, kept for the model's life.
@@ -110,8 +141,7 @@ class Extension:
         outputs = []
         for shape, dtype in self.kinds:
             shape = shape or torch.Size([1])
-            same_ndim = len(shape) == len(self.param.compute_shape)
-            dim = (self.param.dim or 0) if same_ndim else 0
+            dim = self._gathered_dim(shape)
             whole = [size * n if i == dim else size for i, size in enumerate(shape)]
             buffer = torch.empty(whole, dtype=dtype, device=device)
             rows = buffer
@@ -178,8 +208,17 @@ class Extension:
                 f"parameter has shape {tuple(shape)}, or more along dim {dim} if its inputs were padded"
             )
         if dim == 0:  # as in torch, so that subclasses need to support nothing else
-            return torch.as_strided(whole, shape, _strides(shape), 0)
-        return whole.narrow(dim, 0, shape[dim])
+            rows = torch.as_strided(whole, shape, _strides(shape), 0)
+            if rows.shape == shape:  # torchao's int8 weights return themselves
+                return rows
+        try:
+            return whole.narrow(dim, 0, shape[dim])
+        except NotImplementedError as error:
+            raise Parallel3dError(
+                f"{self.label} of shape {tuple(shape)} is cut unevenly over the shard axis, and the padding "
+                f"can't be taken from its gathered {type(whole).__name__}: {error}; give the layer a size "
+                "that the axis divides, or leave it as it is"
+            ) from error
 
     def _note_storages(self, tensors: Iterable[torch.Tensor]) -> None:
         """Notes storages to free at reshard, and their sizes; several tensors may share one."""
@@ -269,7 +308,7 @@ class ExtensionBucket(Bucket):
         "gathered",
         "unsharded",
         "rows",
-        "zero_copy",
+        "one_input",
     )
 
     # -- storage -----------------------------------------------------------------------------------
@@ -298,7 +337,7 @@ class ExtensionBucket(Bucket):
         ]
         self.gathered = self.unsharded = torch.empty(0, dtype=torch.uint8, device=self.device)
         self.rows: list[torch.Tensor] = []
-        self.zero_copy = False
+        self.one_input = False
 
     def _make_extensions(self) -> None:
         mesh = _shard_mesh(self.unit, self.axes)
@@ -440,8 +479,8 @@ class ExtensionBucket(Bucket):
         for extension in self.extensions:
             extension.make_outputs(self.num_shards, self.device)
         self.rows = [rows for extension in self.extensions for rows in extension.rows]
-        self.zero_copy = len(self.rows) == 1
-        if self.zero_copy:
+        self.one_input = len(self.rows) == 1
+        if self.one_input:
             self.gathered = self.rows[0].view(-1)
         else:
             numel = self.num_shards * size
@@ -454,7 +493,7 @@ class ExtensionBucket(Bucket):
         with torch.inference_mode(False), torch.no_grad():
             for extension in self.extensions:
                 extension.allocate()
-            if gathered is None and not self.zero_copy:
+            if gathered is None and not self.one_input:
                 gathered = self.gathered
             if gathered is not None:
                 sizes = [rows.shape[1] for rows in self.rows]
@@ -475,7 +514,7 @@ class ExtensionBucket(Bucket):
         self.free_gathered()
 
     def free_gathered(self) -> None:
-        if not self.zero_copy:
+        if not self.one_input:
             release(self.gathered)
         self.free_post_forward_shard()
 

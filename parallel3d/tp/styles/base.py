@@ -23,6 +23,7 @@ from parallel3d._layout.packing import Packing
 from parallel3d._layout.param_layout import local_chunk
 from parallel3d.errors import PlanError
 from parallel3d.tp.collectives import SequenceLength, TpAxis
+from parallel3d.tp.float8 import has_own_forward, is_float8
 from parallel3d.tp.forwards import TpState, bind_forward
 
 
@@ -99,6 +100,12 @@ def fit_rules(module: nn.Module, **rules: ParamRule) -> dict[str, ParamRule]:
             raise PlanError(f"{name} has no size yet: run a batch through the model first")
         if not param.is_floating_point():
             raise PlanError(f"{name} is {param.dtype}; only floating-point parameters can be split")
+        if type(param).__module__.startswith("torchao.prototype.quantized_training"):
+            raise PlanError(
+                f"{name} is torchao's {type(param).__name__}, whose products have a scale for each row of "
+                "what they sum over; such a layer can't be split over tp: use fsdp alone, or convert the "
+                "layers that have no style"
+            )
     return {name: rules[name] for name in own}
 
 
@@ -134,8 +141,8 @@ def need_per_token(module: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class LinearKind:
-    """A module that computes ``x @ weight + bias``: ``nn.Linear``, or transformers' ``Conv1D``, which holds
-    the weight transposed.
+    """A module that computes ``x @ weight + bias``: ``nn.Linear``, torchao's ``Float8Linear``, or
+    transformers' ``Conv1D``, which holds the weight transposed.
 
     Attributes:
         out_name, in_name: the module's attributes with its numbers of features.
@@ -154,9 +161,11 @@ class LinearKind:
 
 def linear_kind(style: object, module: Any) -> LinearKind:
     """Returns ``module`` as a linear layer, for ``style``; PlanError if it computes something else."""
-    if is_plain(module, nn.Linear) or calls_forward_of(module, nn.Linear):
+    float8 = is_float8(module) and not has_own_forward(module)
+    if float8 or is_plain(module, nn.Linear) or calls_forward_of(module, nn.Linear):
+        base = type(module) if float8 else nn.Linear
         return LinearKind(
-            module.out_features, module.in_features, "out_features", "in_features", 0, 1, nn.Linear
+            module.out_features, module.in_features, "out_features", "in_features", 0, 1, base
         )
     for cls in type(module).__mro__:
         is_conv1d = (cls.__module__, cls.__name__) == ("transformers.pytorch_utils", "Conv1D")

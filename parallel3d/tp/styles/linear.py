@@ -15,6 +15,7 @@ from parallel3d._torch.autograd import assert_async
 from parallel3d._torch.simulated import combine_ranks, ranks_of, value_on_rank
 from parallel3d.errors import PlanError, StateError
 from parallel3d.tp.collectives import SequenceLength, TpAxis, copy_by_rank
+from parallel3d.tp.float8 import float8_linear, is_float8
 from parallel3d.tp.forwards import (
     TpState,
     bind_base_forward,
@@ -224,6 +225,10 @@ class Colwise(SplitStyle):
             return fit_rules(module, weight=self._cut("embedding_dim", module.embedding_dim, 1, tp))
         kind = linear_kind(self, module)
         self._check_forward(module, kind.base)
+        if self.chunks > 1 and is_float8(module):
+            raise PlanError(
+                f"chunks is {self.chunks}, but a Float8Linear multiplies at once; leave it out"
+            )
         return fit_rules(
             module,
             weight=self._cut(kind.out_name, kind.out_features, kind.out_dim, tp),
@@ -259,7 +264,10 @@ class Colwise(SplitStyle):
                 y = self._in_chunks(tp, input, weight, module.bias)
             if y is None:
                 x = take_input(input, self.input, self.sequence_dim, tp, read_only=True)
-                y = linear(x, weight, module.bias)
+                if is_float8(module):
+                    y = float8_linear(module, x, tp.axis, "out", bias=True)
+                else:
+                    y = linear(x, weight, module.bias)
         return gather_features(y, size, tp) if self.output == "replicate" else y
 
     def _in_chunks(
@@ -340,7 +348,11 @@ class Rowwise(SplitStyle):
                 f'rank\'s part was expected (the output of Colwise). Rowwise(input="replicate") splits '
                 "a whole input."
             )
-        y = finish_sum(F.linear(x, weight), self.output, self.sequence_dim, tp)
+        if is_float8(module):
+            y = float8_linear(module, x, tp.axis, "in", bias=False)
+        else:
+            y = F.linear(x, weight)
+        y = finish_sum(y, self.output, self.sequence_dim, tp)
         # The bias after the sum, in which it would be added tp times.
         return y if module.bias is None else y + module.bias
 
@@ -372,6 +384,12 @@ class GroupedKv(Colwise):
 
     def plan(self, module: nn.Module, tp: int) -> dict[str, ParamRule]:
         linear_kind(self, module)
+        if is_float8(module):
+            raise PlanError(
+                f"tp={tp} is more than the {self.kv_heads} heads of keys and values, and a "
+                "Float8Linear can't compute some heads of a whole weight; keep it out of the conversion by "
+                f"module_filter_fn, or use a tp that divides {self.kv_heads}"
+            )
         rule = ParamRule(Replicate(), "partial")
         return fit_rules(module, weight=rule, bias=rule)
 

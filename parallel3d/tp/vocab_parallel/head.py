@@ -13,6 +13,7 @@ from parallel3d._torch.autograd import functorch_is_active, untraced
 from parallel3d._util.forwards import as_if, wrap_forward
 from parallel3d.errors import Parallel3dError, PlanError
 from parallel3d.tp.collectives import TpAxis, copy_to_tp, gather_from_tp
+from parallel3d.tp.float8 import is_float8
 from parallel3d.tp.forwards import TpState, take_input
 from parallel3d.tp.lora import is_wrapper
 from parallel3d.tp.overlap import linear
@@ -106,7 +107,7 @@ def find_head(model: nn.Module, plan: ResolvedPlan | None) -> str:
     It is the result of the model's ``get_output_embeddings()`` (Hugging Face), else the linear layer that
     shares its weight with an embedding, else the one outside the repeated blocks that has as many outputs
     as an embedding has rows. With a plan it must be column-parallel there. Raises PlanError if there is none,
-    or several.
+    or several, or if it is torchao's Float8Linear.
     """
     modules = dict(model.named_modules())
     split = {n for n, m in modules.items() if is_plain(m, nn.Linear)}
@@ -123,6 +124,12 @@ def find_head(model: nn.Module, plan: ResolvedPlan | None) -> str:
     else:
         candidates = _heads_of_embeddings(modules, heads)
     if len(candidates) == 1:
+        if is_float8(heads[candidates[0]]):
+            raise PlanError(
+                f"loss_parallel: {candidates[0]!r}, the model's output head, is torchao's Float8Linear, "
+                "whose logits can't stay split; keep it out of the conversion by module_filter_fn, or leave "
+                "loss_parallel out"
+            )
         return candidates[0]
     if candidates:
         raise PlanError(

@@ -1,10 +1,12 @@
-"""Writes ``docs/optimizers.md``: what ``optim.local`` does with torch's and pytorch_optimizer's classes.
+"""Writes ``docs/optimizers.md``: torch's and pytorch_optimizer's classes, on DTensors and by ``optim.local``.
 
     python tests/_support/optim/optimizers_table.py
 
-Trains a small model for 30 steps with each class, plain, and on two gloo processes through ``optim.local``
-with nothing said, ``elementwise=True`` and ``matrix=True``. What is compared is how far the weights are from
-the plain ones, in parts of how far those have moved. Exits with 1 if one is neither right nor refused.
+Trains a small model for 30 steps with each class, plain, and on two gloo processes: the class itself on the
+model's DTensors, and through ``optim.local`` with nothing said, ``elementwise=True`` and ``matrix=True``.
+What is compared is how far the weights are from the plain ones, in parts of how far those have moved. Exits
+with 1 if one is neither right nor refused; of the class itself, if it is wrong and not known for it.
+Schedules, averages and wrappers: ``around_optimizers.py``.
 """
 
 import contextlib
@@ -19,18 +21,31 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
+ROOT = Path(__file__).resolve().parents[3]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
+
 import parallel3d as p3d
+from _support.optim import around_optimizers
 from parallel3d.optim.trial import is_known_elementwise
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "optimizers.md"
+PAGE = ROOT / "docs" / "optimizers.md"
 STEPS = 30
 RIGHT = {torch.float64: 1e-9, torch.float32: 1e-3}
 """The largest distance, in parts of the movement, that rounding explains."""
-SAID: dict[str, dict[str, Any]] = {
+ITSELF = "the class itself"
+SAID: dict[str, dict[str, Any] | None] = {
+    ITSELF: None,
     "nothing said": {},
     "`elementwise=True`": {"elementwise": True},
     "`matrix=True`": {"matrix": True},
 }
+KNOWN_WRONG = {
+    "pytorch_optimizer.Gravity": "it draws its first state at random, and DTensors draw other numbers than "
+    "one process does",
+    "torch.optim.Muon": "it computes in bfloat16, where sums over parts round otherwise; through "
+    "`optim.local` the weights are the plain ones",
+}
+"""Classes that train on DTensors with other numbers, without an error, and why."""
 _TORCHS = ("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam")
 TORCHS = (*_TORCHS, "RAdam", "RMSprop", "Rprop", "SGD")
 
@@ -91,7 +106,8 @@ def outcome(way: str, cls: Any, mesh: Any, dtype: torch.dtype, want: list[torch.
     made, start = model().to(dtype), list(model().to(dtype).parameters())
     try:
         p3d.parallelize(made, mesh, units=["0", "3"])
-        optimizer = p3d.optim.local(cls, parameters(made, cls), **SAID[way])
+        said, params = SAID[way], parameters(made, cls)
+        optimizer = cls(params) if said is None else p3d.optim.local(cls, params, **said)
         got = train(made, optimizer, dtype)
     except p3d.Parallel3dError:
         result = "refused"
@@ -132,7 +148,10 @@ def faults(table: dict[str, Any]) -> list[str]:
     for name, row in table.items():
         if isinstance(row, str):
             continue
-        found += [f"{name}, {way}: {o}" for way, o in row.items() if o not in ("right", "refused")]
+        for way, o in row.items():
+            wrong = o.startswith("wrong") and name not in KNOWN_WRONG
+            if wrong if way == ITSELF else o not in ("right", "refused"):
+                found.append(f"{name}, {way}: {o}")
     return found
 
 
@@ -142,10 +161,16 @@ Written by `python tests/_support/optim/optimizers_table.py`; `tests/optim/test_
 of it again.
 
 Each class of `torch.optim` and of the package `pytorch_optimizer` {version} that runs with its defaults on a
-plain model, after {steps} steps on two processes, torch {torch}, through `parallel3d.optim.local`: where
-nothing was said of it, and where `elementwise=True` or `matrix=True` was said, rightly or not. *right*: the
-plain model's weights, up to rounding. *refused*: a `Parallel3dError` that says what to do. A name is the
-error that was raised instead.
+plain model, after {steps} steps on two processes, torch {torch}: the class itself on the model's DTensors,
+and through `parallel3d.optim.local`, where nothing was said of it, and where `elementwise=True` or
+`matrix=True` was said, rightly or not. *right*: the plain model's weights, up to rounding. *refused*: a
+`Parallel3dError` that says what to do. A name is the error that was raised instead.
+
+The class itself runs torch's operations on DTensors, as on `torch.distributed.fsdp.fully_shard`. What those
+lack ends in the error named, often within the step: parameters before that one have moved. Where it is
+**wrong, without an error**:
+
+{wrong}
 
 `optim.local` refuses every class of which nothing is known or said. Known are torch's elementwise ones, each
 with its reason: [`parallel3d/optim/trial.py`](../parallel3d/optim/trial.py). What a user says of another
@@ -154,11 +179,24 @@ class is tried on a few small parameters. That proves nothing, but it has caught
 """
 
 
-def page(table: dict[str, Any]) -> str:
+_AROUND = """
+## Around an optimizer
+
+torch's schedulers and averages of weights, and wrappers of `pytorch_optimizer`, with the classes themselves
+on DTensors and with `optim.local`, after {steps} steps in float64: *right* is within {right:.0e} of the plain
+weights, and of the plain averages. Give `ReduceLROnPlateau` the loss of all ranks, and `update_bn` the same
+batches on each rank; `AveragedModel` copies the sharded model, which `torch.distributed.fsdp` refuses. `SAM`
+takes the function that makes the optimizer as `base_optimizer`. `Lookahead` raises at its first exchange:
+torch has no `_foreach_copy_` for DTensors.
+"""
+
+
+def page(table: dict[str, Any], around: dict[str, dict[str, str]]) -> str:
     """The text of ``docs/optimizers.md``."""
     rows = {name: row for name, row in table.items() if not isinstance(row, str)}
     lines = [
         _HEAD.format(
+            wrong="".join(f"- `{name}`: {why}.\n" for name, why in KNOWN_WRONG.items()),
             version=pytorch_optimizer.__version__
             if hasattr(pytorch_optimizer, "__version__")
             else "",
@@ -182,6 +220,8 @@ def page(table: dict[str, Any]) -> str:
     lines.append(
         f"\nThese need more than parameters, or other ones, and were not tried: {others}.\n"
     )
+    lines.append(_AROUND.format(steps=around_optimizers.STEPS, right=around_optimizers.RIGHT))
+    lines += around_optimizers.table_lines(around)
     return "".join(lines)
 
 
@@ -196,8 +236,10 @@ def main() -> int:
             except WorkerError as error:
                 table[name] = dict.fromkeys(SAID, f"ended: {error}".split(chr(10))[0][:80])
             print(name, table[name], flush=True)
-    PAGE.write_text(page(table))
-    wrong = faults(table)
+        names = list(around_optimizers.AROUND)
+        around = pool.run(around_optimizers.outcomes, names, world_size=2, timeout=600)[0]
+    PAGE.write_text(page(table, around))
+    wrong = faults(table) + around_optimizers.faults(around)
     print("\n".join(wrong) or f"{PAGE}: {len(table)} classes")
     unknown = [name for name, cls in classes().items() if is_known_elementwise(cls)]
     print(f"known to be elementwise: {', '.join(unknown)}")
