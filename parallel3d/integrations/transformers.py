@@ -33,7 +33,7 @@ except ImportError as error:
 from parallel3d import checkpoint
 from parallel3d.errors import CheckpointError, MeshError, Parallel3dError
 from parallel3d.fsdp import FSDPModule
-from parallel3d.fsdp.inspect import class_name, unit_of
+from parallel3d.fsdp.inspect import unit_of
 from parallel3d.optim import clip_grad_norm_
 from parallel3d.optim.accumulate import group_of
 
@@ -88,7 +88,10 @@ class ParallelMixin:
         if self.label_smoother is not None and _is_causal_lm(self.model):
             # Trainer shifts labels for classes that it knows by name, which parallelize has changed.
             self.label_smoother = partial(self.label_smoother, shift_labels=True)
-        self._check_fused_head()
+        for module in self.model.modules() if self._tp > 1 else ():
+            code = getattr(vars(module).get("forward"), "__func__", None)
+            if "fused_lm_head" in getattr(getattr(code, "__code__", None), "co_varnames", ()):
+                self._adapt_fused_head(module)
 
     # What is parallel
 
@@ -137,14 +140,12 @@ class ParallelMixin:
     def _computes_in(self) -> torch.dtype | None:
         return unit_of(self.model).policy.param_dtype
 
-    def _check_fused_head(self) -> None:
-        forward = vars(self.model).get("forward")
-        code = getattr(getattr(forward, "__func__", None), "__code__", None)
-        if self._tp > 1 and code is not None and "fused_lm_head" in code.co_varnames:
-            raise Parallel3dError(
-                f"{class_name(type(self))} multiplies by lm_head.weight itself, of which a rank has 1/{self._tp}; "
-                "use integrations.trl.SFTTrainer, or a mesh with tp=1"
-            )
+    def _adapt_fused_head(self, module: nn.Module) -> None:
+        """Called with a module to which TRL has given a fused head, if tp splits the model's."""
+        raise Parallel3dError(
+            f"{type(self).__name__} multiplies by lm_head.weight itself, of which a rank has 1/{self._tp}; "
+            "use integrations.trl.SFTTrainer, or a mesh with tp=1"
+        )
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         pass  # it is on the mesh's
