@@ -149,3 +149,35 @@ def recording(trainer: type) -> Any:
             return [first + second for first, second in zip(a, b, strict=True)]
 
     return Recording
+
+
+def tiny_tokenizer() -> Any:
+    """Words w4, w5, ... with the tiny model's special tokens."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = {"<bos>": 0, "<eos>": 1, "<pad>": 2, "<unk>": 3}
+    words = special | {f"w{number}": number for number in range(len(special), VOCAB)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<bos>",
+        eos_token="<eos>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+    )
+
+
+def tiny_texts(count: int) -> Any:
+    """A dataset of texts of different lengths."""
+    from datasets import Dataset
+
+    generator = torch.Generator().manual_seed(3)
+
+    def text() -> str:
+        length = int(torch.randint(4, LENGTH, (), generator=generator))
+        words = torch.randint(4, VOCAB, (length,), generator=generator)
+        return " ".join(f"w{word}" for word in words.tolist())
+
+    return Dataset.from_dict({"text": [text() for _ in range(count)]})

@@ -17,6 +17,17 @@ from _support.integrations.hf import (
 from _support.integrations.rows import Result, Row, Run, difference
 
 
+FSDP2 = {
+    "fsdp": True,
+    "fsdp_config": {
+        "version": 2,
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "transformer_layer_cls_to_wrap": ["StableLmDecoderLayer"],
+    },
+}
+"""Arguments with which transformers' own Trainer shards the tiny model by accelerate."""
+
+
 def train(trainer: type, model: Any, data_ranks: int, **changes: Any) -> Run:
     """A user's program with a Trainer."""
     from transformers import TrainingArguments
@@ -48,12 +59,7 @@ def compare(sizes: Sizes) -> Result:
                 transformers.Trainer,
                 tiny_model(),
                 sizes[1],
-                fsdp=True,
-                fsdp_config={
-                    "version": 2,
-                    "auto_wrap_policy": "transformer_based_wrap",
-                    "transformer_layer_cls_to_wrap": ["StableLmDecoderLayer"],
-                },
+                **FSDP2,
             )
     return Result(difference(ours, plain), None if peers is None else difference(peers, plain))
 
