@@ -53,13 +53,17 @@ def compare(sizes: Sizes) -> Result:
     with accelerate_state():
         ours = train(Trainer, *parallel_model(sizes, tiny_model()))
     peers = None
-    if sizes[0] == sizes[2] == 1:
+    if sizes[2] == 1:
+        from accelerate.utils import ParallelismConfig
+
+        mesh = ParallelismConfig(dp_replicate_size=sizes[0], dp_shard_size=sizes[1])
         with accelerate_state(fsdp=True):
             peers = train(
                 transformers.Trainer,
                 tiny_model(),
-                sizes[1],
+                sizes[0] * sizes[1],
                 **FSDP2,
+                parallelism_config=mesh if sizes[0] > 1 else None,
             )
     return Result(difference(ours, plain), None if peers is None else difference(peers, plain))
 
