@@ -121,7 +121,9 @@ class ParallelMixin:
             if value:
                 raise Parallel3dError(f"{name}={value!r} with a parallel model: {instead}")
         if args.n_gpu > 1:
-            raise Parallel3dError(f"one process has {args.n_gpu} devices; start one for each with torchrun")
+            raise Parallel3dError(
+                f"one process has {args.n_gpu} devices; start one for each with torchrun"
+            )
         if tp > 1 and args.accelerator_config.dispatch_batches:
             raise Parallel3dError(
                 "dispatch_batches=True gives the ranks of a tp group different rows; leave it out"
@@ -170,14 +172,6 @@ class ParallelMixin:
     def floating_point_ops(self, inputs: Any) -> float:
         return super().floating_point_ops(inputs) / self._tp  # type: ignore[misc]  # summed over all ranks
 
-    def _get_dataloader(self, *args: Any, **options: Any) -> DataLoader:
-        loader = super()._get_dataloader(*args, **options)  # type: ignore[misc]
-        if loader.worker_init_fn is not None:  # what workers draw is the same for ranks of one tp group
-            loader.worker_init_fn = partial(
-                seed_worker, num_workers=loader.num_workers, rank=self.accelerator.process_index
-            )
-        return loader
-
     # Files
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
@@ -222,7 +216,11 @@ class ParallelMixin:
         folder = Path(resume_from_checkpoint)
         if (folder / FOLDER).is_dir():
             return  # the model is read with the optimizer
-        foreign = sorted(p.name for p in folder.glob("*") if p.name.startswith(("optimizer", "pytorch_model_fsdp")))
+        foreign = sorted(
+            p.name
+            for p in folder.glob("*")
+            if p.name.startswith(("optimizer", "pytorch_model_fsdp"))
+        )
         if foreign:
             raise CheckpointError(
                 f"{folder} has {foreign[0]}, of a Trainer without parallel3d, whose optimizer state can't be "
@@ -233,9 +231,7 @@ class ParallelMixin:
     def _load_optimizer_and_scheduler(self, checkpoint_folder: str | None) -> None:
         if checkpoint_folder is None or not (Path(checkpoint_folder) / FOLDER).is_dir():
             return  # of save_only_model
-        info = checkpoint.load(
-            Path(checkpoint_folder) / FOLDER, self.model, _plain(self.optimizer)
-        )
+        info = checkpoint.load(Path(checkpoint_folder) / FOLDER, self.model, _plain(self.optimizer))
         rows = self.get_total_train_batch_size(self.args)
         if info.extra["rows"] != rows and not self.args.ignore_data_skip:
             raise CheckpointError(
@@ -289,6 +285,13 @@ class _DataRanks(Accelerator):
             self._models.append(model)
         return model
 
+    def prepare_data_loader(self, data_loader: DataLoader, *args: Any, **options: Any) -> Any:
+        init = data_loader.worker_init_fn
+        if isinstance(init, partial) and init.func is seed_worker:
+            # What the workers draw is the same for the ranks of a tp group.
+            data_loader.worker_init_fn = partial(init, rank=self.process_index)
+        return super().prepare_data_loader(data_loader, *args, **options)
+
     @contextmanager
     def no_sync(self, model: Any) -> Iterator[None]:
         model.set_requires_all_reduce(False)
@@ -333,12 +336,12 @@ def _data_ranks(model: Any) -> tuple[ProcessGroup, int]:
     """Returns the group of the data ranks of a model's mesh, and the size of its tp axis."""
     if not isinstance(model, nn.Module):
         raise Parallel3dError(
-            f"model is {model!r}; Trainer needs model=, to which parallelize was applied, instead of model_init"
+            f"model is {model!r}; give Trainer model=, a parallel one, instead of model_init"
         )
     if not isinstance(model, FSDPModule):
         raise Parallel3dError(
-            f"{type(model).__name__} is not parallel; call parallel3d.parallelize first, or use transformers' "
-            "own Trainer"
+            f"{type(model).__name__} is not parallel; call parallel3d.parallelize first, or use "
+            "transformers' own Trainer"
         )
     meshes: list[DeviceMesh] = []
     for name, param in model.named_parameters():
@@ -346,8 +349,8 @@ def _data_ranks(model: Any) -> tuple[ProcessGroup, int]:
             meshes.append(param.device_mesh)
         elif param.requires_grad:
             raise Parallel3dError(
-                f"parameter {name} is not sharded, so ranks would train different values; add adapters and heads "
-                "before parallelize"
+                f"parameter {name} is not sharded, so ranks would train different values; add adapters "
+                "and heads before parallelize"
             )
     mesh = max(meshes, key=lambda mesh: mesh.ndim)
     if mesh.size() != dist.get_world_size():

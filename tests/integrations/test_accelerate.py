@@ -107,7 +107,7 @@ def resumed(folder: Path, replicate: int, state_dict_type: str) -> None:
 def test_state_is_saved_and_resumed_exactly(
     gloo_pool: GlooPool, tmp_path: Path, replicate: int, kind: str
 ) -> None:
-    gloo_pool.run(resumed, tmp_path, replicate, kind, world_size=4, timeout=120)
+    gloo_pool.run(resumed, tmp_path, replicate, kind, world_size=4, timeout=300)
 
 
 def ram_efficient(tied: bool) -> None:
@@ -133,7 +133,7 @@ def ram_efficient(tied: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_cpu_ram_efficient_loading(gloo_pool: GlooPool, tied: bool) -> None:
-    gloo_pool.run(ram_efficient, tied, world_size=2, timeout=120)
+    gloo_pool.run(ram_efficient, tied, world_size=2, timeout=300)
 
 
 def bf16() -> None:
@@ -154,7 +154,9 @@ def bf16() -> None:
                     undo.undo()
             assert isinstance(model, p3d.fsdp.FSDPModule) == ours
             assert {p.dtype for p in model.parameters()} == {torch.float32}
-            results.append((steps(accelerator, model, rest[0], list(rest[1])), whole_weights(model)))
+            results.append(
+                (steps(accelerator, model, rest[0], list(rest[1])), whole_weights(model))
+            )
     (losses, weights), (theirs, their_weights) = results
     assert losses == theirs
     assert all(torch.equal(weights[name], value) for name, value in their_weights.items())
@@ -162,7 +164,7 @@ def bf16() -> None:
 
 @pytest.mark.slow
 def test_bf16_is_that_of_fsdp2(gloo_pool: GlooPool) -> None:
-    gloo_pool.run(bf16, world_size=4, timeout=120)
+    gloo_pool.run(bf16, world_size=4, timeout=300)
 
 
 def trainer_of_accelerate() -> None:
@@ -185,4 +187,4 @@ def trainer_of_accelerate() -> None:
 
 @pytest.mark.slow
 def test_trainer_with_fsdp_runs_on_it(gloo_pool: GlooPool) -> None:
-    gloo_pool.run(trainer_of_accelerate, world_size=2, timeout=120)
+    gloo_pool.run(trainer_of_accelerate, world_size=2, timeout=300)

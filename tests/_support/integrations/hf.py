@@ -81,7 +81,9 @@ def loss_in_float64(outputs: Any, labels: Tensor, num_items_in_batch: Any = None
     total = F.cross_entropy(
         outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum"
     )
-    return total / ((labels[:, 1:] != -100).sum() if num_items_in_batch is None else num_items_in_batch)
+    return total / (
+        (labels[:, 1:] != -100).sum() if num_items_in_batch is None else num_items_in_batch
+    )
 
 
 def whole_weights(model: nn.Module) -> dict[str, Tensor]:

@@ -16,7 +16,6 @@ from _support.integrations.hf import (
 )
 from _support.integrations.rows import Result, Row, Run, difference
 
-
 FSDP2 = {
     "fsdp": True,
     "fsdp_config": {
