@@ -2,7 +2,7 @@
 
     python benchmarks/dry_run.py
 
-One step of examples/train.py on (replicate 16, shard 32, tp 8), sequences of 8,192, in this process.
+One step of examples/llama/train.py on (replicate 16, shard 32, tp 8), sequences of 8,192, in this process.
 """
 
 import resource
@@ -17,7 +17,7 @@ from parallel3d.planner.memory import state_memory
 from parallel3d.tools.dryrun import record, script
 
 LAYOUT = MeshLayout(16, 32, 8)
-TRAIN = Path(__file__).parents[1] / "examples" / "train.py"
+TRAIN = Path(__file__).parents[1] / "examples" / "llama" / "train.py"
 ARGUMENTS = shlex.split(
     "--size 70b --seq-len 8192 --batch 512 --mixed-precision --sequence-parallel --loss-parallel split "
     "--activation-checkpointing full --replicate 16 --shard 32 --tp 8"

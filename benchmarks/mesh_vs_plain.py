@@ -2,7 +2,7 @@
 
     python benchmarks/mesh_vs_plain.py [--steps N] [--replicate 2 --shard 2 --tp 2] [--json PATH]
 
-Three runs with the same seed, text and schedule, one after another: ``examples/train.py --check`` under
+Three runs with the same seed, text and schedule, one after another: ``examples/llama/train.py --check`` under
 torchrun; the same script in one process, where the engine has nothing to communicate; and the plain
 model with torch's optimizer and clipping, without the engine. Exits with 1 where a bar is missed:
 
@@ -24,7 +24,7 @@ from torch import nn
 
 import parallel3d as p3d
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples" / "llama"
 CHECK_BAR = 1e-4
 LAST_BAR = 0.02
 SMOOTHED_BAR = 2.3
@@ -35,7 +35,7 @@ Result = dict[str, float]
 
 
 def run_example(command: list[str], options: list[str]) -> Result:
-    """Runs ``examples/train.py``; the numbers that it prints with ``--json``.
+    """Runs ``examples/llama/train.py``; the numbers that it prints with ``--json``.
 
     Raises:
         RuntimeError: it ended without them.
@@ -57,7 +57,7 @@ def run_plain(steps: int) -> Result:
     from llama import Llama, LlamaConfig
     from text import Samples
     from train import read_text_for
-    from trainer import Schedule, Trainer
+    from training import Schedule, Trainer
 
     from parallel3d.observability.progress import WINDOW
 

@@ -11,7 +11,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import distributed as dist
@@ -26,13 +26,21 @@ from parallel3d._util.forwards import as_if, without_cache, wrap_forward
 from parallel3d._util.rollback import unchanged_on_error
 from parallel3d.errors import AgreementError, MeshError, Parallel3dError, PlanError
 from parallel3d.fsdp import MixedPrecisionPolicy, ShardingStrategy, fully_shard
-from parallel3d.fsdp.inspect import check_param, check_policy, data_axes, strategy_options, unit_of
+from parallel3d.fsdp.inspect import (
+    check_param,
+    check_policy,
+    data_axes,
+    strategy_options,
+    torch_sharding,
+    unit_of,
+)
 from parallel3d.mesh import check_agreement
 from parallel3d.mesh.agreement import name_ranks
 from parallel3d.mesh.build import name_axes
 from parallel3d.tp import ResolvedPlan, resolve_plan
 from parallel3d.tp.resolve import Plan, check_plan_type
 from parallel3d.tp.same_batch import check_first_batch
+from parallel3d.tp.torch_plan import with_torch_styles
 from parallel3d.tp.vocab_parallel.head import chunk_whole_head, find_head, with_loss_parallel
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -55,6 +63,7 @@ def parallelize(
     axes: Mapping[str, str] | None = None,
     example: Any = None,
     check_same_batch: bool = True,
+    engine: Literal["parallel3d", "torch"] = "parallel3d",
 ) -> ModelT:
     """Makes ``model`` train with tensor parallelism, FSDP and HSDP on ``mesh``.
 
@@ -89,6 +98,8 @@ def parallelize(
             checked; needed where no input can be guessed.
         check_same_batch: check, in the first training forward, that the ranks of each tp group have the
             same batch; ``tp.check_same_batch`` checks every forward.
+        engine: ``"torch"``: the same by torch's ``fully_shard`` and ``parallelize_module``, to compare with,
+            or as a way out. What they can't do is an error.
 
     Returns:
         ``model`` itself.
@@ -105,12 +116,14 @@ def parallelize(
         "activation_checkpointing": activation_checkpointing,
         "check_same_batch": check_same_batch,
     }
+    shard: Callable[..., Any] = fully_shard
     plan, found, settings, reshard = None, Units([], [], []), {}, True
     problem: Exception | None = None
     try:
         _check_model(model)
         _check_switches(**switches)
         _check_compile(compile)
+        _check_engine(engine, shard_optimizer_over_replicate, loss_parallel)
         if not isinstance(loss_parallel, bool) and loss_parallel != "chunked":
             raise Parallel3dError(
                 f'loss_parallel is {loss_parallel!r}; it must be True, False or "chunked"'
@@ -126,9 +139,21 @@ def parallelize(
         found = find_units(model, units)
         plan = _plan_loss(model, plan, found, loss_parallel)
         _check_chunks(plan, found, compile)
+        if engine == "torch":
+            shard = torch_sharding(model, found.modules, mesh, policy)
+            if plan is not None:
+                num_shards = data_axes(mesh).size(data_axes(mesh).shard)
+                plan = with_torch_styles(plan, model, num_shards)
+        else:
+            shard = functools.partial(
+                fully_shard,
+                mesh=mesh,
+                mp_policy=policy,
+                shard_optimizer_over_replicate=shard_optimizer_over_replicate,
+            )
         settings = _settings(model, plan, found, mesh, policy)
         switches |= {"fsdp": bool(fsdp), "reshard_after_forward": reshard}
-        switches |= {"compile": compile, "loss_parallel": loss_parallel}
+        switches |= {"compile": compile, "loss_parallel": loss_parallel, "engine": engine}
         settings |= {k: str(v) for k, v in switches.items()}
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
         if not dist.is_initialized():
@@ -156,12 +181,6 @@ def parallelize(
             for block in blocks:
                 wrap_forward(block, compiled, ("compile", backend))
         # Units bottom-up, so that each takes what no unit inside it has; the root takes the rest.
-        shard = functools.partial(
-            fully_shard,
-            mesh=mesh,
-            mp_policy=policy,
-            shard_optimizer_over_replicate=shard_optimizer_over_replicate,
-        )
         for block in blocks:
             shard(block, reshard_after_forward=reshard)
         for _, embedding in found.embeddings:
@@ -266,6 +285,18 @@ def _check_compile(value: bool | str) -> None:
             f"compile is {value!r}; it must be True, False or a backend of torch.compile: "
             f"{', '.join(backends)}"
         )
+
+
+def _check_engine(engine: str, over_replicate: bool, loss_parallel: bool | str) -> None:
+    if engine not in ("parallel3d", "torch"):
+        raise Parallel3dError(f'engine is {engine!r}; it must be "parallel3d" or "torch"')
+    ours = {"shard_optimizer_over_replicate": over_replicate, "loss_parallel": loss_parallel}
+    for name, value in ours.items() if engine == "torch" else ():
+        if value:
+            raise Parallel3dError(
+                f'{name}={value!r} is not possible with engine="torch"; leave it out, or use '
+                'engine="parallel3d"'
+            )
 
 
 def _check_chunks(plan: ResolvedPlan | None, found: Units, compile: bool | str) -> None:
@@ -388,6 +419,12 @@ class Units(NamedTuple):
     blocks: list[tuple[str, nn.Module]]
     embeddings: list[tuple[str, nn.Module]]
     final_norm_and_head: list[tuple[str, nn.Module]]
+
+    @property
+    def modules(self) -> list[list[nn.Module]]:
+        """The modules of each unit."""
+        alone = [[module] for _, module in (*self.blocks, *self.embeddings)]
+        return [*alone, [module for _, module in self.final_norm_and_head]]
 
 
 def find_units(model: nn.Module, patterns: Sequence[str] | None = None) -> Units:

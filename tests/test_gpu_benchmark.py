@@ -52,7 +52,7 @@ def test_every_part_on_a_cpu(tmp_path: Path) -> None:
 @pytest.fixture
 def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
     """Imports a file of benchmarks/gpu as bench.py does, and forgets it and what it has imported."""
-    for folder in (ROOT / "examples", ROOT / "benchmarks", RUN.parent):
+    for folder in (ROOT / "examples" / "llama", ROOT / "benchmarks", RUN.parent):
         monkeypatch.syspath_prepend(folder)
     yield importlib.import_module
     for name, module in list(sys.modules.items()):

@@ -65,7 +65,7 @@ def main() -> int:
     else:
         torch.set_num_threads(1)
     torch.manual_seed(0)
-    sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent.parent / "examples")]
+    sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent.parent / "examples" / "llama")]
     sys.path.append(str(HERE.parent.parent))  # the package, where it is not installed
     weight = sum(PARTS[name][1] for name in names)
     share = partial(_share, weight=weight)

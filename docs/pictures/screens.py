@@ -26,7 +26,7 @@ COLUMNS, MOST = 96, 25
 SCREENS = {
     "plan": "parallel3d plan --model llama-3.1-70b --gpu h100-80gb-sxm --nodes 32 "
     "--seq-len 8192 --global-batch 1024",
-    "dryrun": "parallel3d dryrun --world-size 64 -- examples/train.py --replicate 2 --shard 4 --tp 8 "
+    "dryrun": "parallel3d dryrun --world-size 64 -- examples/llama/train.py --replicate 2 --shard 4 --tp 8 "
     "--size 8b --seq-len 8192 --batch 8 --mixed-precision --sequence-parallel",
     "verify": "parallel3d verify --replicate 2 --tp 2 check:build_model --input check:make_batch "
     "--loss check:loss --plan check:WRONG",
@@ -44,7 +44,7 @@ def printed(command: str, folder: Path) -> list[str]:
     """The lines that ``command`` prints, with colours; 1 is verify's exit code for a difference."""
     modules = {"parallel3d": "parallel3d", "torchrun": "torch.distributed.run"}
     program, *words = shlex.split(command)
-    paths = map(str, (ROOT, ROOT / "examples", folder))
+    paths = map(str, (ROOT, ROOT / "examples" / "llama", folder))
     environment = {
         **os.environ,
         "COLUMNS": str(COLUMNS),

@@ -5,8 +5,8 @@
     python examples/recipes/recipe.py llama-70b-512gpus --to slurm  # its launch file
     python examples/recipes/recipe.py llama-70b-512gpus --expect    # writes what the planner expects into it
 
-``[train]`` has the options of examples/train.py by name. A recipe of your own is given by its path, which
-ends with .toml; ``[expected]`` is what --expect writes.
+``[train]`` has the options of examples/llama/train.py by name. A recipe of your own is given by its path,
+which ends with .toml; ``[expected]`` is what --expect writes.
 """
 
 import re
@@ -26,7 +26,7 @@ from parallel3d.planner import Cluster, Prediction, Workload, predict, spec_from
 from parallel3d.tools.launch import LaunchJob, launch_file
 
 FOLDER = Path(__file__).parent
-sys.path.append(str(FOLDER.parent))
+sys.path.append(str(FOLDER.parent / "llama"))
 
 from options import Options  # noqa: E402
 
@@ -76,7 +76,7 @@ class Recipe:
         return self.cluster["nodes"] * self.cluster["gpus_per_node"]
 
     def arguments(self, **changed: Any) -> list[str]:
-        """For examples/train.py; ``changed``: options in place of the recipe's."""
+        """For examples/llama/train.py; ``changed``: options in place of the recipe's."""
         found: list[str] = []
         for name, value in {**self.mesh, **self.train, **changed}.items():
             option = "--" + name.replace("_", "-")
@@ -89,7 +89,7 @@ class Recipe:
     def job(self, **more: Any) -> LaunchJob:
         """What ``parallel3d launch`` starts; ``more``: of LaunchJob, such as a container's ``image``."""
         return LaunchJob(
-            command=("examples/train.py", *self.arguments()),
+            command=("examples/llama/train.py", *self.arguments()),
             nodes=self.cluster["nodes"],
             gpus_per_node=self.cluster["gpus_per_node"],
             layout=self.layout,
@@ -223,7 +223,7 @@ def _show(name: str, recipe: Recipe) -> None:
     arguments = shlex.join(recipe.arguments())
     print(f"{recipe.name}: {recipe.why}")
     print(f"\ndry run:\n  parallel3d dryrun --world-size {recipe.world_size} -- ", end="")
-    print(f"examples/train.py {arguments}")
+    print(f"examples/llama/train.py {arguments}")
     print(
         f"\nlaunch:\n  python examples/recipes/recipe.py {shlex.quote(name)} --to slurm > train.sbatch"
     )

@@ -1,4 +1,4 @@
-"""examples/train.py as it is started on several hosts.
+"""examples/llama/train.py as it is started on several hosts.
 
 It also writes down on which host each group's ranks are, and SILENCE in the environment is how many seconds
 of it ``guards.watch`` bears.
@@ -18,7 +18,7 @@ from torch.distributed import DeviceMesh
 
 import parallel3d as p3d
 
-TRAIN = Path(__file__).parents[2] / "examples" / "train.py"
+TRAIN = Path(__file__).parents[2] / "examples" / "llama" / "train.py"
 
 
 def write_down_hosts(mesh: DeviceMesh, path: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":  # under pytest they are there already
-    sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "examples")]
+    sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "examples" / "llama")]
 
 from _support.tp.tp_collective_cases import CASES, RANKS, Totals, compare  # noqa: E402
 

@@ -18,7 +18,7 @@ SINGLE = "model.safetensors"
 
 
 def as_ours(name: str) -> str:
-    """A name of examples/llama.py's as Hugging Face's."""
+    """A name of examples/llama/llama.py's as Hugging Face's."""
     parts = {
         "tok_embeddings": "model.embed_tokens",
         "layers": "model.layers",

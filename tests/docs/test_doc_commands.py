@@ -17,7 +17,7 @@ ELSEWHERE = {
     "python3 -m venv .venv && source .venv/bin/activate": ".ci/run: python3 -m venv",
     "pip install -c constraints.txt -e '.[cli]' "
     "&& parallel3d demo": "tests/tools/launch/test_run_locally.py: demo",
-    "torchrun --nproc-per-node 8 examples/train.py --replicate 2 --shard 2 --tp 2 "
+    "torchrun --nproc-per-node 8 examples/llama/train.py --replicate 2 --shard 2 --tp 2 "
     "--check": "tests/integration/test_train.py: --check",
     "torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint node-0:29500 "
     "-m parallel3d doctor --replicate 4 --shard 1 --tp 8 "
@@ -38,7 +38,7 @@ PROGRAMS = {
 """What starts on machines that a test lacks -> file: what in it runs the like, or reads it."""
 QUICKER = {
     "parallel3d dryrun --world-size 64 --rank 0 --against 63 --html report.html --trace trace.json "
-    "-- examples/train.py --replicate 2 --shard 4 --tp 8 --size 8b --seq-len 8192 --batch 8 "
+    "-- examples/llama/train.py --replicate 2 --shard 4 --tp 8 --size 8b --seq-len 8192 --batch 8 "
     "--mixed-precision --sequence-parallel": "--no-against --size nano --seq-len 32 --tp 4 --shard 8 "
     "--batch 16",
     "parallel3d calibrate --out profile.toml": "--largest 512 --seconds 0.2",

@@ -43,14 +43,14 @@ def test_each_launcher_starts_it(name):
         text = launch_file(
             target, recipe.job(image=image, gpu="H100" if target == "skypilot" else None)
         )
-        assert "examples/train.py" in text and recipe.train["checkpoint"] in text
+        assert "examples/llama/train.py" in text and recipe.train["checkpoint"] in text
         assert str(recipe.cluster["nodes"]) in text
 
 
 def dry_run(recipe):
     """The first rank's first step, of one micro-batch."""
     batch = recipe.train["micro_batch"] * recipe.layout.data_size
-    program = script(EXAMPLES / "train.py", recipe.arguments(batch=batch))
+    program = script(EXAMPLES / "llama" / "train.py", recipe.arguments(batch=batch))
     return record(program, recipe.world_size, 0, steps=1)
 
 

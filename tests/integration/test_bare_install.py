@@ -91,9 +91,11 @@ def torchrun(python: Path, *command: str | Path) -> str:
 def check_train(python: Path, folder: Path) -> None:
     """Two ranks, a checkpoint, and a resume on one."""
     options = ("--size", "nano", "--batch", "4", "--checkpoint", folder, "--save-every", "2")
-    first = torchrun(python, ROOT / "examples" / "train.py", "--steps", "4", *options)
+    first = torchrun(python, ROOT / "examples" / "llama" / "train.py", "--steps", "4", *options)
     assert "done: 4 steps" in first and len(list(folder.iterdir())) == 2
-    second = run(python, ROOT / "examples" / "train.py", "--steps", "6", *options, "--async-save")
+    second = run(
+        python, ROOT / "examples" / "llama" / "train.py", "--steps", "6", *options, "--async-save"
+    )
     assert "continues " in second and "4 steps" in second and "done: 6 steps" in second
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-TRAIN = Path(__file__).parents[2] / "examples" / "train.py"
+TRAIN = Path(__file__).parents[2] / "examples" / "llama" / "train.py"
 SOON = 10  # seconds
 ENDLESS = ("--size", "nano", "--batch", "8", "--steps", "1000000", "--shard", "2")
 STUCK = """

@@ -1,4 +1,4 @@
-"""examples/train.py goes on where it was: after kills and signals, on other numbers of processes."""
+"""examples/llama/train.py goes on where it was: after kills and signals, on other numbers of processes."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from _support.kill.verify import Record, different_end, different_steps, wrong_s
 
 from parallel3d.observability import read_json_lines
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples" / "llama"
 pytestmark = pytest.mark.xdist_group("gloo")  # not beside the pool
 
 

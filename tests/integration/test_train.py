@@ -1,4 +1,4 @@
-"""examples/train.py as a user starts it."""
+"""examples/llama/train.py as a user starts it."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from _support.launch import launch
 
 from parallel3d.observability import read_json_lines
 
-TRAIN = Path(__file__).parents[2] / "examples" / "train.py"
+TRAIN = Path(__file__).parents[2] / "examples" / "llama" / "train.py"
 pytestmark = pytest.mark.xdist_group("gloo")  # not beside the pool
 
 

@@ -42,7 +42,7 @@ def test_the_fields_are_listed() -> None:
 
 def test_the_options_are_there() -> None:
     pytest.importorskip("typer")
-    options = (ROOT / "examples" / "options.py").read_text()
+    options = (ROOT / "examples" / "llama" / "options.py").read_text()
     listed = re.findall(r"`--([a-z-]+)", TEXT)
     assert len(listed) == 8
     for name in listed:

@@ -53,7 +53,7 @@ def demo_command(
 ) -> None:
     """Trains a small Llama on a (2, 2, 2) mesh of eight local processes, compared with the plain model.
 
-    It is examples/train.py, and takes its options, for example parallel3d demo --shard 4 --steps 100.
+    It is examples/llama/train.py, and takes its options, for example parallel3d demo --shard 4 --steps 100.
 
     With a mesh of its own as many processes start as that has ranks.
     """

@@ -53,7 +53,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def demo(arguments: Sequence[str]) -> int:
-    """Trains the small Llama of ``examples/train.py`` on a (2, 2, 2) mesh of eight local processes.
+    """Trains the small Llama of ``examples/llama/train.py`` on a (2, 2, 2) mesh of eight local processes.
 
     Its first 20 steps are compared with the plain model's.
 
@@ -79,7 +79,7 @@ def demo(arguments: Sequence[str]) -> int:
         ranks *= int(size)
     sizes = [word for axis in DEMO_MESH for word in (f"--{axis}", str(mesh.get(axis, 1)))]
     print(f"starting {ranks} processes on this machine", flush=True)
-    program = examples_folder() / "train.py"
+    program = examples_folder() / "llama" / "train.py"
     options = [] if {"--check", "--help", "-h"} & set(rest) else ["--steps", "60", "--check"]
     return run(["--nproc-per-node", str(ranks), str(program), *sizes, *options, *rest])
 
@@ -93,10 +93,10 @@ def examples_folder() -> Path:
     package = Path(__file__).resolve().parents[2]
     places = package / "_examples", package.parent / "examples"
     for place in places:
-        if (place / "train.py").is_file():
+        if (place / "llama" / "train.py").is_file():
             return place
     raise FileNotFoundError(
-        f"no train.py in {' or '.join(map(str, places))}: install the package anew"
+        f"no llama/train.py in {' or '.join(map(str, places))}: install the package anew"
     )
 
 

@@ -2,9 +2,10 @@
 
     python tests/_support/kill/at_random.py [--kills 30] [--others 8] [--torchrun 3] [--seed 0] [--folder DIR]
 
-``examples/train.py`` runs on 4 gloo processes with FSDP, HSDP and FSDP + TP, saving in the foreground or the
-background. One rank, or all, die at a random moment: by the clock, or in the middle of forward, backward, a
-collective, a write, a rename, a load (moments.py). The job is started again until it is done. Then
+``examples/llama/train.py`` runs on 4 gloo processes with FSDP, HSDP and FSDP + TP, saving in the foreground
+or the background. One rank, or all, die at a random moment: by the clock, or in the middle of forward,
+backward, a collective, a write, a rename, a load (moments.py). The job is started again until it is done.
+Then
 
 - each step of each start had the samples, the loss and the gradient norm of the run that nobody killed, and
   the last weights and optimizer states are the same: bit for bit;
@@ -26,7 +27,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 if __name__ == "__main__":  # under pytest they are there already
-    sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "examples")]
+    sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "examples" / "llama")]
 
 from _support.kill.supervisor import Kill, run_by_torchrun, run_ranks  # noqa: E402
 from _support.kill.verify import (  # noqa: E402

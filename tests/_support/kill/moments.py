@@ -1,4 +1,4 @@
-"""Runs examples/train.py in a process that may kill itself with SIGKILL at a chosen moment.
+"""Runs examples/llama/train.py in a process that may kill itself with SIGKILL at a chosen moment.
 
     KILLS='[{"rank": 2, "moment": "write", "call": 3}]' torchrun --nproc-per-node 4 --max-restarts 1 \\
         tests/_support/kill/moments.py --checkpoint /tmp/run --save-every 2 --steps 6
@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-TRAIN = Path(__file__).resolve().parents[3] / "examples" / "train.py"
+TRAIN = Path(__file__).resolve().parents[3] / "examples" / "llama" / "train.py"
 CALL_DELAY = 0.002
 """Seconds between the begin of a collective and the kill, so that it comes in the middle of it."""
 
@@ -205,7 +205,7 @@ def arrange(kill: dict[str, Any] | None) -> None:
 
 
 def run(options: list[str], kill: dict[str, Any] | None) -> None:
-    """``python examples/train.py *options`` with such a kill."""
+    """``python examples/llama/train.py *options`` with such a kill."""
     sys.path.insert(0, str(TRAIN.parent))
     sys.argv[:] = [str(TRAIN), *options]
     arrange(kill)

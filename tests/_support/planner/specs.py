@@ -7,7 +7,7 @@ from parallel3d.tp import Colwise, Rowwise, SequenceParallel, VocabParallel
 
 
 def tp_plan(sequence: bool) -> dict:
-    """Of examples/llama.py; all activations between layers divided under sequence parallelism."""
+    """Of examples/llama/llama.py; all activations between layers divided under sequence parallelism."""
     whole = "sequence" if sequence else "replicate"
     found: dict = {
         "tok_embeddings": VocabParallel(output=whole),

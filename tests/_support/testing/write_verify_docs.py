@@ -65,5 +65,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(ROOT / p) for p in ("tests", "examples")]
+    sys.path[:0] = [str(ROOT / p) for p in ("tests", "examples/llama")]
     main()

@@ -31,7 +31,7 @@ class Projections(nn.Module):
 
 
 class CountsByShape(Projections):
-    """Takes numbers of heads from tensors, as examples/llama.py does."""
+    """Takes numbers of heads from tensors, as examples/llama/llama.py does."""
 
     plan: ClassVar = {**SPLIT, **NORMS}
 

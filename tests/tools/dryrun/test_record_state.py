@@ -99,7 +99,7 @@ print(json.dumps([time.process_time(), peak, run.steps, len(run.collectives)]))
 @pytest.mark.full
 def test_train_py_with_llama_70b_on_4096_ranks():
     """The example as it is, in a process of its own: under a minute of one core, and 4 GiB."""
-    example = Path(__file__).parents[3] / "examples" / "train.py"
+    example = Path(__file__).parents[3] / "examples" / "llama" / "train.py"
     options = "--size 70b --replicate 16 --shard 32 --tp 8 --batch 512 --mixed-precision --steps 1"
     command = [sys.executable, "-c", WHOLE, str(example), *options.split()]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=1200)

@@ -40,7 +40,9 @@ def test_processes_and_options(
     assert local.demo(words) == 0
     ((_, number, program, *given),) = started
     assert (number, given) == (str(ranks), options)
-    assert Path(program) == local.examples_folder() / "train.py" and Path(program).is_file()
+    assert (
+        Path(program) == local.examples_folder() / "llama" / "train.py" and Path(program).is_file()
+    )
 
 
 @pytest.mark.parametrize("words", [["--tp", "0"], ["--tp", "-1"], ["--tp", "two"], ["--tp=1.5"]])
@@ -63,5 +65,7 @@ def test_a_size_that_is_missing(
 
 def test_examples_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "__file__", str(tmp_path / "parallel3d" / "tools" / "launch" / "x"))
-    with pytest.raises(FileNotFoundError, match=r"no train\.py in .*: install the package anew"):
+    with pytest.raises(
+        FileNotFoundError, match=r"no llama/train\.py in .*: install the package anew"
+    ):
         local.examples_folder()

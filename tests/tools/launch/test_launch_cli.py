@@ -49,12 +49,12 @@ def test_an_example_is_found_from_any_folder(
 ) -> None:
     """As README and the docs name it; a file of that name in the current folder goes before."""
     monkeypatch.chdir(tmp_path)
-    assert Path(example("examples/train.py")) == examples_folder() / "train.py"
+    assert Path(example("examples/llama/train.py")) == examples_folder() / "llama" / "train.py"
     for other in ("train.py", "examples/none.py", "examples/", "--lr"):
         assert example(other) == other
-    (tmp_path / "examples").mkdir()
-    (tmp_path / "examples" / "train.py").touch()
-    assert example("examples/train.py") == "examples/train.py"
+    (tmp_path / "examples" / "llama").mkdir(parents=True)
+    (tmp_path / "examples" / "llama" / "train.py").touch()
+    assert example("examples/llama/train.py") == "examples/llama/train.py"
 
 
 def test_prints_or_writes(tmp_path: Path) -> None:

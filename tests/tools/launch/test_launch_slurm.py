@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(bool(lacking()), reason=f"SLURM on this machine {lacking()}"),
 ]
 
-EXAMPLES = Path(__file__).parents[3] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples" / "llama"
 ODD = "te xt'\"$(touch oops) `touch oops` \\ é\n#SBATCH --nodes=9"
 """The name of a file: all that a shell, sbatch or srun might read otherwise."""
 

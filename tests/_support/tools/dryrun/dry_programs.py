@@ -8,7 +8,7 @@ import torch
 from llama import SIZES, Llama, LlamaConfig
 from plans import LLAMA_SEQUENCE_PLAN, LLAMA_TP_PLAN
 from torch import nn
-from trainer import Schedule, Trainer
+from training import Schedule, Trainer
 
 import parallel3d as p3d
 from parallel3d.testing import Collective, record_collectives

@@ -1,6 +1,6 @@
 """Trains a small Llama on bytes of real text, on any (replicate, shard, tp) mesh.
 
-    torchrun --nproc-per-node 8 examples/train.py --replicate 2 --shard 2 --tp 2 --check
+    torchrun --nproc-per-node 8 examples/llama/train.py --replicate 2 --shard 2 --tp 2 --check
 
 Without torchrun it trains in one process. The weights depend on the seed alone and the data's order on
 (seed, sample number) alone, so every mesh trains the same model; ``--check`` shows that it does.
@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
-from trainer import Schedule, Trainer
+from training import Schedule, Trainer
 
 import parallel3d as p3d
 from parallel3d.observability import (

@@ -5,7 +5,7 @@ from llama import Llama, LlamaConfig
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
-from trainer import Schedule, Trainer
+from training import Schedule, Trainer
 
 import parallel3d as p3d
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 import torch
 from llama import LlamaConfig
 from starting import is_first_rank
-from trainer import WARMUP_STEPS
+from training import WARMUP_STEPS
 
 import parallel3d as p3d
 

@@ -1,0 +1,153 @@
+"""A resolved plan carried out by torch's own styles: what ``parallelize(engine="torch")`` applies."""
+
+from dataclasses import replace
+
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+)
+from torch.distributed.tensor.parallel import (
+    SequenceParallel as TorchSequenceParallel,
+)
+
+from parallel3d.errors import PlanError
+from parallel3d.tp.plan import PlannedModule, PlannedParam, ResolvedPlan
+from parallel3d.tp.resolve import numberless
+from parallel3d.tp.styles import (
+    Colwise,
+    LocalSizes,
+    Replicated,
+    Rowwise,
+    SequenceParallel,
+    Style,
+    VocabParallel,
+)
+from parallel3d.tp.styles.attention import NoFastPath
+from parallel3d.tp.styles.base import need_per_token
+from parallel3d.tp.torch_styles import TorchStyle
+
+
+def with_torch_styles(plan: ResolvedPlan, model: nn.Module, num_shards: int) -> ResolvedPlan:
+    """Returns ``plan`` with torch's styles in place of ours; ``model`` is not changed.
+
+    Modules compute on DTensors and pass on local tensors, so attributes such as numbers of heads are changed
+    as under our styles. What our styles keep whole on every rank is left to no style.
+
+    Args:
+        plan: resolved for ``model``.
+        num_shards: ranks of the ``shard`` axis, over which torch splits what a style has left.
+
+    Raises:
+        PlanError: torch has no such style, or can't split a module's sizes; it names the first modules.
+    """
+    if plan.tp_size == 1:
+        return plan
+    by_name = dict(model.named_modules(remove_duplicate=False))
+    modules: list[PlannedModule] = []
+    whole: list[str] = []
+    problems: dict[str, str] = {}
+    for planned in plan.modules:
+        module = by_name[planned.name]
+        try:
+            style = _torch_style(planned, module)
+            if style is None:
+                whole += [f"{planned.name}.{p.name}".lstrip(".") for p in planned.params]
+                continue
+            rules = style.plan(module, plan.tp_size)
+            params = tuple(
+                replace(p, rule=rules[p.name]) for p in planned.params if p.name in rules
+            )
+            for param in params:
+                _check_sizes(param, plan.tp_size, num_shards)
+        except PlanError as error:
+            problems.setdefault(
+                numberless(planned.name), f"{planned.name!r} as {planned.style}: {error}"
+            )
+            continue
+        traffic = style.traffic(module, plan.tp_size)
+        modules.append(replace(planned, style=style, params=params, traffic=traffic))
+    if problems:
+        first, more = list(problems.values())[:3], len(problems) - 3
+        raise PlanError(
+            f'engine="torch" can\'t carry out the plan: {"; ".join(first)}'
+            f'{f"; and {more} more" if more > 0 else ""}. Change the plan, or use engine="parallel3d"'
+        )
+    return replace(plan, modules=tuple(modules), unplanned=(*plan.unplanned, *whole))
+
+
+def _torch_style(planned: PlannedModule, module: nn.Module) -> Style | None:
+    """Returns the style of torch's that computes the same as the planned one, in a ``TorchStyle``, or one of
+    ours that changes no parameter; None where the module stays plain."""
+    style = planned.style
+    if isinstance(style, (TorchStyle, LocalSizes, NoFastPath)):
+        return style
+    if style == Replicated():
+        return None
+    if any(p.rule.packing is not None for p in planned.params):
+        raise PlanError(
+            "torch splits into equal chunks, not by sections or uneven numbers of heads"
+        )
+    # Exactly these classes: GroupedKv is a Colwise that keeps whole weights.
+    made: ParallelStyle | None = None
+    if type(style) is Colwise and style.input != "gathered" and style.chunks == 1:
+        made = ColwiseParallel(
+            input_layouts=_layout(style.input, style.sequence_dim),
+            output_layouts=Replicate() if style.output == "replicate" else Shard(-1),
+        )
+    elif type(style) is Rowwise:
+        made = RowwiseParallel(
+            input_layouts=Replicate() if style.input == "replicate" else Shard(-1),
+            output_layouts=_layout(style.output, style.sequence_dim),
+        )
+    elif type(style) is VocabParallel:
+        made = RowwiseParallel(
+            input_layouts=Replicate(), output_layouts=_layout(style.output, style.sequence_dim)
+        )
+    elif style in (SequenceParallel(), SequenceParallel(sequence_dim=_dim_of(style))):
+        made = TorchSequenceParallel(sequence_dim=_dim_of(style), use_local_output=True)
+    elif style == Replicated(tp_grad="partial"):
+        # A norm on this rank's heads, which are parts along some dim that it treats by element.
+        need_per_token(module)
+        made = TorchSequenceParallel(sequence_dim=0, use_local_output=True)
+    if made is None:
+        raise PlanError(f"torch has no style for it{_instead(style)}")
+    return TorchStyle(made)
+
+
+def _dim_of(style: Style) -> int:
+    return style.sequence_dim if isinstance(style, SequenceParallel) else 1
+
+
+def _layout(name: str, sequence_dim: int) -> Replicate | Shard:
+    return Shard(sequence_dim) if name == "sequence" else Replicate()
+
+
+def _instead(style: Style) -> str:
+    """Returns what to write where torch has a style for a plan that means the same."""
+    if getattr(style, "input", None) == "gathered":
+        return '; give input="sequence" or "replicate", and its module no PrepareInput'
+    if getattr(style, "chunks", 1) > 1:
+        return "; leave chunks out"
+    if isinstance(style, SequenceParallel):
+        return "; use SequenceParallel() between modules that split and gather the sequence"
+    return ""
+
+
+def _check_sizes(param: PlannedParam, tp: int, num_shards: int) -> None:
+    """Raises PlanError for sizes of which the ranks of ``tp``, and then of ``shard``, get unequal parts."""
+    placement = param.rule.placement
+    if not isinstance(placement, Shard):
+        return
+    size = param.shape[placement.dim]
+    if size % tp:
+        raise PlanError(
+            f"dim {placement.dim} of {param.name} is {size}, which {tp} tp ranks can't share equally"
+        )
+    if placement.dim == 0 and (size // tp) % num_shards:
+        raise PlanError(
+            f"dim 0 of {param.name} is {size}, which {tp} tp x {num_shards} shard ranks can't share equally: "
+            "torch's placements would say wrong rows"
+        )
