@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import TracebackType
+from typing import Any
 
 from torch.distributed import fsdp as torch_fsdp
 
@@ -34,13 +35,14 @@ class use:
             raise ImportError(
                 "integrations.accelerate needs accelerate; pip install accelerate"
             ) from error
-        self._before = torch_fsdp.fully_shard
-        torch_fsdp.fully_shard = fully_shard
+        self._before: Any = torch_fsdp.fully_shard
+        _replace(fully_shard)
 
     def undo(self) -> None:
         """Puts back what was there before; a second call does nothing."""
         if self._before is not None:
-            torch_fsdp.fully_shard, self._before = self._before, None
+            _replace(self._before)
+            self._before = None
 
     def __enter__(self) -> use:
         return self
@@ -52,3 +54,7 @@ class use:
         trace: TracebackType | None,
     ) -> None:
         self.undo()
+
+
+def _replace(function: Any) -> None:
+    torch_fsdp.fully_shard = function

@@ -120,6 +120,11 @@ class ParallelMixin:
             value = getattr(args, name, None)
             if value:
                 raise Parallel3dError(f"{name}={value!r} with a parallel model: {instead}")
+        if args.world_size != dist.get_world_size():
+            raise Parallel3dError(
+                f"TrainingArguments knows {args.world_size} of {dist.get_world_size()} processes; start the "
+                "program with torchrun, and give them use_cpu=True on a CPU"
+            )
         if args.n_gpu > 1:
             raise Parallel3dError(
                 f"one process has {args.n_gpu} devices; start one for each with torchrun"
@@ -169,8 +174,8 @@ class ParallelMixin:
         rows = self._train_batch_size * args.gradient_accumulation_steps  # type: ignore[attr-defined]
         return rows * self.accelerator.num_processes
 
-    def floating_point_ops(self, inputs: Any) -> float:
-        return super().floating_point_ops(inputs) / self._tp  # type: ignore[misc]  # summed over all ranks
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        return super().floating_point_ops(inputs) // self._tp  # type: ignore[misc]  # summed over all ranks
 
     # Files
 

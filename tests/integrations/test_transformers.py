@@ -361,6 +361,7 @@ def refused(folder: Path) -> None:
     raises("fp16=True with a parallel model: there is no loss scaling", fp16=True)
     raises("torch_compile=True .* use parallelize", torch_compile=True)
     raises("fsdp=True .* leave fsdp out", fsdp=True)
+    raises("knows 1 of 2 processes; .* use_cpu=True", use_cpu=False)
     raises("leave parallelism_config out", parallelism_config=ParallelismConfig())
     raises("use_liger_kernel", use_liger_kernel=True)
     raises("auto_find_batch_size", auto_find_batch_size=True)
