@@ -343,20 +343,19 @@ def _data_ranks(model: Any) -> tuple[ProcessGroup, int]:
         raise Parallel3dError(
             f"model is {model!r}; give Trainer model=, a parallel one, instead of model_init"
         )
-    if not isinstance(model, FSDPModule):
+    named = dict(model.named_parameters())
+    meshes = [param.device_mesh for param in named.values() if isinstance(param, DTensor)]
+    whole = [name for name, p in named.items() if p.requires_grad and not isinstance(p, DTensor)]
+    if meshes and whole:
         raise Parallel3dError(
-            f"{type(model).__name__} is not parallel; call parallel3d.parallelize first, or use "
+            f"parameter {whole[0]} is not sharded, so ranks would train different values; add adapters "
+            "and heads before parallelize"
+        )
+    if not meshes or not isinstance(model, FSDPModule):
+        raise Parallel3dError(
+            f"{type(model).__name__} is not parallel; call parallel3d.parallelize on it first, or use "
             "transformers' own Trainer"
         )
-    meshes: list[DeviceMesh] = []
-    for name, param in model.named_parameters():
-        if isinstance(param, DTensor):
-            meshes.append(param.device_mesh)
-        elif param.requires_grad:
-            raise Parallel3dError(
-                f"parameter {name} is not sharded, so ranks would train different values; add adapters "
-                "and heads before parallelize"
-            )
     mesh = max(meshes, key=lambda mesh: mesh.ndim)
     if mesh.size() != dist.get_world_size():
         raise MeshError(

@@ -11,6 +11,7 @@ from _support.integrations.hf import (
     parallel_model,
     tiny_model,
     tiny_texts,
+    tiny_tokenizer,
     whole_weights,
 )
 from _support.integrations.trl_rows import make_trainer
@@ -36,15 +37,16 @@ def sft(sizes: Sizes, folder: Path) -> None:
             trainer = make_trainer(trainer_class, str(folder), model, data, max_steps=4)
             trainer.train()
             evaluated = trainer.evaluate(trainer.train_dataset.select(range(8)))
-            keys = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens")
-            names = [name for key in keys for name in (key, f"eval_{key}")]
+            keys = ("entropy", "mean_token_accuracy", "num_tokens")
+            # Not eval_loss: TRL averages the means of the processes, whose numbers of tokens differ.
+            names = ["loss", "grad_norm", *keys, *(f"eval_{key}" for key in keys)]
             every = [*trainer.state.log_history, evaluated]
             logs.append([{name: log[name] for name in names if name in log} for log in every])
     plain, ours = logs
     assert [log.keys() for log in ours] == [log.keys() for log in plain]
-    assert sum(len(log) for log in plain) >= 4 * 5 + 4
+    assert sum(len(log) for log in plain) >= 4 * 5 + 3
     for got, want in zip(ours, plain, strict=True):
-        assert got == pytest.approx(want, rel=1e-4)
+        assert got == pytest.approx(want, rel=1e-4), (got, want)
 
     ids = torch.tensor([[5, 6, 7]])
     out = trainer.model.generate(input_ids=ids, max_new_tokens=3, do_sample=False)
@@ -75,16 +77,17 @@ def refused(folder: Path) -> None:
 
     with accelerate_state():
         model, data = parallel_model((1, 1, 2), tiny_model(dtype=torch.float32))
-        with pytest.raises(p3d.Parallel3dError, match=r"Mixed multiplies by lm_head\.weight itself"):
+        with pytest.raises(p3d.Parallel3dError, match=r"multiplies by lm_head\.weight itself"):
             make_trainer(Mixed, str(folder), model, data)
     with accelerate_state():
         model, data = parallel_model((1, 2, 1), tiny_model(dtype=torch.float32))
         given = trl.SFTConfig(output_dir=str(folder), use_cpu=True, report_to=[])
-        with pytest.raises(p3d.Parallel3dError, match="before parallelize"):
+        with pytest.raises(p3d.Parallel3dError, match="heads before parallelize"):
             SFTTrainer(
                 model,
                 given,
                 train_dataset=tiny_texts(8),
+                processing_class=tiny_tokenizer(),
                 peft_config=LoraConfig(target_modules=["down_proj"]),
             )
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.nn import functional as F
 
 VOCAB, LENGTH = 64, 12
@@ -28,6 +29,8 @@ def accelerate_state(*, fsdp: bool = False, alone: bool = False) -> Iterator[Non
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
 
+    if not alone:
+        dist.barrier()  # the first import of these libraries takes a rank up to a minute
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     hidden = {name: os.environ.pop(name) for name in names if alone}
     reset()
