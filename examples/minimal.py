@@ -1,3 +1,14 @@
+"""Pre-trains a small transformer on three axes, as README shows; "new" marks what a plain program lacks.
+
+    torchrun --nproc-per-node 8 examples/minimal.py
+
+prints:
+
+    step 10: loss 2.99
+    step 20: loss 0.38
+    step 30: loss 0.01
+"""
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F

@@ -5,15 +5,18 @@ One module at a time is made whole, initialized by its own method under a random
 and peak memory is the shards plus one module.
 """
 
+import functools
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from parallel3d._torch.dtensor import dtensor_shard_box, make_dtensor, spec_of
 from parallel3d._util import dry_run
 from parallel3d.errors import Parallel3dError
 from parallel3d.fsdp.inspect import ShardedParam, class_name, unit_of
@@ -27,7 +30,8 @@ def materialize(
 
     A module with parameters or buffers of its own is initialized by ``model._init_weights(module)`` if the
     model has that method (Hugging Face's convention), and by ``module.reset_parameters()`` if it has not, or
-    leaves some of the module's values out; adapters of peft's LoRA layers as peft does. A parameter that
+    leaves some of the module's values out; adapters of peft's LoRA layers as peft does, and
+    ``nn.MultiheadAttention``, which has neither, as torch does. A parameter that
     several modules share gets the values of the first. What a module's ``__init__`` computes or sets beside
     these methods is lost on meta.
 
@@ -84,6 +88,7 @@ def give_memory(model: nn.Module, initialised: Sequence[tuple[str, nn.Module]]) 
 
 def _target_device(model: nn.Module, device: torch.device | str | None) -> torch.device:
     meshes = {unit.device_type for module in model.modules() if (unit := unit_of(module))}
+    meshes |= {p.device_mesh.device_type for p in model.parameters() if isinstance(p, DTensor)}
     if device is not None:
         try:
             target = torch.device(device)
@@ -118,7 +123,7 @@ def check_can_initialise(model: nn.Module, modules: Sequence[tuple[str, nn.Modul
     lacking: dict[str, list[str]] = {}  # class -> names of tensors, the first module's first
     tried: dict[type, bool] = {}  # whether the model's method leaves something out
     for name, module in modules:
-        if hasattr(module, "reset_parameters") or adapter_kind(model, name):
+        if _own_reset(module) is not None or adapter_kind(model, name):
             continue
         if hasattr(model, "_init_weights"):
             if type(module) not in tried:
@@ -141,6 +146,37 @@ def check_can_initialise(model: nn.Module, modules: Sequence[tuple[str, nn.Modul
         "the model a method _init_weights(module). Or build the model with values instead: without "
         "torch.device('meta') and materialize, after the same torch.manual_seed(seed) on all ranks"
     )
+
+
+_OutProj = nn.modules.linear.NonDynamicallyQuantizableLinear  # only nn.MultiheadAttention has it
+_IN_ATTENTION = {"in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"}
+_IN_ATTENTION |= {"in_proj_bias", "bias_k", "bias_v"}
+
+
+def _own_reset(module: Any) -> Callable[[], object] | None:
+    """Returns what initializes the module's own values, or None."""
+    if isinstance(module, _OutProj):
+        return functools.partial(_reset_attention, module)
+    if hasattr(module, "reset_parameters"):
+        return module.reset_parameters
+    if isinstance(module, nn.MultiheadAttention) and module._parameters.keys() <= _IN_ATTENTION:
+        return functools.partial(_reset_attention, module)
+    return None
+
+
+def _reset_attention(module: nn.Module) -> None:
+    """Initializes ``nn.MultiheadAttention``, or its output layer, as its ``__init__`` does."""
+    if isinstance(module, nn.Linear):
+        module.reset_parameters()
+    for name, param in module._parameters.items():
+        if param is None or name == "weight":  # the output layer's
+            continue
+        if name.endswith("bias"):
+            nn.init.zeros_(param)
+        elif name in ("bias_k", "bias_v"):
+            nn.init.xavier_normal_(param)
+        else:
+            nn.init.xavier_uniform_(param)
 
 
 def _leaves_out(model: Any, module: nn.Module) -> bool:
@@ -208,8 +244,8 @@ class _Materialization:
 
     def _set_the_rest(self, name: str, module: Any) -> None:
         """Initializes a module of which ``_init_weights`` has left values out."""
-        if hasattr(module, "reset_parameters"):
-            module.reset_parameters()
+        if (reset := _own_reset(module)) is not None:
+            reset()
         if _is_unset(module):
             raise Parallel3dError(
                 f"materialize: {class_name(self.model)}._init_weights leaves out values of {name!r} "
@@ -239,8 +275,8 @@ class _Materialization:
                     self.model._init_weights(module)  # type: ignore[operator]
                     if self.marks_unset and _is_unset(module):
                         self._set_the_rest(name, module)
-                else:
-                    module.reset_parameters()  # type: ignore[operator]
+                elif (reset := _own_reset(module)) is not None:
+                    reset()
                 wholes = dict(module._parameters)
                 for key, param in before.items():
                     if id(param) in self.shards and id(param) not in self.done:
@@ -254,7 +290,20 @@ class _Materialization:
         for key, param in before.items():
             real = wholes[key]
             if param is not None and param.is_meta and real is not None:
+                if isinstance(param, DTensor) and id(param) not in self.shards:
+                    real = _shard_of(real, param)
                 module._parameters[key] = self.plain.setdefault(id(param), real)
+
+
+def _shard_of(whole: torch.Tensor, param: DTensor) -> nn.Parameter:
+    """Returns this rank's shard of ``whole``, placed as ``param``, which torch's ``fully_shard`` has made."""
+    mesh = param.device_mesh
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    shape, offset = dtensor_shard_box(whole.shape, mesh.shape, coordinate, param.placements)
+    box = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+    shard = make_dtensor(whole.detach()[box].clone(), spec_of(param))
+    return nn.Parameter(shard, requires_grad=param.requires_grad)
 
 
 @contextmanager

@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
-import itertools
 import textwrap
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -20,6 +20,7 @@ from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from parallel3d._torch.fully_shard import TorchMixedPrecisionPolicy, torch_fully_shard
 from parallel3d._torch.simulated import ranks_are_simulated
 from parallel3d._util import dry_run
 from parallel3d._util.forwards import as_if, without_cache, wrap_forward
@@ -31,7 +32,6 @@ from parallel3d.fsdp.inspect import (
     check_policy,
     data_axes,
     strategy_options,
-    torch_sharding,
     unit_of,
 )
 from parallel3d.mesh import check_agreement
@@ -81,13 +81,15 @@ def parallelize(
             FSDP1 must fit the mesh, and sets ``reshard_after_forward``.
         units: names (with wildcards) of the blocks to shard one by one; by default the members of the
             model's outermost ``nn.ModuleList`` s, and of an ``nn.ModuleDict`` of one class, and blocks in
-            numbered attributes.
+            numbered attributes. Of several levels, ``["layers.*", "layers.*.experts"]``, the outermost are
+            the blocks; the others are units inside them, which are gathered and freed by themselves.
         mp_policy: dtypes of computing and reducing.
         reshard_after_forward: whether blocks are resharded after forward; by default they are, unless a
             ShardingStrategy says otherwise. The final norm and head never are.
         shard_optimizer_over_replicate: HFSDP, see ``fully_shard``.
         activation_checkpointing: recompute each block's activations in backward.
-        compile: True, or the name of a ``torch.compile`` backend: compile each block.
+        compile: True, or the name of a ``torch.compile`` backend: compile each block; its graph breaks
+            at units inside it.
         loss_parallel: True: the output head leaves its logits sharded over tp, as ``tp.VocabLogits``, which
             ``F.cross_entropy`` takes as they are; everything else gets them gathered. The model's code stays
             as it is, and the loss is whole. ``"chunked"``: in training the loss computes the logits of some
@@ -117,7 +119,7 @@ def parallelize(
         "check_same_batch": check_same_batch,
     }
     shard: Callable[..., Any] = fully_shard
-    plan, found, settings, reshard = None, Units([], [], []), {}, True
+    plan, found, settings, reshard = None, Units([], [], [], []), {}, True
     problem: Exception | None = None
     try:
         _check_model(model)
@@ -140,7 +142,7 @@ def parallelize(
         plan = _plan_loss(model, plan, found, loss_parallel)
         _check_chunks(plan, found, compile)
         if engine == "torch":
-            shard = torch_sharding(model, found.modules, mesh, policy)
+            shard = _torch_sharding(model, found.modules, mesh, policy)
             if plan is not None:
                 num_shards = data_axes(mesh).size(data_axes(mesh).shard)
                 plan = with_torch_styles(plan, model, num_shards)
@@ -181,8 +183,8 @@ def parallelize(
             for block in blocks:
                 wrap_forward(block, compiled, ("compile", backend))
         # Units bottom-up, so that each takes what no unit inside it has; the root takes the rest.
-        for block in blocks:
-            shard(block, reshard_after_forward=reshard)
+        for module in [*(inner for _, inner in found.inner), *blocks]:
+            shard(module, reshard_after_forward=reshard)
         for _, embedding in found.embeddings:
             shard(embedding, reshard_after_forward=True)
             # Its backward doesn't read the table.
@@ -299,6 +301,94 @@ def _check_engine(engine: str, over_replicate: bool, loss_parallel: bool | str) 
             )
 
 
+def _torch_sharding(
+    model: nn.Module,
+    units: Sequence[Sequence[nn.Module]],
+    mesh: DeviceMesh,
+    policy: TorchMixedPrecisionPolicy,
+) -> Callable[..., Any]:
+    """Returns torch's ``fully_shard`` with the data axes of ``mesh`` and its own kind of policy.
+
+    Args:
+        model: the root; not changed.
+        units: the modules of each unit but the root, inner ones before those around them.
+        mesh: with axes ``shard`` and perhaps ``replicate`` and ``tp``.
+
+    Raises:
+        Parallel3dError, MeshError: something that torch's ``fully_shard`` can't do, or fails on later.
+    """
+    if ranks_are_simulated():
+        raise Parallel3dError(
+            "engine=\"torch\": torch's fully_shard can't run on simulated ranks; use real processes"
+        )
+    axes = data_axes(mesh)
+    if axes.shard is None:
+        raise MeshError(
+            f'engine="torch" needs a mesh with a shard axis, if of one rank; this one has '
+            f"{mesh.mesh_dim_names}. build_mesh makes one"
+        )
+    names: Any = mesh.mesh_dim_names  # data_axes refuses axes without names, unless there is one
+    data = mesh
+    if names is not None and mesh.ndim > 1:
+        replicated = axes.replicate is not None and axes.size(axes.replicate) > 1
+        data = (
+            mesh[names[axes.replicate], names[axes.shard]]
+            if replicated
+            else mesh[names[axes.shard]]
+        )
+    _check_torch_params(model, units)
+    return functools.partial(torch_fully_shard, mesh=data, mp_policy=_torch_policy(policy, model))
+
+
+def _torch_policy(policy: TorchMixedPrecisionPolicy, model: nn.Module) -> TorchMixedPrecisionPolicy:
+    """Returns ``policy`` as torch's own class; Parallel3dError if it asks for what torch has not."""
+    if not isinstance(policy, MixedPrecisionPolicy):
+        return policy
+    names = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
+    torchs = {name: getattr(policy, name) for name in names}
+    plain = MixedPrecisionPolicy(**torchs, full_precision_modules=policy.full_precision_modules)
+    ours = [name for name in vars(plain) if getattr(policy, name) != getattr(plain, name)]
+    if ours:
+        raise Parallel3dError(
+            f'engine="torch": torch\'s MixedPrecisionPolicy has no {", ".join(ours)}; leave it out, or use '
+            'engine="parallel3d"'
+        )
+    for name, module in model.named_modules():
+        if policy.param_dtype is not None and isinstance(module, policy.full_precision_modules):
+            raise Parallel3dError(
+                f'engine="torch": {name!r} ({type(module).__name__}) would compute in '
+                f"{policy.param_dtype}, since torch's MixedPrecisionPolicy has no full_precision_modules; "
+                'give full_precision_modules=() if that is meant, or use engine="parallel3d"'
+            )
+    return TorchMixedPrecisionPolicy(**torchs)
+
+
+def _check_torch_params(model: nn.Module, units: Sequence[Sequence[nn.Module]]) -> None:
+    """Raises Parallel3dError for parameters that torch's ``fully_shard`` refuses, some only in forward."""
+    names = {param: name for name, param in model.named_parameters()}
+    taken: set[nn.Parameter] = set()
+    for unit in (*units, [model]):
+        dtypes: dict[Any, str] = {}  # of those that are trained -> the first's name
+        for param in (p for module in unit for p in module.parameters()):
+            if param in taken:
+                continue
+            taken.add(param)
+            name, why = names[param], ""
+            if param.dim() == 0:
+                why = "is a scalar; make it a tensor of one element"
+            elif not param.is_contiguous():
+                why = f"is not contiguous (stride {param.stride()}); make it so"
+            if param.requires_grad:
+                first = dtypes.setdefault(param.dtype, name)
+                if len(dtypes) > 1:
+                    others = next(n for n in dtypes.values() if n != first)
+                    why = f"is {param.dtype} in one unit with {others} of another dtype; give them one"
+            if why:
+                raise Parallel3dError(
+                    f'engine="torch": parameter {name} {why}, or use engine="parallel3d"'
+                )
+
+
 def _check_chunks(plan: ResolvedPlan | None, found: Units, compile: bool | str) -> None:
     """Raises PlanError for ``chunks`` in a compiled block: the compiler orders its collectives itself."""
     if plan is None or not compile:
@@ -411,19 +501,21 @@ class Units(NamedTuple):
     """The units of a model, except the root.
 
     Attributes:
-        blocks: (name, module) of the repeated blocks, in order.
+        blocks: (name, module) of the repeated blocks, in order; none is inside another.
+        inner: (name, module) of the units inside blocks, the innermost first.
         embeddings: (name, module) of the token embeddings before the blocks that share no parameter.
         final_norm_and_head: (name, module) of the modules after the blocks; one unit together.
     """
 
     blocks: list[tuple[str, nn.Module]]
+    inner: list[tuple[str, nn.Module]]
     embeddings: list[tuple[str, nn.Module]]
     final_norm_and_head: list[tuple[str, nn.Module]]
 
     @property
     def modules(self) -> list[list[nn.Module]]:
         """The modules of each unit."""
-        alone = [[module] for _, module in (*self.blocks, *self.embeddings)]
+        alone = [[module] for _, module in (*self.inner, *self.blocks, *self.embeddings)]
         return [*alone, [module for _, module in self.final_norm_and_head]]
 
 
@@ -432,11 +524,17 @@ def find_units(model: nn.Module, patterns: Sequence[str] | None = None) -> Units
 
     Blocks are the members of the outermost ``nn.ModuleList`` s, of ``nn.ModuleDict`` s whose members are of
     one class, and numbered children of one class (``block0``, ``block1``, those of an ``nn.Sequential``) that
-    have children themselves; or the modules whose names match ``patterns`` (shell wildcards within a dotted
-    segment). A module that shares a parameter with another stays with the root, so that tied parameters are
-    in one group. So does one whose weight the model reads without calling it.
+    have children themselves; or the outermost modules whose names match ``patterns`` (shell wildcards within
+    a dotted segment). The others that match are units inside the blocks, and so is a module inside a block
+    that the model calls without the block. A module that shares a parameter with another stays with the root,
+    so that tied parameters are in one group. So does one whose weight the model reads without calling it.
     """
-    blocks = _matching(model, patterns) if patterns is not None else _listed(model)
+    matched = _matching(model, patterns) if patterns is not None else _listed(model)
+    within = {id(m) for _, module in matched for m in module.modules() if m is not module}
+    blocks = [(name, module) for name, module in matched if id(module) not in within]
+    inner = [(name, module) for name, module in matched if id(module) in within]
+    inner += [each for each in _called_inside(model, blocks) if each not in inner]
+    inner.sort(key=lambda each: -each[0].count("."))
     inside = {id(m) for _, block in blocks for m in block.modules()}
     users = Counter(param for m in model.modules() for param in {*m._parameters.values()})
     read = _weights_read_in_code(model)
@@ -460,7 +558,7 @@ def find_units(model: nn.Module, patterns: Sequence[str] | None = None) -> Units
             type(module).forward is nn.Embedding.forward and "forward" not in vars(module)
         ):  # it only looks rows up: its backward doesn't read the weight
             embeddings.append((name, module))
-    return Units(blocks, embeddings, final)
+    return Units(blocks, inner, embeddings, final)
 
 
 # Prefixes of methods that are not part of a forward.
@@ -474,20 +572,63 @@ def _weights_read_in_code(model: nn.Module) -> set[str]:
     """
     found: set[str] = set()
     for cls in {type(module) for module in model.modules()}:
-        if cls.__module__.startswith("torch."):
-            continue
-        for name, method in vars(cls).items():
-            code = getattr(method, "__code__", None)
-            if code is None or "weight" not in code.co_names or name.startswith(_SETTING_UP):
-                continue
-            try:
-                tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
-            except (OSError, TypeError, SyntaxError):  # typed into an interpreter, say
-                continue
-            for node in ast.walk(tree):
-                if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute):
-                    found |= {node.value.attr} if node.attr == "weight" else set()
+        for node in _code_of(cls, {"weight"}):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute):
+                found |= {node.value.attr} if node.attr == "weight" else set()
     return found
+
+
+def _called_inside(
+    model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]
+) -> list[tuple[str, nn.Module]]:
+    """Returns (name, module) of what code outside ``blocks`` calls inside one of them, without the block.
+
+    An example is ``self.blocks[0].embed(t)``: the hooks of ``blocks[0]`` don't run, so ``embed`` must be a
+    unit. Calls through other variables than ``self`` are not seen.
+    """
+    ids = {id(block) for _, block in blocks}
+    inside = {id(m) for _, block in blocks for m in block.modules()} - ids
+    found: set[int] = set()
+    for owner in model.modules():
+        if id(owner) in inside | ids:
+            continue
+        for cls in type(owner).__mro__:
+            for node in _code_of(cls, owner._modules.keys()):
+                called = _module_at(node.func, owner) if isinstance(node, ast.Call) else None
+                if called is not None and next(called.parameters(), None) is not None:
+                    found.add(id(called))
+    return [(name, m) for name, m in model.named_modules() if id(m) in found & inside]
+
+
+def _module_at(node: ast.expr, owner: nn.Module) -> nn.Module | None:
+    """Returns the module that an expression such as ``self.blocks[0].norm`` is in a method of ``owner``."""
+    if isinstance(node, ast.Name):
+        return owner if node.id == "self" else None
+    around = (
+        _module_at(node.value, owner) if isinstance(node, (ast.Attribute, ast.Subscript)) else None
+    )
+    if around is None:
+        return None
+    if isinstance(node, ast.Attribute):
+        return around._modules.get(node.attr)
+    try:
+        found = around[ast.literal_eval(node.slice)]  # type: ignore[index, attr-defined]
+    except (ValueError, TypeError, KeyError, IndexError):  # no literal, or no module there
+        return None
+    return found if isinstance(found, nn.Module) else None
+
+
+def _code_of(cls: type, names: Collection[str]) -> Iterator[ast.AST]:
+    """Yields the syntax of the methods of ``cls`` itself that use one of ``names``, without torch's."""
+    if cls.__module__.startswith("torch."):
+        return
+    for name, method in vars(cls).items():
+        if not inspect.isfunction(method) or name.startswith(_SETTING_UP):
+            continue
+        if set(names).isdisjoint(inspect.unwrap(method).__code__.co_names):
+            continue
+        with suppress(OSError, TypeError, SyntaxError):  # typed into an interpreter, say
+            yield from ast.walk(ast.parse(textwrap.dedent(inspect.getsource(method))))
 
 
 def _listed(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -547,15 +688,6 @@ def _matching(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.M
             )
         blocks += [(name, module) for name, module in matches if id(module) not in known]
         known.update(id(module) for _, module in matches)
-    names = {n for n, _ in blocks}
-    for name, _ in blocks:
-        around = itertools.accumulate(name.split("."), "{}.{}".format)
-        outer = next((other for other in around if other in names and other != name), None)
-        if outer is not None:
-            raise Parallel3dError(
-                f"units: {name} lies inside {outer}, which is a unit as well; "
-                "match only one of the two levels"
-            )
     return blocks
 
 

@@ -224,12 +224,6 @@ CASES = [
         (r"'blocks\.\*' matches no module", r"there are .*layers\.0"),
     ),
     Case(
-        "units inside each other",
-        given(LM_PLAN, units=["layers.*", "layers.*.up"]),
-        Parallel3dError,
-        (r"layers\.0\.up lies inside layers\.0", r"match only one"),
-    ),
-    Case(
         "a string for units",
         given(LM_PLAN, units="layers.*"),
         Parallel3dError,

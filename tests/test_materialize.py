@@ -223,3 +223,35 @@ class Sometimes(nn.Module):
 def test_a_module_that_is_left_out_later_is_an_error_too() -> None:
     with pytest.raises(Parallel3dError, match=r"leaves out values of 'parts\.1' \(Scale\)"):
         materialize(meta(Sometimes), device="cpu")
+
+
+@pytest.mark.parametrize("options", [{}, {"kdim": 6, "add_bias_kv": True}], ids=["packed", "apart"])
+def test_attention_of_torch_is_initialized_as_torch_does(options) -> None:
+    """It has no ``reset_parameters``, and sets the bias of its output layer."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.MultiheadAttention(64, 2, **options), nn.Linear(64, 64))
+
+    weights = plain_weights(build)
+    torch.manual_seed(0)
+    for name, want in build().state_dict().items():
+        got = weights[name]
+        assert got.std().item() == pytest.approx(want.std().item(), rel=0.3), name
+        assert got.abs().max().item() == pytest.approx(want.abs().max().item(), rel=0.5), name
+    assert not weights["0.out_proj.bias"].any() and weights["1.bias"].all()
+    with fake_world(0, 2):
+        mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
+        model = materialize(parallelize(meta(build), mesh), device="cpu", seed=3)
+        for name, p in model.named_parameters():
+            for _, box, local in shards_of(p):
+                assert torch.equal(local, weights[name][box]), name
+
+
+def test_attention_with_more_parameters_is_not_taken_for_torchs() -> None:
+    class Scaled(nn.MultiheadAttention):
+        def __init__(self) -> None:
+            super().__init__(8, 2)
+            self.scale = nn.Parameter(torch.ones(1))
+
+    with pytest.raises(Parallel3dError, match=r"in_proj_weight.* \(Scaled\)"):
+        materialize(meta(Scaled), device="cpu")

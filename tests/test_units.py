@@ -1,14 +1,16 @@
 """Which modules parallelize makes units of."""
 
+import copy
 import warnings
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from parallel3d.errors import StateError
 from parallel3d.mesh import MeshLayout, build_mesh
 from parallel3d.parallelize import find_units, of_one_unit, parallelize
-from parallel3d.testing import assert_parity
+from parallel3d.testing import GlooPool, assert_parity
 from parallel3d.testing.worlds import fake_world
 
 
@@ -128,3 +130,151 @@ def test_parallelize_warns_of_one_unit(shard: int, warns: bool) -> None:
         mesh = build_mesh(MeshLayout(1, shard, 2 // shard), device_type="cpu")
         parallelize(model, mesh, tp_plan=None if shard == 2 else {"0": "colwise", "1": "rowwise"})
     assert any("units=[" in str(w.message) for w in caught) is warns
+
+
+class Gate(nn.Module):
+    """Two layers, nine rows of which no mesh here gets equal parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 9), nn.Linear(9, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).tanh())
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.emb, self.mlp = nn.LayerNorm(6), Gate(), Gate()
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x)) * self.emb(t)
+
+
+class CallsByVariable(nn.Module):
+    """Calls modules inside its blocks after these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(Gated() for _ in range(2))
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        t = x = self.inp(x)
+        for block in self.blocks:
+            x = block(x, t)
+        for block in self.blocks:
+            x = x * block.emb(t)
+        return self.head(x)
+
+
+class CallsInside(CallsByVariable):
+    """Calls a module inside its first block after all blocks, as diffusers' DiT does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        t = x = self.inp(x)
+        for block in self.blocks:
+            x = block(x, t)
+        return self.head(x * self.blocks[0].emb(t))
+
+
+def names(modules: list[tuple[str, nn.Module]]) -> list[str]:
+    return [name for name, _ in modules]
+
+
+def test_two_levels_of_units() -> None:
+    found = find_units(CallsByVariable(), ["blocks.*", "blocks.*.emb.up", "blocks.1.emb"])
+    assert names(found.blocks) == ["blocks.0", "blocks.1"]
+    # The innermost first, whatever the order of the patterns.
+    assert names(found.inner) == ["blocks.0.emb.up", "blocks.1.emb.up", "blocks.1.emb"]
+    assert names(found.final_norm_and_head) == ["head"]
+    only = find_units(CallsByVariable(), ["blocks.*.emb"])
+    assert names(only.blocks) == ["blocks.0.emb", "blocks.1.emb"] and not only.inner
+
+
+def test_a_model_that_calls_inside_a_block_trains_as_the_plain_one() -> None:
+    batch = torch.linspace(-1, 1, 24).view(4, 6)
+    assert_parity(CallsInside, batch, MeshLayout(1, 2, 1), steps=1, fp32=False)
+
+
+def test_what_is_called_without_its_block_is_a_unit() -> None:
+    for patterns in (None, ["blocks.*"], ["blocks.*", "blocks.0.emb"]):
+        found = find_units(CallsInside(), patterns)
+        assert (names(found.blocks), names(found.inner)) == (
+            ["blocks.0", "blocks.1"],
+            ["blocks.0.emb"],
+        )
+    assert not find_units(CallsByVariable()).inner  # it can't be seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("shape", [(1, 3, 1), (2, 2, 1)])
+def test_units_inside_blocks_train_as_the_plain_model(
+    shape: tuple[int, int, int], reshard: bool, checkpointing: bool
+) -> None:
+    two_levels = CallsByVariable, ["blocks.*", "blocks.*.emb", "blocks.*.mlp.up"]
+    for build, units in ((CallsInside, None), two_levels):
+        assert_parity(
+            build,
+            lambda i: torch.linspace(-1, 1, 12).view(2, 6) * (i + 1),
+            MeshLayout(*shape),
+            steps=2,
+            fp32=False,
+            units=units,
+            reshard_after_forward=reshard,
+            activation_checkpointing=checkpointing,
+        )
+
+
+@pytest.mark.slow
+def test_units_inside_blocks_with_tensor_parallelism() -> None:
+    plan = {"blocks.*.*.up": "colwise", "blocks.*.*.down": "rowwise"}
+    assert_parity(
+        CallsInside,
+        lambda i: torch.linspace(-1, 1, 12).view(2, 6) * (i + 1),
+        MeshLayout(1, 3, 2),
+        steps=2,
+        fp32=False,
+        tp_plan=plan,
+        units=["blocks.*", "blocks.*.emb"],
+    )
+
+
+def test_a_call_without_the_block_that_could_not_be_seen_is_an_error_that_names_the_units() -> None:
+    with pytest.raises(StateError) as raised:
+        assert_parity(CallsByVariable, torch.ones(2, 6), MeshLayout(1, 2, 1), fp32=False)
+    said = str(raised.value)
+    assert said.startswith("emb of unit blocks.0 was called outside the unit's forward")
+    assert 'units=["blocks.*", "blocks.*.emb"]' in said
+
+
+def compiled(checkpointing: bool) -> float:
+    """The largest difference of a weight after steps of a model whose compiled blocks have units inside."""
+    torch.manual_seed(0)
+    plain = CallsByVariable().double()
+    parallel = parallelize(
+        copy.deepcopy(plain),
+        build_mesh(MeshLayout(1, 2, 1), device_type="cpu"),
+        units=["blocks.*", "blocks.*.emb"],
+        compile="aot_eager",
+        activation_checkpointing=checkpointing,
+    )
+    x = torch.linspace(-1, 1, 12, dtype=torch.float64).view(2, 6)
+    for model in (plain, parallel):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    pairs = zip(plain.parameters(), parallel.parameters(), strict=True)
+    return max(float((p - q.full_tensor()).abs().max()) for p, q in pairs)  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_units_inside_compiled_blocks(gloo_pool: GlooPool, checkpointing: bool) -> None:
+    assert max(gloo_pool.run(compiled, checkpointing, world_size=2)) < 1e-12

@@ -1,9 +1,9 @@
-"""What errors of a backward mean, in the engine's words; see ``bucket.Versions``."""
+"""What errors of a forward or backward mean, in the engine's words; see ``bucket.Versions``."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -89,17 +89,52 @@ def _names(buckets: Iterable[Bucket]) -> str:
 
 def _of_recomputation(error: BaseException) -> str | None:
     """Where checkpointing recomputes within a sharded unit: no tensor known to the engine led there."""
-    if "mixed torch.Tensor and DTensor" not in str(error):
+    if _MIXED not in str(error):
         return None
-    label, frames = "", error.__traceback__
+    units = [unit for module in _modules_on_stack(error) for unit in _units_at_rest_in(module)]
+    return _read_while_free(units[-1].label if units else "")
+
+
+def explain_call(error: BaseException) -> str | None:
+    """Returns which module was called without its unit, where that is why a forward ended in ``error``."""
+    if _MIXED not in str(error):
+        return None
+    stack = list(_modules_on_stack(error))
+    for unit in (unit for module in stack for unit in _units_at_rest_in(module)):
+        names = {id(m): name for top in unit.modules for name, m in top.named_modules() if name}
+        name = next((names[id(module)] for module in stack if id(module) in names), None)
+        if name is not None:
+            block = _NUMBER.sub("*", unit.label)
+            return (
+                f"{name} of unit {unit.label} was called outside the unit's forward, while the unit's "
+                "parameters are sharded. It must be a unit of its own: "
+                f'parallelize(..., units=["{block}", "{block}.{name}"]), or fully_shard of it before that of '
+                "the module around it"
+            )
+    return None
+
+
+_MIXED = "mixed torch.Tensor and DTensor"
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+def _modules_on_stack(error: BaseException) -> Iterator[nn.Module]:
+    """Yields the modules in whose methods ``error`` was raised, the outermost first."""
+    frames = error.__traceback__
     while frames is not None:
         module = frames.tb_frame.f_locals.get("self")
-        for param in module._parameters.values() if isinstance(module, nn.Module) else ():
-            owner = None if param is None else owner_of(param)
-            unit = None if owner is None else owner.unit()
-            label = label if unit is None else unit.label
+        if isinstance(module, nn.Module):
+            yield module
         frames = frames.tb_next
-    return _read_while_free(label)
+
+
+def _units_at_rest_in(module: nn.Module) -> Iterator[Any]:
+    """Yields the unit of each of the module's own parameters that is sharded."""
+    for param in module._parameters.values():
+        owner = None if param is None else owner_of(param)
+        unit = None if owner is None else owner.unit()
+        if unit is not None:
+            yield unit
 
 
 def check_inputs(outputs: Sequence[Any], inputs: Sequence[Any]) -> None:

@@ -3,13 +3,13 @@
 # ruff: noqa: F401 (others import these names from here)
 from parallel3d.fsdp.api import check_policy, strategy_options
 from parallel3d.fsdp.bucket import Bucket
-from parallel3d.fsdp.by_torch import torch_sharding
 from parallel3d.fsdp.gradients import flat_gradient, flat_gradients_of, waits_for_reduction
 from parallel3d.fsdp.members import (
     check_param,
     class_name,
     get_unit,
     parameters_at_rest,
+    refuse_torch_units,
     unit_of,
     units_of,
 )

@@ -51,6 +51,17 @@ def units_of(module: Any, recurse: bool) -> Iterator[Any]:
             yield unit
 
 
+def refuse_torch_units(module: nn.Module, what: str) -> None:
+    """Raises Parallel3dError if a module in ``module`` is sharded by torch's ``fully_shard``, for ``what``,
+    which works on our units alone."""
+    for name, each in module.named_modules():
+        if unit_of(each) is None and TorchFSDPModule in type(each).__mro__:
+            raise Parallel3dError(
+                f"{what}: {name or 'the model'} ({class_name(each)}) is sharded by torch's fully_shard; use "
+                'parallelize(..., engine="parallel3d")'
+            )
+
+
 def params_of(units: Iterable[Any]) -> Iterator[ShardedParam]:
     """Yields the parameters of ``units``."""
     return (param for unit in units for bucket in unit.group.buckets for param in bucket.params)

@@ -27,6 +27,7 @@ from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.comm import Comm
 from parallel3d.fsdp.context import Attributes, RunContext, watch_backwards
 from parallel3d.fsdp.context import Observer as Observer
+from parallel3d.fsdp.explain import explain_call
 from parallel3d.fsdp.group import ParamGroup, Registered, Retain
 from parallel3d.fsdp.members import UNIT_ATTRIBUTE, class_name, unit_around
 from parallel3d.fsdp.schedule import PrefetchSettings
@@ -44,9 +45,12 @@ class UnitModule:
         depth = unit.depth
         try:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        except BaseException:
+        except BaseException as error:
+            message = explain_call(error)
             unit.leave_failed_forward(depth)
-            raise
+            if message is None:
+                raise
+            raise StateError(message) from error
 
 
 @dataclass(slots=True)

@@ -10,13 +10,13 @@ import torch
 from torch import distributed as dist
 from torch import nn
 from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed.fsdp import FSDPModule  # torch's, of which ours is a child
 from torch.distributed.tensor import DTensor
 
 from parallel3d._torch.autograd import assert_async
 from parallel3d._torch.dtensor import flatten_axes
 from parallel3d._torch.simulated import inner_tensors
 from parallel3d.errors import MeshError, Parallel3dError
-from parallel3d.fsdp import FSDPModule
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from parallel3d._torch.kernels import foreach_copy_, foreach_lerp_
 from parallel3d._util.arguments import counted
 from parallel3d.errors import Parallel3dError, StateError
-from parallel3d.fsdp.inspect import check_at_rest, owner_of, units_of
+from parallel3d.fsdp.inspect import check_at_rest, owner_of, refuse_torch_units, units_of
 from parallel3d.optim.pieces import local_of, part_of, placed_as
 
 Read = Callable[[], torch.Tensor]
@@ -151,6 +151,7 @@ class EMA:
             _check_decay(decay)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise Parallel3dError(f"dtype is {dtype!r}; it must be of floating point, or None")
+        refuse_torch_units(model, "EMA")
         self._decay = decay
         self._model = model
         self.updates = 0

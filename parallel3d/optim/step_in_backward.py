@@ -12,7 +12,14 @@ from torch.optim import Optimizer
 
 from parallel3d._torch.autograd import backward_id
 from parallel3d.errors import Parallel3dError, StateError
-from parallel3d.fsdp.inspect import Bucket, StepGuard, Unit, guard_of, units_of
+from parallel3d.fsdp.inspect import (
+    Bucket,
+    StepGuard,
+    Unit,
+    guard_of,
+    refuse_torch_units,
+    units_of,
+)
 from parallel3d.optim.grad_scaler import is_scaled
 
 _by_parameter: weakref.WeakValueDictionary[int, StepInBackward] = weakref.WeakValueDictionary()
@@ -62,6 +69,7 @@ def step_in_backward(
         raise Parallel3dError(
             f"step_in_backward was given a {type(model).__name__}; it needs a module"
         )
+    refuse_torch_units(model, "step_in_backward")
     units = list(units_of(model, recurse=True))
     if not units:
         raise Parallel3dError(

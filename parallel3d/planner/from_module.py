@@ -360,7 +360,8 @@ def spec_from_module(
         example: ``(args, kwargs)`` of its forward, as for ``tp.auto_plan``, or one tensor: (batch, sequence)
             token ids, or (batch, sequence, features). None: one sequence of token ids.
         tp_plan: as for ``parallelize``; None: no tensor parallelism.
-        units: patterns of the blocks' names, as for ``parallelize``.
+        units: patterns of the blocks' names, as for ``parallelize``; units inside blocks count as parts of
+            these.
         seq_len: length of the sequence that stands for the example; by default the longest up to 2,048 that
             the model takes.
         name: the spec's name; by default the class's.

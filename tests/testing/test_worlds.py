@@ -267,3 +267,25 @@ def test_gradients_through_views_changed_in_place() -> None:
             y[:2].zero_()
             y.sum().backward()
     torch.testing.assert_close(grads, [plain.grad, 2 * plain.grad])
+
+
+@pytest.mark.parametrize("heads", [(1, 2), (2, 1)])
+def test_reshape_where_it_is_a_view_on_some_ranks_only(heads: tuple[int, int]) -> None:
+    """torch's reshape looks at one rank's strides; ranks with one head of several need no copy."""
+
+    def values(rank: int) -> torch.Tensor:
+        return torch.arange(heads[rank] * 12.0).view(2, heads[rank], 3, 2)
+
+    with local_world(2) as world:
+        x = world.map(values).requires_grad_()
+        y = x.transpose(1, 2).reshape(2, 3, -1)
+        (y * y).sum().backward()
+        for rank, (out, grad) in enumerate(
+            zip(world.per_rank(y), world.per_rank(x.grad), strict=True)
+        ):
+            plain = values(rank).requires_grad_()
+            want = plain.transpose(1, 2).reshape(2, 3, -1)
+            (want * want).sum().backward()
+            assert torch.equal(out, want) and torch.equal(grad, plain.grad)
+    with local_world(2) as world, pytest.raises(RuntimeError, match="view size is not compatible"):
+        world.map(lambda rank: torch.ones(2, 2 + rank)).t().view(-1)

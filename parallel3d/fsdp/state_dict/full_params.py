@@ -25,7 +25,7 @@ from parallel3d._util.arguments import as_bool
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.gradients import waits_for_reduction
 from parallel3d.fsdp.group import Event, Retain
-from parallel3d.fsdp.members import check_module, params_of, units_of
+from parallel3d.fsdp.members import check_module, params_of, refuse_torch_units, units_of
 from parallel3d.fsdp.options.gather_extension import as_plain
 from parallel3d.fsdp.param import parameters_dict
 from parallel3d.fsdp.state_dict.transforms import all_gathered
@@ -425,6 +425,7 @@ def full_params(
             "full_params: writeback=True with rank0_only=True would write what the other ranks don't "
             "have; give writeback=False to read on the first rank, or rank0_only=False to edit"
         )
+    refuse_torch_units(module, "full_params")
     units = list(units_of(module, recurse))
     for unit in units:
         check_at_rest(unit, "full_params")

@@ -297,6 +297,12 @@ _MOST_PARAMETERS = 10**9  # a proof holds them and their gradients twice, in flo
 _Proven = tuple[Group, dict[str, Style]] | str
 
 
+def _signature(model: nn.Module) -> str:
+    """Returns the names of what the model's forward takes, at most eight."""
+    names = list(inspect.signature(model.forward).parameters)
+    return f"({', '.join(names[:8])}{', ...' * (len(names) > 8)})"
+
+
 class _Derivation:
     def __init__(self, model: nn.Module, tp: int, example: Any) -> None:
         self.model, self.tp = model, tp
@@ -306,7 +312,8 @@ class _Derivation:
         except DidNotRun as error:
             raise PlanError(
                 f"a plan for {type(model).__name__} can't be derived: the model must run once, and {error}. "
-                f"Give a small example: auto_plan(model, tp, example=((input,), {{}})){error.tries}"
+                f"Give parallelize, or auto_plan, a small batch: example=(args, kwargs) of its "
+                f"forward{_signature(model)}{error.tries}"
             ) from None
         self.modules = dict(model.named_modules())
         self.layers = layers

@@ -290,6 +290,10 @@ def check_example(example: Any) -> Example:
     return args, kwargs
 
 
+_MOST_INPUTS = 48
+"""How many inputs of other shapes are tried; large convolutional models have hundreds that don't fit."""
+
+
 def examples(model: nn.Module) -> Iterator[Example]:
     """Yields inputs that may fit ``model``, the most likely first."""
     if hasattr(model, "dummy_inputs") and hasattr(model, "config"):
@@ -300,8 +304,14 @@ def examples(model: nn.Module) -> Iterator[Example]:
         for p in inspect.signature(model.forward).parameters.values()
         if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty
     ]
+    tried: set[tuple[torch.Size, int]] = set()
     for tensor in _inputs_for(model):
-        yield tuple(tensor.clone() for _ in required) or (tensor,), {}
+        key = tensor.shape, -1 if tensor.is_floating_point() else int(tensor.max())
+        if key not in tried:
+            tried.add(key)
+            yield tuple(tensor.clone() for _ in required) or (tensor,), {}
+        if len(tried) == _MOST_INPUTS:
+            return
 
 
 def _hugging_face(model: Any) -> Iterator[Example]:
