@@ -59,10 +59,10 @@ def samples_of(data: str | None, tokenizer: Any) -> list[dict[str, list[int]]]:
 def batch(samples: list[dict[str, list[int]]]) -> dict[str, Tensor]:
     """Samples as (rows, longest); causal attention does not see what fills them up on the right."""
     longest = max(len(sample["input_ids"]) for sample in samples)
-    filled = {"input_ids": 0, "labels": IGNORED}
+    filled = {"input_ids": 0, "labels": IGNORED}.items()
     return {
-        name: torch.tensor([s[name] + [fill] * (longest - len(s[name])) for s in samples])
-        for name, fill in filled.items()
+        name: torch.tensor([s[name] + [value] * (longest - len(s[name])) for s in samples])
+        for name, value in filled
     }
 
 
@@ -100,29 +100,17 @@ if options.model:
 else:
     p3d.materialize(model, seed=0)  # new
 arguments = TrainingArguments(
-    output_dir=options.out,
-    max_steps=options.steps,
+    output_dir=options.out, max_steps=options.steps, logging_steps=10, save_steps=20,
     per_device_train_batch_size=options.batch // parts,
-    gradient_accumulation_steps=options.micro_batches,
-    learning_rate=options.lr,
-    lr_scheduler_type="cosine",
-    warmup_steps=options.steps // 10,
-    logging_steps=10,
-    save_steps=20,
-    use_cpu=mesh.device_type == "cpu",
-    report_to=[],
-    disable_tqdm=True,
-)
+    gradient_accumulation_steps=options.micro_batches, learning_rate=options.lr,
+    lr_scheduler_type="cosine", warmup_steps=options.steps // 10,
+    use_cpu=mesh.device_type == "cpu", report_to=[], disable_tqdm=True,
+)  # fmt: skip
 trainer = Trainer(
-    model,
-    arguments,
-    train_dataset=samples_of(options.data, tokenizer),
-    data_collator=batch,
-    processing_class=tokenizer,
-    callbacks=[Print()],
-)
+    model, arguments, train_dataset=samples_of(options.data, tokenizer), data_collator=batch,
+    processing_class=tokenizer, callbacks=[Print()],
+)  # fmt: skip
 trainer.remove_callback(PrinterCallback)
-trainer.train(
-    resume_from_checkpoint=get_last_checkpoint(options.out) if Path(options.out).exists() else None
-)
+last = get_last_checkpoint(options.out) if Path(options.out).exists() else None
+trainer.train(resume_from_checkpoint=last)
 trainer.save_model(f"{options.out}/model")

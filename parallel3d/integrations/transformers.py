@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 

@@ -42,19 +42,20 @@ def sft(sizes: Sizes, folder: Path) -> None:
             names = ["loss", "grad_norm", *keys, *(f"eval_{key}" for key in keys)]
             every = [*trainer.state.log_history, evaluated]
             logs.append([{name: log[name] for name in names if name in log} for log in every])
+            if mesh is None:
+                continue
+            ids = torch.tensor([[5, 6, 7]])
+            out = trainer.model.generate(input_ids=ids, max_new_tokens=3, do_sample=False)
+            trainer.save_model(str(folder / "model"))
+            weights = whole_weights(trainer.model)
+            again = AutoModelForCausalLM.from_pretrained(folder / "model")
+            assert all(torch.equal(p, weights[name]) for name, p in again.named_parameters())
+            assert again.generate(input_ids=ids, max_new_tokens=3, do_sample=False).equal(out)
     plain, ours = logs
     assert [log.keys() for log in ours] == [log.keys() for log in plain]
     assert sum(len(log) for log in plain) >= 4 * 5 + 3
     for got, want in zip(ours, plain, strict=True):
         assert got == pytest.approx(want, rel=1e-4), (got, want)
-
-    ids = torch.tensor([[5, 6, 7]])
-    out = trainer.model.generate(input_ids=ids, max_new_tokens=3, do_sample=False)
-    trainer.save_model(str(folder / "model"))
-    weights = whole_weights(trainer.model)
-    again = AutoModelForCausalLM.from_pretrained(folder / "model")
-    assert all(torch.equal(p, weights[name]) for name, p in again.named_parameters())
-    assert again.generate(input_ids=ids, max_new_tokens=3, do_sample=False).equal(out)
 
 
 @pytest.mark.parametrize("sizes", [(1, 2, 1), (1, 2, 2)])
