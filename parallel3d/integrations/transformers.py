@@ -64,7 +64,7 @@ class ParallelMixin:
     The mesh is that of the model's parameters. Ranks of one tp group read the same rows, and what is counted,
     averaged or gathered is so over the data ranks. ``save_model`` writes a folder that ``from_pretrained``
     loads. A checkpoint has that and ``parallel3d.checkpoint``'s: resuming is exact on the same mesh, and
-    possible on another, if the rows per step stay the same. Gradient accumulation reduces gradients to shards
+    possible on another, if the rows per step stay the same. Models of peft train, but are not saved. Gradient accumulation reduces gradients to shards
     each time. ``bf16=True`` is autocast, unless the model's ``mp_policy`` computes in bfloat16 already.
 
     Raises:
@@ -138,10 +138,19 @@ class ParallelMixin:
                 "train_sampling_strategy='batch_rebalance' gives the ranks of a tp group different rows; use "
                 "'random', 'sequential' or 'group_by_length'"
             )
+        if args.save_strategy != "no":
+            self._refuse_peft()
         dtype = self._computes_in()
         if args.bf16 and dtype not in (None, torch.bfloat16):
             raise Parallel3dError(
                 f"bf16=True, but the model's mp_policy computes in {dtype}; leave one of them out"
+            )
+
+    def _refuse_peft(self) -> None:
+        if any(cls.__module__.startswith("peft.") for cls in type(self.model).__mro__):
+            raise Parallel3dError(
+                f"Trainer can't save a {type(self.model).__name__} yet; set save_strategy='no', and save what was "
+                "trained with checkpoint.save(only='trainable')"
             )
 
     def _computes_in(self) -> torch.dtype | None:
@@ -180,6 +189,7 @@ class ParallelMixin:
     # Files
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        self._refuse_peft()
         folder = Path(output_dir or self.args.output_dir)
         new = folder / f".{FOLDER}-weights"  # save_hf replaces whole folders
         checkpoint.save_hf(new, self.model)

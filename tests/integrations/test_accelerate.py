@@ -21,6 +21,7 @@ import parallel3d as p3d
 from parallel3d.testing import GlooPool
 
 
+@pytest.mark.slow
 def test_use_is_undone() -> None:
     """A call takes effect at once; the end of a block, or undo, puts back what was there."""
     before = torch_fsdp.fully_shard

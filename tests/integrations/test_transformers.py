@@ -385,6 +385,15 @@ def refused(folder: Path) -> None:
         with pytest.raises(p3d.Parallel3dError, match="add adapters and heads before"):
             Trainer(lora, given)
 
+        lora = get_peft_model(tiny_model(), LoraConfig(target_modules=["down_proj"]))
+        lora, _ = parallel_model((1, 2, 1), lora)
+        with pytest.raises(p3d.Parallel3dError, match="set save_strategy='no'"):
+            Trainer(
+                lora, transformers.TrainingArguments(**arguments(folder, save_strategy="steps"))
+            )
+        with pytest.raises(p3d.Parallel3dError, match="save what was trained"):
+            Trainer(lora, given).save_model()
+
 
 def test_arguments_that_would_be_wrong_are_refused(gloo_pool: GlooPool, tmp_path: Path) -> None:
     gloo_pool.run(refused, tmp_path, world_size=2, timeout=300)
