@@ -64,8 +64,9 @@ class ParallelMixin:
     The mesh is that of the model's parameters. Ranks of one tp group read the same rows, and what is counted,
     averaged or gathered is so over the data ranks. ``save_model`` writes a folder that ``from_pretrained``
     loads. A checkpoint has that and ``parallel3d.checkpoint``'s: resuming is exact on the same mesh, and
-    possible on another, if the rows per step stay the same. Models of peft train, but are not saved. Gradient accumulation reduces gradients to shards
-    each time. ``bf16=True`` is autocast, unless the model's ``mp_policy`` computes in bfloat16 already.
+    possible on another, if the rows per step stay the same. Models of peft train, but are not saved. Gradient
+    accumulation reduces gradients to shards each time. ``bf16=True`` is autocast, unless the model's
+    ``mp_policy`` computes in bfloat16 already.
 
     Raises:
         Parallel3dError: the model is not parallel or has parameters that are not, or an argument can't be
@@ -149,8 +150,8 @@ class ParallelMixin:
     def _refuse_peft(self) -> None:
         if any(cls.__module__.startswith("peft.") for cls in type(self.model).__mro__):
             raise Parallel3dError(
-                f"Trainer can't save a {type(self.model).__name__} yet; set save_strategy='no', and save what was "
-                "trained with checkpoint.save(only='trainable')"
+                f"Trainer can't save a {type(self.model).__name__} yet; set save_strategy='no', and save "
+                "what was trained with checkpoint.save(only='trainable')"
             )
 
     def _computes_in(self) -> torch.dtype | None:
