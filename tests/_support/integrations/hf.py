@@ -31,15 +31,22 @@ def accelerate_state(*, fsdp: bool = False, alone: bool = False) -> Iterator[Non
 
     if not alone:
         dist.barrier()  # the first import of these libraries takes a rank up to a minute
+
+    def make(state: Any, *given: Any, **options: Any) -> None:
+        initialize(state, *given, **options)
+        if fsdp and state.distributed_type == DistributedType.MULTI_CPU:
+            state.distributed_type = DistributedType.MULTI_GPU
+
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     hidden = {name: os.environ.pop(name) for name in names if alone}
+    initialize = PartialState.__init__
+    PartialState.__init__ = make  # TrainingArguments makes another
     reset()
     try:
-        state = PartialState(cpu=True)
-        if fsdp:
-            state.distributed_type = DistributedType.MULTI_GPU
+        PartialState(cpu=True)
         yield
     finally:
+        PartialState.__init__ = initialize
         reset()
         os.environ.update(hidden)
 

@@ -3,6 +3,8 @@
 import tempfile
 from typing import Any
 
+from torch.distributed.fsdp import FSDPModule
+
 from _support.integrations.hf import (
     Sizes,
     accelerate_state,
@@ -39,6 +41,7 @@ def train(trainer: type, model: Any, data_ranks: int, **changes: Any) -> Run:
             compute_loss_func=loss_in_float64,
         )
         training.train()
+    assert "fsdp" not in changes or isinstance(training.model, FSDPModule)
     return Run(training.losses, whole_weights(training.model))
 
 

@@ -4,6 +4,7 @@ import tempfile
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from _support.integrations.hf import (
     LENGTH,
@@ -38,6 +39,7 @@ def train(trainer: type, model: Any, data_ranks: int, **changes: Any) -> Run:
     with tempfile.TemporaryDirectory() as folder:
         training = make_trainer(trainer, folder, model, data_ranks, **changes)
         training.train()
+    assert "fsdp" not in changes or isinstance(training.model, FSDPModule)
     return Run(training.losses, whole_weights(training.model))
 
 
