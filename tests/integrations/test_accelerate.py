@@ -174,12 +174,17 @@ def trainer_of_accelerate() -> None:
     from _support.integrations.rows import difference
     from _support.integrations.transformers_rows import FSDP2, train
 
+    class Checked(transformers.Trainer):
+        def training_step(self, *args: Any, **options: Any) -> torch.Tensor:
+            assert isinstance(self.model, p3d.fsdp.FSDPModule) == (undo is not None)
+            return super().training_step(*args, **options)
+
     runs = []
     for ours in (True, False):
         with accelerate_state(fsdp=True):
             undo = p3d.integrations.accelerate.use() if ours else None
             try:
-                runs.append(train(transformers.Trainer, tiny_model(), 2, **FSDP2))
+                runs.append(train(Checked, tiny_model(), 2, **FSDP2))
             finally:
                 if undo:
                     undo.undo()
