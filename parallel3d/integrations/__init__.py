@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING
 from parallel3d._util.lazy import export_lazily
 
 if TYPE_CHECKING:
+    from parallel3d.integrations import accelerate as accelerate
     from parallel3d.integrations import lightning as lightning
     from parallel3d.integrations import torchtitan as torchtitan
+    from parallel3d.integrations import transformers as transformers
+    from parallel3d.integrations import trl as trl
 
 export_lazily(__name__)

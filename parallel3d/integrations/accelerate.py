@@ -1,0 +1,60 @@
+"""accelerate's FSDP2 path on this engine: ``use()`` at the top of a program."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+from torch.distributed import fsdp as torch_fsdp
+
+from parallel3d.fsdp import fully_shard
+
+
+class use:
+    """Gives programs of accelerate this engine wherever they would get torch's ``fully_shard``.
+
+    It takes effect when it is called, as ``torch.set_grad_enabled`` does, and nothing else of the program
+    changes::
+
+        p3d.integrations.accelerate.use()
+        accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, ...))
+
+    ``undo()``, or the end of a ``with`` block, puts back what was there. Models that are sharded already stay
+    as they are. accelerate imports ``fully_shard`` from ``torch.distributed.fsdp`` each time it shards a
+    model, which is the name that is replaced: so other code that imports it from there meanwhile gets ours
+    too, and code that has imported it before does not.
+
+    Raises:
+        ImportError: accelerate is not installed.
+    """
+
+    def __init__(self) -> None:
+        try:
+            import accelerate  # noqa: F401
+        except ImportError as error:
+            raise ImportError(
+                "integrations.accelerate needs accelerate; pip install accelerate"
+            ) from error
+        self._before: Any = torch_fsdp.fully_shard
+        _replace(fully_shard)
+
+    def undo(self) -> None:
+        """Puts back what was there before; a second call does nothing."""
+        if self._before is not None:
+            _replace(self._before)
+            self._before = None
+
+    def __enter__(self) -> use:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.undo()
+
+
+def _replace(function: Any) -> None:
+    torch_fsdp.fully_shard = function

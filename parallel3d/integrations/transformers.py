@@ -1,0 +1,408 @@
+"""Hugging Face's Trainer for models that ``parallelize`` was applied to."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+
+try:
+    import transformers
+    from accelerate import Accelerator
+    from accelerate.utils import recursively_apply
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.trainer_utils import seed_worker
+except ImportError as error:
+    raise ImportError(
+        "integrations.transformers needs transformers and accelerate; "
+        "pip install transformers accelerate"
+    ) from error
+
+from parallel3d import checkpoint
+from parallel3d.errors import CheckpointError, MeshError, Parallel3dError
+from parallel3d.fsdp import FSDPModule
+from parallel3d.fsdp.inspect import unit_of
+from parallel3d.optim import clip_grad_norm_
+from parallel3d.optim.accumulate import group_of
+
+FOLDER = "parallel3d"
+"""Of a Trainer's checkpoint: what ``parallel3d.checkpoint`` has written."""
+
+# Argument -> what to write instead. Each would give other numbers, or fail late on some rank.
+_REFUSED = {
+    "fsdp": "parallelize has sharded the model; leave fsdp out",
+    "deepspeed": "parallelize has sharded the model; leave deepspeed out",
+    "parallelism_config": "the sizes are those of the model's mesh; leave parallelism_config out",
+    "fp16": "there is no loss scaling here; use bf16=True, or parallelize(mp_policy=) with bfloat16",
+    "torch_compile": "use parallelize(compile=True)",
+    "use_liger_kernel": "it replaces forwards that parallelize has adapted; leave it out",
+    "auto_find_batch_size": "ranks would choose different sizes; set per_device_train_batch_size",
+    "fp16_full_eval": "it would cast the sharded weights; use parallelize(mp_policy=)",
+    "bf16_full_eval": "it would cast the sharded weights; use parallelize(mp_policy=)",
+    "eval_use_gather_object": "only tensors are gathered, over the data ranks",
+    "save_on_each_node": "checkpoints are written by all ranks, to a folder that all share",
+}
+
+
+class ParallelMixin:
+    """Makes a subclass of transformers' Trainer train a model that ``parallelize`` was applied to::
+
+        class MyTrainer(ParallelMixin, SomeTrainer): ...
+
+    The mesh is that of the model's parameters. Ranks of one tp group read the same rows, and what is counted,
+    averaged or gathered is so over the data ranks. ``save_model`` writes a folder that ``from_pretrained``
+    loads. A checkpoint has that and ``parallel3d.checkpoint``'s: resuming is exact on the same mesh, and
+    possible on another, if the rows per step stay the same. Models of peft train, but are not saved. Gradient
+    accumulation reduces gradients to shards each time. ``bf16=True`` is autocast, unless the model's
+    ``mp_policy`` computes in bfloat16 already.
+
+    Raises:
+        Parallel3dError: the model is not parallel or has parameters that are not, or an argument can't be
+            combined with one.
+        MeshError: the model's mesh does not have all ranks.
+    """
+
+    # Of transformers' Trainer:
+    model: Any
+    args: Any
+    accelerator: Any
+    optimizer: Any
+    lr_scheduler: Any
+    state: Any
+    label_smoother: Any
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._rng: Callable[[], None] | None = None
+        super().__init__(*args, **options)
+        if self.label_smoother is not None and _is_causal_lm(self.model):
+            # Trainer shifts labels for classes that it knows by name, which parallelize has changed.
+            self.label_smoother = partial(self.label_smoother, shift_labels=True)
+        for module in self.model.modules() if self._tp > 1 else ():
+            code = getattr(vars(module).get("forward"), "__func__", None)
+            if "fused_lm_head" in getattr(getattr(code, "__code__", None), "co_varnames", ()):
+                self._adapt_fused_head(module)
+
+    # What is parallel
+
+    def create_accelerator_and_postprocess(self) -> None:
+        group, tp = _data_ranks(self.model)
+        self._check_arguments(tp)
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        for plugin in ("fsdp_plugin", "deepspeed_plugin"):
+            if getattr(self.accelerator.state, plugin, None) is not None:
+                raise Parallel3dError(
+                    f"accelerate's configuration asks for {plugin.removesuffix('_plugin')}, but "
+                    "parallelize has sharded the model; start the program with torchrun"
+                )
+        self.accelerator.__class__ = _DataRanks
+        self.accelerator.group = group
+        if tp > 1:
+            # The other way, in which the first rank reads for all, gives each rank rows of its own.
+            self.accelerator.dataloader_config.dispatch_batches = False
+        self.gather_function = self.accelerator.gather_for_metrics
+        self._tp = tp
+        self._autocasts = self.args.bf16 and self._computes_in() is None
+
+    def _check_arguments(self, tp: int) -> None:
+        args = self.args
+        for name, instead in _REFUSED.items():
+            value = getattr(args, name, None)
+            if value:
+                raise Parallel3dError(f"{name}={value!r} with a parallel model: {instead}")
+        if args.world_size != dist.get_world_size():
+            raise Parallel3dError(
+                f"TrainingArguments knows {args.world_size} of {dist.get_world_size()} processes; start the "
+                "program with torchrun, and give them use_cpu=True on a CPU"
+            )
+        if args.n_gpu > 1:
+            raise Parallel3dError(
+                f"one process has {args.n_gpu} devices; start one for each with torchrun"
+            )
+        if tp > 1 and args.accelerator_config.dispatch_batches:
+            raise Parallel3dError(
+                "dispatch_batches=True gives the ranks of a tp group different rows; leave it out"
+            )
+        if tp > 1 and args.train_sampling_strategy == "batch_rebalance":
+            raise Parallel3dError(
+                "train_sampling_strategy='batch_rebalance' gives the ranks of a tp group different rows; use "
+                "'random', 'sequential' or 'group_by_length'"
+            )
+        if args.save_strategy != "no":
+            self._refuse_peft()
+        dtype = self._computes_in()
+        if args.bf16 and dtype not in (None, torch.bfloat16):
+            raise Parallel3dError(
+                f"bf16=True, but the model's mp_policy computes in {dtype}; leave one of them out"
+            )
+
+    def _refuse_peft(self) -> None:
+        if any(cls.__module__.startswith("peft.") for cls in type(self.model).__mro__):
+            raise Parallel3dError(
+                f"Trainer can't save a {type(self.model).__name__} yet; set save_strategy='no', and save "
+                "what was trained with checkpoint.save(only='trainable')"
+            )
+
+    def _computes_in(self) -> torch.dtype | None:
+        return unit_of(self.model).policy.param_dtype
+
+    def _adapt_fused_head(self, module: nn.Module) -> None:
+        """Called with a module to which TRL has given a fused head, if tp splits the model's."""
+        raise Parallel3dError(
+            f"{type(self).__name__} multiplies by lm_head.weight itself, of which a rank has 1/{self._tp}; "
+            "use integrations.trl.SFTTrainer, or a mesh with tp=1"
+        )
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        pass  # it is on the mesh's
+
+    def _wrap_model(
+        self, model: nn.Module, training: bool = True, dataloader: Any = None
+    ) -> nn.Module:
+        return model
+
+    def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
+        return False  # the accelerator's clip_grad_norm_ takes any
+
+    def autocast_smart_context_manager(
+        self, cache_enabled: bool | None = True
+    ) -> AbstractContextManager:
+        return self.accelerator.autocast() if self._autocasts else nullcontext()
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        rows = self._train_batch_size * args.gradient_accumulation_steps  # type: ignore[attr-defined]
+        return rows * self.accelerator.num_processes
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        return super().floating_point_ops(inputs) // self._tp  # type: ignore[misc]  # summed over all ranks
+
+    # Files
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        self._refuse_peft()
+        folder = Path(output_dir or self.args.output_dir)
+        new = folder / f".{FOLDER}-weights"  # save_hf replaces whole folders
+        checkpoint.save_hf(new, self.model)
+        if self.args.should_save:
+            for old in folder.glob("model*.safetensors*"):
+                old.unlink()
+            for file in new.iterdir():
+                os.replace(file, folder / file.name)
+            new.rmdir()
+            for tokenizer in (
+                self.processing_class,  # type: ignore[attr-defined]
+                getattr(self.data_collator, "tokenizer", None),  # type: ignore[attr-defined]
+            ):
+                if tokenizer is not None:
+                    tokenizer.save_pretrained(folder)
+                    break
+            torch.save(self.args, folder / "training_args.bin")
+        self.accelerator.wait_for_everyone()
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        extra = {
+            "scheduler": self.lr_scheduler.state_dict(),
+            "rows": self.get_total_train_batch_size(self.args),
+        }
+        checkpoint.save(
+            Path(output_dir) / FOLDER,
+            self.model,
+            _plain(self.optimizer),
+            step=self.state.global_step,
+            extra=extra,
+        )
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        pass  # checkpoint.save has
+
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
+        folder = Path(resume_from_checkpoint)
+        if (folder / FOLDER).is_dir():
+            return  # the model is read with the optimizer
+        foreign = sorted(
+            p.name
+            for p in folder.glob("*")
+            if p.name.startswith(("optimizer", "pytorch_model_fsdp"))
+        )
+        if foreign:
+            raise CheckpointError(
+                f"{folder} has {foreign[0]}, of a Trainer without parallel3d, whose optimizer state can't be "
+                "read here; load its weights with checkpoint.load_hf and train without resume_from_checkpoint"
+            )
+        checkpoint.load_hf(folder, self.model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint_folder: str | None) -> None:
+        if checkpoint_folder is None or not (Path(checkpoint_folder) / FOLDER).is_dir():
+            return  # of save_only_model
+        info = checkpoint.load(Path(checkpoint_folder) / FOLDER, self.model, _plain(self.optimizer))
+        rows = self.get_total_train_batch_size(self.args)
+        if info.extra["rows"] != rows and not self.args.ignore_data_skip:
+            raise CheckpointError(
+                f"a step of {checkpoint_folder} has {info.extra['rows']} rows, and here {rows}, so the data "
+                "would continue elsewhere; change per_device_train_batch_size or "
+                "gradient_accumulation_steps, or set ignore_data_skip=True"
+            )
+        self.lr_scheduler.load_state_dict(info.extra["scheduler"])
+        self._rng = _setter_of_rng()
+
+    def _load_rng_state(self, checkpoint_folder: str | None) -> None:
+        # Trainer calls it after it has skipped the rows that were trained on.
+        if self._rng is not None:
+            self._rng()
+            self._rng = None
+
+    def _load_best_model(self) -> None:
+        checkpoint.load_hf(self.state.best_model_checkpoint, self.model)
+
+
+class Trainer(ParallelMixin, transformers.Trainer):
+    """transformers' Trainer for a model that ``parallelize`` was applied to; see ``ParallelMixin``.
+
+    It takes the arguments of transformers' Trainer, and a plain program changes in the import alone::
+
+        p3d.parallelize(model, mesh, tp_plan="auto")
+        Trainer(model, TrainingArguments(...), train_dataset=rows).train()
+    """
+
+
+class _DataRanks(Accelerator):
+    """An accelerator whose processes are the data ranks: those of one tp group are one process."""
+
+    group: ProcessGroup
+
+    @property
+    def num_processes(self) -> int:
+        return dist.get_world_size(self.group)
+
+    @property
+    def process_index(self) -> int:
+        return dist.get_rank(self.group)
+
+    def prepare_model(
+        self,
+        model: nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
+    ) -> nn.Module:
+        if not any(model is known for known in self._models):
+            self._models.append(model)
+        return model
+
+    def prepare_data_loader(self, data_loader: DataLoader, *args: Any, **options: Any) -> Any:
+        init = data_loader.worker_init_fn
+        if isinstance(init, partial) and init.func is seed_worker:
+            # What the workers draw is the same for the ranks of a tp group.
+            data_loader.worker_init_fn = partial(init, rank=self.process_index)
+        return super().prepare_data_loader(data_loader, *args, **options)
+
+    @contextmanager
+    def no_sync(self, model: Any) -> Iterator[None]:
+        model.set_requires_all_reduce(False)
+        try:
+            yield
+        finally:
+            model.set_requires_all_reduce(True)
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2
+    ) -> Tensor:
+        return clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def gather(self, tensor: Any) -> Any:
+        def gathered(t: Tensor) -> Tensor:
+            own = t.contiguous() if t.ndim else t.reshape(1)
+            parts = [torch.empty_like(own) for _ in range(self.num_processes)]
+            dist.all_gather(parts, own, group=self.group)
+            return torch.cat(parts)
+
+        return recursively_apply(gathered, tensor, error_on_other_type=True)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        try:
+            recursively_apply(lambda t: t, input_data, error_on_other_type=True)
+        except TypeError as error:
+            raise Parallel3dError(
+                f"only tensors can be gathered over the data ranks, not {type(input_data).__name__}: {error}"
+            ) from error
+        return super().gather_for_metrics(input_data)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        def reduced(t: Tensor) -> Tensor:
+            t = t.clone()
+            dist.all_reduce(t, group=self.group)
+            return t * (scale / self.num_processes if reduction == "mean" else scale)
+
+        return recursively_apply(reduced, tensor, error_on_other_type=True)
+
+
+def _data_ranks(model: Any) -> tuple[ProcessGroup, int]:
+    """Returns the group of the data ranks of a model's mesh, and the size of its tp axis."""
+    if not isinstance(model, nn.Module):
+        raise Parallel3dError(
+            f"model is {model!r}; give Trainer model=, a parallel one, instead of model_init"
+        )
+    named = dict(model.named_parameters())
+    meshes = [param.device_mesh for param in named.values() if isinstance(param, DTensor)]
+    whole = [name for name, p in named.items() if p.requires_grad and not isinstance(p, DTensor)]
+    if meshes and whole:
+        raise Parallel3dError(
+            f"parameter {whole[0]} is not sharded, so ranks would train different values; add adapters "
+            "and heads before parallelize"
+        )
+    if not meshes or not isinstance(model, FSDPModule):
+        raise Parallel3dError(
+            f"{type(model).__name__} is not parallel; call parallel3d.parallelize on it first, or use "
+            "transformers' own Trainer"
+        )
+    mesh = max(meshes, key=lambda mesh: mesh.ndim)
+    if mesh.size() != dist.get_world_size():
+        raise MeshError(
+            f"the model's mesh has {mesh.size()} of {dist.get_world_size()} ranks; Trainer needs all"
+        )
+    names = mesh.mesh_dim_names or ()
+    tp = mesh["tp"].size() if "tp" in names else 1
+    data = mesh if tp == 1 else mesh[tuple(name for name in names if name != "tp")]
+    group = group_of(data, "Trainer")
+    assert group is not None
+    return group, tp
+
+
+def _is_causal_lm(model: nn.Module) -> bool:
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    return any(cls.__name__ in names for cls in type(model).__mro__)
+
+
+def _plain(optimizer: Any) -> Any:
+    """The optimizer inside accelerate's."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _setter_of_rng() -> Callable[[], None]:
+    """Returns what sets the random generators to their present states."""
+    states: list[tuple[Callable[[Any], Any], Any]] = [
+        (random.setstate, random.getstate()),
+        (np.random.set_state, np.random.get_state()),
+        (torch.set_rng_state, torch.get_rng_state()),
+    ]
+    if torch.accelerator.is_available():
+        device = torch.get_device_module()
+        states.append((device.set_rng_state, device.get_rng_state()))
+
+    def set_all() -> None:
+        for function, state in states:
+            function(state)
+
+    return set_all

@@ -1,0 +1,89 @@
+"""transformers' Trainer on models of ``parallelize``, and on torch's FSDP2."""
+
+import tempfile
+from typing import Any
+
+from torch.distributed.fsdp import FSDPModule
+
+from _support.integrations.hf import (
+    Sizes,
+    accelerate_state,
+    arguments,
+    loss_in_float64,
+    parallel_model,
+    recording,
+    tiny_model,
+    tiny_rows,
+    whole_weights,
+)
+from _support.integrations.rows import Result, Row, Run, difference
+
+FSDP2 = {
+    "fsdp": True,
+    "fsdp_config": {
+        "version": 2,
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "transformer_layer_cls_to_wrap": ["StableLmDecoderLayer"],
+    },
+}
+"""Arguments with which transformers' own Trainer shards the tiny model by accelerate."""
+
+
+def train(trainer: type, model: Any, data_ranks: int, **changes: Any) -> Run:
+    """A user's program with a Trainer."""
+    from transformers import TrainingArguments
+
+    with tempfile.TemporaryDirectory() as folder:
+        training = recording(trainer)(
+            model,
+            TrainingArguments(**arguments(folder, data_ranks, **changes)),
+            train_dataset=tiny_rows(80),
+            compute_loss_func=loss_in_float64,
+        )
+        training.train()
+    assert "fsdp" not in changes or isinstance(training.model, FSDPModule)
+    return Run(training.losses, whole_weights(training.model))
+
+
+def compare(sizes: Sizes) -> Result:
+    import transformers
+
+    from parallel3d.integrations.transformers import Trainer
+
+    with accelerate_state(alone=True):
+        plain = train(transformers.Trainer, tiny_model(), 1)
+    with accelerate_state():
+        ours = train(Trainer, *parallel_model(sizes, tiny_model()))
+    peers = None
+    if sizes[2] == 1:
+        from accelerate.utils import ParallelismConfig
+
+        mesh = ParallelismConfig(dp_replicate_size=sizes[0], dp_shard_size=sizes[1])
+        with accelerate_state(fsdp=True):
+            peers = train(
+                transformers.Trainer,
+                tiny_model(),
+                sizes[0] * sizes[1],
+                **FSDP2,
+                parallelism_config=mesh if sizes[0] > 1 else None,
+            )
+    return Result(difference(ours, plain), None if peers is None else difference(peers, plain))
+
+
+ROWS = [
+    Row(
+        f"Trainer: {what}, accumulation, clipping",
+        ("transformers", "accelerate"),
+        3,
+        sizes,
+        "FSDP2",
+        compare,
+        (sizes,),
+    )
+    for what, sizes in {
+        "FSDP": (1, 4, 1),
+        "FSDP and TP": (1, 2, 2),
+        "HSDP": (2, 2, 1),
+        "HSDP and TP": (2, 1, 2),
+    }.items()
+]

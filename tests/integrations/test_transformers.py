@@ -1,0 +1,399 @@
+"""transformers' Trainer for models of ``parallelize``: what docs/integrations.md has no row for."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from _support.integrations.hf import (
+    LENGTH,
+    VOCAB,
+    Sizes,
+    accelerate_state,
+    arguments,
+    loss_in_float64,
+    parallel_model,
+    recording,
+    tiny_model,
+    tiny_rows,
+    tiny_tokenizer,
+    whole_weights,
+)
+from torch import distributed as dist
+from torch.utils.data import IterableDataset
+
+import parallel3d as p3d
+from parallel3d.testing import GlooPool
+
+pytestmark = pytest.mark.slow
+
+
+def make(sizes: Sizes | None, folder: Any, *, model: Any = None, **changes: Any) -> Any:
+    """A Trainer on a mesh, or transformers' own without one, inside ``accelerate_state``."""
+    import transformers
+
+    from parallel3d.integrations.transformers import Trainer
+
+    options = changes.pop("options", {})
+    policy = changes.pop("mp_policy", None)
+    model = tiny_model() if model is None else model
+    data, trainer = 1, transformers.Trainer
+    if sizes is not None:
+        more = {} if policy is None else {"mp_policy": policy}
+        (model, data), trainer = parallel_model(sizes, model, **more), Trainer
+    elif (state := transformers.TrainingArguments(**arguments(folder))).world_size > 1:
+        data = state.world_size
+    options = {"train_dataset": tiny_rows(80), "compute_loss_func": loss_in_float64, **options}
+    given = transformers.TrainingArguments(**arguments(folder, data, **changes))
+    return recording(trainer)(model, given, **options)
+
+
+def logged(trainer: Any) -> list[dict[str, float]]:
+    """What it has logged, without times."""
+    return [
+        {
+            name: value
+            for name, value in logs.items()
+            if not name.endswith(("runtime", "per_second"))
+        }
+        for logs in trainer.state.log_history
+    ]
+
+
+def assert_logs(got: list[dict[str, float]], want: list[dict[str, float]]) -> None:
+    assert len(got) == len(want)
+    for one, other in zip(got, want, strict=True):
+        assert one.keys() == other.keys()
+        assert one == pytest.approx(other, rel=1e-6)
+
+
+# What is logged, and predictions
+
+
+def logs_are_those_of_one_process(sizes: Sizes, folder: Path) -> None:
+    def run(sizes: Sizes | None) -> Any:
+        evaluation = {"eval_dataset": tiny_rows(12, seed=5)}
+        options = {**evaluation, "compute_metrics": lambda p: {"rows": len(p.label_ids)}}
+        trainer = make(
+            sizes,
+            folder,
+            eval_strategy="steps",
+            eval_steps=5,
+            include_num_input_tokens_seen="all",
+            options=options,
+        )
+        trainer.train()
+        return trainer, trainer.predict(tiny_rows(10, seed=6))
+
+    with accelerate_state(alone=True):
+        plain, want = run(None)
+    with accelerate_state():
+        trainer, predictions = run(sizes)
+    assert_logs(logged(trainer), logged(plain))
+    assert predictions.predictions.shape == (10, LENGTH, VOCAB)
+    torch.testing.assert_close(
+        torch.from_numpy(predictions.predictions), torch.from_numpy(want.predictions)
+    )
+    assert (predictions.label_ids == want.label_ids).all()
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 1), (1, 2, 2), (1, 1, 2)])
+def test_logs_are_those_of_one_process(gloo_pool: GlooPool, tmp_path: Path, sizes: Sizes) -> None:
+    """Losses, gradient norms, tokens, FLOPs, evaluation; and predictions for rows that don't divide."""
+    ranks = sizes[0] * sizes[1] * sizes[2]
+    gloo_pool.run(logs_are_those_of_one_process, sizes, tmp_path, world_size=ranks, timeout=300)
+
+
+def evaluation(sizes: Sizes | None, folder: Path) -> dict[str, float]:
+    with accelerate_state():
+        trainer = make(sizes, folder, options={"eval_dataset": tiny_rows(10, seed=5)})
+        return {k: v for k, v in trainer.evaluate().items() if k == "eval_loss"}
+
+
+def test_a_last_batch_that_is_not_full(gloo_pool: GlooPool, tmp_path: Path) -> None:
+    """It counts as on as many processes without tp: transformers fills it up, and weighs by rank."""
+    plain = gloo_pool.run(evaluation, None, tmp_path, world_size=2, timeout=300)[0]
+    for got in gloo_pool.run(evaluation, (1, 2, 2), tmp_path, world_size=4, timeout=300):
+        assert got == pytest.approx(plain, rel=1e-12)
+
+
+def smoothed(sizes: Sizes, folder: Path) -> None:
+    runs = []
+    for mesh in (None, sizes):
+        with accelerate_state(alone=mesh is None):
+            model = tiny_model(dtype=torch.float32)
+            trainer = make(
+                mesh,
+                folder,
+                model=model,
+                label_smoothing_factor=0.2,
+                options={"compute_loss_func": None},
+            )
+            trainer.train()
+            runs.append(trainer.losses)
+    assert runs[0] == pytest.approx(runs[1], rel=1e-5)
+
+
+def test_label_smoothing_shifts_labels(gloo_pool: GlooPool, tmp_path: Path) -> None:
+    """transformers asks for the name of the model's class, which fully_shard changes."""
+    gloo_pool.run(smoothed, (1, 2, 2), tmp_path, world_size=4, timeout=300)
+
+
+# Data
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Any:
+        return iter(tiny_rows(80))
+
+
+def data(folder: Path) -> None:
+    with accelerate_state(alone=True):
+        plain = make(None, folder, options={"train_dataset": Stream()})
+        plain.train()
+    with accelerate_state():
+        streamed = make((1, 2, 2), folder, options={"train_dataset": Stream()})
+        streamed.train()
+        assert streamed.losses == pytest.approx(plain.losses, rel=1e-9)
+        loader = make((1, 2, 2), folder, dataloader_num_workers=1).get_train_dataloader()
+        torch.manual_seed(5)
+        loader.base_dataloader.worker_init_fn(0)  # as a worker process calls it
+        drawn: list[Any] = [None] * 4
+        dist.all_gather_object(drawn, torch.rand(()).item())
+        assert drawn[0] == drawn[1] != drawn[2] == drawn[3]
+
+
+def test_ranks_of_a_tp_group_read_the_same(gloo_pool: GlooPool, tmp_path: Path) -> None:
+    """Of a stream, and of a dataset that draws in its worker processes."""
+    gloo_pool.run(data, tmp_path, world_size=4, timeout=300)
+
+
+# Files
+
+
+def dropout_model() -> Any:
+    return tiny_model(attention_dropout=0.1, hidden_dropout=0.1)
+
+
+def saving(sizes: Sizes, folder: Path, **changes: Any) -> list[float]:
+    """Trains, saving after 3 and 6 steps; returns the losses."""
+    with accelerate_state():
+        trainer = make(
+            sizes,
+            folder,
+            model=dropout_model(),
+            optim="adamw_torch",
+            learning_rate=0.01,
+            save_strategy="steps",
+            save_steps=3,
+            **changes,
+        )
+        trainer.train()
+        torch.save(whole_weights(trainer.model), folder / f"weights-{dist.get_rank()}")
+        return trainer.losses
+
+
+def resuming(sizes: Sizes, folder: Path, at: str, want: list[float], exact: bool) -> None:
+    with accelerate_state():
+        trainer = make(
+            sizes,
+            folder,
+            model=dropout_model() if exact else tiny_model(),
+            optim="adamw_torch",
+            learning_rate=0.01,
+        )
+        torch.rand(3)
+        trainer.train(resume_from_checkpoint=str(folder / at))
+        weights = torch.load(folder / f"weights-{dist.get_rank() % 2}")
+    step = int(at.rpartition("-")[2])
+    assert len(trainer.losses) == 10 - step
+    if exact:
+        assert trainer.losses == want[step:]
+        for name, value in whole_weights(trainer.model).items():
+            assert torch.equal(value, weights[name]), name
+    else:
+        assert trainer.losses == pytest.approx(want[step:], rel=1e-9)
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 1), (1, 1, 2)])
+def test_resuming_is_exact(gloo_pool: GlooPool, tmp_path: Path, sizes: Sizes) -> None:
+    """With dropout, in the middle of an epoch, from the last and from an earlier checkpoint."""
+    want = gloo_pool.run(saving, sizes, tmp_path, world_size=2, timeout=300)[0]
+    for at in ("checkpoint-3", "checkpoint-6"):
+        gloo_pool.run(resuming, sizes, tmp_path, at, want, True, world_size=2, timeout=300)
+
+
+def saving_without_dropout(sizes: Sizes, folder: Path) -> list[float]:
+    with accelerate_state():
+        trainer = make(
+            sizes,
+            folder,
+            optim="adamw_torch",
+            learning_rate=0.01,
+            save_strategy="steps",
+            save_steps=3,
+            save_total_limit=2,
+        )
+        trainer.train()
+        torch.save({}, folder / f"weights-{dist.get_rank()}")
+        return trainer.losses
+
+
+def test_resuming_on_another_mesh(gloo_pool: GlooPool, tmp_path: Path) -> None:
+    want = gloo_pool.run(saving_without_dropout, (1, 2, 1), tmp_path, world_size=2, timeout=300)[0]
+    assert {f.name for f in tmp_path.glob("checkpoint-*")} == {"checkpoint-9", "checkpoint-10"}
+    at = "checkpoint-9"
+    for sizes in ((1, 2, 2), (2, 1, 1), (1, 1, 1)):
+        ranks = sizes[0] * sizes[1] * sizes[2]
+        gloo_pool.run(resuming, sizes, tmp_path, at, want, False, world_size=ranks, timeout=300)
+
+
+def refused_to_resume(folder: Path) -> None:
+    with accelerate_state():
+        trainer = make((1, 2, 1), folder, per_device_train_batch_size=1, optim="adamw_torch")
+        with pytest.raises(p3d.CheckpointError, match="has 8 rows, and here 4"):
+            trainer.train(resume_from_checkpoint=str(folder / "checkpoint-9"))
+        foreign = folder / "foreign"
+        foreign.mkdir(exist_ok=True)
+        (foreign / "optimizer.pt").touch()
+        with pytest.raises(p3d.CheckpointError, match="of a Trainer without parallel3d"):
+            trainer.train(resume_from_checkpoint=str(foreign))
+
+
+def test_what_can_not_be_resumed(gloo_pool: GlooPool, tmp_path: Path) -> None:
+    gloo_pool.run(saving_without_dropout, (1, 2, 1), tmp_path, world_size=2, timeout=300)
+    gloo_pool.run(refused_to_resume, tmp_path, world_size=2, timeout=300)
+
+
+def saved(sizes: Sizes, folder: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with accelerate_state():
+        trainer = make(
+            sizes,
+            folder,
+            model=tiny_model(tied=True, dtype=torch.float32),
+            options={"processing_class": tiny_tokenizer(), "eval_dataset": tiny_rows(8, seed=5)},
+            save_strategy="steps",
+            save_steps=5,
+            eval_strategy="steps",
+            eval_steps=5,
+            save_only_model=True,
+            load_best_model_at_end=True,
+            metric_for_best_model="loss",
+            greater_is_better=True,
+        )
+        trainer.train()
+        evaluated = {
+            log["step"]: log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log
+        }
+        best = max(evaluated, key=lambda step: evaluated[step])
+        assert trainer.state.best_global_step == best
+        weights = whole_weights(trainer.model)
+        for _ in range(2):  # also into a folder that has something
+            trainer.save_model()
+        for place in (folder, folder / f"checkpoint-{best}"):
+            model = AutoModelForCausalLM.from_pretrained(place)
+            assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
+            assert AutoTokenizer.from_pretrained(place).pad_token == "<pad>"
+        assert not list(folder.glob(".parallel3d*"))
+        again = make(sizes, folder, model=tiny_model(tied=True, dtype=torch.float32))
+        again.args.max_steps = 10
+        again.train(
+            resume_from_checkpoint=str(folder / "checkpoint-10")
+        )  # weights alone, as transformers'
+        assert again.losses == []
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 1), (1, 2, 2)])
+def test_saved_models_are_those_of_from_pretrained(
+    gloo_pool: GlooPool, tmp_path: Path, sizes: Sizes
+) -> None:
+    gloo_pool.run(saved, sizes, tmp_path, world_size=sizes[1] * sizes[2], timeout=300)
+
+
+# Precision
+
+
+def bf16(sizes: Sizes, folder: Path) -> None:
+    runs = {}
+    for name, mesh, changes in (
+        ("plain", None, {"bf16": True}),
+        ("autocast", sizes, {"bf16": True}),
+        (
+            "policy",
+            sizes,
+            {"bf16": True, "mp_policy": p3d.MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+        ),
+        ("float32", sizes, {}),
+    ):
+        with accelerate_state(alone=mesh is None):
+            trainer = make(mesh, folder, model=tiny_model(dtype=torch.float32), **changes)
+            seen = []
+            head = trainer.model.lm_head
+            head.register_forward_hook(lambda *call, seen=seen: seen.append(call[2].dtype))
+            trainer.train()
+            assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
+            assert set(seen) == {torch.float32 if name == "float32" else torch.bfloat16}, name
+            runs[name] = torch.tensor(trainer.losses)
+    assert (runs["autocast"] - runs["plain"]).abs().max() < 0.02
+    assert (runs["policy"] - runs["float32"]).abs().max() < 0.05
+    assert (runs["autocast"] - runs["float32"]).abs().max() > 0
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 1), (1, 1, 2)])
+def test_bf16_is_autocast_or_the_policys(gloo_pool: GlooPool, tmp_path: Path, sizes: Sizes) -> None:
+    gloo_pool.run(bf16, sizes, tmp_path, world_size=2, timeout=300)
+
+
+# Errors
+
+
+def refused(folder: Path) -> None:
+    import transformers
+    from accelerate.utils import ParallelismConfig
+    from peft import LoraConfig, get_peft_model
+
+    def raises(text: str, **changes: Any) -> None:
+        with accelerate_state(), pytest.raises(p3d.Parallel3dError, match=text):
+            make((1, 1, 2), folder, **changes)
+
+    raises("fp16=True with a parallel model: there is no loss scaling", fp16=True)
+    raises("torch_compile=True .* use parallelize", torch_compile=True)
+    raises("fsdp=True .* leave fsdp out", fsdp=True)
+    raises("knows 1 of 2 processes; .* use_cpu=True", use_cpu=False)
+    raises("leave parallelism_config out", parallelism_config=ParallelismConfig())
+    raises("use_liger_kernel", use_liger_kernel=True)
+    raises("auto_find_batch_size", auto_find_batch_size=True)
+    raises("bf16_full_eval", bf16_full_eval=True)
+    raises("eval_use_gather_object", eval_use_gather_object=True)
+    raises("save_on_each_node", save_on_each_node=True)
+    raises("batch_rebalance", train_sampling_strategy="batch_rebalance")
+    raises("dispatch_batches=True", accelerator_config={"dispatch_batches": True})
+    policy = p3d.MixedPrecisionPolicy(param_dtype=torch.float16)
+    raises("computes in torch.float16", bf16=True, mp_policy=policy)
+    with accelerate_state():
+        from parallel3d.integrations.transformers import Trainer
+
+        given = transformers.TrainingArguments(**arguments(folder))
+        with pytest.raises(p3d.Parallel3dError, match="is not parallel; call"):
+            Trainer(tiny_model(), given)
+        with pytest.raises(p3d.Parallel3dError, match="instead of model_init"):
+            Trainer(args=given, model_init=tiny_model)
+        model, _ = parallel_model((1, 2, 1), tiny_model())
+        lora = get_peft_model(model, LoraConfig(target_modules=["down_proj"]))
+        with pytest.raises(p3d.Parallel3dError, match="add adapters and heads before"):
+            Trainer(lora, given)
+
+        lora = get_peft_model(tiny_model(), LoraConfig(target_modules=["down_proj"]))
+        lora, _ = parallel_model((1, 2, 1), lora)
+        with pytest.raises(p3d.Parallel3dError, match="set save_strategy='no'"):
+            Trainer(
+                lora, transformers.TrainingArguments(**arguments(folder, save_strategy="steps"))
+            )
+        with pytest.raises(p3d.Parallel3dError, match="save what was trained"):
+            Trainer(lora, given).save_model()
+
+
+def test_arguments_that_would_be_wrong_are_refused(gloo_pool: GlooPool, tmp_path: Path) -> None:
+    gloo_pool.run(refused, tmp_path, world_size=2, timeout=300)
