@@ -2,6 +2,7 @@
 
     python tests/_support/integrations/table.py            # all, in some minutes
     python tests/_support/integrations/table.py hsdp       # those with this in their names; the others stay
+    python tests/_support/integrations/table.py 7          # row 7
     python tests/_support/integrations/table.py --list
 
 Each row trains another library's program on gloo processes. Results are kept in ``docs/integrations.json``.
@@ -43,21 +44,20 @@ def measured(row: Row, result: Result) -> dict:
 def table(known: list[Row], results: dict[str, dict]) -> str:
     """The table as Markdown."""
     lines = [
-        "| program | versions | lines changed | mesh | dtype | ours: loss, weights | peer's: loss, weights |",
-        "|---|---|---|---|---|---|---|",
+        "| | program | versions | lines | mesh | dtype | ours: loss, weights | peer's: loss, weights |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    for row in known:
+    for number, row in enumerate(known, start=1):
         if (result := results.get(row.id)) is None:
             continue
         ours, peers = (
             "{:.0e}, {:.0e}".format(*result[who]) if result[who] else "it can't"
             for who in ("ours", "peers")
         )
-        note = f"<br>{row.note}" if row.note else ""
-        lines.append(
-            f"| {row.name}{note} | {result['versions']} | {row.lines} | ({', '.join(map(str, row.mesh))}) | "
-            f"{row.dtype} | {ours} | {row.peer}: {peers} |"
-        )
+        name = f"{row.name}<br>{row.note}" if row.note else row.name
+        mesh = f"({', '.join(map(str, row.mesh))})"
+        cells = (number, name, result["versions"], row.lines, mesh, row.dtype, ours)
+        lines.append(f"| {' | '.join(map(str, cells))} | {row.peer}: {peers} |")
     return "\n".join(lines)
 
 
@@ -77,7 +77,10 @@ def main(arguments: list[str]) -> int:
     if arguments == ["--list"]:
         print("\n".join(row.id for row in known))
         return 0
-    wanted = [r for r in known if all(word.lower() in r.id.lower() for word in arguments)]
+    if len(arguments) == 1 and arguments[0].isdigit():
+        wanted = known[int(arguments[0]) - 1 :][:1]
+    else:
+        wanted = [r for r in known if all(word.lower() in r.id.lower() for word in arguments)]
     if not wanted:
         print(f"{' '.join(arguments)!r} is in no row's name; {COMMAND} --list prints them")
         return 2
