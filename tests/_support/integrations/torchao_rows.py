@@ -196,7 +196,7 @@ def float8(
 
 
 def float8_llama(sizes: Sequence[int]) -> Result:
-    """A Llama of Hugging Face in float8, by its own plan, weights gathered in float8."""
+    """A Llama of Hugging Face in float8, by its own plan, weights gathered in float8; the peer has no tp."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     def build(*, gathers: bool) -> nn.Module:
@@ -220,10 +220,15 @@ def float8_llama(sizes: Sequence[int]) -> Result:
 
     mesh, model = mesh_of(sizes), build(gathers=False)
     plain = plain_run(model, sgd(model.parameters()), batch, sizes[0] * sizes[1], loss)
-    model = p3d.parallelize(build(gathers=True), mesh, tp_plan="auto")
-    after = precompute_float8_dynamic_scale_for_fsdp
-    run = run_on(model, sgd(model.parameters()), batch, data_rank(mesh), loss, after)
-    return Result(difference(run, plain), None)
+    peers: Any = build(gathers=True)
+    for each in (*peers.model.layers, peers):
+        torch_fully_shard(each, mesh=mesh["shard"])
+    after, rank = precompute_float8_dynamic_scale_for_fsdp, data_rank(mesh)
+    runs = [
+        run_on(model, sgd(model.parameters()), batch, rank, loss, after)
+        for model in (p3d.parallelize(build(gathers=True), mesh, tp_plan="auto"), peers)
+    ]
+    return Result(*(difference(run, plain) for run in runs))
 
 
 def low_bit(
@@ -301,7 +306,7 @@ ROWS = [
         (1, 2, 2),
         packages=("torchao", "transformers"),
         lines=1,
-        note="not tried on FSDP2",
+        peer="FSDP2 without tp",
     ),
     *(
         _row(f"{cls.__name__}, aligned shards", low_bit, _MESH, _ALIGNED, cls)
