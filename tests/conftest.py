@@ -4,6 +4,7 @@ import gc
 import os
 import sys
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -38,6 +39,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_xdist_auto_num_workers() -> int:
     """One more than there are cores: the worker with the pool mostly waits for its processes."""
     return len(os.sched_getaffinity(0)) + 1
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A file that says ``pytestmark = pytest.mark.slow`` is not imported where its tests are deselected: what
+    it imports (Lightning, torchtitan, ...) takes each worker longer than many tests."""
+    if "not slow" not in config.option.markexpr or not collection_path.name.startswith("test_"):
+        return None
+    return True if "\npytestmark = pytest.mark.slow" in collection_path.read_text() else None
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the marks

@@ -141,25 +141,39 @@ def losing(*operations: str) -> type[Wrapped]:
     return Losing
 
 
-def forget_to_pad() -> str:
-    """Runs on every rank: 7 rows on two ranks, each given as they are."""
+def give(rows: slice) -> type[Bf16]:
+    """A subclass that gives these of its rows to be gathered, without padding."""
 
     class Unpadded(Bf16):
         def padded(self, outer_size, mesh):
-            return self.held
+            return self.held[rows]
 
-    model = wrap(extend(mlp(7), Unpadded))
+    return Unpadded
+
+
+def forget_to_pad() -> bool:
+    """Runs on every rank: 7 rows on two ranks, each given as they are."""
+    x = torch.randn(3, 6)
+    models = [wrap(extend(mlp(7), kind)) for kind in (Bf16, give(slice(None)))]
+    models[1].load_state_dict(models[0].state_dict())
+    return torch.equal(*(model(x) for model in models))
+
+
+def leave_one_out() -> str:
+    """Runs on every rank: a row is missing on each."""
+    model = wrap(extend(mlp(7), give(slice(1, None))))
     with pytest.raises(Parallel3dError) as error:
         step(model)
     return str(error.value)
 
 
 @pytest.mark.parity("behaviour: uneven sharding")
-def test_unpadded_inputs_raise_on_every_rank(gloo_pool) -> None:
+def test_unpadded_inputs_are_padded_and_others_raise_on_every_rank(gloo_pool) -> None:
     """torch raises on the ranks that are wrong only, and the others wait for them."""
-    for message in gloo_pool.run(forget_to_pad, world_size=2, timeout=30.0):
+    assert all(gloo_pool.run(forget_to_pad, world_size=2, timeout=30.0))
+    for message in gloo_pool.run(leave_one_out, world_size=2, timeout=30.0):
         assert "0.weight" in message and "(7, 6)" in message
-        assert "48, 36 bytes" in message and "(4, 6)" in message
+        assert "36, 24 bytes" in message and "(4, 6)" in message
 
 
 class TestSimulatedRanks:

@@ -20,8 +20,9 @@ from torch.utils.data import DataLoader
 import parallel3d as p3d
 from parallel3d.testing import GlooPool
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 def test_use_is_undone() -> None:
     """A call takes effect at once; the end of a block, or undo, puts back what was there."""
     before = torch_fsdp.fully_shard
@@ -102,7 +103,6 @@ def resumed(folder: Path, replicate: int, state_dict_type: str) -> None:
             assert torch.equal(value, weights[name]), name
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
 @pytest.mark.parametrize("replicate", [1, 2])
 def test_state_is_saved_and_resumed_exactly(
@@ -131,7 +131,6 @@ def ram_efficient(tied: bool) -> None:
     assert all(torch.equal(weights[name], value) for name, value in want_weights.items())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_cpu_ram_efficient_loading(gloo_pool: GlooPool, tied: bool) -> None:
     gloo_pool.run(ram_efficient, tied, world_size=2, timeout=300)
@@ -163,7 +162,6 @@ def bf16() -> None:
     assert all(torch.equal(weights[name], value) for name, value in their_weights.items())
 
 
-@pytest.mark.slow
 def test_bf16_is_that_of_fsdp2(gloo_pool: GlooPool) -> None:
     gloo_pool.run(bf16, world_size=4, timeout=300)
 
@@ -191,6 +189,5 @@ def trainer_of_accelerate() -> None:
     assert max(difference(*runs)) < 1e-12
 
 
-@pytest.mark.slow
 def test_trainer_with_fsdp_runs_on_it(gloo_pool: GlooPool) -> None:
     gloo_pool.run(trainer_of_accelerate, world_size=2, timeout=300)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "examples" / "trainer.py"
 
@@ -27,7 +29,6 @@ def printed(folder: Path, *more: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-@pytest.mark.slow
 def test_trainer(tmp_path: Path) -> None:
     text = PROGRAM.read_text()
     assert text.count("\n") <= 120

@@ -13,8 +13,9 @@ from parallel3d.parallelize import find_units
 from parallel3d.testing import assert_parity
 from parallel3d.tp import resolve_plan
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 @pytest.mark.parametrize(
     ("name", "takes"),
     [
@@ -38,7 +39,6 @@ def test_auto_says_what_to_write_where_inputs_cannot_be_guessed(name: str, takes
     assert resolve_plan(model.double(), "auto", 2, example=example).modules
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "whole", "why"),
     [
@@ -61,7 +61,6 @@ def dit_and_batch() -> tuple[nn.Module, dict[str, Tensor]]:
     return case.build(), {"hidden_states": states, **others}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -88,7 +87,6 @@ def test_dit_on_three_ranks(options: dict[str, Any]) -> None:
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(1, 3, 1), (1, 2, 2)], ids=str)
 def test_experts_as_units_inside_blocks(mesh: tuple[int, int, int]) -> None:
     """Mixtral's code computes norms and routers in float32, so that float64 agrees as float32 does."""
