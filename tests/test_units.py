@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from parallel3d._util.units import find_units, of_one_unit
 from parallel3d.errors import StateError
 from parallel3d.mesh import MeshLayout, build_mesh
-from parallel3d.parallelize import find_units, of_one_unit, parallelize
+from parallel3d.parallelize import parallelize
 from parallel3d.testing import GlooPool, assert_parity
 from parallel3d.testing.worlds import fake_world
 

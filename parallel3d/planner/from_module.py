@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 from parallel3d._util.trees import map_tensors, tensors_in
+from parallel3d._util.units import Units, find_units
 from parallel3d.errors import Parallel3dError, PlanningError
-from parallel3d.parallelize import Units, find_units
 from parallel3d.planner.hf_config import longest
 from parallel3d.planner.model_spec import (
     Activation,

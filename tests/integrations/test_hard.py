@@ -7,9 +7,9 @@ import torch
 from _support.integrations import hard_rows
 from torch import Tensor, nn
 
+from parallel3d._util.units import find_units
 from parallel3d.errors import PlanError
 from parallel3d.mesh import MeshLayout
-from parallel3d.parallelize import find_units
 from parallel3d.testing import assert_parity
 from parallel3d.tp import resolve_plan
 

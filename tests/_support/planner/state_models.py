@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from parallel3d import MeshLayout, MixedPrecisionPolicy
-from parallel3d.parallelize import find_units
+from parallel3d._util.units import find_units
 from parallel3d.planner import ModelSpec, Workload
 from parallel3d.planner.model_spec import Parameter, Unit
 from parallel3d.tp import Colwise, Rowwise, SequenceParallel, VocabParallel

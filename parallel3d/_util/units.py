@@ -1,0 +1,235 @@
+"""The units of a model: which modules ``parallelize`` shards one by one, found in its structure and code."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from torch import nn
+
+from parallel3d.errors import Parallel3dError
+
+
+class Units(NamedTuple):
+    """The units of a model, except the root.
+
+    Attributes:
+        blocks: (name, module) of the repeated blocks, in order; none is inside another.
+        inner: (name, module) of the units inside blocks, the innermost first.
+        embeddings: (name, module) of the token embeddings before the blocks that share no parameter.
+        final_norm_and_head: (name, module) of the modules after the blocks; one unit together.
+    """
+
+    blocks: list[tuple[str, nn.Module]]
+    inner: list[tuple[str, nn.Module]]
+    embeddings: list[tuple[str, nn.Module]]
+    final_norm_and_head: list[tuple[str, nn.Module]]
+
+    @property
+    def modules(self) -> list[list[nn.Module]]:
+        """The modules of each unit."""
+        alone = [[module] for _, module in (*self.inner, *self.blocks, *self.embeddings)]
+        return [*alone, [module for _, module in self.final_norm_and_head]]
+
+
+def find_units(model: nn.Module, patterns: Sequence[str] | None = None) -> Units:
+    """Returns the units of ``model``, which is not changed.
+
+    Blocks are the members of the outermost ``nn.ModuleList`` s, of ``nn.ModuleDict`` s whose members are of
+    one class, and numbered children of one class (``block0``, ``block1``, those of an ``nn.Sequential``) that
+    have children themselves; or the outermost modules whose names match ``patterns`` (shell wildcards within
+    a dotted segment). The others that match are units inside the blocks, and so is a module inside a block
+    that the model calls without the block. A module that shares a parameter with another stays with the root,
+    so that tied parameters are in one group. So does one whose weight the model reads without calling it.
+    """
+    matched = _matching(model, patterns) if patterns is not None else _listed(model)
+    within = {id(m) for _, module in matched for m in module.modules() if m is not module}
+    blocks = [(name, module) for name, module in matched if id(module) not in within]
+    inner = [(name, module) for name, module in matched if id(module) in within]
+    inner += [each for each in _called_inside(model, blocks) if each not in inner]
+    inner.sort(key=lambda each: -each[0].count("."))
+    inside = {id(m) for _, block in blocks for m in block.modules()}
+    users = Counter(param for m in model.modules() for param in {*m._parameters.values()})
+    read = _weights_read_in_code(model)
+    embeddings: list[tuple[str, nn.Module]] = []
+    final: list[tuple[str, nn.Module]] = []
+    past_blocks = False
+    for name, module in model.named_modules():
+        if id(module) in inside:
+            past_blocks = True
+            continue
+        own = [param for param in module._parameters.values() if param is not None]
+        is_shared = any(users[param] > 1 for param in own)
+        # Parameters beside submodules are the root's.
+        if not name or not own or any(True for _ in module.children()) or is_shared:
+            continue
+        if name.rpartition(".")[2] in read:
+            continue
+        if past_blocks:
+            final.append((name, module))
+        elif isinstance(module, nn.Embedding) and (
+            type(module).forward is nn.Embedding.forward and "forward" not in vars(module)
+        ):  # it only looks rows up: its backward doesn't read the weight
+            embeddings.append((name, module))
+    return Units(blocks, inner, embeddings, final)
+
+
+# Prefixes of methods that are not part of a forward.
+_SETTING_UP = ("__init__", "init", "_init", "reset", "tie", "_tie", "load", "_load", "post_init")
+
+
+def _weights_read_in_code(model: nn.Module) -> set[str]:
+    """Returns names of modules whose ``.weight`` the model's own classes read without calling the module.
+
+    An example is ``self.positions.weight[:n]``: if the module were a unit, its hooks would not run.
+    """
+    found: set[str] = set()
+    for cls in {type(module) for module in model.modules()}:
+        for node in _code_of(cls, {"weight"}):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute):
+                found |= {node.value.attr} if node.attr == "weight" else set()
+    return found
+
+
+def _called_inside(
+    model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]
+) -> list[tuple[str, nn.Module]]:
+    """Returns (name, module) of what code outside ``blocks`` calls inside one of them, without the block.
+
+    An example is ``self.blocks[0].embed(t)``: the hooks of ``blocks[0]`` don't run, so ``embed`` must be a
+    unit. Calls through other variables than ``self`` are not seen.
+    """
+    ids = {id(block) for _, block in blocks}
+    inside = {id(m) for _, block in blocks for m in block.modules()} - ids
+    found: set[int] = set()
+    for owner in model.modules():
+        if id(owner) in inside | ids:
+            continue
+        for cls in type(owner).__mro__:
+            for node in _code_of(cls, owner._modules.keys()):
+                called = _module_at(node.func, owner) if isinstance(node, ast.Call) else None
+                if called is not None and next(called.parameters(), None) is not None:
+                    found.add(id(called))
+    return [(name, m) for name, m in model.named_modules() if id(m) in found & inside]
+
+
+def _module_at(node: ast.expr, owner: nn.Module) -> nn.Module | None:
+    """Returns the module that an expression such as ``self.blocks[0].norm`` is in a method of ``owner``."""
+    if isinstance(node, ast.Name):
+        return owner if node.id == "self" else None
+    around = (
+        _module_at(node.value, owner) if isinstance(node, (ast.Attribute, ast.Subscript)) else None
+    )
+    if around is None:
+        return None
+    if isinstance(node, ast.Attribute):
+        return around._modules.get(node.attr)
+    try:
+        found = around[ast.literal_eval(node.slice)]  # type: ignore[index, attr-defined]
+    except (ValueError, TypeError, KeyError, IndexError):  # no literal, or no module there
+        return None
+    return found if isinstance(found, nn.Module) else None
+
+
+def _code_of(cls: type, names: Collection[str]) -> Iterator[ast.AST]:
+    """Yields the syntax of the methods of ``cls`` itself that use one of ``names``, without torch's."""
+    if cls.__module__.startswith("torch."):
+        return
+    for name, method in vars(cls).items():
+        if not inspect.isfunction(method) or name.startswith(_SETTING_UP):
+            continue
+        if set(names).isdisjoint(inspect.unwrap(method).__code__.co_names):
+            continue
+        with suppress(OSError, TypeError, SyntaxError):  # typed into an interpreter, say
+            yield from ast.walk(ast.parse(textwrap.dedent(inspect.getsource(method))))
+
+
+def _listed(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    blocks: list[tuple[str, nn.Module]] = []
+    inside: set[int] = set()
+    for name, module in model.named_modules():
+        if id(module) in inside:
+            continue
+        for child_name, child in _repeated(module):
+            if id(child) not in inside:
+                blocks.append((f"{name}.{child_name}" if name else child_name, child))
+                inside.update(id(m) for m in child.modules())
+        if isinstance(module, nn.ModuleList):
+            inside.update(id(m) for m in module.modules())
+    return blocks
+
+
+def _repeated(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Returns the children of ``module`` that are repeated blocks."""
+    named = module.named_children()
+    children = [(n, child) for n, child in named if next(child.parameters(), None) is not None]
+    if isinstance(module, nn.ModuleList):
+        return children
+    found: list[tuple[str, nn.Module]] = []
+    if isinstance(module, nn.ModuleDict):
+        # With several classes it is a namespace (wte, h, ln_f).
+        if len({type(child) for _, child in children}) == 1 and len(children) > 1:
+            found = children
+    else:
+        numbered: dict[tuple[str, type], list[tuple[str, nn.Module]]] = {}
+        for name, child in children:
+            prefix = name.rstrip("0123456789")
+            # fc1 and fc2 are layers of one block; a block has layers.
+            if prefix != name and any(True for _ in child.children()):
+                numbered.setdefault((prefix, type(child)), []).append((name, child))
+        found = [item for items in numbered.values() if len(items) > 1 for item in items]
+    # Children that hold lists of blocks are too large: the lists' members are the blocks.
+    lists = (nn.ModuleList, nn.ModuleDict)
+    return [] if any(isinstance(m, lists) for _, child in found for m in child.modules()) else found
+
+
+def _matching(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Module]]:
+    is_list = isinstance(patterns, Sequence) and not isinstance(patterns, str)
+    if not is_list or not all(isinstance(pattern, str) for pattern in patterns):
+        raise Parallel3dError(
+            f"units is {patterns!r}; it must be a list of name patterns, such as ['layers.*'], or None"
+        )
+    named = [(name, module) for name, module in model.named_modules() if name]
+    blocks: list[tuple[str, nn.Module]] = []
+    known: set[int] = set()
+    for pattern in patterns:
+        matches = [(n, m) for n, m in named if _matches(n, pattern)]
+        if not matches:
+            nearest = ", ".join(n for n, _ in named[:8])
+            raise Parallel3dError(
+                f"units: the pattern {pattern!r} matches no module; there are {nearest}, ..."
+            )
+        blocks += [(name, module) for name, module in matches if id(module) not in known]
+        known.update(id(module) for _, module in matches)
+    return blocks
+
+
+def _matches(name: str, pattern: str) -> bool:
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+
+
+_LARGE = 100_000_000
+"""Number of parameters above which a model that is one unit gets a warning."""
+
+
+def of_one_unit(model: nn.Module, units: Units) -> str:
+    """Returns a warning about a large model without blocks; ``""`` for others."""
+    count = sum(p.numel() for p in model.parameters())
+    if units.blocks or count <= _LARGE:
+        return ""
+    sizes = {n: sum(p.numel() for p in m.parameters()) for n, m in model.named_modules() if n}
+    largest = sorted(sizes, key=lambda name: -sizes[name])[:3]
+    named = ", ".join(f"{name} ({sizes[name] / 1e6:.0f} M)" for name in largest)
+    return (
+        f"{type(model).__name__}, of {count / 1e6:.0f} M parameters, is one unit: it has no repeated blocks "
+        "that could be found, so all of it is gathered at once and nothing overlaps. Name the blocks to "
+        "shard one by one: "
+        f'parallelize(..., units=["{largest[0] if largest else "blocks"}.*"]). The largest modules: {named}'
+    )
