@@ -244,7 +244,7 @@ class ParallelMixin:
     ) -> None:
         folder = Path(resume_from_checkpoint)
         if (folder / FOLDER).is_dir() and not is_peft_model(self.model):
-            return  # the model is read with the optimizer; of adapters' copies of modules, buffers are not
+            return  # the model is read with the optimizer; of peft's, buffers are with the adapters
         foreign = sorted(
             p.name
             for p in folder.glob("*")
