@@ -23,7 +23,7 @@ try:
     from accelerate import Accelerator
     from accelerate.utils import recursively_apply
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    from transformers.trainer_utils import seed_worker
+    from transformers.trainer_utils import seed_worker, unwrap_peft_model
 except ImportError as error:
     raise ImportError(
         "integrations.transformers needs transformers and accelerate; "
@@ -36,6 +36,7 @@ from parallel3d.fsdp import FSDPModule
 from parallel3d.fsdp.inspect import unit_of
 from parallel3d.optim import clip_grad_norm_
 from parallel3d.optim.accumulate import group_of
+from parallel3d.tp.lora import is_peft_model
 
 FOLDER = "parallel3d"
 """Of a Trainer's checkpoint: what ``parallel3d.checkpoint`` has written."""
@@ -64,9 +65,10 @@ class ParallelMixin:
     The mesh is that of the model's parameters. Ranks of one tp group read the same rows, and what is counted,
     averaged or gathered is so over the data ranks. ``save_model`` writes a folder that ``from_pretrained``
     loads. A checkpoint has that and ``parallel3d.checkpoint``'s: resuming is exact on the same mesh, and
-    possible on another, if the rows per step stay the same. Models of peft train, but are not saved. Gradient
-    accumulation reduces gradients to shards each time. ``bf16=True`` is autocast, unless the model's
-    ``mp_policy`` computes in bfloat16 already.
+    possible on another, if the rows per step stay the same. Of what ``get_peft_model`` returned, both have
+    the adapters and what else is trained, but not the frozen base; ``PeftModel.from_pretrained`` loads them.
+    Gradient accumulation reduces gradients to shards each time. ``bf16=True`` is autocast, unless the
+    model's ``mp_policy`` computes in bfloat16 already.
 
     Raises:
         Parallel3dError: the model is not parallel or has parameters that are not, or an argument can't be
@@ -86,7 +88,7 @@ class ParallelMixin:
     def __init__(self, *args: Any, **options: Any) -> None:
         self._rng: Callable[[], None] | None = None
         super().__init__(*args, **options)
-        if self.label_smoother is not None and _is_causal_lm(self.model):
+        if self.label_smoother is not None and _is_causal_lm(unwrap_peft_model(self.model)):
             # Trainer shifts labels for classes that it knows by name, which parallelize has changed.
             self.label_smoother = partial(self.label_smoother, shift_labels=True)
         for module in self.model.modules() if self._tp > 1 else ():
@@ -140,18 +142,28 @@ class ParallelMixin:
                 "'random', 'sequential' or 'group_by_length'"
             )
         if args.save_strategy != "no":
-            self._refuse_peft()
+            self._check_adapters()
         dtype = self._computes_in()
         if args.bf16 and dtype not in (None, torch.bfloat16):
             raise Parallel3dError(
                 f"bf16=True, but the model's mp_policy computes in {dtype}; leave one of them out"
             )
 
-    def _refuse_peft(self) -> None:
-        if any(cls.__module__.startswith("peft.") for cls in type(self.model).__mro__):
+    def _check_adapters(self) -> None:
+        """Raises if the model has adapters of which ``save_peft`` can't make folders."""
+        model, what = self.model, None
+        if is_peft_model(model):
+            for name, config in model.peft_config.items():
+                if config.is_prompt_learning:
+                    what = f"{name!r}, of peft's {config.peft_type.value}, which computes what it stores"
+        elif any(cls.__module__.startswith("peft.") for cls in type(model).__mro__):
+            what = f"those of a {type(model).__name__}; use get_peft_model without mixed=True"
+        elif getattr(model, "_hf_peft_config_loaded", False):
+            what = "those of the model's own add_adapter; use peft's get_peft_model"
+        if what is not None:
             raise Parallel3dError(
-                f"Trainer can't save a {type(self.model).__name__} yet; set save_strategy='no', and save "
-                "what was trained with checkpoint.save(only='trainable')"
+                f"Trainer can't save adapters: {what}. Or set save_strategy='no', and save what was trained "
+                "with checkpoint.save(only='trainable')"
             )
 
     def _computes_in(self) -> torch.dtype | None:
@@ -190,16 +202,16 @@ class ParallelMixin:
     # Files
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        self._refuse_peft()
+        self._check_adapters()
         folder = Path(output_dir or self.args.output_dir)
-        new = folder / f".{FOLDER}-weights"  # save_hf replaces whole folders
-        checkpoint.save_hf(new, self.model)
+        if is_peft_model(self.model):
+            for name, place in self._adapters_in(folder):
+                _replace(place, partial(checkpoint.save_peft, model=self.model, adapter_name=name))
+        else:
+            _replace(folder, partial(checkpoint.save_hf, model=self.model), "model*.safetensors*")
         if self.args.should_save:
-            for old in folder.glob("model*.safetensors*"):
-                old.unlink()
-            for file in new.iterdir():
-                os.replace(file, folder / file.name)
-            new.rmdir()
+            if is_peft_model(self.model):
+                self.model.create_or_update_model_card(str(folder))
             for tokenizer in (
                 self.processing_class,  # type: ignore[attr-defined]
                 getattr(self.data_collator, "tokenizer", None),  # type: ignore[attr-defined]
@@ -221,6 +233,7 @@ class ParallelMixin:
             _plain(self.optimizer),
             step=self.state.global_step,
             extra=extra,
+            only="trainable" if is_peft_model(self.model) else None,
         )
 
     def _save_rng_state(self, output_dir: str) -> None:
@@ -230,19 +243,32 @@ class ParallelMixin:
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
         folder = Path(resume_from_checkpoint)
-        if (folder / FOLDER).is_dir():
-            return  # the model is read with the optimizer
+        if (folder / FOLDER).is_dir() and not is_peft_model(self.model):
+            return  # the model is read with the optimizer; of peft's, buffers are with the adapters
         foreign = sorted(
             p.name
             for p in folder.glob("*")
             if p.name.startswith(("optimizer", "pytorch_model_fsdp"))
         )
         if foreign:
+            call = "load_peft" if is_peft_model(self.model) else "load_hf"
             raise CheckpointError(
                 f"{folder} has {foreign[0]}, of a Trainer without parallel3d, whose optimizer state can't be "
-                "read here; load its weights with checkpoint.load_hf and train without resume_from_checkpoint"
+                f"read here; load its weights with checkpoint.{call} and train without resume_from_checkpoint"
             )
-        checkpoint.load_hf(folder, self.model)
+        self._load_weights(folder)
+
+    def _load_weights(self, folder: Path) -> None:
+        if not is_peft_model(self.model):
+            checkpoint.load_hf(folder, self.model)
+            return
+        for name, place in self._adapters_in(folder):
+            checkpoint.load_peft(place, self.model, adapter_name=name)
+
+    def _adapters_in(self, folder: Path) -> list[tuple[str, Path]]:
+        """Returns the model's adapters by name, and where peft puts them."""
+        names = self.model.peft_config
+        return [(name, folder if name == "default" else folder / name) for name in names]
 
     def _load_optimizer_and_scheduler(self, checkpoint_folder: str | None) -> None:
         if checkpoint_folder is None or not (Path(checkpoint_folder) / FOLDER).is_dir():
@@ -265,7 +291,7 @@ class ParallelMixin:
             self._rng = None
 
     def _load_best_model(self) -> None:
-        checkpoint.load_hf(self.state.best_model_checkpoint, self.model)
+        self._load_weights(Path(self.state.best_model_checkpoint))
 
 
 class Trainer(ParallelMixin, transformers.Trainer):
@@ -383,6 +409,21 @@ def _data_ranks(model: Any) -> tuple[ProcessGroup, int]:
 def _is_causal_lm(model: nn.Module) -> bool:
     names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     return any(cls.__name__ in names for cls in type(model).__mro__)
+
+
+def _replace(folder: Path, write: Callable[[Path], None], old: str | None = None) -> None:
+    """Moves what ``write`` has written, on all ranks, into ``folder``, in place of files named like ``old``.
+
+    A new folder is written first, because ``save_hf`` and ``save_peft`` replace whole ones.
+    """
+    new = folder / f".{FOLDER}-weights"
+    write(new)
+    if dist.get_rank() == 0:
+        for path in folder.glob(old) if old else ():
+            path.unlink()
+        for file in new.iterdir():
+            os.replace(file, folder / file.name)
+        new.rmdir()
 
 
 def _plain(optimizer: Any) -> Any:

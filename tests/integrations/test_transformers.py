@@ -19,6 +19,7 @@ from _support.integrations.hf import (
     tiny_tokenizer,
     whole_weights,
 )
+from _support.integrations.peft_rows import adapted, double, nf4, trained, whole
 from torch import distributed as dist
 from torch.utils.data import IterableDataset
 
@@ -46,6 +47,11 @@ def make(sizes: Sizes | None, folder: Any, *, model: Any = None, **changes: Any)
     options = {"train_dataset": tiny_rows(80), "compute_loss_func": loss_in_float64, **options}
     given = transformers.TrainingArguments(**arguments(folder, data, **changes))
     return recording(trainer)(model, given, **options)
+
+
+def lora_model(*, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
+    """The tiny model with peft's LoRA, of which fields of the config may be given."""
+    return adapted(model=tiny_model(dtype=dtype), **changes).to(dtype)
 
 
 def logged(trainer: Any) -> list[dict[str, float]]:
@@ -117,15 +123,14 @@ def test_a_last_batch_that_is_not_full(gloo_pool: GlooPool, tmp_path: Path) -> N
         assert got == pytest.approx(plain, rel=1e-12)
 
 
-def smoothed(sizes: Sizes, folder: Path) -> None:
+def smoothed(sizes: Sizes, folder: Path, make_model: Any) -> None:
     runs = []
     for mesh in (None, sizes):
         with accelerate_state(alone=mesh is None):
-            model = tiny_model(dtype=torch.float32)
             trainer = make(
                 mesh,
                 folder,
-                model=model,
+                model=make_model(dtype=torch.float32),
                 label_smoothing_factor=0.2,
                 options={"compute_loss_func": None},
             )
@@ -134,9 +139,12 @@ def smoothed(sizes: Sizes, folder: Path) -> None:
     assert runs[0] == pytest.approx(runs[1], rel=1e-5)
 
 
-def test_label_smoothing_shifts_labels(gloo_pool: GlooPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("make_model", [tiny_model, lora_model])
+def test_label_smoothing_shifts_labels(
+    gloo_pool: GlooPool, tmp_path: Path, make_model: Any
+) -> None:
     """transformers asks for the name of the model's class, which fully_shard changes."""
-    gloo_pool.run(smoothed, (1, 2, 2), tmp_path, world_size=4, timeout=300)
+    gloo_pool.run(smoothed, (1, 2, 2), tmp_path, make_model, world_size=4, timeout=300)
 
 
 # Data
@@ -175,13 +183,17 @@ def dropout_model() -> Any:
     return tiny_model(attention_dropout=0.1, hidden_dropout=0.1)
 
 
-def saving(sizes: Sizes, folder: Path, **changes: Any) -> list[float]:
+def lora_dropout_model() -> Any:
+    return adapted(model=dropout_model(), lora_dropout=0.1).double()
+
+
+def saving(sizes: Sizes, folder: Path, make_model: Any, **changes: Any) -> list[float]:
     """Trains, saving after 3 and 6 steps; returns the losses."""
     with accelerate_state():
         trainer = make(
             sizes,
             folder,
-            model=dropout_model(),
+            model=make_model(),
             optim="adamw_torch",
             learning_rate=0.01,
             save_strategy="steps",
@@ -193,12 +205,14 @@ def saving(sizes: Sizes, folder: Path, **changes: Any) -> list[float]:
         return trainer.losses
 
 
-def resuming(sizes: Sizes, folder: Path, at: str, want: list[float], exact: bool) -> None:
+def resuming(
+    sizes: Sizes, folder: Path, at: str, want: list[float], make_model: Any, exact: bool
+) -> None:
     with accelerate_state():
         trainer = make(
             sizes,
             folder,
-            model=dropout_model() if exact else tiny_model(),
+            model=make_model(),
             optim="adamw_torch",
             learning_rate=0.01,
         )
@@ -215,19 +229,24 @@ def resuming(sizes: Sizes, folder: Path, at: str, want: list[float], exact: bool
         assert trainer.losses == pytest.approx(want[step:], rel=1e-9)
 
 
+@pytest.mark.parametrize("make_model", [dropout_model, lora_dropout_model])
 @pytest.mark.parametrize("sizes", [(1, 2, 1), (1, 1, 2)])
-def test_resuming_is_exact(gloo_pool: GlooPool, tmp_path: Path, sizes: Sizes) -> None:
+def test_resuming_is_exact(
+    gloo_pool: GlooPool, tmp_path: Path, sizes: Sizes, make_model: Any
+) -> None:
     """With dropout, in the middle of an epoch, from the last and from an earlier checkpoint."""
-    want = gloo_pool.run(saving, sizes, tmp_path, world_size=2, timeout=300)[0]
+    want = gloo_pool.run(saving, sizes, tmp_path, make_model, world_size=2, timeout=300)[0]
     for at in ("checkpoint-3", "checkpoint-6"):
-        gloo_pool.run(resuming, sizes, tmp_path, at, want, True, world_size=2, timeout=300)
+        given = (sizes, tmp_path, at, want, make_model, True)
+        gloo_pool.run(resuming, *given, world_size=2, timeout=300)
 
 
-def saving_without_dropout(sizes: Sizes, folder: Path) -> list[float]:
+def saving_without_dropout(sizes: Sizes, folder: Path, make_model: Any) -> list[float]:
     with accelerate_state():
         trainer = make(
             sizes,
             folder,
+            model=make_model(),
             optim="adamw_torch",
             learning_rate=0.01,
             save_strategy="steps",
@@ -239,13 +258,16 @@ def saving_without_dropout(sizes: Sizes, folder: Path) -> list[float]:
         return trainer.losses
 
 
-def test_resuming_on_another_mesh(gloo_pool: GlooPool, tmp_path: Path) -> None:
-    want = gloo_pool.run(saving_without_dropout, (1, 2, 1), tmp_path, world_size=2, timeout=300)[0]
+@pytest.mark.parametrize("make_model", [tiny_model, lora_model])
+def test_resuming_on_another_mesh(gloo_pool: GlooPool, tmp_path: Path, make_model: Any) -> None:
+    given = (1, 2, 1), tmp_path, make_model
+    want = gloo_pool.run(saving_without_dropout, *given, world_size=2, timeout=300)[0]
     assert {f.name for f in tmp_path.glob("checkpoint-*")} == {"checkpoint-9", "checkpoint-10"}
     at = "checkpoint-9"
     for sizes in ((1, 2, 2), (2, 1, 1), (1, 1, 1)):
         ranks = sizes[0] * sizes[1] * sizes[2]
-        gloo_pool.run(resuming, sizes, tmp_path, at, want, False, world_size=ranks, timeout=300)
+        arguments = (sizes, tmp_path, at, want, make_model, False)
+        gloo_pool.run(resuming, *arguments, world_size=ranks, timeout=300)
 
 
 def refused_to_resume(folder: Path) -> None:
@@ -256,12 +278,17 @@ def refused_to_resume(folder: Path) -> None:
         foreign = folder / "foreign"
         foreign.mkdir(exist_ok=True)
         (foreign / "optimizer.pt").touch()
-        with pytest.raises(p3d.CheckpointError, match="of a Trainer without parallel3d"):
-            trainer.train(resume_from_checkpoint=str(foreign))
+        for model, call in ((tiny_model(), "load_hf"), (lora_model(), "load_peft")):
+            trainer = make((1, 2, 1), folder, model=model)
+            with pytest.raises(
+                p3d.CheckpointError, match=f"of a Trainer without parallel3d.*{call} "
+            ):
+                trainer.train(resume_from_checkpoint=str(foreign))
 
 
 def test_what_can_not_be_resumed(gloo_pool: GlooPool, tmp_path: Path) -> None:
-    gloo_pool.run(saving_without_dropout, (1, 2, 1), tmp_path, world_size=2, timeout=300)
+    given = (1, 2, 1), tmp_path, tiny_model
+    gloo_pool.run(saving_without_dropout, *given, world_size=2, timeout=300)
     gloo_pool.run(refused_to_resume, tmp_path, world_size=2, timeout=300)
 
 
@@ -312,6 +339,124 @@ def test_saved_models_are_those_of_from_pretrained(
     gloo_pool.run(saved, sizes, tmp_path, world_size=sizes[1] * sizes[2], timeout=300)
 
 
+# Models of peft
+
+THEIRS = {"optimizer.pt", "scheduler.pt", "rng_state.pth"}
+"""Of a plain Trainer's checkpoint: what is in ``parallel3d/`` here."""
+
+
+def two_adapters(active: str) -> Any:
+    from peft import LoraConfig
+
+    model = lora_model()
+    torch.manual_seed(3)
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+    model.set_adapter(active)
+    return model.double()
+
+
+def adapters_saved(sizes: Sizes, folder: Path, active: str) -> None:
+    from peft import PeftModel
+
+    def run(mesh: Sizes | None, place: Path) -> Any:
+        trainer = make(
+            mesh,
+            place,
+            model=lora_model() if active == "default" else two_adapters(active),
+            options={"processing_class": tiny_tokenizer(), "eval_dataset": tiny_rows(8, seed=5)},
+            save_strategy="steps",
+            save_steps=5,
+            eval_strategy="steps",
+            eval_steps=5,
+            # transformers' own loads the default adapter's file into the active one.
+            load_best_model_at_end=mesh is not None,
+            metric_for_best_model="loss",
+            greater_is_better=True,
+        )
+        trainer.train()
+        trainer.save_model()
+        return trainer
+
+    def loaded(place: Path) -> dict[str, Any]:
+        place = place if active == "default" else place / active
+        model = PeftModel.from_pretrained(tiny_model(), place, active)
+        named = {name: p.detach() for name, p in model.named_parameters() if "lora_" in name}
+        assert named
+        return named
+
+    theirs = folder / f"plain-{dist.get_rank()}"
+    with accelerate_state(alone=True):
+        plain = run(None, theirs)
+    with accelerate_state():
+        trainer = run(sizes, folder / "ours")
+        trainer.save_model()  # also into a folder that has something
+    assert trainer.losses == pytest.approx(plain.losses, rel=1e-9)
+    best = trainer.state.best_global_step
+    assert best == plain.state.best_global_step < 10
+    at = f"checkpoint-{best}"
+    weights = whole_weights(trainer.model)
+    for name, want in loaded(theirs / at).items():
+        torch.testing.assert_close(weights[name], want, rtol=1e-9, atol=1e-9, msg=name)
+
+    def files(place: Path) -> set[str]:
+        found = {str(path.relative_to(place)) for path in place.rglob("*") if path.is_file()}
+        return {name for name in found if not name.startswith(("checkpoint-", "parallel3d"))}
+
+    assert files(folder / "ours") == files(theirs)
+    assert files(folder / "ours" / at) == files(theirs / at) - THEIRS
+    for place in (folder / "ours", folder / "ours" / at):
+        assert all(torch.equal(p, weights[name]) for name, p in loaded(place).items())
+    # The checkpoint has what was trained, and not the base.
+    stored = list((folder / "ours" / at / "parallel3d").rglob("*.safetensors"))
+    assert any(f"lora_A.{active}".encode() in path.read_bytes() for path in stored)
+    assert not any(b"base_layer" in path.read_bytes() for path in stored)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "active"), [((1, 2, 1), "default"), ((1, 1, 2), "default"), ((1, 2, 2), "other")]
+)
+def test_adapters_are_saved_as_by_a_plain_trainer(
+    gloo_pool: GlooPool, tmp_path: Path, sizes: Sizes, active: str
+) -> None:
+    """The best ones, by a Trainer whose losses are those of plain peft; with "other" there are two."""
+    ranks = sizes[1] * sizes[2]
+    gloo_pool.run(adapters_saved, sizes, tmp_path, active, world_size=ranks, timeout=300)
+
+
+def quantised(folder: Path) -> None:
+    from peft import PeftModel
+
+    rows = [
+        {k: v.clamp(max=42) for k, v in row.items()} for row in tiny_rows(80)
+    ]  # nf4's vocabulary
+
+    def run(sizes: Sizes | None, **changes: Any) -> Any:
+        trainer = make(sizes, folder, model=nf4(), options={"train_dataset": rows}, **changes)
+        with double("llama"):
+            trainer.train()
+        return trainer
+
+    with accelerate_state(alone=True):
+        plain = run(None)
+    with accelerate_state():
+        trainer = run((1, 2, 1), save_strategy="steps", save_steps=6)
+        assert trainer.losses == pytest.approx(plain.losses, rel=1e-9)
+        trainer.save_model()
+        weights = trained(trainer.model)
+        loaded = PeftModel.from_pretrained(nf4().unload(), folder, is_trainable=True)
+        assert trained(loaded).keys() == weights.keys()
+        for name, param in trained(loaded).items():
+            assert torch.equal(param.detach(), whole(weights[name])), name
+        again = make((1, 2, 1), folder, model=nf4(), options={"train_dataset": rows})
+        with double("llama"):
+            again.train(resume_from_checkpoint=str(folder / "checkpoint-6"))
+        assert again.losses == trainer.losses[6:]
+
+
+def test_qlora_is_saved_and_resumed(gloo_pool: GlooPool, tmp_path: Path) -> None:
+    gloo_pool.run(quantised, tmp_path, world_size=2, timeout=300)
+
+
 # Precision
 
 
@@ -352,7 +497,7 @@ def test_bf16_is_autocast_or_the_policys(gloo_pool: GlooPool, tmp_path: Path, si
 def refused(folder: Path) -> None:
     import transformers
     from accelerate.utils import ParallelismConfig
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig, PromptTuningConfig, get_peft_model
 
     def raises(text: str, **changes: Any) -> None:
         with accelerate_state(), pytest.raises(p3d.Parallel3dError, match=text):
@@ -385,14 +530,22 @@ def refused(folder: Path) -> None:
         with pytest.raises(p3d.Parallel3dError, match="add adapters and heads before"):
             Trainer(lora, given)
 
-        lora = get_peft_model(tiny_model(), LoraConfig(target_modules=["down_proj"]))
-        lora, _ = parallel_model((1, 2, 1), lora)
-        with pytest.raises(p3d.Parallel3dError, match="set save_strategy='no'"):
-            Trainer(
-                lora, transformers.TrainingArguments(**arguments(folder, save_strategy="steps"))
-            )
-        with pytest.raises(p3d.Parallel3dError, match="save what was trained"):
-            Trainer(lora, given).save_model()
+        # Adapters that save_peft makes no folder of.
+        config = LoraConfig(target_modules=["down_proj"])
+        prompts = PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
+        own = tiny_model()
+        own.add_adapter(config)
+        for lora, text in (
+            (get_peft_model(tiny_model(), prompts).double(), "'default', of peft's PROMPT_TUNING"),
+            (get_peft_model(tiny_model(), config, mixed=True), "use get_peft_model without mixed"),
+            (own, "use peft's get_peft_model"),
+        ):
+            lora, _ = parallel_model((1, 2, 1), lora)
+            saves = transformers.TrainingArguments(**arguments(folder, save_strategy="steps"))
+            with pytest.raises(p3d.Parallel3dError, match=f"can't save adapters: .*{text}"):
+                Trainer(lora, saves)
+            with pytest.raises(p3d.Parallel3dError, match="save what was trained"):
+                Trainer(lora, given).save_model()
 
 
 def test_arguments_that_would_be_wrong_are_refused(gloo_pool: GlooPool, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from _support.integrations.hf import (
     tiny_tokenizer,
     whole_weights,
 )
+from _support.integrations.peft_rows import adapted
 from _support.integrations.trl_rows import make_trainer
 
 import parallel3d as p3d
@@ -22,8 +23,9 @@ from parallel3d.testing import GlooPool
 pytestmark = pytest.mark.slow
 
 
-def sft(sizes: Sizes, folder: Path) -> None:
+def sft(sizes: Sizes, folder: Path, lora: bool) -> None:
     import trl
+    from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     from parallel3d.integrations.trl import SFTTrainer
@@ -32,6 +34,7 @@ def sft(sizes: Sizes, folder: Path) -> None:
     for mesh in (None, sizes):
         with accelerate_state(alone=mesh is None):
             model: Any = tiny_model(dtype=torch.float32)
+            model = adapted(model=model) if lora else model
             model, data = (model, 1) if mesh is None else parallel_model(mesh, model)
             trainer_class = trl.SFTTrainer if mesh is None else SFTTrainer
             trainer = make_trainer(trainer_class, str(folder), model, data, max_steps=4)
@@ -48,7 +51,11 @@ def sft(sizes: Sizes, folder: Path) -> None:
             out = trainer.model.generate(input_ids=ids, max_new_tokens=3, do_sample=False)
             trainer.save_model(str(folder / "model"))
             weights = whole_weights(trainer.model)
-            again = AutoModelForCausalLM.from_pretrained(folder / "model")
+            if lora:
+                plain_model = tiny_model(dtype=torch.float32)
+                again = PeftModel.from_pretrained(plain_model, folder / "model")
+            else:
+                again = AutoModelForCausalLM.from_pretrained(folder / "model")
             assert all(torch.equal(p, weights[name]) for name, p in again.named_parameters())
             assert again.generate(input_ids=ids, max_new_tokens=3, do_sample=False).equal(out)
     plain, ours = logs
@@ -58,12 +65,13 @@ def sft(sizes: Sizes, folder: Path) -> None:
         assert got == pytest.approx(want, rel=1e-4), (got, want)
 
 
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("sizes", [(1, 2, 1), (1, 2, 2)])
 def test_sft_logs_and_saves_as_one_process(
-    gloo_pool: GlooPool, tmp_path: Path, sizes: Sizes
+    gloo_pool: GlooPool, tmp_path: Path, sizes: Sizes, lora: bool
 ) -> None:
-    """With entropy, accuracy and tokens, in training and evaluation."""
-    gloo_pool.run(sft, sizes, tmp_path, world_size=sizes[1] * sizes[2], timeout=300)
+    """With entropy, accuracy and tokens, in training and evaluation; a LoRA model is made before."""
+    gloo_pool.run(sft, sizes, tmp_path, lora, world_size=sizes[1] * sizes[2], timeout=300)
 
 
 def refused(folder: Path) -> None:

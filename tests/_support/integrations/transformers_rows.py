@@ -1,11 +1,14 @@
 """transformers' Trainer on models of ``parallelize``, and on torch's FSDP2."""
 
+import math
 import tempfile
 from typing import Any
 
 from torch.distributed.fsdp import FSDPModule
 
 from _support.integrations.hf import (
+    LENGTH,
+    VOCAB,
     Sizes,
     accelerate_state,
     arguments,
@@ -16,6 +19,7 @@ from _support.integrations.hf import (
     tiny_rows,
     whole_weights,
 )
+from _support.integrations.peft_rows import adapted, base, double
 from _support.integrations.rows import Result, Row, Run, difference
 
 FSDP2 = {
@@ -70,6 +74,32 @@ def compare(sizes: Sizes) -> Result:
     return Result(difference(ours, plain), None if peers is None else difference(peers, plain))
 
 
+def lora_model() -> Any:
+    """A Llama with peft's LoRA in each linear layer of its blocks."""
+    return adapted(model=base(vocab_size=VOCAB, max_position_embeddings=LENGTH)).double()
+
+
+def lora(sizes: Sizes) -> Result:
+    import transformers
+
+    from parallel3d.integrations.transformers import Trainer
+
+    def run(trainer: type, model: Any, data_ranks: int, **changes: Any) -> Run:
+        # Models, and plans on simulated ranks, are made outside ``double``.
+        with double("llama"):
+            return train(trainer, model, data_ranks, **changes)
+
+    with accelerate_state(alone=True):
+        plain = run(transformers.Trainer, lora_model(), 1)
+    with accelerate_state():
+        ours = run(Trainer, *parallel_model(sizes, lora_model()))
+    config = {**FSDP2["fsdp_config"], "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+    with accelerate_state(fsdp=True):
+        ranks = math.prod(sizes)
+        peers = run(transformers.Trainer, lora_model(), ranks, fsdp=True, fsdp_config=config)
+    return Result(difference(ours, plain), difference(peers, plain))
+
+
 ROWS = [
     Row(
         f"Trainer: {what}, accumulation, clipping",
@@ -87,3 +117,14 @@ ROWS = [
         "HSDP and TP": (2, 1, 2),
     }.items()
 ]
+ROWS.append(
+    Row(
+        "Trainer: LoRA",
+        ("transformers", "peft"),
+        3,
+        (1, 2, 2),
+        "FSDP2 on (1, 4, 1)",
+        lora,
+        ((1, 2, 2),),
+    )
+)
