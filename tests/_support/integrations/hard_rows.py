@@ -359,7 +359,7 @@ ROWS = [
     _row("Mixtral", "transformers", HYBRID, note=_FP32),
     _row("Mixtral", "transformers", TP, "auto", note=_FP32),
     _row("Mixtral", "transformers", TP_OF_TWO, "auto", note=_FP32),
-    _row("DiT", "diffusers", FLAT, note="one unit lies inside another; FSDP2: made by hand"),
+    _row("DiT", "diffusers", FLAT, note="one unit lies inside another"),
     _row("DiT", "diffusers", TP, "auto", lines=2, note=_EXAMPLE),
     _row("UNet", "diffusers", HYBRID),
     _row("UNet", "diffusers", TP, "auto", lines=2, note=f"{_EXAMPLE}; convolutions are left whole"),

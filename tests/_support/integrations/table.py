@@ -37,7 +37,9 @@ def rows() -> list[Row]:
 
 def measured(row: Row, result: Result) -> dict:
     """What the results' file says of a row."""
-    versions = " ".join(f"{package} {version(package)}" for package in row.packages)
+    versions = " ".join(
+        f"{package} {version(package).partition('+')[0]}" for package in row.packages
+    )
     return {"versions": versions, "ours": result.ours, "peers": result.peers}
 
 
@@ -51,7 +53,7 @@ def table(known: list[Row], results: dict[str, dict]) -> str:
         if (result := results.get(row.id)) is None:
             continue
         ours, peers = (
-            "{:.0e}, {:.0e}".format(*result[who]) if result[who] else "it can't"
+            ", ".join(f"{far:.0e}" if far else "0" for far in result[who]) if result[who] else "-"
             for who in ("ours", "peers")
         )
         name = f"{row.name}<br>{row.note}" if row.note else row.name
