@@ -6,6 +6,7 @@ the rows in ``docs/integrations.md``.
 
 import copy
 import dataclasses
+import io
 import math
 
 import pytest
@@ -128,9 +129,30 @@ def test_float8_on_uneven_shards(gloo_pool, scales) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("scales", [False, True])
 @pytest.mark.parametrize("features", [(32, 18, 16), (32, 17, 9)])  # 9 rows: none on the last rank
-def test_float8_on_four_uneven_shards(gloo_pool, features) -> None:
-    gloo_pool.run(same_values, (1, 4, 1), features, True, False, world_size=4)
+def test_float8_on_four_uneven_shards(gloo_pool, features, scales) -> None:
+    gloo_pool.run(same_values, (1, 4, 1), features, True, scales, world_size=4)
+
+
+@pytest.mark.slow
+def test_float8_shards_without_rows_are_copied_and_pickled() -> None:
+    """torch refuses the largest absolute value of none: that rank raised, and the others waited for it."""
+    with fake_world(3, 4):
+        model = ours(converted(stack(32, 17, 9), gathers=True), mesh_of((1, 4, 1)))
+        local = get_local_tensor(model[2].weight)
+        assert local.shape == (0, 17)
+        file = io.BytesIO()
+        torch.save(local, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+        assert type(loaded) is type(get_local_tensor(model[0].weight)) and loaded.shape == (0, 17)
+        for each in (model, copy.deepcopy(model), model.double()):
+            precompute_float8_dynamic_scale_for_fsdp(each)
+            assert get_local_tensor(each[2].weight)._precomputed_scale is not None
+            for order in (2, math.inf):
+                norms = torch._foreach_norm([get_local_tensor(p) for p in each.parameters()], order)
+                assert norms[2] == 0 and norms[0] > 0
 
 
 def scales_of_the_whole(sizes, features) -> None:
