@@ -21,3 +21,11 @@ def packed_kind(tensor: Tensor) -> str:
     inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
     whole = any((t.shape, t.dtype) == (tensor.shape, tensor.dtype) for t in inner)
     return "" if whole else type(tensor).__name__
+
+
+def wrapper_kind(tensor: Tensor) -> str:
+    """Returns the class of a tensor that has no memory of its own, such as a state of torchao's optimizers,
+    ``"OptimState8bit"``; or ``""``."""
+    if isinstance(tensor, DTensor):
+        return wrapper_kind(get_local_tensor(tensor))
+    return type(tensor).__name__ if hasattr(tensor, "__tensor_flatten__") else ""

@@ -16,11 +16,14 @@ from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.fsdp import StateDictType
 
+from parallel3d._torch.fully_shard import plain_name
+from parallel3d.checkpoint.optimizer_state import stateful
 from parallel3d.checkpoint.ranks import new_folder, ranks_of
 from parallel3d.checkpoint.torch_formats.loading import Checkpoint, LoadOptions, load, state_at_rest
 from parallel3d.checkpoint.torch_formats.names import without_wrappers
 from parallel3d.checkpoint.torch_formats.optimizer import SavedOptimizer, saved_in_names
 from parallel3d.checkpoint.torch_formats.stored import DcpTensor, StoredAt, read_folder, read_small
+from parallel3d.checkpoint.values import refuse_wrapper
 from parallel3d.errors import CheckpointError
 from parallel3d.fsdp import optim_state_dict
 
@@ -143,8 +146,18 @@ def save_dcp(
                 no_dist=ranks.group is None,
             )
 
+    # By itself, since a rank alone may have such state, and the others would wait in ``write``.
+    ranks.all(lambda: _check_optimizer(model, optimizer))
     with new_folder(ranks, path, _check_empty) as temporary:
         ranks.all(write)
+
+
+def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
+    """Raises CheckpointError for state that torch would store, and ``load_dcp`` not read."""
+    for name, param in model.named_parameters():
+        for key, value in (getattr(stateful(optimizer), "state", {}).get(param) or {}).items():
+            if isinstance(value, torch.Tensor):
+                refuse_wrapper(f"optimizer.{plain_name(name)}.{key}", value)
 
 
 def _check_empty(path: Path) -> None:

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from parallel3d._torch.dtensor import get_local_tensor, make_dtensor, make_spec
 from parallel3d._util.arguments import counted
+from parallel3d._util.quantised import wrapper_kind
 from parallel3d.checkpoint.model_state import Contents, Stored, parameter_names
 from parallel3d.checkpoint.pieces import shares_memory_within
 from parallel3d.checkpoint.values import decode, encode, keeper
@@ -179,6 +181,17 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
+def empty_state(param: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns memory for state of the parameter: an ordinary tensor, also for float8 weights."""
+    if not wrapper_kind(param):
+        return torch.empty_like(param.detach(), dtype=dtype)
+    if not isinstance(param, DTensor):
+        return torch.empty(param.shape, dtype=dtype, device=param.device)
+    local = get_local_tensor(param)
+    empty = torch.empty(local.shape, dtype=dtype, device=local.device)
+    return make_dtensor(empty, make_spec(param.device_mesh, param.placements, param.shape, dtype))
+
+
 class LoadedOptimizers:
     """The tensors that stored state is read into, by name, and how they become the optimizers' state.
 
@@ -248,7 +261,9 @@ class LoadedOptimizers:
                 f"checkpoint {entry.shape}"
             )
         fits = tuple(old.shape) == entry.shape and old.dtype == entry.dtype
-        if not fits or old.is_inference() or old.requires_grad or shares_memory_within(old):
+        if not fits or wrapper_kind(old) or old.is_inference() or old.requires_grad:
+            return None
+        if shares_memory_within(old):
             return None
         self._stored.take(at, where)
         self.tensors[at] = old.detach()
@@ -258,7 +273,7 @@ class LoadedOptimizers:
         """Allocates memory for the stored tensor ``at``."""
         entry = self._stored.take(at, where)
         if entry.shape == tuple(param.shape):
-            target = torch.empty_like(param.detach(), dtype=entry.dtype)
+            target = empty_state(param, entry.dtype)
         elif len(entry.chunks) > 1:
             raise CheckpointError(
                 f"{at} is stored in parts, of shape {entry.shape}, other than its parameter's "

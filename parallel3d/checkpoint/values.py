@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from parallel3d._util.quantised import wrapper_kind
 from parallel3d.checkpoint.format.files import shown
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
 
@@ -42,12 +43,23 @@ def keeper(tensors: dict[str, torch.Tensor]) -> Keep:
         if tensor.layout != torch.strided or tensor.device.type == "meta":
             kind = tensor.layout if tensor.layout != torch.strided else "on the meta device"
             raise CheckpointError(f"{where} is {kind}; checkpoints hold dense tensors with values")
+        refuse_wrapper(where, tensor)
         while where in tensors:
             where += "'"
         tensors[where] = tensor
         return where
 
     return keep
+
+
+def refuse_wrapper(where: str, tensor: torch.Tensor) -> None:
+    """Raises CheckpointError for a tensor without memory of its own: the address of its values is 0."""
+    if kind := wrapper_kind(tensor):
+        raise CheckpointError(
+            f"{where} is a {kind}, which holds its values in other tensors; checkpoints hold dense tensors "
+            "only. Save the model without its optimizer, or both by torch.distributed.checkpoint.save, as "
+            "get_state_dict(model, optimizer) returns them"
+        )
 
 
 def encode(value: Any, where: str, tensor: Keep | None = None, depth: int = 0) -> Any:

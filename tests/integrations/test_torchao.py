@@ -6,7 +6,10 @@ the rows in ``docs/integrations.md``.
 
 import copy
 import dataclasses
+import functools
+import io
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -128,9 +131,30 @@ def test_float8_on_uneven_shards(gloo_pool, scales) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("scales", [False, True])
 @pytest.mark.parametrize("features", [(32, 18, 16), (32, 17, 9)])  # 9 rows: none on the last rank
-def test_float8_on_four_uneven_shards(gloo_pool, features) -> None:
-    gloo_pool.run(same_values, (1, 4, 1), features, True, False, world_size=4)
+def test_float8_on_four_uneven_shards(gloo_pool, features, scales) -> None:
+    gloo_pool.run(same_values, (1, 4, 1), features, True, scales, world_size=4)
+
+
+@pytest.mark.slow
+def test_float8_shards_without_rows_are_copied_and_pickled() -> None:
+    """torch refuses the largest absolute value of none: that rank raised, and the others waited for it."""
+    with fake_world(3, 4):
+        model = ours(converted(stack(32, 17, 9), gathers=True), mesh_of((1, 4, 1)))
+        local = get_local_tensor(model[2].weight)
+        assert local.shape == (0, 17)
+        file = io.BytesIO()
+        torch.save(local, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+        assert type(loaded) is type(get_local_tensor(model[0].weight)) and loaded.shape == (0, 17)
+        for each in (model, copy.deepcopy(model), model.double()):
+            precompute_float8_dynamic_scale_for_fsdp(each)
+            assert get_local_tensor(each[2].weight)._precomputed_scale is not None
+            for order in (2, math.inf):
+                norms = torch._foreach_norm([get_local_tensor(p) for p in each.parameters()], order)
+                assert norms[2] == 0 and norms[0] > 0
 
 
 def scales_of_the_whole(sizes, features) -> None:
@@ -335,8 +359,54 @@ def float8_checkpoint(folder) -> None:
         checkpoint.load(folder, saved)
 
 
+def float8_resumed(folder) -> None:
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = ours(converted(stack(32, 64, 32), gathers=True), mesh_of((1, 2, 1)))
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.ones(2, 32)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = made()
+    step(model, optimizer)
+    checkpoint.save(folder, model, optimizer, step=1)
+    resumed = made()
+    checkpoint.load(folder, *resumed)
+    step(model, optimizer)
+    step(*resumed)
+    for a, b in zip(resumed[0].parameters(), model.parameters(), strict=True):
+        assert torch.equal(a.to_local() - b.to_local(), torch.zeros(a.to_local().shape))
+
+
+@pytest.mark.slow
+def test_float8_training_resumes(gloo_pool, tmp_path) -> None:
+    """The optimizer's state has the weights' shape, and not their class."""
+    gloo_pool.run(float8_resumed, tmp_path / "step", world_size=2)
+
+
 def test_float8_weights_in_a_checkpoint(gloo_pool, tmp_path) -> None:
     gloo_pool.run(float8_checkpoint, tmp_path, world_size=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cls", [AdamW8bit, AdamW4bit, AdamWFp8])
+def test_quantized_states_are_in_no_checkpoint(tmp_path, cls) -> None:
+    """They have no memory of their own: the process ended where it was read."""
+    with fake_world(0, 1), mock.patch.object(torch, "compile", lambda function, **_: function):
+        model = fully_shard(stack(64, 64, 8, bias=False), mesh=mesh_of((1, 1, 1)))
+        optimizer = cls(model.parameters(), lr=0.01)
+        model(torch.ones(1, 64)).sum().backward()
+        optimizer.step()
+        for save in (functools.partial(checkpoint.save, step=1), checkpoint.save_dcp):
+            folder = tmp_path / "refused"
+            with pytest.raises(
+                CheckpointError, match=r"0\.weight.* is a OptimState.*get_state_dict"
+            ):
+                save(folder, model, optimizer)
+            assert not (folder / ".metadata").exists() and not list(folder.glob("checkpoint*"))
+        checkpoint.save(tmp_path / "model", model, step=1)
 
 
 def test_nf4_weights_are_in_no_checkpoint_but_adapters_are(tmp_path) -> None:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from parallel3d._torch.dtensor import make_dtensor, make_spec
 from parallel3d._torch.simulated import simulation_off
 from parallel3d._util.arguments import counted
-from parallel3d.checkpoint.optimizer_state import NO_OPTIONS, alike, stateful
+from parallel3d.checkpoint.optimizer_state import NO_OPTIONS, alike, empty_state, stateful
 from parallel3d.checkpoint.pieces import Box, boxes_of, shares_memory_within, whole_box
 from parallel3d.checkpoint.torch_formats.names import shown
 from parallel3d.checkpoint.torch_formats.stored import Entry, Source
@@ -274,7 +274,7 @@ class Slot:
         """Returns a new tensor without values."""
         param, shape, dtype = self.param, torch.Size(self.source.shape), self.dtype
         if isinstance(param, DTensor) and self.placed_as_param:
-            return torch.empty_like(param.detach(), dtype=dtype)
+            return empty_state(param, dtype)
         device = "cpu" if self.key == "step" else param.device
         local = torch.empty(shape, dtype=dtype, device=device)
         if isinstance(param, DTensor) and self.replicated and shape:

@@ -10,7 +10,9 @@ one all-gather; a single input is sent without a copy. Gradients are reduced as 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from parallel3d._torch.autograd import preserved_versions
 from parallel3d._torch.dtensor import get_local_tensor
 from parallel3d._torch.simulated import LocalTensor, inner_tensors, ranks_are_simulated
 from parallel3d._util.storage import own_copy
+from parallel3d._util.trees import map_tensors
 from parallel3d.errors import MeshError, Parallel3dError
 from parallel3d.fsdp.api import MixedPrecisionPolicy
 from parallel3d.fsdp.bucket import Bucket, Versions, allocate, release
@@ -240,6 +243,56 @@ class Extension:
             storage.resize_(0)
 
 
+class _NoRows:
+    """Mixed into the class of a float8 weight's shard without rows, whose largest absolute value is then 0.
+
+    torch refuses that norm of an empty tensor: torchao's ``precompute_float8_dynamic_scale_for_fsdp``, which
+    takes it of all weights, would raise on this rank alone, and the others would wait for it.
+    """
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._foreach_norm.Scalar:
+            tensors, order = args[0], args[1] if len(args) > 1 else kwargs.get("ord", 2)
+            if order == math.inf:
+                full = [tensor for tensor in tensors if tensor.numel()]
+                norms = iter(func(full, *args[1:], **kwargs) if full else ())
+                dtype = kwargs.get("dtype")
+                return [
+                    next(norms)
+                    if tensor.numel()
+                    else torch.zeros((), dtype=dtype or tensor.dtype, device=tensor.device)
+                    for tensor in tensors
+                ]
+        base: Any = super()
+        return map_tensors(_without_rows, base.__torch_dispatch__(func, types, args, kwargs))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled as one of the class that can be imported."""
+        base: Any = type(self).__bases__[1]
+        twin = base.__torch_dispatch__(torch.ops.aten.detach.default, (base,), (self,))
+        vars(twin).update(vars(self))
+        return twin.__reduce_ex__(protocol)
+
+
+@cache
+def _no_rows_class(base: type) -> type:
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
+    return type(base.__name__, (_NoRows, base), names)
+
+
+def _without_rows(local: torch.Tensor) -> torch.Tensor:
+    """Returns ``local``; one of torchao's float8 weights without elements has become a ``_NoRows``."""
+    kind = type(local)
+    is_float8 = kind.__module__ == "torchao.float8.fsdp_utils" and is_extended(local)
+    if is_float8 and not issubclass(kind, _NoRows) and not local.numel():
+        local.__class__ = _no_rows_class(kind)
+    return local
+
+
 def as_plain(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the values of a user's tensor subclass as an ordinary tensor; other tensors unchanged."""
     if type(tensor) is torch.Tensor or isinstance(tensor, (DTensor, LocalTensor)):
@@ -356,7 +409,7 @@ class ExtensionBucket(Bucket):
         """Makes the shard of ``param``, of the subclass, its sharded Parameter's local tensor."""
         initial, param.initial = param.initial, None
         device = self.storage_device
-        local = param.local if initial is None else self._shard_of(param, initial)
+        local = param.local if initial is None else _without_rows(self._shard_of(param, initial))
         if local.device != device:
             local = torch.empty_like(local, device=device) if initial is None else local.to(device)
         if self.pin and not local.is_pinned():
