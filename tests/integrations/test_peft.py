@@ -303,7 +303,7 @@ def test_the_same_weights_that_compute_something_else_are_refused(tmp_path: Path
         tmp_path / "loha"
     )
     model = get_peft_model(base(), LoHaConfig(r=2, alpha=32, target_modules=targets))
-    with pytest.raises(CheckpointError, match="alpha is 8 in .*, and 32 in the model"):
+    with pytest.raises(CheckpointError, match=r"alpha is 8 in .*, and 32 in the model"):
         load_peft(tmp_path / "loha", model)
     get_peft_model(base(), LoraConfig(r=3, target_modules=targets)).save_pretrained(
         tmp_path / "lora"
@@ -314,7 +314,7 @@ def test_the_same_weights_that_compute_something_else_are_refused(tmp_path: Path
     path.write_text(json.dumps(config))
     load_peft(tmp_path / "lora", get_peft_model(base(), LoraConfig(r=3, target_modules=targets)))
     model = get_peft_model(base(), LoraConfig(r=3, use_rslora=True, target_modules=targets))
-    with pytest.raises(CheckpointError, match="use_rslora is False in .*, and True in the model"):
+    with pytest.raises(CheckpointError, match=r"use_rslora is False in .*, and True in the model"):
         load_peft(tmp_path / "lora", model)
 
 
