@@ -71,7 +71,7 @@ for step in range(1, 31):
         if rank == 0:
             print(f"step {step}: loss {loss.item() / dist.get_world_size():.3f}")
 
-# To go on later with the optimizer too: p3d.checkpoint.save("run", model, optimizer, only="trainable")
+# With the optimizer, to go on: p3d.checkpoint.save("run", model, optimizer, step=step, only="trainable")
 p3d.checkpoint.save_peft(options.out, model)  # new: whole adapters, from all ranks
 if rank == 0:
     print(f"wrote {options.out}")

@@ -239,7 +239,7 @@ CASES = [
         "a container for a unit",
         given(LM_PLAN, units=["layers"]),
         Parallel3dError,
-        (r"nn\.ModuleList, which has no forward", r"each of its modules"),
+        (r"units: .*'layers', an nn\.ModuleList", r"its members, 'layers\.\*'"),
     ),
     Case(
         "a dtype for a policy",

@@ -205,6 +205,13 @@ def _matching(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.M
             raise Parallel3dError(
                 f"units: the pattern {pattern!r} matches no module; there are {nearest}, ..."
             )
+        for name, module in matches:
+            lists = isinstance(module, (nn.ModuleList, nn.ModuleDict))
+            if lists and type(module).forward is nn.Module.forward:
+                raise Parallel3dError(
+                    f"units: the pattern {pattern!r} matches {name!r}, an nn.{type(module).__name__}, which "
+                    f"has no forward to hook; give its members, {name + '.*'!r}"
+                )
         blocks += [(name, module) for name, module in matches if id(module) not in known]
         known.update(id(module) for _, module in matches)
     return blocks

@@ -23,7 +23,15 @@ from _support.integrations.peft_rows import (
     trained,
     whole,
 )
-from peft import IA3Config, LoraConfig, PeftConfig, PeftModel, PromptTuningConfig, get_peft_model
+from peft import (
+    IA3Config,
+    LoHaConfig,
+    LoraConfig,
+    PeftConfig,
+    PeftModel,
+    PromptTuningConfig,
+    get_peft_model,
+)
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import distributed as dist
@@ -287,6 +295,27 @@ def test_refused(tmp_path: Path) -> None:
         meta = adapted(target_modules=["q_proj"])
     with pytest.raises(CheckpointError, match=r"lora_A.* is on meta.* load_hf"):
         save_peft(tmp_path / "a", meta)
+
+
+def test_the_same_weights_that_compute_something_else_are_refused(tmp_path: Path) -> None:
+    targets = FAMILIES["llama"][2]
+    get_peft_model(base(), LoHaConfig(r=2, alpha=8, target_modules=targets)).save_pretrained(
+        tmp_path / "loha"
+    )
+    model = get_peft_model(base(), LoHaConfig(r=2, alpha=32, target_modules=targets))
+    with pytest.raises(CheckpointError, match=r"alpha is 8 in .*, and 32 in the model"):
+        load_peft(tmp_path / "loha", model)
+    get_peft_model(base(), LoraConfig(r=3, target_modules=targets)).save_pretrained(
+        tmp_path / "lora"
+    )
+    path = tmp_path / "lora" / CONFIG
+    config = json.loads(path.read_text())
+    del config["use_rslora"], config["alpha_pattern"]  # as of a peft that had neither
+    path.write_text(json.dumps(config))
+    load_peft(tmp_path / "lora", get_peft_model(base(), LoraConfig(r=3, target_modules=targets)))
+    model = get_peft_model(base(), LoraConfig(r=3, use_rslora=True, target_modules=targets))
+    with pytest.raises(CheckpointError, match=r"use_rslora is False in .*, and True in the model"):
+        load_peft(tmp_path / "lora", model)
 
 
 # The base model.

@@ -10,6 +10,7 @@ import copy
 import os
 import warnings
 from collections.abc import Mapping
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,7 +42,18 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 Embeddings = bool | Literal["auto"]
 """As ``save_embedding_layers`` of peft's ``save_pretrained``."""
-_COMPUTED_WITH = ("peft_type", "lora_alpha", "alpha_pattern", "use_rslora", "use_dora")
+_COMPUTED_WITH = (
+    *(
+        "peft_type",
+        "lora_alpha",
+        "alpha_pattern",
+        "use_rslora",
+        "use_dora",
+        "alora_invocation_tokens",
+    ),
+    *("alpha", "scaling", "randlora_alpha", "random_loc_seed"),  # LoHa, LoKr; FourierFT; RandLora
+    *("coft", "eps", "use_cayley_neumann", "num_cayley_neumann_terms", "apply_GS"),  # OFT; HRA
+)
 """What of a config changes what the same weights compute; names and shapes of weights show the rest."""
 
 
@@ -243,11 +255,17 @@ def _stored(folder: Path, model: Any, adapter_name: str) -> dict[str, Stored]:
     path = path_in(folder, CONFIG)
     with damaged_if(f"{path} is not a config of peft", (ValueError, KeyError, TypeError)):
         config = loads(read_json_object(path.resolve(), MAX_HEADER), "it")
-    own = model.peft_config[adapter_name].to_dict()
-    for key in _COMPUTED_WITH:
-        if key in config and key in own and config[key] != own[key]:
+    own = model.peft_config[adapter_name]
+    for field in fields(own):
+        if field.name not in _COMPUTED_WITH:
+            continue
+        factory = field.default_factory
+        default = field.default if factory is MISSING else factory()
+        # Without a key, as older versions of peft wrote it, peft takes the default.
+        theirs, ours = config.get(field.name, default), getattr(own, field.name)
+        if theirs != ours:
             raise CheckpointError(
-                f"load_peft: {key} is {config[key]!r} in {folder}, and {own[key]!r} in the model's adapter "
+                f"load_peft: {field.name} is {theirs!r} in {folder}, and {ours!r} in the model's adapter "
                 f"{adapter_name!r}; make the adapter with PeftConfig.from_pretrained(folder)"
             )
     stored = read_header(path_in(folder, WEIGHTS), WEIGHTS)
