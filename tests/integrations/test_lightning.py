@@ -256,7 +256,7 @@ def _precision() -> None:
 
         for averaging in (StochasticWeightAveraging(0.1), EMAWeightAveraging()):
             trainer = lib.trainer(ours.Strategy(layout), callbacks=[averaging])
-            with pytest.raises(p3d.Parallel3dError, match="callback.*optim.EMA"):
+            with pytest.raises(p3d.Parallel3dError, match=r"callback.*optim.EMA"):
                 trainer.fit(lib.Module(), lib.loader(layout, 2))
         # Checkpoints that are refused leave the module as it was.
         trainer = lib.trainer(ours.Strategy(layout))
