@@ -9,6 +9,9 @@ from torch.distributed import fsdp as torch_fsdp
 
 from parallel3d.fsdp import fully_shard
 
+_in_effect: list[use] = []
+_before: list[Any] = []  # what was there before the first of them
+
 
 class use:
     """Gives programs of accelerate this engine wherever they would get torch's ``fully_shard``.
@@ -19,10 +22,11 @@ class use:
         p3d.integrations.accelerate.use()
         accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, ...))
 
-    ``undo()``, or the end of a ``with`` block, puts back what was there. Models that are sharded already stay
-    as they are. accelerate imports ``fully_shard`` from ``torch.distributed.fsdp`` each time it shards a
-    model, which is the name that is replaced: so other code that imports it from there meanwhile gets ours
-    too, and code that has imported it before does not.
+    ``undo()``, or the end of a ``with`` block, puts back what was there, in any order: when several are in
+    effect, the last to end does. Models that are sharded already stay as they are. accelerate imports
+    ``fully_shard`` from ``torch.distributed.fsdp`` each time it shards a model, which is the name that is
+    replaced: so other code that imports it from there meanwhile gets ours too, and code that has imported it
+    before does not.
 
     Raises:
         ImportError: accelerate is not installed.
@@ -35,14 +39,17 @@ class use:
             raise ImportError(
                 "integrations.accelerate needs accelerate; pip install accelerate"
             ) from error
-        self._before: Any = torch_fsdp.fully_shard
-        _replace(fully_shard)
+        if not _in_effect:
+            _before.append(torch_fsdp.fully_shard)
+            _replace(fully_shard)
+        _in_effect.append(self)
 
     def undo(self) -> None:
-        """Puts back what was there before; a second call does nothing."""
-        if self._before is not None:
-            _replace(self._before)
-            self._before = None
+        """Puts back what was there before, unless another is in effect; a second call does nothing."""
+        if self in _in_effect:
+            _in_effect.remove(self)
+            if not _in_effect:
+                _replace(_before.pop())
 
     def __enter__(self) -> use:
         return self

@@ -32,6 +32,7 @@ from parallel3d.tp.resolve import Plan
 
 try:
     from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
     from lightning.pytorch.plugins import (
         HalfPrecision,
         MixedPrecision,
@@ -164,6 +165,14 @@ class Strategy(ModelParallelStrategy):
     def setup(self, trainer: Trainer) -> None:
         assert self.model is not None and self.accelerator is not None
         assert self.lightning_module is not None
+        fitting = trainer.state.fn == "fit"
+        for callback in trainer.callbacks if fitting else ():  # type: ignore[attr-defined]
+            if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+                raise Parallel3dError(
+                    f"the Trainer has the callback {type(callback).__name__}, whose copy of the "
+                    "module is not parallel and can't average one that is; leave it out, and use "
+                    "parallel3d.optim.EMA"
+                )
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self._parallelize(self.lightning_module)
@@ -172,7 +181,6 @@ class Strategy(ModelParallelStrategy):
             if isinstance(part, Metric) and part.process_group is None:
                 part.process_group = self._data_group
         self.barrier()
-        fitting = trainer.state.fn == "fit"
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()

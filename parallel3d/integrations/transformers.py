@@ -87,6 +87,7 @@ class ParallelMixin:
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self._rng: Callable[[], None] | None = None
+        self._items: _Items | None = None  # the last argument of the compute_loss that runs
         super().__init__(*args, **options)
         if self.label_smoother is not None and _is_causal_lm(unwrap_peft_model(self.model)):
             # Trainer shifts labels for classes that it knows by name, which parallelize has changed.
@@ -191,6 +192,33 @@ class ParallelMixin:
         self, cache_enabled: bool | None = True
     ) -> AbstractContextManager:
         return self.accelerator.autocast() if self._autocasts else nullcontext()
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        if not isinstance(num_items_in_batch, Tensor):
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
+        self._items = items = num_items_in_batch.as_subclass(_Items)
+        items.read = []
+        # Hooks of parallelize read all inputs; this one is the last before the forward.
+        hook = model.register_forward_pre_hook(lambda *_: items.read.clear())
+        try:
+            return super().compute_loss(model, inputs, return_outputs, items)  # type: ignore[misc]
+        finally:
+            self._items = None
+            hook.remove()
+
+    def get_tp_size(self) -> int:
+        # By num_processes // get_tp_size() Trainer multiplies the loss of a forward with **kwargs, which it
+        # expects to divide by the items of all ranks. BERT's heads and others take that number, and compute
+        # the mean over their rank's items: there it must be multiplied by 1.
+        if self._items is not None and not self._items.read:
+            return self.accelerator.num_processes
+        return super().get_tp_size()  # type: ignore[misc]
 
     def get_total_train_batch_size(self, args: Any) -> int:
         rows = self._train_batch_size * args.gradient_accumulation_steps  # type: ignore[attr-defined]
@@ -372,6 +400,27 @@ class _DataRanks(Accelerator):
             return t * (scale / self.num_processes if reduction == "mean" else scale)
 
         return recursively_apply(reduced, tensor, error_on_other_type=True)
+
+
+class _Items(Tensor):
+    """A number whose ``read`` is not empty once something was computed from it."""
+
+    read: list[Any]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        items = next((arg for arg in args if isinstance(arg, _Items)), None)
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if name == "to" and items is not None:
+            result = result.as_subclass(_Items)
+            result.read = items.read
+        elif name not in ("__get__", "is_floating_point", "is_complex") and items is not None:
+            items.read.append(name)
+        return result
 
 
 def _data_ranks(model: Any) -> tuple[ProcessGroup, int]:

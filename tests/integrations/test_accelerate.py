@@ -35,6 +35,11 @@ def test_use_is_undone() -> None:
     first.undo()
     first.undo()
     assert torch_fsdp.fully_shard is before
+    first, second = use(), use()  # and undone in the order of the calls
+    first.undo()
+    assert torch_fsdp.fully_shard is p3d.fully_shard
+    second.undo()
+    assert torch_fsdp.fully_shard is before
     with pytest.raises(KeyError), use():
         raise KeyError
     assert torch_fsdp.fully_shard is before

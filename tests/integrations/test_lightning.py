@@ -252,6 +252,12 @@ def _precision() -> None:
             ours.Strategy(layout, loss_paralel=True)
         with pytest.raises(p3d.Parallel3dError, match="it must be a MeshLayout"):
             ours.Strategy((1, 2, 1))
+        from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+
+        for averaging in (StochasticWeightAveraging(0.1), EMAWeightAveraging()):
+            trainer = lib.trainer(ours.Strategy(layout), callbacks=[averaging])
+            with pytest.raises(p3d.Parallel3dError, match=r"callback.*optim.EMA"):
+                trainer.fit(lib.Module(), lib.loader(layout, 2))
         # Checkpoints that are refused leave the module as it was.
         trainer = lib.trainer(ours.Strategy(layout))
         module = lib.Module()

@@ -110,6 +110,45 @@ def test_logs_are_those_of_one_process(gloo_pool: GlooPool, tmp_path: Path, size
     gloo_pool.run(logs_are_those_of_one_process, sizes, tmp_path, world_size=ranks, timeout=300)
 
 
+def mean_losses(sizes: Sizes, folder: Path) -> None:
+    """BERT's classifier takes num_items_in_batch, and computes the mean over its rank's rows."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    rows = [
+        {"input_ids": row["input_ids"], "labels": int(row["input_ids"][0]) % 3}
+        for row in tiny_rows(80)
+    ]
+
+    def run(sizes: Sizes | None) -> Any:
+        torch.manual_seed(7)
+        model = BertForSequenceClassification(config).to(torch.float64)
+        options = {"train_dataset": rows, "eval_dataset": rows[:8], "compute_loss_func": None}
+        trainer = make(sizes, folder, model=model, max_grad_norm=0, options=options)
+        trainer.train()
+        return trainer, trainer.evaluate()["eval_loss"]
+
+    with accelerate_state(alone=True):
+        plain, want = run(None)
+    with accelerate_state():
+        trainer, got = run(sizes)
+    assert trainer.losses == pytest.approx(plain.losses, rel=1e-9), (trainer.losses, plain.losses)
+    assert got == pytest.approx(want, rel=1e-9)
+    for name, weight in whole_weights(plain.model).items():
+        torch.testing.assert_close(
+            whole_weights(trainer.model)[name], weight, rtol=1e-9, atol=1e-12
+        )
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 1), (1, 2, 2)])
+def test_losses_that_are_means(gloo_pool: GlooPool, tmp_path: Path, sizes: Sizes) -> None:
+    ranks = sizes[0] * sizes[1] * sizes[2]
+    gloo_pool.run(mean_losses, sizes, tmp_path, world_size=ranks, timeout=300)
+
+
 def evaluation(sizes: Sizes | None, folder: Path) -> dict[str, float]:
     with accelerate_state():
         trainer = make(sizes, folder, options={"eval_dataset": tiny_rows(10, seed=5)})
