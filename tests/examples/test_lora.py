@@ -56,8 +56,13 @@ def numbers(text: str) -> list[float]:
     return [float(number) for number in re.findall(r"loss (\d+\.\d+)", text)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("source", ["config", "folder"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param("config", marks=pytest.mark.slow),
+        pytest.param("folder", marks=pytest.mark.full),
+    ],
+)
 def test_trains_as_plain_peft(gloo_pool: GlooPool, tmp_path: Path, source: str) -> None:
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     config = LoraConfig(r=8, lora_alpha=16, target_modules=targets, task_type="CAUSAL_LM")

@@ -29,11 +29,16 @@ def test_each_is_one_short_file_that_says_how_to_start_it(path: Path) -> None:
         assert f"sbatch {name}" in path.read_text()
 
 
-@pytest.mark.slow
-def test_finetune_hf(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "more",
+    [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.full)],
+)
+def test_finetune_hf(tmp_path: Path, more: bool) -> None:
     """As shown; once more from step 20; and from the folder that it has written, with a tokenizer."""
     words, lines = shown(FINETUNE)
     assert len(lines) >= 4 and printed(words, tmp_path) == lines
+    if not more:
+        return
     shutil.rmtree(tmp_path / "out" / "step-00000040")
     assert printed(words, tmp_path) == lines[2:]
 
@@ -46,8 +51,8 @@ def test_finetune_hf(tmp_path: Path) -> None:
     want = torch.nn.functional.cross_entropy(answer, ids[0, 4:]).item()
     write_tokenizer(tmp_path / "out" / "model")
     (tmp_path / "data").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 3)
-    more = ["--model", "out/model", "--data", "data", "--out", "other", "--steps", "10"]
-    (line,) = printed([*words, *more, "--lr", "0"], tmp_path)
+    options = ["--model", "out/model", "--data", "data", "--out", "other", "--steps", "10"]
+    (line,) = printed([*words, *options, "--lr", "0"], tmp_path)
     assert float(re.findall(r"loss (\d+\.\d+)", line)[0]) == pytest.approx(want, abs=0.01)
     assert (tmp_path / "other" / "model" / "tokenizer.json").exists()
 

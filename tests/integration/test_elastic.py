@@ -114,6 +114,7 @@ def test_sigterm(run: Run, rank: int | str) -> None:
     assert not wrong_samples(run.record, run.data, 24)
 
 
+@pytest.mark.slow
 def test_starts_again(run: Run) -> None:
     """Damaged, another batch, done, another run's."""
     assert not run.start(*SIX).failed, run.output

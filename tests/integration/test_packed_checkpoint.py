@@ -256,5 +256,6 @@ def test_torchs_state_dict_functions(gloo_pool: GlooPool, kind, sizes) -> None:
     gloo_pool.run(by_torchs_functions, kind, sizes, world_size=4)
 
 
+@pytest.mark.slow
 def test_what_torch_cannot_cut_says_so(gloo_pool: GlooPool) -> None:
     gloo_pool.run(what_torch_cannot_cut, "even", (1, 2, 2), world_size=4)

@@ -69,6 +69,7 @@ OPTIONS = ("--steps", "3", "--check", "--batch", "4")
 MESH = ("--replicate", "1", "--shard", "2", "--tp", "2")
 
 
+@pytest.mark.slow
 def test_four_ranks_follow_the_plain_model_and_one_rank() -> None:
     """One rank by torchrun itself, four as it starts them but without four imports of torch."""
     outputs = [text for _, text in launch(as_rank, (*OPTIONS, "--json", *MESH), ranks=4)]
@@ -108,6 +109,7 @@ def test_it_says_that_it_starts_before_torch_is_imported(tmp_path: Path) -> None
     assert re.fullmatch(r" *0\.\d s  rank 0 of 1: importing torch\n", run.stdout)
 
 
+@pytest.mark.slow
 def test_what_recipes_ask_for(tmp_path: Path) -> None:
     """Micro-batches, sequence and loss parallel, checkpointing, another length: the plain model's numbers.
 

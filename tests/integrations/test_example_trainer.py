@@ -29,12 +29,15 @@ def printed(folder: Path, *more: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_trainer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [False, True])  # True: only with -m full
+def test_trainer(tmp_path: Path, more: bool) -> None:
     text = PROGRAM.read_text()
     assert text.count("\n") <= 120
     shown = re.findall(r"^    (step .*)$", text, re.MULTILINE)
     assert len(shown) == 4
     assert printed(tmp_path) == shown
+    if not more:
+        return
     shutil.rmtree(tmp_path / "out" / "checkpoint-40")
     assert printed(tmp_path, "--tp", "1") == shown[2:]  # on another mesh
 
@@ -42,7 +45,7 @@ def test_trainer(tmp_path: Path) -> None:
 
     tiny_tokenizer().save_pretrained(tmp_path / "out" / "model")
     (tmp_path / "data").write_text('{"prompt": "w4 w5", "answer": "w6"}\n' * 3)
-    more = ["--model", "out/model", "--data", "data", "--out", "other", "--steps", "10"]
-    (line,) = printed(tmp_path, *more)
+    options = ["--model", "out/model", "--data", "data", "--out", "other", "--steps", "10"]
+    (line,) = printed(tmp_path, *options)
     assert line.startswith("step 10: loss ")
     assert (tmp_path / "other" / "model" / "tokenizer.json").exists()

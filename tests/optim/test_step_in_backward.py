@@ -92,7 +92,9 @@ def train_apart(sides: Sides) -> None:
 
 
 class TestWeights:
-    @pytest.mark.parametrize("sizes", [(2, 2, 1), (1, 2, 2)], ids=str)
+    @pytest.mark.parametrize(
+        "sizes", [(2, 2, 1), pytest.param((1, 2, 2), marks=pytest.mark.slow)], ids=str
+    )
     def test_as_of_the_plain_optimizer(self, sizes) -> None:
         check_training(sizes)
 
