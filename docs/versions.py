@@ -47,8 +47,8 @@ def folders() -> dict[str, list[str]]:
 def make_environment(version: str, where: Path) -> Path:
     """The Python of a new environment in ``where`` with torch ``version``."""
     pins = (ROOT / "constraints.txt").read_text().splitlines()
-    # torchvision and triton have a release for each of torch's.
-    pins = [pin for pin in pins if not re.match(r"(torch|torchvision|triton)\s*==", pin)]
+    # torchvision has a release for each of torch's.
+    pins = [pin for pin in pins if not re.match(r"(torch|torchvision)\s*==", pin)]
     pins.append(f"torch=={version}")
     constraints = where / "constraints.txt"
     constraints.write_text("\n".join(pins) + "\n")
