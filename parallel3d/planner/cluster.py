@@ -32,6 +32,8 @@ class Gpu:
         node: GPUs of a node.
         link: GB/s to the others of its node.
         nic: GB/s to other nodes.
+        host: GB/s to and from the memory of its host.
+        host_gib: GiB of that memory: a GPU's part of its node's.
         domain: GPUs that the fast links reach, if more than a node's.
         power: the power limit over that of the measurements.
         fp32_slowdown: how many times as long matmuls take in float32.
@@ -49,6 +51,8 @@ class Gpu:
     node: int
     link: float
     nic: float
+    host: float = 31.0
+    host_gib: float = 119.0
     domain: int = 0
     power: float = 1.0
     fp32_slowdown: float = 8.0
@@ -224,6 +228,10 @@ def _table(entry: dict[str, Any], where: str) -> Table:
 # Seconds that a collective takes on a mesh axis, from measured tables of NCCL.
 
 _PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}  # of a ring over the whole tensor
+_PEER = (
+    "all_to_all",
+    "send",
+)  # not by rings: each rank's own bytes to its peers, or to the next rank
 _RAMP = ((8e6, 0.68), (16e6, 0.79), (inf, 0.87))  # (most bytes a GPU, part of the bandwidth)
 
 
@@ -249,8 +257,16 @@ def link_of(layout: MeshLayout, axis: str, cluster: Cluster) -> AxisLink:
 
     Where groups don't end with nodes, it is the worst group's: the fewest ranks that one of its nodes has.
     """
-    size = getattr(layout, axis)
-    per_domain = max(cluster.domain // layout.stride(axis), 1)
+    return _placed(getattr(layout, axis), layout.stride(axis), cluster)
+
+
+def shard_link(layout: MeshLayout, cluster: Cluster) -> AxisLink:
+    """The placement of the ranks that share a copy's parameters: those of shard and cp, joined."""
+    return _placed(layout.shard * layout.cp, layout.stride("cp"), cluster)
+
+
+def _placed(size: int, stride: int, cluster: Cluster) -> AxisLink:
+    per_domain = max(cluster.domain // stride, 1)
     return AxisLink(size, size if per_domain % size == 0 else gcd(size, per_domain))
 
 
@@ -260,13 +276,19 @@ def collective_time(kind: str, nbytes: float, link: AxisLink, cluster: Cluster) 
 
     On one node: fits of NVIDIA's measured NCCL tables, see hardware.toml. On several: a ring, or for an
     all-reduce a tree where that is faster: 35 us x log2(nodes) of latency at 0.6 of the ring's bandwidth.
+    An all-to-all, and a send of all ranks to their next, are not in those tables: on one node a rank's bytes
+    take the all-gather's rate of bytes that leave a rank, on several its own network card's.
 
     Args:
-        kind: "all_gather", "reduce_scatter" or "all_reduce".
-        nbytes: bytes of the whole tensor: what is gathered, scattered or reduced.
+        kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "send".
+        nbytes: bytes of the whole tensor: what is gathered, scattered or reduced; of "all_to_all" and "send":
+            what one rank has.
     """
     if link.size == 1 or not nbytes:
         return 0.0
+    if kind in _PEER:
+        latency, rate = _peer(kind, link, cluster)
+        return latency + nbytes / rate
     if link.nodes == 1:
         start, bandwidth, ramp = _constants(kind, link.size, cluster)
         return start + (nbytes + ramp * (1 - exp(-nbytes / ramp))) / bandwidth
@@ -294,6 +316,25 @@ def _constants(kind: str, size: int, cluster: Cluster) -> tuple[float, float, fl
     return 15e-6, rate * size / (size - 1) / _PASSES[kind], 8e6
 
 
+def _peer(kind: str, link: AxisLink, cluster: Cluster) -> tuple[float, float]:
+    """(seconds of latency, bytes of a rank a second) of an all-to-all, or of a send to the next rank.
+
+    Of an all-to-all what goes to ranks of the same node and to others does so at the same time, the latter by
+    the rank's own network card. A send is as slow as its slowest hop. An all-gather's rate is of the whole
+    tensor, of which (n - 1) / n enters a rank.
+    """
+    n, own = link.size, link.per_node
+    is_send = kind == "send"
+    latency, seconds = 0.0, []  # seconds a byte that the rank has
+    if own > 1:
+        latency, gathered, _ = _constants("all_gather", own, cluster)
+        seconds.append((1.0 if is_send else (own - 1) / n) / (gathered * (own - 1) / own))
+    if link.nodes > 1:
+        seconds.append((1.0 if is_send else (n - own) / n) / (cluster.nic * 0.96e9))
+        latency = (1 if is_send else link.nodes) * (11e-6 + 3.3e-6 * own)
+    return latency, 1 / max(seconds)
+
+
 def _ring(nbytes: float, link: AxisLink, cluster: Cluster) -> tuple[float, float]:
     """(seconds of latency, bytes a second) of a ring across nodes.
 
@@ -313,6 +354,14 @@ def describe_collective(
 ) -> tuple[str, dict[str, Constant]]:
     """The formula that ``collective_time`` uses, and its constants."""
     source = cluster.gpu.source
+    if kind in _PEER:
+        latency, rate = _peer(kind, link, cluster)
+        why = "in a node as an all-gather's; across: the rank's own network card"
+        given = [
+            Constant("latency", latency * 1e6, "us", why),
+            Constant("rate", rate / 1e9, "GB/s", f"{why}; {source}"),
+        ]
+        return "latency + bytes / rate", {each.name: each for each in given}
     if link.nodes == 1:
         start, bandwidth, ramp = _constants(kind, link.size, cluster)
         is_measured = cluster.gpu.collectives.get(kind)

@@ -73,6 +73,7 @@ _STRAGGLER = (
 _STREAM = "stream kernels reach about 80 % of a datasheet's HBM bandwidth"
 _EDGES = "a matmul's first loads and last stores are not hidden: between a sum (1) and a maximum"
 _SCORES = "scale, mask, softmax and dropout, each a kernel that reads and writes the scores"
+_HOST = "pinned copies reach 25 to 26 GB/s of PCIe 4's 31, 52 to 55 of PCIe 5's 63 (bandwidthTest)"
 _FRAGMENTATION = "reserved beyond allocated: 0.8 to 1.9 GiB of 28 to 60 (SimuMax), 3 to 8 %"
 _GATHERED = "bf16 parameters copied out of the gathered buffer: read and written"
 
@@ -94,6 +95,7 @@ _TABLE = {
     "head_dim_64": (0.80, "", f"beside head dim 128; {_FLASH2}"),
     "naive_forward": (29.0, "B/score", _SCORES),
     "naive_backward": (28.0, "B/score", "their backward"),
+    "host_efficiency": (0.85, "", _HOST),
     "launch": (6e-6, "s", "host time to start one eager op (5 to 7 us)"),
     "straggler": (0.00625, "per doubling of nodes", _STRAGGLER),
     "gather_copy": (4.0, "B/param", _GATHERED),

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from math import ceil, prod
-from typing import NamedTuple
 
-from parallel3d.fsdp.layout import ceil_div
 from parallel3d.planner.cluster import Gpu
 from parallel3d.planner.constants import Constant, constant
+from parallel3d.planner.context import kept_beyond, merged_bytes, share_of, working_bytes
+from parallel3d.planner.heads import local_heads, rows_computed
 from parallel3d.planner.model_spec import (
     Activation,
     Attention,
@@ -21,60 +19,8 @@ from parallel3d.planner.model_spec import (
     ModelSpec,
     Unit,
 )
+from parallel3d.planner.recompute import KINDS
 from parallel3d.planner.workload import Workload
-
-# How attention's heads are shared by tensor-parallel ranks: what the fullest rank has. The same arithmetic as
-# ``tp/auto/heads.py``, without torch; ``tests/planner/test_head_shares.py`` compares the two.
-
-
-class HeadShare(NamedTuple):
-    """Numbers of heads of the fullest rank.
-
-    Attributes:
-        query: query heads.
-        kv: key and value heads that it computes.
-        paired: key and value heads that go into attention. Where query heads need different numbers of them,
-            each is repeated as often as query heads need it.
-    """
-
-    query: int
-    kv: int
-    paired: int
-
-
-@lru_cache(maxsize=4096)
-def head_share(heads: int, kv_heads: int, tp: int, fused: bool = False) -> HeadShare:
-    """How ``heads`` query heads and ``kv_heads`` key and value heads are divided over ``tp`` ranks.
-
-    Query heads that attend to one key and value head stay together: a rank has ceil(kv_heads / tp) such
-    groups. With fewer key and value heads than ranks the query heads are divided, and each rank has the keys
-    and values that its own need; but a ``fused`` matrix of queries, keys and values is then whole on each.
-    With fewer query heads than ranks each rank computes all heads.
-    """
-    if heads < tp or (fused and kv_heads < tp):
-        return HeadShare(heads, kv_heads, kv_heads)
-    if kv_heads >= tp:
-        groups = ceil_div(kv_heads, tp)
-        return HeadShare(groups * (heads // kv_heads), groups, groups)
-    ends = [rank * (heads // tp) + min(rank, heads % tp) for rank in range(tp + 1)]
-    # Of each rank: key and value head -> how many of its query heads attend to it.
-    wanted = [Counter(n * kv_heads // heads for n in range(*own)) for own in pairwise(ends)]
-    alike = len({number for own in wanted for number in own.values()}) == 1
-    query, span = ceil_div(heads, tp), max(map(len, wanted))
-    return HeadShare(query, span, span if alike else query)
-
-
-def rows_computed(size: int, heads: tuple[int, int] | None, kv: bool, tp: int) -> int:
-    """How many of ``size`` features, which ``tp`` divides, the fullest rank computes.
-
-    Args:
-        heads: (query heads, key and value heads) if the features are made of heads.
-        kv: whether they are made of key and value heads.
-    """
-    if heads is None or tp == 1:
-        return ceil_div(size, tp)
-    share = head_share(*heads, tp)
-    return size * share.kv // heads[1] if kv else size * share.query // heads[0]
 
 
 @dataclass(frozen=True)
@@ -106,13 +52,19 @@ class Kernels:
 
 
 @lru_cache(maxsize=4096)
-def kernels_of(unit: Unit, gpu: Gpu, work: Workload, tp: int, micro_batch: int) -> Kernels:
-    """The kernels of ``unit`` with ``micro_batch`` sequences, its layers divided over ``tp`` GPUs."""
-    gemms = gemms_of(unit, gpu, work, tp, micro_batch)
+def kernels_of(
+    unit: Unit, gpu: Gpu, work: Workload, tp: int, micro_batch: int, cp: int = 1
+) -> Kernels:
+    """The kernels of ``unit`` with ``micro_batch`` sequences, its layers divided over ``tp`` GPUs.
+
+    Args:
+        cp: over how many the sequences are.
+    """
+    gemms = gemms_of(unit, gpu, work, tp, micro_batch, cp)
     each = [seconds for _, way, _, seconds in gemms if way == "forward"]
-    attention = [attention_time(a, gpu, work, tp, micro_batch) for a in unit.attention]
+    attention = [attention_time(a, gpu, work, tp, micro_batch, cp) for a in unit.attention]
     counted = [elements(e, unit, work, tp) for e in unit.elementwise]
-    size = micro_batch * work.seq_len * work.compute_itemsize / memory_rate(gpu)
+    size = micro_batch * work.local_tokens(cp) * work.compute_itemsize / memory_rate(gpu)
     matmul = sum(each), sum(seconds for _, way, _, seconds in gemms if way != "forward")
     attended = sum(a[0] for a in attention), sum(a[1] for a in attention)
     elementwise = sum(e[0] for e in counted) * size, sum(e[1] for e in counted) * size
@@ -120,39 +72,27 @@ def kernels_of(unit: Unit, gpu: Gpu, work: Workload, tp: int, micro_batch: int) 
     flops = [2.0 * m * n * k for _, way, (m, n, k), _ in gemms if way == "forward"]
     scored = 0.0
     for a in unit.attention:
-        scores = micro_batch * local_heads(a, tp).query * work.seq_len**2
+        share = share_of(a, work, tp, cp)
+        scores = micro_batch * share.heads.query * share.part * work.seq_len**2
         scored += 4.0 * scores * a.head_dim / (2 if a.causal else 1)
     all_flops = sum(flops) + scored
     backward_flops = 2 * sum(flops) + scored * constant("attention_backward").value
     started = [(1, 1) if work.compile else e.kernels for e in unit.elementwise]
     started += [(1, 2)] * (len(unit.matmuls) + len(unit.attention))
     host = constant("launch").value
+    again = again_flops = 0.0
+    if unit.kind == "block":
+        kind = KINDS[work.checkpointing]
+        again = kind.again(forward, each, elementwise[0])
+        again_flops = kind.again(all_flops, flops, 0.0)
     return Kernels(
         matmul,
         attended,
         elementwise,
-        _recomputed(unit, work, forward, each, elementwise[0]),
-        (all_flops, backward_flops, _recomputed(unit, work, all_flops, flops, 0.0)),
+        again,
+        (all_flops, backward_flops, again_flops),
         (sum(n for n, _ in started) * host, sum(n for _, n in started) * host),
     )
-
-
-def _recomputed(
-    unit: Unit, work: Workload, forward: float, matmuls: list[float], elementwise: float
-) -> float:
-    """The part of ``forward`` (seconds or FLOPs) that checkpointing computes again in backward.
-
-    Args:
-        matmuls: of each matmul; elementwise: of all elementwise kernels.
-    """
-    if unit.kind != "block":
-        return 0.0
-    return {
-        "none": 0.0,
-        "full": forward,
-        "selective_layer": forward / 2,
-        "selective_op": sum(matmuls[1::2]) + elementwise,
-    }[work.checkpointing]
 
 
 def memory_rate(gpu: Gpu) -> float:
@@ -173,16 +113,11 @@ def local_sizes(matmul: Matmul, tp: int) -> tuple[int, int]:
     return (n, rows_computed(k, matmul.heads, matmul.kv, tp)) if split == "k" else (n, k)
 
 
-def local_heads(attention: Attention, tp: int) -> HeadShare:
-    """Heads of the fullest rank."""
-    return head_share(attention.heads, attention.kv_heads, tp, attention.fused)
-
-
 def gemms_of(
-    unit: Unit, gpu: Gpu, work: Workload, tp: int, micro_batch: int
+    unit: Unit, gpu: Gpu, work: Workload, tp: int, micro_batch: int, cp: int = 1
 ) -> list[tuple[str, str, tuple[int, int, int], float]]:
     """(name, "forward", "input gradient" or "weight gradient", (m, n, k), seconds) of one unit's matmuls."""
-    tokens = micro_batch * work.seq_len
+    tokens = micro_batch * work.local_tokens(cp)
     found = []
     for each in unit.matmuls:
         n, k = local_sizes(each, tp)
@@ -221,11 +156,13 @@ def best_attention(gpu: Gpu) -> str:
 
 
 def attention_time(
-    attention: Attention, gpu: Gpu, work: Workload, tp: int, micro_batch: int
+    attention: Attention, gpu: Gpu, work: Workload, tp: int, micro_batch: int, cp: int = 1
 ) -> tuple[float, float]:
     """(forward, backward) seconds of the attention of one unit."""
-    heads, seq = local_heads(attention, tp).query, work.seq_len
-    scores = micro_batch * heads * seq * seq
+    share = share_of(attention, work, tp, cp)
+    scores = micro_batch * share.heads.query * share.part * work.seq_len**2
+    merged = merged_bytes(attention, work, tp, cp) * micro_batch * work.local_tokens(cp)
+    merging = merged / memory_rate(gpu)
     whole = 4 * scores * attention.head_dim
     kernel = attention_kernel(gpu, work)
     if kernel == "naive":
@@ -233,10 +170,11 @@ def attention_time(
         memory = scores * work.compute_itemsize / 2 / memory_rate(gpu)
         forward = constant("naive_forward").value * memory
         backward = constant("naive_backward").value * memory
-        return whole / rate + forward, 2 * whole / rate + backward
+        return whole / rate + forward + merging, 2 * whole / rate + backward + merging
     flops = whole / 2 if attention.causal else whole
-    forward = flops / attention_rate(gpu, kernel, seq, attention.head_dim, work.compute_itemsize)
-    return forward, forward * constant("attention_backward").value
+    rate = attention_rate(gpu, kernel, share.length, attention.head_dim, work.compute_itemsize)
+    forward = flops / rate
+    return forward + merging, forward * constant("attention_backward").value + merging
 
 
 def attention_rate(gpu: Gpu, kernel: str, seq: int, head_dim: int, itemsize: int) -> float:
@@ -299,35 +237,60 @@ class Activations:
 
     Attributes:
         kept: of all units, at the end of forward.
-        block: activations of one block that are computed again for its backward.
-        gathered: inputs that tensor parallelism gathers for a moment, or sums.
+        block: activations of one block that are computed again for its backward, or come from the host.
+        gathered: inputs that tensor parallelism gathers for a moment, or sums; buffers of attention over cp.
         logits: logits, loss and their gradients at the peak.
+        host: of all blocks, in the host's memory.
     """
 
     kept: int
     block: int
     gathered: int
     logits: int
+    host: int = 0
 
 
 def activations_of(
-    model: ModelSpec, gpu: Gpu, work: Workload, tp: int, micro_batch: int
+    model: ModelSpec, gpu: Gpu, work: Workload, tp: int, micro_batch: int, cp: int = 1
 ) -> Activations:
-    """The activations of ``micro_batch`` sequences."""
-    tokens = micro_batch * work.seq_len
-    kept = live = 0.0
+    """The activations of ``micro_batch`` sequences.
+
+    What goes to the host is on the GPU for two blocks: the one that computes, and the one beside it that is
+    on its way.
+    """
+    tokens = micro_batch * work.local_tokens(cp)
+    kept = live = host = buffers = 0.0
     for unit in model.units:
-        whole = _bytes(unit, unit.activations, gpu, work, tp)
-        mine = _kept(unit, whole, gpu, work, tp)
-        kept += unit.count * mine
+        whole = _whole(unit, gpu, work, tp, cp)
+        mine = _kept(unit, whole, gpu, work, tp, cp)
+        moved = offloaded(unit, gpu, work, tp, cp)
+        kept += unit.count * (mine - moved) + min(unit.count, 1) * moved
+        host += unit.count * moved
         if unit.kind == "block":
-            live = max(live, whole if work.checkpointing == "selective_layer" else whole - mine)
+            again = whole if work.checkpointing == "selective_layer" else max(whole - mine, 0.0)
+            live = max(live, again + moved)
+        buffers = max([buffers, *(working_bytes(a, work, tp, cp) for a in unit.attention)])
     if work.checkpointing == "none":
         live = 0.0
     features = max((n for u in model.units for n in u.tp_inputs + u.tp_outputs), default=0)
     gathered = 3 * features * tokens * work.compute_itemsize if tp > 1 else 0
     logits = ceil(model.vocab / share("loss", work, tp)) * tokens * logit_bytes(work)
-    return Activations(int(kept * tokens), int(live * tokens), int(gathered), int(logits))
+    return Activations(
+        int(kept * tokens),
+        int(live * tokens),
+        int(gathered + buffers * tokens),
+        int(logits),
+        int(host * tokens),
+    )
+
+
+def offloaded(unit: Unit, gpu: Gpu, work: Workload, tp: int, cp: int) -> float:
+    """Bytes a token that one unit sends to the host in forward and fetches in backward."""
+    if unit.kind != "block":
+        return 0.0
+    if work.checkpointing == "offload":
+        return _whole(unit, gpu, work, tp, cp)
+    return _entry(unit, work, tp) if work.checkpointing == "full_offload" else 0.0
 
 
 def logit_bytes(work: Workload) -> int:
@@ -335,21 +298,39 @@ def logit_bytes(work: Workload) -> int:
     return _LOGIT["fused" if work.fused_loss else "compiled" if work.compile else "eager"]
 
 
-def _kept(unit: Unit, whole: float, gpu: Gpu, work: Workload, tp: int) -> float:
-    """Bytes a token that one unit keeps until its backward; ``whole``: all its activations."""
-    if unit.kind != "block" or work.checkpointing == "none":
-        return whole
-    sequence = share("sequence", work, tp)
+def _whole(unit: Unit, gpu: Gpu, work: Workload, tp: int, cp: int) -> float:
+    """Bytes a token that one unit keeps without recomputation."""
+    beyond = sum(kept_beyond(a, work, tp, cp) for a in unit.attention) * work.compute_itemsize
+    return _bytes(unit, unit.activations, gpu, work, tp) + beyond
+
+
+def _entry(unit: Unit, work: Workload, tp: int) -> float:
+    """Bytes a token of a block's input."""
     inputs = [*unit.tp_outputs, *(m.k for m in unit.matmuls)]
-    entry = (inputs[0] if inputs else 0) / sequence * work.compute_itemsize
-    if work.checkpointing == "full":
+    return (inputs[0] if inputs else 0) / share("sequence", work, tp) * work.compute_itemsize
+
+
+def _kept(unit: Unit, whole: float, gpu: Gpu, work: Workload, tp: int, cp: int) -> float:
+    """Bytes a token that one unit keeps until its backward; ``whole``: all its activations."""
+    if unit.kind != "block" or work.checkpointing in ("none", "offload"):
+        return whole
+    entry = _entry(unit, work, tp)
+    if work.checkpointing in ("full", "full_offload"):
         return entry
     if work.checkpointing == "selective_layer":
         return (whole + entry) / 2
-    kept = unit.matmuls[0::2]
-    outputs = sum(local_sizes(m, tp)[0] / (1 if m.split == "n" else sequence) for m in kept)
+    sequence = share("sequence", work, tp)
     attended = [a for a in unit.activations if a.of == "attention"]
-    return entry + outputs * work.compute_itemsize + _bytes(unit, attended, gpu, work, tp)
+    if work.checkpointing == "selective":
+        # A rowwise matmul's result is summed over tp: both are kept.
+        results = float(sum(local_sizes(m, tp)[0] for m in unit.matmuls))
+        if tp > 1:
+            results += sum(unit.tp_inputs) * (sequence > 1) + sum(unit.tp_outputs) / sequence
+        results += sum(kept_beyond(a, work, tp, cp) for a in unit.attention)
+    else:
+        kept = unit.matmuls[0::2]
+        results = sum(local_sizes(m, tp)[0] / (1 if m.split == "n" else sequence) for m in kept)
+    return entry + results * work.compute_itemsize + _bytes(unit, attended, gpu, work, tp)
 
 
 def _bytes(

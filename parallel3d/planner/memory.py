@@ -67,7 +67,7 @@ def state_memory(
     if work.sharding != "fsdp":
         return _unsharded_state(model, layout, work)
     widths = Widths(work.param_itemsize, work.compute_itemsize, work.reduce_itemsize)
-    sizes = layout.shard, layout.tp, widths.rest
+    sizes = layout.shard * layout.cp, layout.tp, widths.rest
     layouts = tuple(
         unit_layout(u, *sizes, work.sequence_parallel, zero_copy_bytes) for u in model.units
     )
@@ -95,6 +95,7 @@ def state_memory(
             "parameters of a rank": numel,
             "of them trained": trained,
             "shard": layout.shard,
+            **({"cp": layout.cp} if layout.cp > 1 else {}),
             "tp": layout.tp,
             "unsharded block": max(blocks, default=0),
         },
@@ -160,6 +161,8 @@ class Memory:
         upper: an upper bound of ``reserved``: more fragmentation, and allocations that are not modelled.
         needed: ``reserved``, the device's context and communicators: what must fit.
         capacity: the GPU's memory.
+        host: activations of this GPU in the host's memory.
+        host_capacity: the GPU's part of that memory.
     """
 
     terms: dict[str, Term]
@@ -170,17 +173,20 @@ class Memory:
     upper: float
     needed: float
     capacity: float
+    host: float = 0.0
+    host_capacity: float = 0.0
 
     @property
     def fits(self) -> bool:
-        return self.needed <= self.capacity
+        return self.needed <= self.capacity and self.host <= self.host_capacity
 
 
 def memory_of(step: Step) -> Memory:
     """The memory at the peak of a step, from the second on, when the optimizer has its state."""
     model, work, gpu = step.model, step.workload, step.cluster.gpu
-    state = state_memory(model, step.layout, work)
-    kept = activations_of(model, gpu, work, step.layout.tp, step.micro_batch)
+    layout = step.layout
+    state = state_memory(model, layout, work)
+    kept = activations_of(model, gpu, work, layout.tp, step.micro_batch, layout.cp)
     moments = _moments(state, kept, step.accumulation)
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     inputs: dict[str, Mapping[str, float | str]] = {
@@ -189,10 +195,11 @@ def memory_of(step: Step) -> Memory:
             "computed again": kept.block,
             "gathered": kept.gathered,
             "checkpointing": work.checkpointing,
+            **({"on the host": kept.host} if kept.host else {}),
         },
         "logits and loss": {
             "micro_batch": step.micro_batch,
-            "seq_len": work.seq_len,
+            "tokens of a sequence": work.local_tokens(layout.cp),
             "vocab": model.vocab,
             "bytes a logit": logit_bytes(work),
             "loss_parallel": str(work.loss_parallel),
@@ -227,6 +234,8 @@ def memory_of(step: Step) -> Memory:
         upper=reserved + allocated * (constant("fragmentation_upper").value - fragmentation.value),
         needed=reserved + context.value,
         capacity=gpu.capacity_gib * 2**30,
+        host=float(kept.host),
+        host_capacity=gpu.host_gib * 2**30,
     )
 
 
@@ -267,6 +276,6 @@ _FORMULAS = {
     "unsharded parameters": "parameters of the units that are whole at the peak, compute dtype",
     "gather and reduce buffers": "of the units in flight",
     "activations": "sum over units of what forward keeps + one block computed again + gathered inputs",
-    "logits and loss": "micro_batch * seq_len * vocab * bytes a logit / (tp if loss_parallel)",
+    "logits and loss": "micro_batch * tokens of a sequence * vocab * bytes a logit / (tp if loss_parallel)",
     "optimizer's temporaries": "what the optimizer's step allocates",
 }

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import product
-from math import prod
 from typing import Any
 
 from parallel3d.errors import PlanningError
 from parallel3d.mesh import MeshLayout
-from parallel3d.mesh.axes import AXES
 from parallel3d.planner.arguments import check_choice, check_number
 from parallel3d.planner.cluster import Cluster
 from parallel3d.planner.constants import Term, shown
+from parallel3d.planner.context import why_not_ulysses
 from parallel3d.planner.model_spec import ModelSpec
 from parallel3d.planner.prediction import Prediction, predict
+from parallel3d.planner.recompute import OWN
 from parallel3d.planner.workload import CHECKPOINTING, Workload
 
 # MeshPlan: what plan has found, and the questions that one asks of it.
@@ -69,7 +69,7 @@ class MeshPlan:
         closest = min(self.refused, key=lambda r: r.needed or float("inf"))
         if closest.prediction is None:
             raise PlanningError(f"no layout is legal: {first.layout}: {first.reason}")
-        full = closest.prediction.workload.checkpointing == "full"
+        full = closest.prediction.workload.checkpointing in ("full", "offload")
         other = "" if full else ", or checkpointing='full'"
         raise PlanningError(
             f"nothing fits; {closest.layout} comes closest and {closest.reason}. Take more GPUs or a shorter "
@@ -132,7 +132,7 @@ class MeshPlan:
             size = max(int(base.micro_batch * factor), 1)
             whole = size * base.accumulation * base.layout.data_size
             batch = replace(work, micro_batch=size, global_batch=whole)
-            length = max(int(work.seq_len * factor), base.layout.tp)
+            length = max(int(work.seq_len * factor), base.layout.tp, 2 * base.layout.cp)
             longer = replace(work, seq_len=length, micro_batch=base.micro_batch)
             nic, bandwidth = cluster.nic * factor, gpu.bandwidth * factor
             wider = replace(cluster, gpu=replace(gpu, bandwidth=bandwidth))
@@ -146,6 +146,16 @@ class MeshPlan:
                 found = value, result.tokens_per_second_per_gpu, result.fits
                 tried.setdefault(name, []).append(found)
         return tried
+
+    def recomputation(self, prediction: Prediction | None = None) -> tuple[Prediction, ...]:
+        """The fastest, or ``prediction``, with each kind of recomputation that ``parallelize`` has."""
+        base = prediction or self.best
+        kinds = dict.fromkeys((*OWN, base.workload.checkpointing))
+        works = (
+            replace(base.workload, micro_batch=base.micro_batch, checkpointing=kind)
+            for kind in kinds
+        )
+        return tuple(predict(self.model, base.layout, base.cluster, work) for work in works)
 
     def pareto(self) -> tuple[Prediction, ...]:
         """The candidates for which none is faster with as little memory, by memory."""
@@ -163,10 +173,7 @@ class MeshPlan:
             "gpu": self.cluster.gpu.name,
             "nodes": self.cluster.nodes,
             "candidates": [each.as_dict() for each in self.candidates[:most]],
-            "refused": [
-                {"layout": dict(zip(AXES, r.layout.sizes, strict=True)), "reason": r.reason}
-                for r in self.refused
-            ],
+            "refused": [{"layout": r.layout.as_dict(), "reason": r.reason} for r in self.refused],
         }
 
 
@@ -198,8 +205,12 @@ def refusal(model: ModelSpec, layout: MeshLayout, cluster: Cluster, work: Worklo
     nothing: with fewer heads than ranks each rank computes all attention.
     """
     tp = layout.tp
-    if work.sharding != "fsdp" and layout.shard > 1:
-        return f"{work.sharding} shards nothing over shard, which is {layout.shard}; it must be 1"
+    for axis in ("shard", "cp"):
+        if work.sharding != "fsdp" and getattr(layout, axis) > 1:
+            size = getattr(layout, axis)
+            return f"{work.sharding} shards nothing over {axis}, which is {size}; it must be 1"
+    if layout.cp > 1 and (why := _context_refusal(model, layout, work)) is not None:
+        return why
     if tp == 1:
         return None
     joined = f"the {cluster.domain} GPUs that fast links join"
@@ -219,7 +230,22 @@ def refusal(model: ModelSpec, layout: MeshLayout, cluster: Cluster, work: Worklo
     return None
 
 
+def _context_refusal(model: ModelSpec, layout: MeshLayout, work: Workload) -> str | None:
+    """The first rule that ``cp`` breaks; it is not 1."""
+    cp, every = layout.cp, [a for unit in model.units for a in unit.attention]
+    if not every:
+        return f"cp {cp}: {model.name} has no attention, over whose tokens it would be"
+    if work.seq_len < 2 * cp:
+        return f"cp {cp} cuts sequences into {2 * cp} parts, and they have {work.seq_len} tokens"
+    if work.cp_attention == "ulysses":
+        reasons = (why_not_ulysses(a, layout.tp, cp) for a in every)
+        return next((f"{why}, which ulysses shares" for why in reasons if why), None)
+    return None
+
+
 _MOST_MICRO = 64
+_LEAST_TOKENS = 16384
+"""Of a sequence on one rank of cp, where no sizes of cp are asked for: with less, exchanges cost more."""
 
 
 def plan(
@@ -230,6 +256,7 @@ def plan(
     replicate: int | Iterable[int] | None = None,
     shard: int | Iterable[int] | None = None,
     tp: int | Iterable[int] | None = None,
+    cp: int | Iterable[int] | None = None,
     checkpointing: str | Sequence[str] | None = None,
     reshard_after_forward: bool | Sequence[bool] | None = None,
     memory_limit_gib: float | None = None,
@@ -239,7 +266,9 @@ def plan(
     Args:
         workload: without ``micro_batch`` powers of two up to what the global batch leaves are tried.
         replicate, shard, tp: sizes that these axes may have; any by default.
-        checkpointing: kinds to try; the workload's own by default, ``planner.CHECKPOINTING`` for all.
+        cp: the same; by default 1, and those that leave a rank 16,384 tokens of a sequence or more.
+        checkpointing: kinds to try. By default the workload's own if that isn't "none", else all that
+            ``parallelize`` has; ``planner.CHECKPOINTING`` are all that are known.
         reshard_after_forward: the same; the workload's own by default.
         memory_limit_gib: what a GPU may use, of what it has.
 
@@ -258,15 +287,21 @@ def plan(
         reshard_after_forward = (reshard_after_forward,)
     if memory_limit_gib is not None:
         check_number("memory_limit_gib", memory_limit_gib)
-    kinds = tuple(checkpointing or (workload.checkpointing,))
+    own = OWN if workload.checkpointing == "none" else (workload.checkpointing,)
+    kinds = tuple(checkpointing or own)
     for kind in kinds:
         check_choice("checkpointing", kind, CHECKPOINTING)
     reshards = tuple(reshard_after_forward or (workload.reshard_after_forward,))
-    axes = {"replicate": replicate, "shard": shard, "tp": tp}
-    layouts = list(_layouts(cluster.world_size, *(_sizes(*axis) for axis in axes.items())))
+    axes = {"replicate": replicate, "shard": shard, "cp": cp, "tp": tp}
+    allowed = {axis: _sizes(axis, sizes) for axis, sizes in axes.items()}
+    if cp is None:
+        longest = max(workload.seq_len // _LEAST_TOKENS, 1)
+        allowed["cp"] = frozenset(range(1, longest + 1 if workload.sharding == "fsdp" else 2))
+    layouts = list(_layouts(cluster.world_size, allowed))
     if not layouts:
+        names = " x ".join(axis for axis in axes if axis != "cp" or cp is not None)
         raise PlanningError(
-            f"no replicate x shard x tp of the sizes that are asked for has {cluster.world_size} ranks"
+            f"no {names} of the sizes that are asked for has {cluster.world_size} ranks"
         )
     limit = min(cluster.gpu.capacity_gib, memory_limit_gib or float("inf")) * 2**30
     candidates: list[Prediction] = []
@@ -281,13 +316,14 @@ def plan(
         if why is not None:
             refused.append(Refused(layout, why))
             continue
-        combined = product(micro, kinds, reshards if layout.shard > 1 else reshards[:1])
+        is_sharded = layout.shard * layout.cp > 1
+        combined = product(micro, kinds, reshards if is_sharded else reshards[:1])
         works = [
             replace(workload, micro_batch=size, checkpointing=kind, reshard_after_forward=reshard)
             for size, kind, reshard in combined
         ]
         tried = [predict(model, layout, cluster, work) for work in works]
-        fitting = [p for p in tried if p.memory.needed <= limit]
+        fitting = [p for p in tried if p.memory.needed <= limit and p.fits]
         candidates += fitting
         if not fitting:
             least = min(tried, key=lambda p: p.memory.needed)
@@ -295,6 +331,11 @@ def plan(
                 f"needs {least.memory.needed / 2**30:.1f} GiB of {limit / 2**30:.1f} with micro-batch "
                 f"{least.micro_batch} and {least.workload.checkpointing} checkpointing"
             )
+            if least.memory.needed <= limit:
+                why += (
+                    f", and {least.memory.host / 2**30:.0f} GiB of the {cluster.gpu.host_gib:g} of host "
+                    "memory that a GPU has"
+                )
             refused.append(Refused(layout, why, least))
     candidates.sort(key=lambda p: -p.tokens_per_second_per_gpu)
     return MeshPlan(model, cluster, workload, tuple(candidates), tuple(refused))
@@ -309,14 +350,20 @@ def _sizes(name: str, sizes: int | Iterable[int] | None) -> frozenset[int] | Non
     return allowed
 
 
-def _layouts(world: int, *allowed: frozenset[int] | None) -> Iterator[MeshLayout]:
-    """All layouts of ``world`` ranks; ``allowed``: sizes of replicate, shard and tp; None: any."""
+def _layouts(world: int, allowed: Mapping[str, Set[int] | None]) -> Iterator[MeshLayout]:
+    """All layouts of ``world`` ranks; ``allowed``: sizes of each axis; None: any."""
     divisors = [n for n in range(1, world + 1) if world % n == 0]
-    for tp, shard in product(divisors, divisors):
-        sizes = (world // tp // shard, shard, tp)
-        known = zip(sizes, allowed, strict=True)
-        if prod(sizes) == world and all(own is None or size in own for size, own in known):
-            yield MeshLayout(*sizes)
+
+    def of(axis: str, left: int) -> list[int]:
+        known = allowed[axis]
+        return [n for n in divisors if left % n == 0 and (known is None or n in known)]
+
+    for tp in of("tp", world):
+        for cp in of("cp", world // tp):
+            for shard in of("shard", world // tp // cp):
+                replicate = world // tp // cp // shard
+                if allowed["replicate"] is None or replicate in allowed["replicate"]:
+                    yield MeshLayout(replicate, shard, tp, cp=cp)
 
 
 def _micro_batches(layout: MeshLayout, work: Workload) -> Iterator[int]:
@@ -347,8 +394,10 @@ TIME = {
     "elementwise": ("elementwise",),
     "recompute": ("recompute",),
     "tensor parallel": ("tensor parallel",),
+    "context parallel": ("context parallel",),
     "exposed gather, reduce": ("exposed gather", "exposed reduce"),
     "exposed all-reduce": ("exposed all_reduce",),
+    "exposed offload": ("exposed offload",),
     "stragglers": ("stragglers",),
     "slowdown": ("slowdown",),
     "copies, launch": ("copies", "launch", "accumulate"),
@@ -377,14 +426,21 @@ def time_groups(prediction: Prediction) -> dict[str, float]:
 
 
 def short(prediction: Prediction) -> str:
-    """The layout's sizes, "4 x 8 x 8": replicate, shard, tp."""
-    return " \N{MULTIPLICATION SIGN} ".join(map(str, prediction.layout.sizes))
+    """The layout's sizes, "4 x 8 x 8": replicate, shard, tp; "4 x 8 x cp 2 x 8" if cp isn't 1."""
+    return sizes_of(prediction.layout, " \N{MULTIPLICATION SIGN} ")
+
+
+def sizes_of(layout: MeshLayout, between: str) -> str:
+    """The sizes, with ``between`` them; that of cp, if there is one, with its name."""
+    each = layout.as_dict().items()
+    return between.join(f"cp {size}" if axis == "cp" else str(size) for axis, size in each)
 
 
 def setting(prediction: Prediction) -> str:
     """Checkpointing, and whether parameters are kept between forward and backward."""
     kind = prediction.workload.checkpointing.replace("_", " ")
-    keeps = not prediction.workload.reshard_after_forward and prediction.layout.shard > 1
+    layout = prediction.layout
+    keeps = not prediction.workload.reshard_after_forward and layout.shard * layout.cp > 1
     return f"{kind}, keep" if keeps else kind
 
 
@@ -412,7 +468,7 @@ def reasons(refused: Iterable[Refused], most: int = 3) -> list[Reason]:
     counted = []
     for same in sorted(kinds.values(), key=len, reverse=True):
         near = sorted(same, key=lambda r: r.needed)
-        names = ["\N{MULTIPLICATION SIGN}".join(map(str, r.layout.sizes)) for r in near]
+        names = [sizes_of(r.layout, "\N{MULTIPLICATION SIGN}") for r in near]
         text = ", ".join(names[:most]) + (" \N{HORIZONTAL ELLIPSIS}" if len(names) > most else "")
         counted.append(Reason(near[0].reason, len(same), text))
     return counted

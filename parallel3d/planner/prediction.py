@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from parallel3d.errors import PlanningError
 from parallel3d.mesh import MeshLayout
-from parallel3d.mesh.axes import AXES
 from parallel3d.planner.cluster import (
     AxisLink,
     Cluster,
@@ -17,8 +16,10 @@ from parallel3d.planner.cluster import (
     collective_time,
     describe_collective,
     link_of,
+    shard_link,
 )
 from parallel3d.planner.constants import Constant, Term, constant, explained, shown
+from parallel3d.planner.context import chosen, exchanges, merged_bytes, share_of
 from parallel3d.planner.kernels import (
     attention_constants,
     attention_kernel,
@@ -26,12 +27,12 @@ from parallel3d.planner.kernels import (
     elements,
     gemms_of,
     kernels_of,
-    local_heads,
     matmul_rate,
     memory_rate,
 )
 from parallel3d.planner.memory import Memory, memory_of
 from parallel3d.planner.model_spec import ModelSpec, Unit
+from parallel3d.planner.recompute import KINDS
 from parallel3d.planner.step_time import StepTime, local_numel, step_time, tp_collectives
 from parallel3d.planner.workload import Step, Workload
 
@@ -65,8 +66,9 @@ class Prediction(Step):
 
     @property
     def tokens_per_gpu(self) -> float:
-        """Tokens of a step, divided by the GPUs; the ranks of a tp group share their tokens."""
-        return self.micro_batch * self.accumulation * self.workload.seq_len / self.layout.tp
+        """Tokens of a step, divided by the GPUs; the ranks of cp and tp groups share their tokens."""
+        sharing = self.layout.cp * self.layout.tp
+        return self.micro_batch * self.accumulation * self.workload.seq_len / sharing
 
     @property
     def tokens_per_second_per_gpu(self) -> float:
@@ -111,14 +113,16 @@ class Prediction(Step):
             "model": self.model.name,
             "gpu": self.cluster.gpu.name,
             "nodes": self.cluster.nodes,
-            "layout": dict(zip(AXES, self.layout.sizes, strict=True)),
+            "layout": self.layout.as_dict(),
             "micro_batch": self.micro_batch,
             "accumulation": self.accumulation,
             "checkpointing": self.workload.checkpointing,
+            **({"cp_attention": self.workload.cp_attention} if self.layout.cp > 1 else {}),
             "fits": self.fits,
             "memory_gib": {name: term.value / _GIB for name, term in memory.terms.items()},
             "peak": memory.moment,
             **{f"{name}_gib": getattr(memory, name) / _GIB for name in gib},
+            **({"host_gib": memory.host / _GIB} if memory.host else {}),
             "step_seconds": time.total,
             "seconds": {name: term.value for name, term in time.terms.items()},
             **{name: getattr(self, name) for name in rates},
@@ -143,11 +147,15 @@ def predict(
     if not isinstance(layout, MeshLayout):
         raise PlanningError(f"layout is {layout!r}; it must be a MeshLayout(replicate, shard, tp)")
     layout = layout.resolve(cluster.world_size)
-    if workload.sharding != "fsdp" and layout.shard > 1:
-        raise PlanningError(
-            f"{workload.sharding} shards nothing over shard, which is {layout.shard}; it must be 1: give "
-            f"replicate {layout.replicate * layout.shard}"
-        )
+    for axis in ("shard", "cp"):
+        size = getattr(layout, axis)
+        if workload.sharding != "fsdp" and size > 1:
+            raise PlanningError(
+                f"{workload.sharding} shards nothing over {axis}, which is {size}; it must be 1: give "
+                f"replicate {layout.replicate * size}"
+            )
+    if layout.cp > 1:
+        workload = replace(workload, cp_attention=chosen(model, workload, layout, cluster))
     arguments = model, layout, cluster, workload, *_batches(layout, workload)
     step = Step(*arguments)
     return Prediction(*arguments, memory_of(step), step_time(step))
@@ -212,8 +220,10 @@ def _rates(gpu: Gpu) -> Iterator[Term]:
 
 
 def _matmuls(prediction: Prediction, unit: Unit) -> Iterator[Term]:
-    gpu, work, tp = prediction.cluster.gpu, prediction.workload, prediction.layout.tp
-    for name, way, (m, n, k), seconds in gemms_of(unit, gpu, work, tp, prediction.micro_batch):
+    gpu, work, layout = prediction.cluster.gpu, prediction.workload, prediction.layout
+    for name, way, (m, n, k), seconds in gemms_of(
+        unit, gpu, work, layout.tp, prediction.micro_batch, layout.cp
+    ):
         yield Term(
             f"{name} {way}",
             seconds,
@@ -234,17 +244,20 @@ def _matmuls(prediction: Prediction, unit: Unit) -> Iterator[Term]:
 
 
 def _attention(prediction: Prediction, unit: Unit) -> Iterator[Term]:
-    gpu, work, tp = prediction.cluster.gpu, prediction.workload, prediction.layout.tp
-    kernel = attention_kernel(gpu, work)
+    gpu, work, layout = prediction.cluster.gpu, prediction.workload, prediction.layout
+    kernel, sizes = attention_kernel(gpu, work), (layout.tp, layout.cp)
     for attention in unit.attention:
-        both = attention_time(attention, gpu, work, tp, prediction.micro_batch)
+        both = attention_time(attention, gpu, work, layout.tp, prediction.micro_batch, layout.cp)
+        share = share_of(attention, work, *sizes)
         for way, seconds in zip(("forward", "backward"), both, strict=True):
             inputs: dict[str, float | str | Constant] = {
-                "heads of a rank": local_heads(attention, tp).query,
+                "heads of a rank": share.heads.query,
                 "head_dim": attention.head_dim,
                 "seq_len": work.seq_len,
                 "causal": str(attention.causal),
             }
+            if layout.cp > 1:
+                inputs["part of their scores"] = share.part
             if kernel == "naive":
                 formula = "4 b heads s^2 head_dim / matmul rate + bytes a score * b heads s^2 / memory rate"
                 inputs["bytes a score"] = constant(f"naive_{way}")
@@ -254,6 +267,13 @@ def _attention(prediction: Prediction, unit: Unit) -> Iterator[Term]:
                 if way == "backward":
                     formula += " * attention_backward"
                     inputs["attention_backward"] = constant("attention_backward")
+            if share.steps > 1:
+                formula += " + merged bytes of a ring's steps / memory rate"
+                merged = merged_bytes(attention, work, *sizes)
+                inputs["merged bytes"] = (
+                    merged * prediction.micro_batch * work.local_tokens(layout.cp)
+                )
+                inputs["tokens of a kernel"] = share.length
             if work.compute_itemsize > 2:
                 formula += " * fp32_slowdown"
                 inputs["fp32_slowdown"] = gpu.fp32_slowdown
@@ -262,9 +282,10 @@ def _attention(prediction: Prediction, unit: Unit) -> Iterator[Term]:
 
 def _elementwise(prediction: Prediction, unit: Unit) -> Iterator[Term]:
     work, tp, micro_batch = prediction.workload, prediction.layout.tp, prediction.micro_batch
-    kernels = kernels_of(unit, prediction.cluster.gpu, work, tp, micro_batch)
+    cp = prediction.layout.cp
+    kernels = kernels_of(unit, prediction.cluster.gpu, work, tp, micro_batch, cp)
     sizes: dict[str, float] = {
-        "tokens": micro_batch * work.seq_len,
+        "tokens": micro_batch * work.local_tokens(cp),
         "bytes an element": work.compute_itemsize,
     }
     for index, way in enumerate(("forward", "backward")):
@@ -277,21 +298,22 @@ def _elementwise(prediction: Prediction, unit: Unit) -> Iterator[Term]:
                 f"elementwise {way}", kernels.elementwise[index], formula, {**sizes, **moved}
             )
     if kernels.again:
-        formula = {
-            "full": "forward kernels",
-            "selective_layer": "forward kernels / 2",
-            "selective_op": "every second matmul forward + elementwise forward",
-        }[work.checkpointing]
-        yield Term("recompute", kernels.again, formula)
+        yield Term("recompute", kernels.again, KINDS[work.checkpointing].formula)
 
 
 def _collectives(prediction: Prediction, unit: Unit) -> Iterator[Term]:
     cluster, work, layout = prediction.cluster, prediction.workload, prediction.layout
-    tp, shard, replicate = (link_of(layout, axis, cluster) for axis in ("tp", "shard", "replicate"))
+    tp, cp, replicate = (link_of(layout, axis, cluster) for axis in ("tp", "cp", "replicate"))
+    shard = shard_link(layout, cluster)
     calls: list[tuple[str, str, float, AxisLink]] = [
         (f"tp {kind} {way}", kind, nbytes, tp)
-        for way, kind, nbytes in tp_collectives(unit, work, prediction.micro_batch, tp)
+        for way, kind, nbytes in tp_collectives(unit, work, prediction.micro_batch, tp, cp.size)
     ]
+    for attention in unit.attention:
+        for each in exchanges(attention, work, tp.size, cp.size, prediction.micro_batch):
+            times = f", {each.count} times" if each.count > 1 else ""
+            name = f"cp {each.operation} {each.way}{times}"
+            calls.append((name, each.operation, each.nbytes, cp))
     numel = local_numel(unit, layout.tp) if work.sharding == "fsdp" else 0
     gathered, reduced = numel * work.compute_itemsize, numel * work.reduce_itemsize
     if numel and shard.size > 1:

@@ -99,7 +99,8 @@ def predict_run(row: Row, models: Models) -> Prediction:
     """The prediction of one row, whose cells may be of upper or lower case. A blank cell gets its default:
 
     1 for the size of an axis, but ``replicate`` is what ``gpu_count`` leaves; 8 GPUs a node; micro_batch 1,
-    no accumulation; no checkpointing, no compile; the best kernel of the GPU for ``attention``; a fused norm;
+    no accumulation; no checkpointing, no compile; the best kernel of the GPU for ``attention``, and the kind
+    that the library chooses for ``cp_attention``; a fused norm;
     full resharding; no sequence or loss parallelism.
     The loss is fused where norms are, unless ``loss_parallel`` is blank. Gradients are reduced, and under
     ZeRO-1 kept, in fp32 if that fits, else in bf16.
@@ -124,21 +125,18 @@ def predict_run(row: Row, models: Models) -> Prediction:
 
 
 def _layout(row: Row) -> MeshLayout:
-    shard, tp = _int(row, "shard", 1), _int(row, "tp", 1)
-    count = _int(row, "gpu_count", 0)
-    if count % (shard * tp):
-        raise PlanningError(
-            f"gpu_count is {count}; it must be a multiple of shard * tp, {shard * tp}"
-        )
-    replicate = _int(row, "replicate", count // (shard * tp) or 1)
-    if count and replicate * shard * tp != count:
-        raise PlanningError(
-            f"gpu_count is {count}, but replicate * shard * tp is {replicate * shard * tp}"
-        )
+    shard, cp, tp = (_int(row, axis, 1) for axis in ("shard", "cp", "tp"))
+    count, copy = _int(row, "gpu_count", 0), shard * cp * tp
+    names = "shard * cp * tp" if cp > 1 else "shard * tp"
+    if count % copy:
+        raise PlanningError(f"gpu_count is {count}; it must be a multiple of {names}, {copy}")
+    replicate = _int(row, "replicate", count // copy or 1)
+    if count and replicate * copy != count:
+        raise PlanningError(f"gpu_count is {count}, but replicate * {names} is {replicate * copy}")
     if _word(row, "sharding", "fsdp", _SHARDING) != "fsdp":
         # Only the optimizer's state is sharded, over all data ranks.
         replicate, shard = replicate * shard, 1
-    return MeshLayout(replicate, shard, tp)
+    return MeshLayout(replicate, shard, tp, cp=cp)
 
 
 def _cluster(row: Row, world: int) -> Cluster:
@@ -170,6 +168,7 @@ def _workload(row: Row, layout: MeshLayout) -> Workload:
         checkpointing=_word(row, "activation_checkpoint", "none", _CHECKPOINTING),
         compile=_flag(row, "compile", False),
         attention=_word(row, "attention", "unknown", _ATTENTION),
+        cp_attention=row.get("cp_attention") or "auto",
         fused_norm=fused,
         fused_loss=fused and bool(row.get("loss_parallel")),
         sequence_parallel=_flag(row, "sequence_parallel", False),

@@ -6,12 +6,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import log2, prod
 
-from parallel3d.mesh.axes import AXES
-from parallel3d.planner.cluster import AxisLink, collective_time, link_of
-from parallel3d.planner.constants import Term, constant
+from parallel3d.planner.cluster import AxisLink, Gpu, collective_time, link_of, shard_link
+from parallel3d.planner.constants import Constant, Term, constant
+from parallel3d.planner.context import exchanges
 from parallel3d.planner.engine import tp_cut
-from parallel3d.planner.kernels import Kernels, kernels_of, memory_rate, share
+from parallel3d.planner.kernels import (
+    Kernels,
+    attention_time,
+    kernels_of,
+    memory_rate,
+    offloaded,
+    share,
+)
 from parallel3d.planner.model_spec import Unit
+from parallel3d.planner.recompute import KINDS
 from parallel3d.planner.workload import Step, Workload
 
 # The exposed part of the engine's communication, unit by unit.
@@ -26,10 +34,12 @@ class UnitTimes:
     """How many seconds each phase of a unit takes, for ``count`` equal units.
 
     Attributes:
-        forward, backward: computation and tensor parallelism's communication.
+        forward, backward: computation, and the communication of tensor and context parallelism.
         gather, reduce, all_reduce: the engine's collectives.
         gather_again: the all-gather in backward; 0 if the unit is not resharded after forward.
         tp_forward, tp_backward: tensor parallelism's part of the first two, for the timeline.
+        cp_forward, cp_backward: context parallelism's: what attention waits for.
+        offload: of one way of a unit's copies to and from the host.
     """
 
     count: int
@@ -41,6 +51,14 @@ class UnitTimes:
     all_reduce: float = 0.0
     tp_forward: float = 0.0
     tp_backward: float = 0.0
+    cp_forward: float = 0.0
+    cp_backward: float = 0.0
+    offload: float = 0.0
+
+    @property
+    def waits_for_host(self) -> float:
+        """Seconds that its forward and backward wait for copies, which run beside other units'."""
+        return max(0.0, self.offload - self.forward) + max(0.0, self.offload - self.backward)
 
 
 @dataclass
@@ -139,12 +157,12 @@ def step_time(step: Step) -> StepTime:
 
 
 def tp_collectives(
-    unit: Unit, work: Workload, micro_batch: int, link: AxisLink
+    unit: Unit, work: Workload, micro_batch: int, link: AxisLink, cp: int = 1
 ) -> list[tuple[str, str, int]]:
     """("forward" or "backward", operation, bytes) of the collectives over ``tp`` of one unit."""
     if link.size == 1:
         return []
-    size = micro_batch * work.seq_len * work.compute_itemsize
+    size = micro_batch * work.local_tokens(cp) * work.compute_itemsize
     inputs, outputs = ([size * n for n in each] for each in (unit.tp_inputs, unit.tp_outputs))
     if not work.sequence_parallel:
         calls = [("forward", "all_reduce", n) for n in outputs]
@@ -163,6 +181,11 @@ def local_numel(unit: Unit, tp: int) -> int:
     return sum(prod(tp_cut(p, tp)[1]) for p in unit.parameters)
 
 
+def host_rate(gpu: Gpu) -> float:
+    """Bytes a second of pinned copies to or from the host."""
+    return gpu.host * 1e9 * constant("host_efficiency").value
+
+
 class _Timing:
     """Computes ``step_time``."""
 
@@ -170,13 +193,17 @@ class _Timing:
         self.step, self.work, self.layout = step, step.workload, step.layout
         self.gpu, self.accumulation = step.cluster.gpu, step.accumulation
         self.units, self.rate = step.model.units, memory_rate(self.gpu)
-        self.links = {axis: link_of(self.layout, axis, step.cluster) for axis in AXES}
+        axes = "replicate", "cp", "tp"
+        self.links = {axis: link_of(self.layout, axis, step.cluster) for axis in axes}
+        self.links["shard"] = shard_link(self.layout, step.cluster)
 
     def time(self) -> StepTime:
-        units, tp, micro_batch = self.units, self.layout.tp, self.step.micro_batch
-        kernels = [kernels_of(u, self.gpu, self.work, tp, micro_batch) for u in units]
+        units, tp, cp = self.units, self.layout.tp, self.layout.cp
+        micro_batch = self.step.micro_batch
+        kernels = [kernels_of(u, self.gpu, self.work, tp, micro_batch, cp) for u in units]
         times = [self.unit_times(u, k) for u, k in zip(units, kernels, strict=True)]
         tp_total = sum(t.count * (t.tp_forward + t.tp_backward) for t in times)
+        tokens = micro_batch * self.work.local_tokens(cp)
         terms = [
             *self.compute_terms(kernels),
             Term(
@@ -187,9 +214,10 @@ class _Timing:
                     "accumulation": self.accumulation,
                     "tp": tp,
                     "collectives of a micro-batch": tp_total,
-                    "tokens": micro_batch * self.work.seq_len,
+                    "tokens": tokens,
                 },
             ),
+            *self.context_terms(times),
             *self.engine_terms(*self.exposed(times)),
             self.optimizer(),
         ]
@@ -199,7 +227,7 @@ class _Timing:
         useful = sum(u.count * (f[0] + f[1]) for u, f in zip(units, plain, strict=True))
         return StepTime(
             {term.name: term for term in terms},
-            useful * self.accumulation / tp,
+            useful * self.accumulation / tp / cp,
             sum(flops) * self.accumulation,
             list(zip(units, times, strict=True)),
         )
@@ -215,18 +243,41 @@ class _Timing:
     def tp_time(self, unit: Unit) -> tuple[float, float]:
         """(forward, backward) seconds of the collectives over ``tp`` of one unit."""
         total = {"forward": 0.0, "backward": 0.0}
-        calls = tp_collectives(unit, self.work, self.step.micro_batch, self.links["tp"])
-        for way, kind, nbytes in calls:
+        link, micro_batch = self.links["tp"], self.step.micro_batch
+        for way, kind, nbytes in tp_collectives(unit, self.work, micro_batch, link, self.layout.cp):
             total[way] += self.collective(kind, nbytes, "tp")
-        again = {"full": 1.0, "selective_layer": 0.5, "selective_op": 0.5}
-        if unit.kind == "block":
-            total["backward"] += total["forward"] * again.get(self.work.checkpointing, 0.0)
-        return total["forward"], total["backward"]
+        return self.with_repeated(unit, total)
+
+    def with_repeated(self, unit: Unit, total: dict[str, float]) -> tuple[float, float]:
+        """(forward, backward) seconds of collectives, with those that recomputation repeats."""
+        again = KINDS[self.work.checkpointing].collectives if unit.kind == "block" else 0.0
+        return total["forward"], total["backward"] + again * total["forward"]
+
+    def cp_time(self, unit: Unit) -> tuple[float, float]:
+        """(forward, backward) seconds that one unit's attention waits for, or is slower for, over ``cp``.
+
+        Beside the sends of a ring a step of attention computes; an all-to-all and a gather are waited for.
+        """
+        tp, cp, micro_batch = self.layout.tp, self.layout.cp, self.step.micro_batch
+        total = {"forward": 0.0, "backward": 0.0}
+        for a in unit.attention if cp > 1 else ():
+            whole = attention_time(a, self.gpu, self.work, tp, micro_batch, cp)
+            own = dict(zip(total, whole, strict=True))
+            for each in exchanges(a, self.work, tp, cp, micro_batch):
+                seconds = self.collective(each.operation, each.nbytes, "cp")
+                step = own[each.way] / cp if each.beside else 0.0
+                slowed = constant("overlap_slowdown").value * min(seconds, step)
+                total[each.way] += each.count * (slowed + max(0.0, seconds - step - slowed))
+        return self.with_repeated(unit, total)
 
     def unit_times(self, unit: Unit, kernels: Kernels) -> UnitTimes:
         work, shard = self.work, self.links["shard"].size
         tp_forward, tp_backward = self.tp_time(unit)
-        forward, backward = kernels.forward + tp_forward, kernels.backward + tp_backward
+        cp_forward, cp_backward = self.cp_time(unit)
+        forward = kernels.forward + tp_forward + cp_forward
+        backward = kernels.backward + tp_backward + cp_backward
+        moved = offloaded(unit, self.gpu, work, self.layout.tp, self.layout.cp)
+        moved *= self.step.micro_batch * work.local_tokens(self.layout.cp)
         numel = local_numel(unit, self.layout.tp)
         gather = reduce = summed = again = 0.0
         if work.sharding == "fsdp" and numel:
@@ -241,7 +292,9 @@ class _Timing:
                 forward += copy
                 backward += copied + (copy if again else 0.0)
         return UnitTimes(
-            unit.count, forward, backward, gather, again, reduce, summed, tp_forward, tp_backward
+            *(unit.count, forward, backward, gather, again, reduce, summed),
+            *(tp_forward, tp_backward, cp_forward, cp_backward),
+            offload=moved / host_rate(self.gpu),
         )
 
     def exposed(self, times: list[UnitTimes]) -> tuple[Exposed, Exposed]:
@@ -274,6 +327,35 @@ class _Timing:
         host = sum(u.count * (k.forward + k.backward) for u, k in each) - again - busy
         yield term("recompute", again, "what checkpointing computes again")
         yield term("launch", max(0.0, host), "host time beyond that of the kernels it starts")
+
+    def context_terms(self, times: list[UnitTimes]) -> Iterator[Term]:
+        """What attention waits for over ``cp``, and blocks for the host."""
+        n, cp = self.accumulation, self.layout.cp
+        waited = sum(t.count * (t.cp_forward + t.cp_backward) for t in times)
+        yield Term(
+            "context parallel",
+            waited * n,
+            "accumulation * sum of what the units' attention waits for over cp",
+            {
+                "accumulation": n,
+                "cp": cp,
+                "kind": self.work.cp_attention,
+                "of a micro-batch": waited,
+                "overlap_slowdown": constant("overlap_slowdown"),
+            },
+        )
+        copied = sum(t.count * t.offload for t in times)
+        yield Term(
+            "exposed offload",
+            sum(t.count * t.waits_for_host for t in times) * n,
+            "accumulation * sum over units of max(0, copy - forward) + max(0, copy - backward)",
+            {
+                "accumulation": n,
+                "copies of a micro-batch, each way": copied,
+                "host": Constant("host", self.gpu.host, "GB/s", self.gpu.source),
+                "host_efficiency": constant("host_efficiency"),
+            },
+        )
 
     def engine_terms(self, exposed: Exposed, last: Exposed) -> Iterator[Term]:
         """Copies in and out of buffers, exposed communication, accumulation."""
@@ -309,7 +391,8 @@ class _Timing:
     def optimizer(self) -> Term:
         """Parameters, gradients and state are read, parameters and state written."""
         work, numel, rate = self.work, self.numel(), self.rate
-        ranks = {"fsdp": self.layout.shard, "zero1": self.layout.replicate, "ddp": 1}[work.sharding]
+        sharded = self.links["shard"].size
+        ranks = {"fsdp": sharded, "zero1": self.layout.replicate, "ddp": 1}[work.sharding]
         per = 3 * work.param_itemsize + 2 * work.optimizer_bytes
         return Term(
             "optimizer",

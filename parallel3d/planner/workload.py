@@ -9,9 +9,11 @@ from parallel3d.mesh import MeshLayout
 from parallel3d.planner.arguments import check_choice, check_size
 from parallel3d.planner.cluster import Cluster
 from parallel3d.planner.model_spec import ModelSpec
+from parallel3d.planner.recompute import KINDS
 
-CHECKPOINTING = ("none", "selective_op", "selective_layer", "full")
+CHECKPOINTING = tuple(KINDS)
 """What ``Workload.checkpointing`` may be: which activations are recomputed in backward."""
+CP_ATTENTION = ("ulysses", "gather", "ring")
 ATTENTION = ("naive", "flash1", "triton", "flash2", "flash3", "cudnn")
 SHARDING = ("fsdp", "zero1", "ddp")
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -23,6 +25,7 @@ _CHOICES = {
     "optimizer": _OPTIMIZERS,
     "checkpointing": CHECKPOINTING,
     "attention": (None, *ATTENTION),
+    "cp_attention": ("auto", *CP_ATTENTION),
     "sharding": SHARDING,
 }
 
@@ -39,12 +42,17 @@ class Workload:
         param_dtype: dtype of parameters, gradients and optimizer state at rest.
         reduce_dtype: dtype in which gradients are reduced.
         optimizer: "adamw" (8 bytes of state a parameter), "sgd_momentum" (4), "sgd" (0), "adamw_8bit" (2).
-        checkpointing: activation checkpointing: "none", "full" (each block is computed again),
-            "selective_layer" (every second one), "selective_op" (the outputs of attention and of every
-            second matmul are kept, all others computed again).
+        checkpointing: activation checkpointing. As ``parallelize`` has it: "none"; "selective" (results of
+            matmuls, attention and collectives are kept, the rest is computed again); "offload" (what a block
+            keeps waits in the host's memory); "full" (each block is computed again). Of other frameworks:
+            "full_offload" (full, with the blocks' inputs on the host), "selective_layer" (every second block
+            is computed again), "selective_op" (of matmuls the results of every second one are kept).
         compile: torch.compile of each block: elementwise ops are fused.
         attention: the kernel; "naive" has the scores in memory. None: cudnn on Hopper and Blackwell, else
             flash2.
+        cp_attention: how attention communicates over ``cp``: "ulysses" (all-to-alls between heads and
+            sequence), "gather" (of keys and values), "ring" (they go from rank to rank), "auto": as the
+            library chooses.
         fused_norm: norms are one kernel also without ``compile``.
         fused_loss: the loss keeps no fp32 copies of the logits: one fp32 softmax, its gradient in place.
         sequence_parallel: norms and residuals are divided over ``tp``.
@@ -67,6 +75,7 @@ class Workload:
     checkpointing: str = "none"
     compile: bool = False
     attention: str | None = None
+    cp_attention: str = "auto"
     fused_norm: bool = True
     fused_loss: bool = False
     sequence_parallel: bool = True
@@ -85,6 +94,10 @@ class Workload:
         for name in ("micro_batch", "global_batch"):
             if getattr(self, name) is not None:
                 check_size(name, getattr(self, name))
+
+    def local_tokens(self, cp: int) -> int:
+        """Tokens of a sequence on one rank of ``cp``, padding included: two of 2 cp equal parts."""
+        return self.seq_len if cp == 1 else 2 * -(-self.seq_len // (2 * cp))
 
     @property
     def compute_itemsize(self) -> int:

@@ -1,0 +1,78 @@
+"""Kinds of recomputation: what of a block backward finds, computes again or fetches from the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """One kind.
+
+    Attributes:
+        what: in words.
+        argument: what ``parallelize(activation_checkpointing=)`` takes for it; None: parallelize hasn't it.
+        blocks: the part of the blocks whose forward is repeated.
+        collectives: the part of forward's collectives of tp and cp that is repeated.
+        elementwise: whether all elementwise kernels are run again.
+        matmuls: from which matmul on every second one is run again; None: none of them.
+    """
+
+    name: str
+    what: str
+    argument: bool | str | None = None
+    blocks: float = 0.0
+    collectives: float = 0.0
+    elementwise: bool = False
+    matmuls: int | None = None
+
+    def again(self, forward: float, matmuls: Sequence[float], elementwise: float) -> float:
+        """The part of a block's ``forward`` (seconds, FLOPs) that backward repeats.
+
+        Args:
+            matmuls: of each matmul; elementwise: of all elementwise kernels.
+        """
+        found = self.blocks * forward
+        if self.elementwise:
+            found += elementwise
+        if self.matmuls is not None:
+            found += sum(matmuls[self.matmuls :: 2])
+        return found
+
+    @property
+    def formula(self) -> str:
+        """What ``again`` computes, in words."""
+        parts = {
+            f"{self.blocks:g} * forward kernels": self.blocks > 0,
+            "every second matmul forward": self.matmuls is not None,
+            "elementwise forward": self.elementwise,
+        }
+        return " + ".join(part for part, counts in parts.items() if counts) or "0"
+
+
+_KINDS = (
+    Recomputation("none", "all activations are kept", False),
+    Recomputation(
+        "selective",
+        "results of matmuls, attention and the collectives of tp and cp are kept; the rest is computed again",
+        "selective",
+        elementwise=True,
+    ),
+    Recomputation("offload", "what blocks keep waits in the host's memory", "offload"),
+    Recomputation("full", "each block is computed again from its input", True, 1.0, 1.0),
+    Recomputation(
+        "full_offload", "as full, and the blocks' inputs wait in the host's memory", None, 1.0, 1.0
+    ),
+    Recomputation(
+        "selective_op",
+        "results of attention and of every second matmul are kept; the rest is computed again (torchtitan)",
+        collectives=0.5,
+        elementwise=True,
+        matmuls=1,
+    ),
+    Recomputation("selective_layer", "every second block is computed again", None, 0.5, 0.5),
+)
+KINDS = {kind.name: kind for kind in _KINDS}
+OWN = tuple(kind.name for kind in _KINDS if kind.argument is not None)
+"""Names of the kinds that ``parallelize`` has."""
