@@ -322,10 +322,11 @@ def _kept(unit: Unit, whole: float, gpu: Gpu, work: Workload, tp: int, cp: int) 
     sequence = share("sequence", work, tp)
     attended = [a for a in unit.activations if a.of == "attention"]
     if work.checkpointing == "selective":
-        # A rowwise matmul's result is summed over tp: both are kept.
-        results = float(sum(local_sizes(m, tp)[0] for m in unit.matmuls))
-        if tp > 1:
-            results += sum(unit.tp_inputs) * (sequence > 1) + sum(unit.tp_outputs) / sequence
+        # Of a rowwise matmul, whose result is only summed over tp, the sum is kept; of a colwise one also
+        # the input that tp gathers.
+        split = {"n": 1.0, "k": float(sequence)}
+        results = sum(local_sizes(m, tp)[0] / split.get(m.split or "", 1.0) for m in unit.matmuls)
+        results += sum(unit.tp_inputs) if sequence > 1 else 0
         results += sum(kept_beyond(a, work, tp, cp) for a in unit.attention)
     else:
         kept = unit.matmuls[0::2]

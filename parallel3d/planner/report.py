@@ -20,13 +20,15 @@ from parallel3d.planner.planning import (
     reasons,
     setting,
     short,
+    sizes_of,
     time_groups,
 )
 from parallel3d.planner.prediction import Prediction
+from parallel3d.planner.recompute import KINDS
 
 # The timeline: how much of a block's communication its compute hides, as bars on lanes.
 
-LANES = ("compute", "tp", "gather", "reduce", "all-reduce")
+LANES = ("compute", "tp", "cp", "gather", "reduce", "all-reduce", "host")
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Span:
     """A bar: ``seconds`` from ``start`` on ``lane``.
 
     Attributes:
-        kind: "compute", "tensor parallel", "slowdown", "hidden" or "exposed".
+        kind: "compute", "tensor parallel", "context parallel", "slowdown", "hidden" or "exposed".
         what: its description.
         phase: "forward" or "backward".
     """
@@ -59,33 +61,43 @@ def layer_spans(prediction: Prediction) -> list[Span]:
         return []
     unit, times = max(blocks, key=lambda each: each[0].count)
     around = prediction.workload.sequence_parallel
-    pieces = _pieces(unit, times.forward, times.tp_forward, around)
+    pieces = _pieces(unit, times.forward, times.tp_forward, times.cp_forward, around)
     beside = [("gather", "parameters of the next block", times.gather)]
-    forward = _phase(0.0, "forward", pieces, beside)
-    end = max((span.start + span.seconds for span in forward), default=0.0)
-    pieces = _pieces(unit, times.backward, times.tp_backward, around)
+    out = [("host", "activations of the block before", times.offload)]
+    forward = _phase(0.0, "forward", pieces, beside) + _beside(0.0, "forward", pieces, out)
+    end = max((span.start + span.seconds for span in forward), default=0.0) * 1.04
+    pieces = _pieces(unit, times.backward, times.tp_backward, times.cp_backward, around)
     beside = [
         ("gather", "parameters of the block before", times.gather_again),
         ("reduce", "gradients of the block after", times.reduce),
         ("all-reduce", "gradients of the block after, between copies", times.all_reduce),
     ]
-    return forward + _phase(end * 1.04, "backward", pieces, beside)
+    out = [("host", "activations of the block after", times.offload)]
+    backward = _phase(end, "backward", pieces, beside) + _beside(end, "backward", pieces, out)
+    return forward + backward
 
 
-def _pieces(unit: Unit, whole: float, tp: float, around: bool) -> list[tuple[str, float]]:
-    """(kind, seconds) of compute and tensor parallelism's collectives in turn.
+def _pieces(
+    unit: Unit, whole: float, tp: float, cp: float, around: bool
+) -> list[tuple[str, float]]:
+    """(kind, seconds) of compute and the collectives of tensor and context parallelism in turn.
 
     Args:
-        whole: seconds, with ``tp`` of them in collectives.
+        whole: seconds, with ``tp`` and ``cp`` of them in collectives.
         around: whether a collective is before and after each part (sequence parallel), else only after.
     """
-    if not tp:
-        return [("compute", whole)]
-    parts = max(len(unit.tp_inputs), len(unit.tp_outputs), 1)
+    parts = max(len(unit.tp_inputs), len(unit.tp_outputs), 1) if tp else 1
     before = tp / parts / 2 if around else 0.0
-    compute, after = (whole - tp) / parts, tp / parts - before
-    one = [("tensor parallel", before), ("compute", compute), ("tensor parallel", after)]
-    return one * parts
+    compute, after = (whole - tp - cp) / parts, tp / parts - before
+    own = [("compute", compute)]
+    if cp:  # around the first part's attention
+        own = [
+            *(("compute", compute / 3), ("context parallel", cp / 2), ("compute", compute / 3)),
+            *(("context parallel", cp / 2), ("compute", compute / 3)),
+        ]
+    pieces = [("tensor parallel", before), *own, ("tensor parallel", after)]
+    rest = [("tensor parallel", before), ("compute", compute), ("tensor parallel", after)]
+    return [*pieces, *rest * (parts - 1)] if tp else own
 
 
 def _phase(
@@ -97,17 +109,33 @@ def _phase(
     slower = constant("overlap_slowdown").value * min(together, compute)
     spans, at = [], start
     for kind, seconds in [*pieces, ("slowdown", slower)]:
-        lane = "tp" if kind == "tensor parallel" else "compute"
+        lane = {"tensor parallel": "tp", "context parallel": "cp"}.get(kind, "compute")
         what = "slower under collectives" if kind == "slowdown" else f"{kind} of the block"
         spans.append(Span(lane, at, seconds, kind, what, phase))
         at += seconds
-    end, at = at, start
+    spans += _hidden(start, at, phase, beside)
+    return [span for span in spans if span.seconds > 0]
+
+
+def _beside(
+    start: float, phase: str, pieces: list[tuple[str, float]], copies: list[tuple[str, str, float]]
+) -> list[Span]:
+    """Copies to and from the host, which run beside ``pieces`` and the collectives."""
+    end = start + sum(seconds for _, seconds in pieces)
+    return [span for span in _hidden(start, end, phase, copies) if span.seconds > 0]
+
+
+def _hidden(
+    start: float, end: float, phase: str, beside: list[tuple[str, str, float]]
+) -> list[Span]:
+    """What runs one after the other from ``start`` on: hidden until ``end``, and exposed after it."""
+    spans, at = [], start
     for lane, what, seconds in beside:
         hidden = min(max(end - at, 0.0), seconds)
         spans.append(Span(lane, at, hidden, "hidden", what, phase))
         spans.append(Span(lane, at + hidden, seconds - hidden, "exposed", what, phase))
         at += seconds
-    return [span for span in spans if span.seconds > 0]
+    return spans
 
 
 # The charts.
@@ -130,8 +158,10 @@ _TIME: dict[str, page.Fill] = {
     "elementwise": (page.GREEN, False),
     "recompute": (page.BLUE, True),
     "tensor parallel": (page.ORANGE, False),
+    "context parallel": (page.ORANGE, True),
     "exposed gather, reduce": (page.VERMILION, False),
     "exposed all-reduce": (page.VERMILION, True),
+    "exposed offload": (page.GREEN, True),
     "stragglers": (page.GREY, False),
     "slowdown": (page.YELLOW, False),
     "copies, launch": (page.PURPLE, False),
@@ -142,6 +172,7 @@ _SPANS: dict[str, tuple[str, page.Fill]] = {
     "compute": ("compute", (page.BLUE, False)),
     "slowdown": ("compute is slower", (page.YELLOW, False)),
     "tensor parallel": ("tensor parallel", (page.ORANGE, False)),
+    "context parallel": ("context parallel", (page.ORANGE, True)),
     "hidden": ("collective, hidden", (page.GREEN, False)),
     "exposed": ("collective, waited for", (page.VERMILION, False)),
 }
@@ -312,6 +343,7 @@ def write_report(plan: MeshPlan, path: str | PathLike[str]) -> None:
         "cards": _cards(each),
         "layouts": _layouts(plan),
         "refusals": _refusals(plan),
+        "recomputation": _recomputation(plan),
         "sensitivity": _sensitivity(plan),
         "explanation": escape(explanation),
         "figures": page.embedded(figures),
@@ -333,7 +365,7 @@ def _cards(each: Sequence[Prediction]) -> str:
         return '<p class="bad">No layout is legal.</p>'
     best, memory = each[0], each[0].memory
     cards = {
-        f"replicate {_TIMES} shard {_TIMES} tp": short(best),
+        f" {_TIMES} ".join(best.layout.axes): short(best),
         "micro-batch, accumulation": f"{best.micro_batch}, {best.accumulation}",
         "checkpointing": setting(best),
         "tokens/s/GPU": f"{best.tokens_per_second_per_gpu:,.0f}",
@@ -341,6 +373,11 @@ def _cards(each: Sequence[Prediction]) -> str:
         "step": f"{best.step_seconds:,.3f} s",
         "GiB needed": f"{memory.needed / _GIB:.1f} of {memory.capacity / _GIB:.1f}",
     }
+    if best.layout.cp > 1:
+        cards["attention over cp"] = best.workload.cp_attention
+    if memory.host:
+        of = f"{memory.host / _GIB:.0f} of {memory.host_capacity / _GIB:.0f}"
+        cards["GiB on the host, a GPU"] = of
     each_card = "<div><dt>{}</dt><dd>{}</dd></div>"
     shown = "".join(each_card.format(*map(escape, card)) for card in cards.items())
     verdict = "" if best.fits else '<p class="bad">This does not fit: it is what comes closest.</p>'
@@ -372,10 +409,35 @@ def _refusals(plan: MeshPlan) -> str:
     if not plan.refused:
         return "<p>None.</p>"
     kinds = [(r.text, str(r.count), r.examples) for r in reasons(plan.refused)]
-    each = [(f" {_TIMES} ".join(map(str, r.layout.sizes)), r.reason) for r in plan.refused]
+    each = [(sizes_of(r.layout, f" {_TIMES} "), r.reason) for r in plan.refused]
     every = f"<summary>All {len(each)}</summary>{table(('layout', 'why'), each, 2)}"
     numbers = table(("why (of the nearest to fit)", "how many", "layouts"), kinds, 1)
     return f"{numbers}<details>{every}</details>"
+
+
+def _recomputation(plan: MeshPlan) -> str:
+    if not plan.candidates:
+        return "<p>Nothing fits.</p>"
+    head = (
+        *("activation_checkpointing", "kind", "", "GiB", "GiB on the host"),
+        *("computed again, s", "waits for the host, s", "tokens/s/GPU"),
+    )
+    rows = []
+    for each in plan.recomputation():
+        kind, memory, terms = KINDS[each.workload.checkpointing], each.memory, each.time.terms
+        rows.append(
+            (
+                "" if kind.argument is None else repr(kind.argument),
+                kind.name.replace("_", " "),
+                kind.what,
+                f"{memory.needed / _GIB:.1f}" + ("" if each.fits else ", does not fit"),
+                f"{memory.host / _GIB:.1f}" if memory.host else "",
+                f"{terms['recompute'].value:,.3f}",
+                f"{terms['exposed offload'].value:,.3f}",
+                f"{each.tokens_per_second_per_gpu:,.0f}",
+            )
+        )
+    return table(head, rows, 3, wrap=False)
 
 
 def _sensitivity(plan: MeshPlan) -> str:

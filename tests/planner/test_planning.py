@@ -207,7 +207,7 @@ class TestPredict:
         ({"optimizer": "lion9"}, "optimizer is 'lion9'; it must be one of adamw"),
         (
             {"checkpointing": "some"},
-            "checkpointing is 'some'; it must be one of none, selective_op",
+            "checkpointing is 'some'; it must be one of none, selective, offload, full",
         ),
     ],
 )

@@ -11,7 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from parallel3d.errors import Parallel3dError
-from parallel3d.planner.workload import ATTENTION, CHECKPOINTING, SHARDING
+from parallel3d.planner.recompute import OWN
+from parallel3d.planner.workload import ATTENTION, CHECKPOINTING, CP_ATTENTION, SHARDING
 
 
 def panel(name: str | None) -> Callable[..., Any]:
@@ -53,7 +54,13 @@ Optimizer = Annotated[str, _work("adamw, adam, sgd, sgd_momentum, adamw_8bit.")]
 Checkpointing = Annotated[str, _work(f"{', '.join(CHECKPOINTING)}.")]
 CheckpointingKinds = Annotated[
     list[str] | None,
-    _work(f"{', '.join(CHECKPOINTING)}; several by repeating it; all are tried if not given."),
+    _work(
+        f"{', '.join(CHECKPOINTING)}; several by repeating it; {', '.join(OWN)}, which parallelize has, are "
+        "tried if not given."
+    ),
+]
+CpAttention = Annotated[
+    str, _work(f"auto, {', '.join(CP_ATTENTION)}: how attention communicates over cp.")
 ]
 Compile = Annotated[bool, _work("torch.compile of each block.")]
 AttentionKernel = Annotated[
@@ -71,8 +78,13 @@ Sharding = Annotated[str, _work(f"{', '.join(SHARDING)}.")]
 
 Replicate = Annotated[int, _layout("Copies of the sharded model.")]
 Shard = Annotated[int, _layout("Ranks that share a copy; -1: all that the other axes leave.")]
+Cp = Annotated[int, _layout("Ranks that share each sequence.")]
 Tp = Annotated[int, _layout("Ranks that share each layer's computation.")]
 Sizes = Annotated[list[int] | None, _layout("Only this size; several by repeating it.")]
+CpSizes = Annotated[
+    list[int] | None,
+    _layout("The same; by default 1, and those that leave a rank 16,384 tokens of a sequence."),
+]
 MemoryLimit = Annotated[float | None, _layout("GiB of a GPU's memory that may be used.")]
 
 Top = Annotated[int, _show("Number of layouts to show.", min=1)]

@@ -3,7 +3,7 @@
 import inspect
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from configparser import ConfigParser
 from dataclasses import replace
 from difflib import get_close_matches
@@ -19,7 +19,6 @@ from rich.text import Text
 from parallel3d._util.arguments import counted
 from parallel3d.errors import PlanningError
 from parallel3d.mesh import MeshLayout
-from parallel3d.mesh.axes import AXES
 from parallel3d.planner.cluster import Cluster, Gpu
 from parallel3d.planner.constants import Term
 from parallel3d.planner.hf_config import spec_from_hf_config
@@ -34,8 +33,9 @@ from parallel3d.planner.planning import (
     short,
 )
 from parallel3d.planner.prediction import Prediction, predict
+from parallel3d.planner.recompute import KINDS, OWN
 from parallel3d.planner.runs import write_predictions
-from parallel3d.planner.workload import CHECKPOINTING, Workload
+from parallel3d.planner.workload import Workload
 from parallel3d.tools.cli import options as o
 from parallel3d.tools.terminal import Busy, output, titled_table
 
@@ -156,6 +156,7 @@ def plan_command(
     checkpointing: o.CheckpointingKinds = None,
     compile: o.Compile = Workload.compile,
     attention: o.AttentionKernel = None,
+    cp_attention: o.CpAttention = Workload.cp_attention,
     fused_loss: o.FusedLoss = Workload.fused_loss,
     sequence_parallel: o.SequenceParallel = Workload.sequence_parallel,
     loss_parallel: o.LossParallel = Workload.loss_parallel,
@@ -163,6 +164,7 @@ def plan_command(
     sharding: o.Sharding = Workload.sharding,
     replicate: o.Sizes = None,
     shard: o.Sizes = None,
+    cp: o.CpSizes = None,
     tp: o.Sizes = None,
     memory_limit: o.MemoryLimit = None,
     top: o.Top = 10,
@@ -171,7 +173,7 @@ def plan_command(
     html: o.Html = None,
 ) -> None:
     """Predicts every legal layout on a cluster and ranks them: memory, speed, what is refused and why."""
-    kinds = checkpointing or list(CHECKPOINTING)
+    kinds = checkpointing or list(OWN)
     spec, cluster, work, chosen = _setup(ctx.params, kinds[0], reshard is not False, several=True)
     planned = partial(
         plan,
@@ -179,6 +181,7 @@ def plan_command(
         cluster,
         replicate=replicate or None,
         shard=shard or None,
+        cp=cp or None,
         tp=tp or None,
         checkpointing=kinds,
         reshard_after_forward=(True, False) if reshard is None else None,
@@ -214,6 +217,9 @@ def _as_json(found: MeshPlan, top: int, explain: bool) -> dict[str, Any]:
     data["layouts"] = [each.as_dict() for each in found.layouts[:top]]
     data["pareto"] = [each.as_dict() for each in found.pareto()]
     data["best"] = found.best.as_dict() if found.candidates else None
+    data["recomputation"] = [
+        each.as_dict() for each in (found.recomputation() if found.candidates else ())
+    ]
     data["sensitivity"] = {
         name: [{"value": v, "tokens_per_second_per_gpu": s, "fits": fits} for v, s, fits in rows]
         for name, rows in (found.sensitivity() if found.candidates else {}).items()
@@ -244,6 +250,7 @@ def predict_command(
     checkpointing: o.Checkpointing = Workload.checkpointing,
     compile: o.Compile = Workload.compile,
     attention: o.AttentionKernel = None,
+    cp_attention: o.CpAttention = Workload.cp_attention,
     fused_loss: o.FusedLoss = Workload.fused_loss,
     sequence_parallel: o.SequenceParallel = Workload.sequence_parallel,
     loss_parallel: o.LossParallel = Workload.loss_parallel,
@@ -251,6 +258,7 @@ def predict_command(
     sharding: o.Sharding = Workload.sharding,
     replicate: o.Replicate = 1,
     shard: o.Shard = -1,
+    cp: o.Cp = 1,
     tp: o.Tp = 1,
     runs: Annotated[Path | None, _runs("A CSV file with one run in each row.")] = None,
     models: Annotated[Path | None, _runs("A CSV file of the models' shapes.")] = None,
@@ -264,7 +272,7 @@ def predict_command(
         _predict_runs(runs, models, out, as_json)
         return
     spec, cluster, work, chosen = _setup(ctx.params, checkpointing, reshard, several=False)
-    found = predict(spec, MeshLayout(replicate, shard, tp), cluster, work)
+    found = predict(spec, MeshLayout(replicate, shard, tp, cp=cp), cluster, work)
     refused = refusal(found.model, found.layout, cluster, work)
     if as_json:
         explanation = {"explanation": found.explain().splitlines()} if explain else {}
@@ -352,6 +360,7 @@ def _show_plan(plan: MeshPlan, top: int, explain: bool, chosen: str) -> None:
         return
     best = plan.best
     _details(console, best, "the fastest: ")
+    console.print(_recomputation(plan))
     console.print(_sensitivity(plan))
     if explain:
         _explanation(console, best)
@@ -374,7 +383,7 @@ def _show_next(found: MeshPlan, planned: Callable[[Workload], MeshPlan]) -> None
             highlight=False,
             markup=False,
         )
-    mesh = " ".join(f"--{axis} {n}" for axis, n in zip(AXES, best.layout.sizes, strict=True))
+    mesh = " ".join(f"--{axis} {n}" for axis, n in best.layout.as_dict().items())
     many, each = cluster.nodes > 1, cluster.gpus_per_node
     nodes = f"--nnodes {cluster.nodes} " if many else ""
     meet = "--rdzv-backend c10d --rdzv-endpoint HOST:29500 \\\n    " if many else ""
@@ -414,7 +423,7 @@ def _ranked(plan: MeshPlan, top: int, wide: bool) -> Table:
     """One row for each layout; where it isn't ``wide``, memory is one number."""
     shown = plan.layouts[:top]
     table = titled_table(
-        f"{len(shown)} of {len(plan.layouts)} layouts that fit, by speed (replicate x shard x tp; GiB)",
+        f"{len(shown)} of {len(plan.layouts)} layouts that fit, by speed ({_names(shown)}; GiB)",
         *("", "layout", "checkpointing", "batch"),
         *(("state", "buffers", "activ.", "logits") if wide else ()),
         *("memory", "tok/s/GPU", "MFU", "step s"),
@@ -438,6 +447,12 @@ def _ranked(plan: MeshPlan, top: int, wide: bool) -> Table:
     return table
 
 
+def _names(shown: Sequence[Prediction]) -> str:
+    """Of the axes: cp only where a layout has it."""
+    axes = [each.layout.axes for each in shown]
+    return " x ".join(max(axes, key=lambda names: len(names)))
+
+
 def _heat(part: float) -> str:
     return "green" if part < 0.8 else "yellow" if part <= 1 else "bold red"
 
@@ -452,11 +467,12 @@ def _refused(plan: MeshPlan) -> Table:
 
 def _details(console: Console, each: Prediction, lead: str) -> None:
     memory, layout = each.memory, each.layout
-    mesh = f"\n{lead}replicate {layout.replicate}, shard {layout.shard}, tp {layout.tp}"
+    mesh = f"\n{lead}{', '.join(f'{axis} {n}' for axis, n in layout.as_dict().items())}"
+    kind = f", attention over cp: {each.workload.cp_attention}" if layout.cp > 1 else ""
     console.print(
         Text.assemble(
             (mesh, "bold"),
-            f"; micro-batch {each.micro_batch} x {each.accumulation}, checkpointing {setting(each)}: ",
+            f"; micro-batch {each.micro_batch} x {each.accumulation}, checkpointing {setting(each)}{kind}: ",
             (f"{each.tokens_per_second_per_gpu:,.0f} tokens/s/GPU", "bold"),
             f", MFU {each.mfu:.1%} (HFU {each.hfu:.1%}, by 6N {each.mfu_6n:.1%})",
             f", {each.step_seconds:,.3f} s a step",
@@ -474,6 +490,10 @@ def _details(console: Console, each: Prediction, lead: str) -> None:
         _bar(memory.needed / memory.capacity),
     )
     sizes.add_row("upper bound of reserved", f"{memory.upper / _GIB:.3f}", "", "")
+    if memory.host:
+        part = memory.host / memory.host_capacity
+        of = f"in the host's memory, of {memory.host_capacity / _GIB:.0f} a GPU"
+        sizes.add_row(of, f"{memory.host / _GIB:.3f}", f"{part:.0%}", _bar(part))
     console.print(sizes)
     console.print(_components("step", "ms", each.time.terms, 1e-3))
 
@@ -494,6 +514,30 @@ def _bar(part: float) -> Text:
     full = min(part, 1.0) * _BAR
     half = "\N{LEFT HALF BLOCK}" if full % 1 >= 0.5 else ""
     return Text("\N{FULL BLOCK}" * int(full) + half, _heat(part) if part > 0.8 else "cyan")
+
+
+def _recomputation(plan: MeshPlan) -> Table:
+    """What each kind of recomputation costs the fastest layout."""
+    head = ("kind", "memory", "on the host", "computed again, ms", "waits for the host, ms")
+    table = titled_table(
+        f"the fastest layout with each kind of recomputation (GiB of {plan.cluster.gpu.capacity_gib:g})",
+        *("activation_checkpointing", *head, "tok/s/GPU"),
+        left=2,
+    )
+    for each in plan.recomputation():
+        memory, terms, kind = each.memory, each.time.terms, KINDS[each.workload.checkpointing]
+        is_best = kind.name == plan.best.workload.checkpointing
+        table.add_row(
+            "" if kind.argument is None else repr(kind.argument),
+            kind.name.replace("_", " "),
+            Text(f"{memory.needed / _GIB:.1f}", _heat(memory.needed / memory.capacity)),
+            f"{memory.host / _GIB:.1f}" if memory.host else "",
+            f"{terms['recompute'].value * 1e3:,.1f}",
+            f"{terms['exposed offload'].value * 1e3:,.1f}",
+            f"{each.tokens_per_second_per_gpu:,.0f}" + ("" if each.fits else ", does not fit"),
+            style="bold" if is_best else "",
+        )
+    return table
 
 
 def _sensitivity(plan: MeshPlan) -> Table:
