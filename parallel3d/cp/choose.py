@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from parallel3d.cp.axis import Kind
 from parallel3d.cp.shares import share_heads
+
+if TYPE_CHECKING:  # the planner, which imports no torch, chooses too
+    from parallel3d.cp.axis import Kind
 
 GATHERED = 256 << 20
 """Bytes of a layer's gathered K and V above which ``choose`` gathers no more."""

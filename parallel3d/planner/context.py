@@ -1,20 +1,26 @@
 """Context parallelism: what attention sends over ``cp``, and what a rank computes and keeps of it.
 
-The parts of a sequence are balanced: each rank has one from its head and one from its tail, so that of causal
-scores all ranks compute as many.
+Bytes, heads and the choice of "auto" are those of ``parallel3d.cp``. The parts of a sequence are balanced: a
+rank has one from its head and one from its tail, so that of causal scores all ranks compute as many.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+from parallel3d.cp.choose import bytes_per_layer, choose
+from parallel3d.cp.shares import share_heads
 from parallel3d.mesh import MeshLayout
-from parallel3d.planner.cluster import Cluster
-from parallel3d.planner.heads import HeadShare, head_share, local_heads
+from parallel3d.planner.heads import HeadShare, local_heads
 from parallel3d.planner.model_spec import Attention, ModelSpec
 from parallel3d.planner.workload import Workload
 
-_MERGED = 10  # bytes an element: a step's bf16 result, the fp32 sum read and written
+# Bytes an element that one more block of keys moves: the fp32 result is scaled, the block's bf16 result is
+# scaled to fp32 and added; in backward the block's gradient of the queries is added to an fp32 one.
+_JOINED, _ADDED = 26, 10
+# How often a rank's packing and unpacking move the bytes of a collective.
+_COPIES = {"all_to_all": 4, "all_gather": 2, "reduce_scatter": 2, "send": 0}
 
 
 @dataclass(frozen=True)
@@ -25,14 +31,22 @@ class Exchange:
         way: "forward" or "backward".
         operation: "all_to_all", "all_gather", "reduce_scatter" or "send".
         nbytes: of one: of the gathered tensor, or of what the rank has (``collective_time``).
-        beside: whether attention computes beside them.
     """
 
     way: str
     operation: str
     nbytes: float
-    count: int = 1
-    beside: bool = False
+    count: int
+
+    @property
+    def beside(self) -> bool:
+        """Whether attention computes beside them."""
+        return self.operation == "send"
+
+    @property
+    def copied(self) -> float:
+        """Bytes that the packing and unpacking of one move."""
+        return _COPIES[self.operation] * self.nbytes
 
 
 @dataclass(frozen=True)
@@ -43,13 +57,39 @@ class Share:
         heads: query, and key and value heads.
         part: of these heads' scores.
         length: tokens of the sequences that a kernel sees.
-        steps: kernels, one after the other, whose results are merged.
+        joins: how many results over some of the keys are joined, for a query.
     """
 
     heads: HeadShare
     part: float
     length: int
-    steps: int = 1
+    joins: float = 0.0
+
+
+class Kept(NamedTuple):
+    """Elements of one attention layer for each of a rank's tokens.
+
+    Attributes:
+        beyond: kept beyond those kept without ``cp``.
+        received: results of the collectives over ``cp``.
+    """
+
+    beyond: float
+    received: float
+
+
+def _numbers(attention: Attention, work: Workload, tp: int, cp: int, batch: int) -> dict[str, Any]:
+    """What ``bytes_per_layer`` and ``choose`` take."""
+    mine = local_heads(attention, tp)
+    return {
+        "size": cp,
+        "batch": batch,
+        "length": work.local_tokens(cp) * cp,
+        "heads": mine.query,
+        "kv_heads": mine.paired if mine.query % mine.paired == 0 else mine.query,
+        "channels": attention.head_dim,
+        "itemsize": work.compute_itemsize,
+    }
 
 
 def why_not_ulysses(attention: Attention, tp: int, cp: int) -> str | None:
@@ -58,13 +98,14 @@ def why_not_ulysses(attention: Attention, tp: int, cp: int) -> str | None:
     return f"cp {cp} is more than the {mine} heads of a tp rank" if mine < cp else None
 
 
-def chosen(model: ModelSpec, work: Workload, layout: MeshLayout, cluster: Cluster) -> str:
-    """The kind of attention over ``cp`` the workload names; of "auto" the one that the library takes."""
-    if work.cp_attention != "auto":
+def chosen(model: ModelSpec, work: Workload, layout: MeshLayout, micro_batch: int) -> str:
+    """The kind of attention over ``cp`` that the workload names; of "auto" the one that the library takes."""
+    every = [(u.count, a) for u in model.units for a in u.attention]
+    if work.cp_attention != "auto" or not every:
         return work.cp_attention
-    every = [a for unit in model.units for a in unit.attention]
-    fits = all(why_not_ulysses(a, layout.tp, layout.cp) is None for a in every)
-    return "ulysses" if fits else "ring"
+    _, attention = max(every, key=lambda each: each[0])
+    numbers = _numbers(attention, work, layout.tp, layout.cp, micro_batch)
+    return choose(causal=attention.causal, **numbers).kind
 
 
 def share_of(attention: Attention, work: Workload, tp: int, cp: int) -> Share:
@@ -73,10 +114,15 @@ def share_of(attention: Attention, work: Workload, tp: int, cp: int) -> Share:
     if cp == 1:
         return Share(mine, 1.0, work.seq_len)
     if work.cp_attention == "ulysses":
-        return Share(head_share(mine.query, mine.paired, cp), 1.0, work.seq_len)
+        numbers = _numbers(attention, work, tp, cp, 1)
+        shares = share_heads(numbers["heads"], numbers["kv_heads"], cp)
+        kv = max(share.kv_number for share in shares)
+        return Share(HeadShare(max(s.number for s in shares), kv, kv), 1.0, work.seq_len)
+    # A causal mask leaves a query the keys before its own part, and some of its part.
+    diagonal = 2.0 if attention.causal else 1.0
     if work.cp_attention == "gather":
-        return Share(mine, 1 / cp, work.seq_len)
-    return Share(mine, 1 / cp, work.local_tokens(cp), cp)
+        return Share(mine, 1 / cp, work.seq_len, diagonal)
+    return Share(mine, 1 / cp, work.local_tokens(cp), cp - 1 + diagonal)
 
 
 def exchanges(
@@ -85,41 +131,40 @@ def exchanges(
     """The collectives over ``cp`` of one layer and micro-batch."""
     if cp == 1:
         return ()
-    mine, share = local_heads(attention, tp), share_of(attention, work, tp, cp)
-    tokens = micro_batch * work.local_tokens(cp)
-    head = tokens * attention.head_dim * work.compute_itemsize  # of this rank's tokens
-    if work.cp_attention == "ulysses":
-        inputs = head * (mine.query + 2 * max(mine.paired, cp * share.heads.paired))
-        output = head * mine.query
-        return tuple(
-            Exchange(way, "all_to_all", nbytes)
-            for way in ("forward", "backward")
-            for nbytes in (inputs, output)
+    kind: Any = work.cp_attention
+    numbers = _numbers(attention, work, tp, cp, micro_batch)
+    traffic = bytes_per_layer(kind, **numbers)
+    calls = {
+        "ulysses": (("all_to_all", 2), ("all_to_all", 2)),
+        "gather": (("all_gather", 1), ("reduce_scatter", 1)),
+        "ring": (("send", cp - 1), ("send", 2 * cp - 1)),
+    }[kind]
+    return tuple(
+        Exchange(way, operation, nbytes / count, count)
+        for way, (operation, count), nbytes in zip(
+            ("forward", "backward"), calls, traffic[:2], strict=True
         )
-    pair = 2 * mine.paired * head
-    if work.cp_attention == "gather":
-        return (
-            Exchange("forward", "all_gather", pair * cp),
-            Exchange("backward", "reduce_scatter", pair * cp),
-        )
-    return (
-        Exchange("forward", "send", pair, cp - 1, beside=True),
-        # keys and values again, and their gradients in fp32
-        Exchange("backward", "send", pair * (1 + 4 / work.compute_itemsize), cp - 1, beside=True),
-        Exchange("backward", "send", pair * 4 / work.compute_itemsize),
     )
 
 
-def kept_beyond(attention: Attention, work: Workload, tp: int, cp: int) -> float:
-    """Elements for each of a rank's tokens that are kept beyond those kept without ``cp``."""
-    if cp == 1 or work.cp_attention == "ring":
-        return 0.0
-    mine, share = local_heads(attention, tp), share_of(attention, work, tp, cp)
-    if work.cp_attention == "gather":  # the whole sequence's keys and values
-        return 2 * (cp - 1) * mine.paired * attention.head_dim
-    # The result both as attention gives it and as it goes on; keys and values of heads that several share.
-    repeated = max(cp * share.heads.paired - mine.paired, 0)
-    return (mine.query + 2 * repeated) * attention.head_dim
+def kept(attention: Attention, work: Workload, tp: int, cp: int) -> Kept:
+    """What one layer's attention over ``cp`` keeps."""
+    if cp == 1:
+        return Kept(0.0, 0.0)
+    mine, share, dim = (
+        local_heads(attention, tp),
+        share_of(attention, work, tp, cp),
+        attention.head_dim,
+    )
+    if work.cp_attention == "ulysses":
+        pairs = max(cp * share.heads.paired, mine.paired)
+        # The result both as attention gives it and as it goes on; keys and values that several ranks need.
+        beyond = mine.query + 2 * (pairs - mine.paired)
+        return Kept(beyond * dim, (2 * mine.query + 2 * pairs) * dim)
+    others = 2 * (cp - 1) * mine.paired * dim  # keys and values of the other ranks
+    if work.cp_attention == "gather":
+        return Kept(others, others + 2 * mine.paired * dim)
+    return Kept(0.0, others)
 
 
 def working_bytes(attention: Attention, work: Workload, tp: int, cp: int) -> float:
@@ -127,15 +172,21 @@ def working_bytes(attention: Attention, work: Workload, tp: int, cp: int) -> flo
     if cp == 1:
         return 0.0
     mine, itemsize, dim = local_heads(attention, tp), work.compute_itemsize, attention.head_dim
+    pair = 2 * mine.paired * dim
     if work.cp_attention == "ulysses":  # a sent and a received buffer
-        return 2 * (mine.query + 2 * mine.paired) * dim * itemsize
-    if work.cp_attention == "gather":  # gradients of the whole sequence's keys and values
-        return 2 * cp * mine.paired * dim * itemsize
-    # keys and values that come and go, their fp32 gradients likewise, an fp32 gradient of the queries
-    return (2 * 2 * mine.paired * (itemsize + 4) + 4 * mine.query) * dim
+        return 2 * (mine.query * dim + pair) * itemsize
+    queries = 4 * mine.query * dim  # their gradient in fp32
+    if (
+        work.cp_attention == "gather"
+    ):  # gradients of all keys and values, in fp32 and as they are reduced
+        return queries + cp * pair * (4 + itemsize)
+    return queries + pair * (
+        4 + 4 * itemsize
+    )  # an fp32 gradient; what comes and goes, and its gradients
 
 
-def merged_bytes(attention: Attention, work: Workload, tp: int, cp: int) -> float:
-    """Bytes for each of a rank's tokens that merging the results of a ring's steps moves."""
+def joined_bytes(attention: Attention, work: Workload, tp: int, cp: int) -> tuple[float, float]:
+    """(forward, backward) bytes for each of a rank's tokens that joining results moves."""
     share = share_of(attention, work, tp, cp)
-    return (share.steps - 1) * share.heads.query * attention.head_dim * _MERGED
+    elements = share.joins * share.heads.query * attention.head_dim
+    return elements * _JOINED, elements * _ADDED

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, prod
 
+from parallel3d.planner import context
 from parallel3d.planner.cluster import Gpu
 from parallel3d.planner.constants import Constant, constant
-from parallel3d.planner.context import kept_beyond, merged_bytes, share_of, working_bytes
+from parallel3d.planner.context import share_of
 from parallel3d.planner.heads import local_heads, rows_computed
 from parallel3d.planner.model_spec import (
     Activation,
@@ -29,7 +30,7 @@ class Kernels:
 
     Attributes:
         matmul, attention, elementwise: (forward, backward).
-        again: forward kernels that checkpointing computes again in backward.
+        again: forward kernels that checkpointing, or a chunked loss, computes again in backward.
         flops: FLOPs of matmuls and attention: (forward, backward, again).
         launches: (forward, backward) seconds that the host needs to start them.
     """
@@ -85,6 +86,8 @@ def kernels_of(
         kind = KINDS[work.checkpointing]
         again = kind.again(forward, each, elementwise[0])
         again_flops = kind.again(all_flops, flops, 0.0)
+    elif unit.kind == "tail" and work.chunked_loss:
+        again, again_flops = matmul[0], sum(flops)
     return Kernels(
         matmul,
         attended,
@@ -161,8 +164,10 @@ def attention_time(
     """(forward, backward) seconds of the attention of one unit."""
     share = share_of(attention, work, tp, cp)
     scores = micro_batch * share.heads.query * share.part * work.seq_len**2
-    merged = merged_bytes(attention, work, tp, cp) * micro_batch * work.local_tokens(cp)
-    merging = merged / memory_rate(gpu)
+    tokens = micro_batch * work.local_tokens(cp)
+    joining = [
+        tokens * each / memory_rate(gpu) for each in context.joined_bytes(attention, work, tp, cp)
+    ]
     whole = 4 * scores * attention.head_dim
     kernel = attention_kernel(gpu, work)
     if kernel == "naive":
@@ -170,11 +175,12 @@ def attention_time(
         memory = scores * work.compute_itemsize / 2 / memory_rate(gpu)
         forward = constant("naive_forward").value * memory
         backward = constant("naive_backward").value * memory
-        return whole / rate + forward + merging, 2 * whole / rate + backward + merging
+        return whole / rate + forward + joining[0], 2 * whole / rate + backward + joining[1]
     flops = whole / 2 if attention.causal else whole
     rate = attention_rate(gpu, kernel, share.length, attention.head_dim, work.compute_itemsize)
     forward = flops / rate
-    return forward + merging, forward * constant("attention_backward").value + merging
+    backward = forward * constant("attention_backward").value
+    return forward + joining[0], backward + joining[1]
 
 
 def attention_rate(gpu: Gpu, kernel: str, seq: int, head_dim: int, itemsize: int) -> float:
@@ -224,6 +230,7 @@ def share(
 
 # Bytes a score: softmax's output, dropout's mask and output (arXiv:2205.05198, section 4.1).
 _NAIVE = 5
+_LEAST_ROWS = 256  # tokens in a chunk of logits
 _LOGIT = {  # bytes a logit at the peak of the loss
     "fused": 6,  # bf16 logits, fp32 softmax, whose gradient is written into it
     "compiled": 12,  # bf16 logits, fp32 log_softmax, fp32 gradient, bf16 gradient
@@ -269,12 +276,19 @@ def activations_of(
         if unit.kind == "block":
             again = whole if work.checkpointing == "selective_layer" else max(whole - mine, 0.0)
             live = max(live, again + moved)
-        buffers = max([buffers, *(working_bytes(a, work, tp, cp) for a in unit.attention)])
+        held = (context.working_bytes(a, work, tp, cp) for a in unit.attention)
+        buffers = max([buffers, *held])
     if work.checkpointing == "none":
         live = 0.0
     features = max((n for u in model.units for n in u.tp_inputs + u.tp_outputs), default=0)
     gathered = 3 * features * tokens * work.compute_itemsize if tp > 1 else 0
-    logits = ceil(model.vocab / share("loss", work, tp)) * tokens * logit_bytes(work)
+    classes = ceil(model.vocab / share("loss", work, tp))
+    logits = classes * tokens * logit_bytes(work)
+    if (
+        work.chunked_loss
+    ):  # of a chunk, see tp/vocab_parallel/rows.py; and the sum of the weight's gradient
+        rows = min(max(tokens * model.hidden // max(classes, 1), _LEAST_ROWS), tokens)
+        logits = classes * (rows * logit_bytes(work) + 4 * model.hidden)
     return Activations(
         int(kept * tokens),
         int(live * tokens),
@@ -300,8 +314,8 @@ def logit_bytes(work: Workload) -> int:
 
 def _whole(unit: Unit, gpu: Gpu, work: Workload, tp: int, cp: int) -> float:
     """Bytes a token that one unit keeps without recomputation."""
-    beyond = sum(kept_beyond(a, work, tp, cp) for a in unit.attention) * work.compute_itemsize
-    return _bytes(unit, unit.activations, gpu, work, tp) + beyond
+    beyond = sum(context.kept(a, work, tp, cp).beyond for a in unit.attention)
+    return _bytes(unit, unit.activations, gpu, work, tp) + beyond * work.compute_itemsize
 
 
 def _entry(unit: Unit, work: Workload, tp: int) -> float:
@@ -327,7 +341,7 @@ def _kept(unit: Unit, whole: float, gpu: Gpu, work: Workload, tp: int, cp: int) 
         split = {"n": 1.0, "k": float(sequence)}
         results = sum(local_sizes(m, tp)[0] / split.get(m.split or "", 1.0) for m in unit.matmuls)
         results += sum(unit.tp_inputs) if sequence > 1 else 0
-        results += sum(kept_beyond(a, work, tp, cp) for a in unit.attention)
+        results += sum(context.kept(a, work, tp, cp).received for a in unit.attention)
     else:
         kept = unit.matmuls[0::2]
         results = sum(local_sizes(m, tp)[0] / (1 if m.split == "n" else sequence) for m in kept)

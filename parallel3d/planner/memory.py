@@ -203,6 +203,11 @@ def memory_of(step: Step) -> Memory:
             "vocab": model.vocab,
             "bytes a logit": logit_bytes(work),
             "loss_parallel": str(work.loss_parallel),
+            **(
+                {"chunked": "a chunk's logits and the fp32 sum of the head's gradient"}
+                if work.chunked_loss
+                else {}
+            ),
         },
     }
     terms = {

@@ -19,7 +19,13 @@ from parallel3d.planner.cluster import (
     shard_link,
 )
 from parallel3d.planner.constants import Constant, Term, constant, explained, shown
-from parallel3d.planner.context import chosen, exchanges, merged_bytes, share_of
+from parallel3d.planner.context import (
+    chosen,
+    exchanges,
+    joined_bytes,
+    share_of,
+    why_not_ulysses,
+)
 from parallel3d.planner.kernels import (
     attention_constants,
     attention_kernel,
@@ -154,11 +160,27 @@ def predict(
                 f"{workload.sharding} shards nothing over {axis}, which is {size}; it must be 1: give "
                 f"replicate {layout.replicate * size}"
             )
+    micro_batch, accumulation = _batches(layout, workload)
     if layout.cp > 1:
-        workload = replace(workload, cp_attention=chosen(model, workload, layout, cluster))
-    arguments = model, layout, cluster, workload, *_batches(layout, workload)
+        workload = _with_kind(model, layout, workload, micro_batch)
+    arguments = model, layout, cluster, workload, micro_batch, accumulation
     step = Step(*arguments)
     return Prediction(*arguments, memory_of(step), step_time(step))
+
+
+def _with_kind(model: ModelSpec, layout: MeshLayout, work: Workload, micro_batch: int) -> Workload:
+    """``work`` with the kind of attention over ``cp`` that is used.
+
+    Raises:
+        PlanningError: Ulysses, with fewer heads than ranks.
+    """
+    work = replace(work, cp_attention=chosen(model, work, layout, micro_batch))
+    if work.cp_attention == "ulysses":
+        for unit in model.units:
+            for each in unit.attention:
+                if (why := why_not_ulysses(each, layout.tp, layout.cp)) is not None:
+                    raise PlanningError(f"cp_attention='ulysses': {why}; take 'gather' or 'ring'")
+    return work
 
 
 def _batches(layout: MeshLayout, work: Workload) -> tuple[int, int]:
@@ -267,13 +289,14 @@ def _attention(prediction: Prediction, unit: Unit) -> Iterator[Term]:
                 if way == "backward":
                     formula += " * attention_backward"
                     inputs["attention_backward"] = constant("attention_backward")
-            if share.steps > 1:
-                formula += " + merged bytes of a ring's steps / memory rate"
-                merged = merged_bytes(attention, work, *sizes)
-                inputs["merged bytes"] = (
-                    merged * prediction.micro_batch * work.local_tokens(layout.cp)
+            if share.joins:
+                joined = dict(
+                    zip(("forward", "backward"), joined_bytes(attention, work, *sizes), strict=True)
                 )
-                inputs["tokens of a kernel"] = share.length
+                tokens = prediction.micro_batch * work.local_tokens(layout.cp)
+                formula += " + bytes of joined results / memory rate"
+                inputs["bytes of joined results"] = tokens * joined[way]
+                inputs["s"] = share.length
             if work.compute_itemsize > 2:
                 formula += " * fp32_slowdown"
                 inputs["fp32_slowdown"] = gpu.fp32_slowdown
@@ -298,7 +321,9 @@ def _elementwise(prediction: Prediction, unit: Unit) -> Iterator[Term]:
                 f"elementwise {way}", kernels.elementwise[index], formula, {**sizes, **moved}
             )
     if kernels.again:
-        yield Term("recompute", kernels.again, KINDS[work.checkpointing].formula)
+        is_block = unit.kind == "block"
+        formula = KINDS[work.checkpointing].formula if is_block else "matmul forward (chunked loss)"
+        yield Term("recompute", kernels.again, formula)
 
 
 def _collectives(prediction: Prediction, unit: Unit) -> Iterator[Term]:

@@ -256,7 +256,8 @@ class _Timing:
     def cp_time(self, unit: Unit) -> tuple[float, float]:
         """(forward, backward) seconds that one unit's attention waits for, or is slower for, over ``cp``.
 
-        Beside the sends of a ring a step of attention computes; an all-to-all and a gather are waited for.
+        Beside the sends of a ring attention computes; an all-to-all and a gather are waited for, with their
+        packing and unpacking.
         """
         tp, cp, micro_batch = self.layout.tp, self.layout.cp, self.step.micro_batch
         total = {"forward": 0.0, "backward": 0.0}
@@ -265,9 +266,10 @@ class _Timing:
             own = dict(zip(total, whole, strict=True))
             for each in exchanges(a, self.work, tp, cp, micro_batch):
                 seconds = self.collective(each.operation, each.nbytes, "cp")
-                step = own[each.way] / cp if each.beside else 0.0
+                step = own[each.way] / (each.count + 1) if each.beside else 0.0
                 slowed = constant("overlap_slowdown").value * min(seconds, step)
-                total[each.way] += each.count * (slowed + max(0.0, seconds - step - slowed))
+                waited = max(0.0, seconds - step - slowed) + each.copied / self.rate
+                total[each.way] += each.count * (slowed + waited)
         return self.with_repeated(unit, total)
 
     def unit_times(self, unit: Unit, kernels: Kernels) -> UnitTimes:
@@ -325,7 +327,7 @@ class _Timing:
                 yield term(f"{part} {way}", seconds, f"sum over units of their {part} kernels")
         again = sum(u.count * k.again for u, k in each)
         host = sum(u.count * (k.forward + k.backward) for u, k in each) - again - busy
-        yield term("recompute", again, "what checkpointing computes again")
+        yield term("recompute", again, "what checkpointing and a chunked loss compute again")
         yield term("launch", max(0.0, host), "host time beyond that of the kernels it starts")
 
     def context_terms(self, times: list[UnitTimes]) -> Iterator[Term]:

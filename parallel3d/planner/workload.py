@@ -55,6 +55,8 @@ class Workload:
             library chooses.
         fused_norm: norms are one kernel also without ``compile``.
         fused_loss: the loss keeps no fp32 copies of the logits: one fp32 softmax, its gradient in place.
+        chunked_loss: ``parallelize(loss_parallel="chunked")``: loss and backward compute the logits of some
+            tokens at a time, the backward once more.
         sequence_parallel: norms and residuals are divided over ``tp``.
         loss_parallel: logits and loss are divided over ``tp``.
         reshard_after_forward: parameters are freed between forward and backward.
@@ -78,6 +80,7 @@ class Workload:
     cp_attention: str = "auto"
     fused_norm: bool = True
     fused_loss: bool = False
+    chunked_loss: bool = False
     sequence_parallel: bool = True
     loss_parallel: bool = True
     reshard_after_forward: bool = True

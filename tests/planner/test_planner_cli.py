@@ -58,10 +58,10 @@ def test_it_says_how_to_run_the_fastest_and_what_a_chunked_loss_gains() -> None:
         "torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
         f"train.py {mesh}\n" in commands
     )
-    assert "of its memory is logits and loss" in text and "--fused-loss" in text
+    assert "of its memory is logits and loss" in text and "--chunked-loss" in text
     launch = commands[commands.index("parallel3d launch ") :].splitlines()[0].split()
     assert run(*launch[1 : launch.index("--out")], "train.py").exit_code == 0
-    chunked = run("plan", *words, "--seq-len", "8192", "--fused-loss", "--checkpointing", "full")
+    chunked = run("plan", *words, "--seq-len", "8192", "--chunked-loss", "--checkpointing", "full")
     assert "of its memory is logits" not in chunked.stdout
 
 

@@ -67,6 +67,9 @@ AttentionKernel = Annotated[
     str | None, _work(f"{', '.join(ATTENTION)}; the GPU's best if not given.", "--attention")
 ]
 FusedLoss = Annotated[bool, _work("No fp32 copies of the logits.")]
+ChunkedLoss = Annotated[
+    bool, _work('The logits of some tokens at a time: parallelize(loss_parallel="chunked").')
+]
 SequenceParallel = Annotated[bool, _work("Norms and residuals sharded over tp.")]
 LossParallel = Annotated[bool, _work("Logits and loss sharded over tp.")]
 Reshard = Annotated[bool, _work("Free parameters between forward and backward.")]

@@ -158,6 +158,7 @@ def plan_command(
     attention: o.AttentionKernel = None,
     cp_attention: o.CpAttention = Workload.cp_attention,
     fused_loss: o.FusedLoss = Workload.fused_loss,
+    chunked_loss: o.ChunkedLoss = Workload.chunked_loss,
     sequence_parallel: o.SequenceParallel = Workload.sequence_parallel,
     loss_parallel: o.LossParallel = Workload.loss_parallel,
     reshard: o.ReshardOrBoth = None,
@@ -252,6 +253,7 @@ def predict_command(
     attention: o.AttentionKernel = None,
     cp_attention: o.CpAttention = Workload.cp_attention,
     fused_loss: o.FusedLoss = Workload.fused_loss,
+    chunked_loss: o.ChunkedLoss = Workload.chunked_loss,
     sequence_parallel: o.SequenceParallel = Workload.sequence_parallel,
     loss_parallel: o.LossParallel = Workload.loss_parallel,
     reshard: o.Reshard = Workload.reshard_after_forward,
@@ -373,11 +375,11 @@ def _show_next(found: MeshPlan, planned: Callable[[Workload], MeshPlan]) -> None
     """Prints what a chunked loss would gain, if logits are much of the memory, and how to run the best."""
     best, cluster, console = found.best, found.cluster, output()
     logits = memory_groups(best)["logits, loss"] / best.memory.needed
-    if logits > _MUCH and not found.workload.fused_loss:
-        other = planned(replace(found.workload, fused_loss=True)).best
+    if logits > _MUCH and not found.workload.chunked_loss:
+        other = planned(replace(found.workload, chunked_loss=True)).best
         speed = other.tokens_per_second_per_gpu
         console.print(
-            f"\n{logits:.0%} of its memory is logits and loss. With a loss in chunks (--fused-loss; "
+            f"\n{logits:.0%} of its memory is logits and loss. With a loss in chunks (--chunked-loss; "
             f'parallelize(loss_parallel="chunked")) the fastest is {short(other)}, {setting(other)}: '
             f"{speed:,.0f} tokens/s/GPU ({speed / best.tokens_per_second_per_gpu - 1:+.1%})",
             highlight=False,
@@ -449,8 +451,8 @@ def _ranked(plan: MeshPlan, top: int, wide: bool) -> Table:
 
 def _names(shown: Sequence[Prediction]) -> str:
     """Of the axes: cp only where a layout has it."""
-    axes = [each.layout.axes for each in shown]
-    return " x ".join(max(axes, key=lambda names: len(names)))
+    most = max(shown, key=lambda each: len(each.layout.axes))
+    return " x ".join(most.layout.axes)
 
 
 def _heat(part: float) -> str:
