@@ -58,6 +58,10 @@ def shown(value: float, unit: str) -> str:
 
 _FLASH2 = "FlashAttention-2, arXiv:2307.08691, figures 4 to 7: A100, forward and backward"
 _FLASH3 = "FlashAttention-3, arXiv:2407.08608, figure 5: H100, head dim 128"
+_BACKWARD = (
+    "rate beside the forward's: 322 of 370 TFLOP/s (FlashAttention-2), 516 of 595 (cuDNN), 561 of 648 "
+    "(FlashAttention-3) at 16k tokens, arXiv:2407.08608, figures 5 and 6: H100, head dim 128"
+)
 _SUSTAINED = (
     "matmuls of a training step run one after another at the power limit, those of the tables alone; "
     "weight gradients have a slower layout"
@@ -73,6 +77,7 @@ _STRAGGLER = (
 _STREAM = "stream kernels reach about 80 % of a datasheet's HBM bandwidth"
 _EDGES = "a matmul's first loads and last stores are not hidden: between a sum (1) and a maximum"
 _SCORES = "scale, mask, softmax and dropout, each a kernel that reads and writes the scores"
+_FLOAT8 = "a bf16 factor is read for its largest value, read again and written as float8"
 _HOST = "pinned copies reach 25 to 26 GB/s of PCIe 4's 31, 52 to 55 of PCIe 5's 63 (bandwidthTest)"
 _FRAGMENTATION = "reserved beyond allocated: 0.8 to 1.9 GiB of 28 to 60 (SimuMax), 3 to 8 %"
 _GATHERED = "bf16 parameters copied out of the gathered buffer: read and written"
@@ -91,10 +96,12 @@ _TABLE = {
     "attention_flash3": (0.62, "of peak", f"610 to 650 of 989 TFLOP/s; {_FLASH3}"),
     "attention_cudnn": (0.60, "of peak", f"600 of 989 TFLOP/s; {_FLASH3}"),
     "attention_backward": (2.5, "", "five products of a flash backward for the forward's two"),
+    "backward_after_ampere": (0.87, "", _BACKWARD),
     "attention_ramp": (256.0, "tokens", "tiles at the diagonal: efficiency is s / (s + ramp)"),
     "head_dim_64": (0.80, "", f"beside head dim 128; {_FLASH2}"),
     "naive_forward": (29.0, "B/score", _SCORES),
     "naive_backward": (28.0, "B/score", "their backward"),
+    "float8_cast": (5.0, "B/element", _FLOAT8),
     "host_efficiency": (0.85, "", _HOST),
     "launch": (6e-6, "s", "host time to start one eager op (5 to 7 us)"),
     "straggler": (0.00625, "per doubling of nodes", _STRAGGLER),

@@ -128,24 +128,34 @@ def gemms_of(
         if each.input_gradient:
             found.append((each.name, "input gradient", (tokens, k, n)))
         found.append((each.name, "weight gradient", (n, k, tokens)))
-    itemsize = work.compute_itemsize
+    itemsize = 1 if work.float8 and unit.kind == "block" else work.compute_itemsize
     return [(name, way, sizes, gemm_time(*sizes, gpu, itemsize)) for name, way, sizes in found]
 
 
 @lru_cache(maxsize=65536)
 def gemm_time(m: int, n: int, k: int, gpu: Gpu, itemsize: int) -> float:
-    """start + (compute^p + memory^p)^(1/p): FLOPs / (peak * efficiency * (TFLOPs)^growth), bytes / rate.
+    """Seconds of one product.
+
+    start + (compute^p + memory^p)^(1/p): FLOPs / (peak * efficiency * (TFLOPs)^growth), bytes / rate.
+
+    In float8 at twice the peak, after both factors were read, for their largest values, and cast.
 
     Args:
-        itemsize: bytes of an element of what is multiplied.
+        itemsize: bytes of an element of what is multiplied; 1: float8.
     """
-    wide = gpu.fp32_slowdown if itemsize > 2 else 1
     flops = 2.0 * m * n * k
     growth = (flops / 1e12) ** constant("gemm_growth").value
-    compute = flops * wide / (matmul_rate(gpu) * growth)
-    memory = (m * k + k * n + m * n) * itemsize / memory_rate(gpu)
+    compute = flops * slower(gpu, itemsize) / (matmul_rate(gpu) * growth)
+    factors, result = m * k + k * n, m * n
+    memory = (factors * itemsize + result * max(itemsize, 2)) / memory_rate(gpu)
+    cast = constant("float8_cast").value * factors / memory_rate(gpu) if itemsize == 1 else 0.0
     p = constant("roofline_power").value
-    return gpu.gemm_start_us * 1e-6 + (compute**p + memory**p) ** (1 / p)
+    return gpu.gemm_start_us * 1e-6 + (compute**p + memory**p) ** (1 / p) + cast
+
+
+def slower(gpu: Gpu, itemsize: int) -> float:
+    """How many times as long matmuls take as in bf16."""
+    return {1: 0.5, 2: 1.0}.get(itemsize, gpu.fp32_slowdown)
 
 
 def attention_kernel(gpu: Gpu, work: Workload) -> str:
@@ -179,7 +189,10 @@ def attention_time(
     flops = whole / 2 if attention.causal else whole
     rate = attention_rate(gpu, kernel, share.length, attention.head_dim, work.compute_itemsize)
     forward = flops / rate
-    backward = forward * constant("attention_backward").value
+    backward = forward * prod(
+        each.value if each.name == "attention_backward" else 1 / each.value
+        for each in backward_constants(gpu).values()
+    )
     return forward + joining[0], backward + joining[1]
 
 
@@ -192,13 +205,24 @@ def attention_rate(gpu: Gpu, kernel: str, seq: int, head_dim: int, itemsize: int
     return efficiency * gpu.peak * 1e12 * gpu.power / wide
 
 
+_AMPERE = ("a100", "mi300x")  # whose flash2 and flash1 are measured forward and backward together
+
+
 def attention_constants(gpu: Gpu, kernel: str, head_dim: int) -> dict[str, Constant]:
     """The ramp of a fused attention ``kernel``, and what its efficiency is the product of."""
     used = {"efficiency": f"attention_{kernel}", "ramp": "attention_ramp"}
-    if kernel == "flash2" and gpu.family not in ("a100", "mi300x"):
+    if kernel == "flash2" and gpu.family not in _AMPERE:
         used["after Ampere"] = "flash2_after_ampere"
     if head_dim <= 64:
         used["efficiency at 64"] = "head_dim_64"
+    return {name: constant(each) for name, each in used.items()}
+
+
+def backward_constants(gpu: Gpu) -> dict[str, Constant]:
+    """Of a fused attention kernel: its products beside the forward's, and their rate beside the forward's."""
+    used = {"products": "attention_backward"}
+    if gpu.family not in _AMPERE:
+        used["rate after Ampere"] = "backward_after_ampere"
     return {name: constant(each) for name, each in used.items()}
 
 

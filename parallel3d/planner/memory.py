@@ -274,6 +274,9 @@ def _moments(
     }
 
 
+_CHUNKS = (
+    "the logits of one, of as many elements as the hidden states, and an fp32 gradient of the head"
+)
 _FORMULAS = {
     "parameters": "sum over units of a rank's part of each parameter, at rest",
     "optimizer": "optimizer's bytes a parameter * a rank's parameters",

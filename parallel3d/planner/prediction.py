@@ -35,6 +35,7 @@ from parallel3d.planner.kernels import (
     kernels_of,
     matmul_rate,
     memory_rate,
+    slower,
 )
 from parallel3d.planner.memory import Memory, memory_of
 from parallel3d.planner.model_spec import ModelSpec, Unit
@@ -243,24 +244,32 @@ def _rates(gpu: Gpu) -> Iterator[Term]:
 
 def _matmuls(prediction: Prediction, unit: Unit) -> Iterator[Term]:
     gpu, work, layout = prediction.cluster.gpu, prediction.workload, prediction.layout
+    itemsize = 1 if work.float8 and unit.kind == "block" else work.compute_itemsize
+    formula = (
+        "start + ((FLOPs * slowdown / (matmul rate * TFLOPs^gemm_growth))^p "
+        "+ (bytes / memory rate)^p)^(1/p)"
+    )
+    casts = {"float8_cast": constant("float8_cast")} if itemsize == 1 else {}
+    if casts:
+        formula += " + float8_cast (m k + k n) / memory rate"
     for name, way, (m, n, k), seconds in gemms_of(
         unit, gpu, work, layout.tp, prediction.micro_batch, layout.cp
     ):
         yield Term(
             f"{name} {way}",
             seconds,
-            "start + ((FLOPs * fp32_slowdown / (matmul rate * TFLOPs^gemm_growth))^p "
-            "+ (bytes / memory rate)^p)^(1/p)",
+            formula,
             {
                 "m": m,
                 "n": n,
                 "k": k,
                 "FLOPs": 2.0 * m * n * k,
-                "bytes": (m * k + k * n + m * n) * work.compute_itemsize,
+                "bytes": (m * k + k * n) * itemsize + m * n * max(itemsize, 2),
                 "start": Constant("start", gpu.gemm_start_us, "us", gpu.source),
                 "gemm_growth": constant("gemm_growth"),
                 "p": constant("roofline_power"),
-                "fp32_slowdown": gpu.fp32_slowdown if work.compute_itemsize > 2 else 1,
+                "slowdown": slower(gpu, itemsize),
+                **casts,
             },
         )
 

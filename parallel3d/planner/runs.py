@@ -15,6 +15,7 @@ from typing import Any
 from parallel3d.errors import PlanningError
 from parallel3d.mesh import MeshLayout
 from parallel3d.planner.cluster import Cluster, gpus
+from parallel3d.planner.hf_config import known_models, spec_from_hf_config
 from parallel3d.planner.model_spec import ModelSpec, spec_from_shapes
 from parallel3d.planner.prediction import Prediction, predict
 from parallel3d.planner.workload import Workload
@@ -49,11 +50,13 @@ class Models(dict[str, Row]):
     """Rows of models.csv by name."""
 
     def spec(self, name: str, seq_len: int) -> ModelSpec:
-        """The model of this name; learned positions have ``seq_len`` rows.
+        """The model of this name, or of ``known_models``; learned positions have ``seq_len`` rows.
 
         Raises:
             PlanningError: there is none.
         """
+        if name not in self and name in known_models():
+            return spec_from_hf_config(name)
         if name not in self:
             raise PlanningError(f"there is no model {name!r}; models are {', '.join(self)}")
         row = self[name]
@@ -163,7 +166,9 @@ def _workload(row: Row, layout: MeshLayout) -> Workload:
         seq_len=_int(row, "seq_len", 2048),
         micro_batch=micro,
         global_batch=micro * layout.data_size * _int(row, "grad_accum", 1),
-        precision=row.get("precision") or "bf16",
+        precision=_word(row, "precision", "bf16", {"float8": "bf16", "fp8": "bf16"}),
+        float8=row.get("precision") in ("float8", "fp8"),
+        param_dtype=row.get("param_dtype") or "fp32",
         optimizer=row.get("optimizer") or "adamw",
         checkpointing=_word(row, "activation_checkpoint", "none", _CHECKPOINTING),
         compile=_flag(row, "compile", False),
@@ -171,6 +176,7 @@ def _workload(row: Row, layout: MeshLayout) -> Workload:
         cp_attention=row.get("cp_attention") or "auto",
         fused_norm=fused,
         fused_loss=fused and bool(row.get("loss_parallel")),
+        chunked_loss=_flag(row, "chunked_loss", False),
         sequence_parallel=_flag(row, "sequence_parallel", False),
         loss_parallel=_flag(row, "loss_parallel", False),
         reshard_after_forward=_flag(row, "reshard_after_forward", True),

@@ -39,6 +39,7 @@ class Workload:
         micro_batch: sequences per data rank (a tp group) and forward; None: the planner chooses.
         global_batch: sequences per optimizer step; None: one micro-batch on each data rank.
         precision: dtype of the computation.
+        float8: linear layers of blocks multiply in float8, as torchao's do; attention and the head don't.
         param_dtype: dtype of parameters, gradients and optimizer state at rest.
         reduce_dtype: dtype in which gradients are reduced.
         optimizer: "adamw" (8 bytes of state a parameter), "sgd_momentum" (4), "sgd" (0), "adamw_8bit" (2).
@@ -71,6 +72,7 @@ class Workload:
     micro_batch: int | None = None
     global_batch: int | None = None
     precision: str = "bf16"
+    float8: bool = False
     param_dtype: str = "fp32"
     reduce_dtype: str = "fp32"
     optimizer: str = "adamw"
