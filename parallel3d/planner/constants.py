@@ -103,6 +103,11 @@ _TABLE = {
     "naive_backward": (28.0, "B/score", "their backward"),
     "float8_cast": (5.0, "B/element", _FLOAT8),
     "host_efficiency": (0.85, "", _HOST),
+    "host_part": (
+        0.8,
+        "",
+        "of a node's memory for pools; a fifth is left to programs, loaders and files",
+    ),
     "launch": (6e-6, "s", "host time to start one eager op (5 to 7 us)"),
     "straggler": (0.00625, "per doubling of nodes", _STRAGGLER),
     "gather_copy": (4.0, "B/param", _GATHERED),

@@ -287,7 +287,7 @@ def activations_of(
     """The activations of ``micro_batch`` sequences.
 
     What goes to the host is on the GPU for two blocks: the one that computes, and the one beside it that is
-    on its way.
+    on its way. What the last block keeps stays.
     """
     tokens = micro_batch * work.local_tokens(cp)
     kept = live = host = buffers = 0.0
@@ -295,8 +295,9 @@ def activations_of(
         whole = _whole(unit, gpu, work, tp, cp)
         mine = _kept(unit, whole, gpu, work, tp, cp)
         moved = offloaded(unit, gpu, work, tp, cp)
-        kept += unit.count * (mine - moved) + min(unit.count, 1) * moved
-        host += unit.count * moved
+        away = max(unit.count - 1, 0) * moved
+        kept += unit.count * mine - away
+        host += away
         if unit.kind == "block":
             again = whole if work.checkpointing == "selective_layer" else max(whole - mine, 0.0)
             live = max(live, again + moved)
