@@ -387,13 +387,13 @@ def _show_next(found: MeshPlan, planned: Callable[[Workload], MeshPlan]) -> None
             markup=False,
         )
     mesh = " ".join(f"--{axis} {n}" for axis, n in best.layout.as_dict().items())
-    arguments = ", ".join(f"{name}={value}" for name, value in _arguments(best).items())
+    arguments = "".join(f"      {name}={value},\n" for name, value in _arguments(best).items())
     many, each = cluster.nodes > 1, cluster.gpus_per_node
     nodes = f"--nnodes {cluster.nodes} " if many else ""
     meet = "--rdzv-backend c10d --rdzv-endpoint HOST:29500 \\\n    " if many else ""
     to = f"slurm --nodes {cluster.nodes}" if many else "torchrun"
     typer.echo(
-        f"\nto run it, with parallelize(..., {arguments}):\n"
+        f"\nto run it:\n  parallelize(model, mesh,\n{arguments}  )\n"
         f"  torchrun {nodes}--nproc-per-node {each} \\\n    {meet}train.py {mesh}\nor:\n"
         f"  parallel3d launch --to {to} --gpus-per-node {each} \\\n    {mesh} --out . -- train.py"
     )
