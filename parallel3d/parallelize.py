@@ -26,6 +26,7 @@ from parallel3d.fsdp.inspect import (
     check_param,
     check_policy,
     data_axes,
+    joined_mesh,
     strategy_options,
     unit_of,
 )
@@ -67,13 +68,13 @@ def parallelize(
 
     Args:
         model: a plain module; changed in place.
-        mesh: from ``build_mesh``: axes ``replicate``, ``shard``, ``tp``, or ``dp_replicate`` and
-            ``dp_shard``.
+        mesh: from ``build_mesh``: axes ``replicate``, ``shard``, ``cp``, ``tp``, or ``dp_replicate`` and
+            ``dp_shard``. Parameters lie on ``fsdp.inspect.joined_mesh(mesh)``, where shard and cp are one.
         tp_plan: pattern -> style, see ``parallel3d.tp.resolve_plan``, or ``"auto"``: the model's own plan
             (Hugging Face's models have one) or one derived from it, see ``parallel3d.tp.auto_plan``.
             Required if tp > 1.
-        fsdp: False asserts that the mesh has no data axes: replicate = shard = 1. A ``ShardingStrategy`` of
-            FSDP1 must fit the mesh, and sets ``reshard_after_forward``.
+        fsdp: False asserts that gradients need no reduction: replicate = shard = cp = 1. A
+            ``ShardingStrategy`` of FSDP1 must fit the mesh, and sets ``reshard_after_forward``.
         units: names (with wildcards) of the blocks to shard one by one; by default the members of the
             model's outermost ``nn.ModuleList`` s, and of an ``nn.ModuleDict`` of one class, and blocks in
             numbered attributes. Of several levels, ``["layers.*", "layers.*.experts"]``, the outermost are
@@ -116,7 +117,13 @@ def parallelize(
     shard: Callable[..., Any] = fully_shard
     plan, found, settings, reshard = None, Units([], [], [], []), {}, True
     problem: Exception | None = None
+    whole = mesh
     try:
+        # The mesh first: joining shard and cp may make process groups, for which all ranks are needed.
+        if not isinstance(mesh, DeviceMesh):
+            raise MeshError(f"mesh is {mesh!r}; it must be a DeviceMesh, as build_mesh makes")
+        whole = name_axes(mesh, axes)
+        mesh = joined_mesh(whole)
         _check_model(model)
         _check_switches(**switches)
         _check_compile(compile)
@@ -125,10 +132,7 @@ def parallelize(
             raise Parallel3dError(
                 f'loss_parallel is {loss_parallel!r}; it must be True, False or "chunked"'
             )
-        if not isinstance(mesh, DeviceMesh):
-            raise MeshError(f"mesh is {mesh!r}; it must be a DeviceMesh, as build_mesh makes")
-        mesh = name_axes(mesh, axes)
-        _check_options(mesh, tp_plan, fsdp, policy)
+        _check_options(whole, tp_plan, fsdp, policy)
         reshard = _reshard(mesh, fsdp, reshard_after_forward)
         if tp_plan is not None:  # with tp = 1 too: a wrong plan is wrong on every mesh
             tp = data_axes(mesh).size(data_axes(mesh).tp)
@@ -148,7 +152,7 @@ def parallelize(
                 mp_policy=policy,
                 shard_optimizer_over_replicate=shard_optimizer_over_replicate,
             )
-        settings = _settings(model, plan, found, mesh, policy)
+        settings = _settings(model, plan, found, whole, policy)
         switches |= {"fsdp": bool(fsdp), "reshard_after_forward": reshard}
         switches |= {"compile": compile, "loss_parallel": loss_parallel, "engine": engine}
         settings |= {k: str(v) for k, v in switches.items()}
@@ -413,17 +417,25 @@ def _check_options(
     if tp_plan is not None:
         check_plan_type(tp_plan)
     axes = data_axes(mesh)
-    tp = axes.size(axes.tp)
+    names = mesh.mesh_dim_names or ()
+    tp, cp = axes.size(axes.tp), mesh.size(names.index("cp")) if "cp" in names else 1
+    shard = axes.size(axes.shard) // cp
     if not fsdp and axes.data_size > 1:
+        ranks = (
+            f"{axes.data_size} data ranks"
+            if cp == 1
+            else f"{axes.data_size} ranks with other tokens"
+        )
+        by_cp = "" if cp == 1 else f" x cp {cp}"
         raise MeshError(
-            f"fsdp is False, but the mesh has {axes.data_size} data ranks (replicate "
-            f"{axes.size(axes.replicate)} x shard {axes.size(axes.shard)}): gradients would not be "
-            f"reduced. Use fsdp=True, or a mesh with replicate=1, shard=1, tp={mesh.size()}"
+            f"fsdp is False, but the mesh has {ranks} (replicate {axes.size(axes.replicate)} x shard "
+            f"{shard}{by_cp}): gradients would not be reduced. Use fsdp=True, or a mesh with replicate=1, "
+            f"shard=1, {'cp=1, ' * (cp > 1)}tp={mesh.size()}"
         )
     if tp > 1 and not tp_plan:
         raise PlanError(
             f"the mesh has tp={tp} but there is no tp_plan: {tp} ranks would do the same work. Give a "
-            f"plan, or use shard={axes.size(axes.shard) * tp}, tp=1"
+            f"plan, or use shard={shard * tp}, tp=1"
         )
 
 

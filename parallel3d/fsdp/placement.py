@@ -35,7 +35,7 @@ from parallel3d.fsdp.layout import ceil_div, is_exact
 from parallel3d.mesh.axes import Role, names_of
 
 _REPLICATE, _SHARD = names_of(Role.REPLICATED), names_of(Role.SHARDED)
-_TP = names_of(Role.TENSOR_PARALLEL)
+_CP, _TP = names_of(Role.CONTEXT), names_of(Role.TENSOR_PARALLEL)
 _NEVER = ("pp", "ep")  # their ranks hold different parameters
 
 
@@ -124,14 +124,47 @@ class DataAxes:
 def data_axes(mesh: DeviceMesh) -> DataAxes:
     """Finds the axes of ``mesh`` by name.
 
-    The names ``replicate`` / ``shard`` (also ``dp_replicate`` / ``dp_shard``) and ``tp`` are recognised. A
-    one-axis mesh without such a name shards; two axes of other names are (replicate, shard) by position, as
-    in ``torch.distributed.fsdp``.
+    The names ``replicate`` / ``shard`` (also ``dp_replicate`` / ``dp_shard``), ``cp`` and ``tp`` are
+    recognised. With cp the axes are those of ``joined_mesh(mesh)``. A one-axis mesh without such a name
+    shards; two axes of other names are (replicate, shard) by position, as in ``torch.distributed.fsdp``.
 
     Raises:
-        MeshError: shard comes before replicate, tp is alone or not innermost, or the mesh has several axes
-            without names or with names that are not recognised.
+        MeshError: shard comes before replicate, cp is not right after the data axes, tp is alone or not
+            innermost, or the mesh has several axes without names or with names that are not recognised.
     """
+    return _axes_without_cp(joined_mesh(mesh))
+
+
+def joined_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Returns the mesh that parameters lie on: with the axes shard and cp of ``mesh`` as one, ``shard_cp``.
+
+    Without cp, or where cp is the only axis that could shard, it is ``mesh``. The first call for a mesh makes
+    process groups, which is collective, unless ``build_mesh`` made the mesh. It is kept: every call returns
+    the same object.
+
+    Raises:
+        MeshError: cp is not right after shard.
+    """
+    names = mesh.mesh_dim_names or ()
+    cp = next((i for i, name in enumerate(names) if name in _CP), None)
+    if cp is None or mesh.ndim == 1:
+        return mesh
+    return kept_with(mesh, ("shard x cp", mesh), lambda: _make_joined(mesh, names, cp))
+
+
+def _make_joined(mesh: DeviceMesh, names: tuple[str, ...], cp: int) -> DeviceMesh:
+    if not cp or names[cp - 1] not in _SHARD:
+        _fail(mesh, "cp does not come right after shard")
+    others = [(i, name) for i, name in enumerate(names) if i not in (cp - 1, cp)]
+    shard = (
+        mesh[names[cp - 1]] if mesh.size(cp) == 1 else flatten_axes(mesh, names[cp - 1 : cp + 1])
+    )
+    before = [mesh[name] for i, name in others if i < cp]
+    after = [mesh[name] for i, name in others if i > cp]
+    return concatenate_meshes([*before, shard, *after]) if others else shard
+
+
+def _axes_without_cp(mesh: DeviceMesh) -> DataAxes:
     names = mesh.mesh_dim_names or (None,) * mesh.ndim
     found: dict[str, int | None] = {
         role: next((i for i, name in enumerate(names) if name in known), None)
@@ -203,9 +236,9 @@ def _fail(mesh: DeviceMesh, why: str) -> NoReturn:
         for name, size in zip(mesh.mesh_dim_names or "?" * mesh.ndim, mesh.shape, strict=True)
     )
     raise MeshError(
-        f"mesh ({shown}): {why}. The engine takes the axes replicate, shard, tp in this order "
-        "(tp and replicate may be missing; dp_replicate and dp_shard are known too), as "
-        "parallel3d.build_mesh(MeshLayout(replicate=..., shard=..., tp=...)) makes them"
+        f"mesh ({shown}): {why}. The engine takes the axes replicate, shard, cp, tp in this order "
+        "(tp, cp and replicate may be missing; dp_replicate and dp_shard are known too), as "
+        "parallel3d.build_mesh(MeshLayout(replicate=..., shard=..., cp=..., tp=...)) makes them"
     )
 
 

@@ -17,6 +17,8 @@ class Role(Enum):
     """The parameters: each rank reads other samples, gradients are summed."""
     SHARDED = "sharded over"
     """A copy of the model, of which each rank holds a part; each reads other samples."""
+    CONTEXT = "context-parallel"
+    """The samples, of which each holds a part of every sequence; parameters are sharded over it too."""
     TENSOR_PARALLEL = "tensor-parallel"
     """Each layer's computation, and the samples."""
 
@@ -28,22 +30,31 @@ class Axis:
     Attributes:
         other_names: other names that a mesh may have for it.
         hints: parts of unknown names, from which an error guesses what was meant.
+        in_mesh_if_one: whether a mesh has it, and texts show it, if it has one rank.
     """
 
     name: str
     role: Role
     other_names: tuple[str, ...] = ()
     hints: tuple[str, ...] = ()
+    in_mesh_if_one: bool = True
 
     @property
     def reads_other_samples(self) -> bool:
         """Whether it is a data axis: its ranks read different samples."""
+        return self.role in (Role.REPLICATED, Role.SHARDED)
+
+    @property
+    def has_other_tokens(self) -> bool:
+        """Whether its ranks compute different tokens, so that gradients are averaged over it."""
         return self.role is not Role.TENSOR_PARALLEL
 
 
+# shard_cp: the axes shard and cp as one, over which parameters are sharded; see ``fsdp.placement``.
 TABLE = (
     Axis("replicate", Role.REPLICATED, ("dp_replicate",), ("repl", "ddp")),
-    Axis("shard", Role.SHARDED, ("dp_shard",), ()),
+    Axis("shard", Role.SHARDED, ("dp_shard", "shard_cp", "dp_shard_cp"), ()),
+    Axis("cp", Role.CONTEXT, (), ("cp", "context", "seq"), in_mesh_if_one=False),
     Axis("tp", Role.TENSOR_PARALLEL, (), ("tp", "tensor", "model")),
 )
 """Outermost first: neighbours on the last axis have consecutive ranks."""
@@ -53,6 +64,9 @@ AXES = tuple(axis.name for axis in TABLE)
 
 DATA_AXES = tuple(axis.name for axis in TABLE if axis.reads_other_samples)
 """Names of the axes whose ranks read different samples."""
+
+TOKEN_AXES = tuple(axis.name for axis in TABLE if axis.has_other_tokens)
+"""Names of the axes whose ranks compute different tokens: gradients are averaged over these."""
 
 _BY_NAME = {name: axis for axis in TABLE for name in (axis.name, *axis.other_names)}
 
@@ -68,7 +82,7 @@ def names_of(role: Role) -> tuple[str, ...]:
 
 
 def is_data_axis(name: str | None) -> bool:
-    """Whether ``name`` is a data axis, or ``"dp"``, one flattened from data axes."""
+    """Whether ``name`` is a data axis, ``"dp"``, one flattened from data axes, or ``"shard_cp"``."""
     axis = _BY_NAME.get(name or "")
     return name == "dp" if axis is None else axis.reads_other_samples
 

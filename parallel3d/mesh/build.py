@@ -11,6 +11,7 @@ from torch import distributed as dist
 from torch.distributed import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh
 
+from parallel3d._torch.dtensor import flatten_axes
 from parallel3d._torch.groups import let_gloo_finish_at_exit
 from parallel3d._util.arguments import without_gloo
 from parallel3d._util.version import __version__
@@ -33,7 +34,9 @@ _NOT_COMPARED = ("TORCH_HOME", "TORCH_EXTENSIONS_DIR", "TORCH_LOGS_OUT", "TORCH_
 def build_mesh(
     layout: MeshLayout, *, device_type: str | None = None, timeout: timedelta = DEFAULT_TIMEOUT
 ) -> DeviceMesh:
-    """Builds the DeviceMesh of ``layout``, with the axes ``("replicate", "shard", "tp")``, tp innermost.
+    """Builds the DeviceMesh of ``layout``: axes ``("replicate", "shard", "tp")``, ``"cp"`` before tp if > 1.
+
+    With cp the process groups of shard x cp, which parameters are sharded over, are made too.
 
     Before any group is made, all ranks compare layout, device type and the versions of torch,
     parallel3d and Python; and, for a warning only, their ``NCCL_*``, ``TORCH_*`` and ``GLOO_*``
@@ -80,8 +83,8 @@ def read_layout(mesh: DeviceMesh) -> MeshLayout:
     """Returns the sizes of ``mesh``'s axes by name; an axis it does not have counts as 1.
 
     Args:
-        mesh: has some of the axes ``replicate``, ``shard`` and ``tp``, in this order; or
-            ``dp_replicate`` and ``dp_shard``.
+        mesh: has some of the axes ``replicate``, ``shard``, ``cp`` and ``tp``, in this order; or
+            ``dp_replicate`` and ``dp_shard``. ``shard_cp``, at rest shard and cp as one, counts as shard.
 
     Raises:
         MeshError: the axes have no names, unknown names, or another order.
@@ -157,10 +160,12 @@ def _check_axes(mesh: DeviceMesh, axes: Any) -> None:
 
 
 def _init_mesh(layout: MeshLayout, device_type: str) -> DeviceMesh:
-    mesh = init_device_mesh(device_type, layout.sizes, mesh_dim_names=AXES)
+    mesh = init_device_mesh(device_type, layout.sizes, mesh_dim_names=layout.axes)
     if device_type == "cpu":
         let_gloo_finish_at_exit()
     warm_up(mesh)
+    if layout.cp > 1:  # now, as making groups is collective
+        warm_up(flatten_axes(mesh, ("shard", "cp")))
     return mesh
 
 

@@ -1,29 +1,32 @@
 """MeshLayout: the sizes of the mesh axes and the arithmetic of ranks. It imports no torch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from functools import wraps
 from itertools import product
 from math import log, prod
 
 from parallel3d.errors import MeshError, WrongTypeError
-from parallel3d.mesh.axes import AXES, DATA_AXES
+from parallel3d.mesh.axes import AXES, DATA_AXES, TABLE
 
 _INFER = -1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MeshLayout:
-    """The sizes of the mesh axes ``(replicate, shard, tp)``, outermost to innermost.
+    """The sizes of the mesh axes ``(replicate, shard, cp, tp)``, outermost to innermost.
 
     A plain value: it can be made, compared and printed without a process group. Rank ``r`` has the
-    coordinates of ``r`` in a row-major grid of shape ``(replicate, shard, tp)``.
+    coordinates of ``r`` in a row-major grid of shape ``(replicate, shard, cp, tp)``. With ``cp=1`` there is
+    no axis cp, in the mesh, in ``axes`` and ``sizes``, and in what is printed.
 
     Attributes:
         replicate: copies of the sharded model (HSDP's outer axis); each reads other samples.
         shard: ranks that share one copy's parameters (FSDP); each reads other samples.
         tp: ranks that share each layer's computation; all of them read the same samples.
+        cp: ranks that share each sequence (context parallelism): they read the same samples, and each
+            computes a part of the tokens. Parameters are sharded over shard x cp. By keyword only.
 
     At most one of them may be ``-1``: it is inferred from the world size, see :meth:`resolve`.
 
@@ -35,9 +38,11 @@ class MeshLayout:
     replicate: int = 1
     shard: int = 1
     tp: int = 1
+    cp: int = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
-        for axis, size in zip(AXES, self.sizes, strict=True):
+        for axis in AXES:
+            size = getattr(self, axis)
             if type(size) is not int:
                 raise MeshError(
                     f"{axis}={size!r} is a {type(size).__name__}: the size of a mesh axis is an "
@@ -48,7 +53,7 @@ class MeshLayout:
                     f"{axis}={size}: the size of a mesh axis is 1 or more (1 switches the axis "
                     f"off), or -1 to infer it from the world size."
                 )
-        inferred = [axis for axis in AXES if getattr(self, axis) == _INFER]
+        inferred = [axis for axis, size in self.as_dict().items() if size == _INFER]
         if len(inferred) > 1:
             raise MeshError(
                 f"{_join(inferred, 'and')} are -1: only one axis can be inferred from the world size. "
@@ -56,9 +61,18 @@ class MeshLayout:
             )
 
     @property
+    def axes(self) -> tuple[str, ...]:
+        """Names of the axes that the mesh has, outermost first; cp is one of them unless it is 1."""
+        return tuple(a.name for a in TABLE if a.in_mesh_if_one or getattr(self, a.name) != 1)
+
+    @property
     def sizes(self) -> tuple[int, ...]:
-        """``(replicate, shard, tp)`` as given, possibly with one -1."""
-        return tuple(getattr(self, axis) for axis in AXES)
+        """The sizes of ``axes`` as given, possibly with one -1: the shape of the mesh."""
+        return tuple(getattr(self, axis) for axis in self.axes)
+
+    def as_dict(self) -> dict[str, int]:
+        """Returns ``axes`` and ``sizes``: ``{"replicate": 2, "shard": 4, "tp": 1}``."""
+        return dict(zip(self.axes, self.sizes, strict=True))
 
     @property
     def is_resolved(self) -> bool:
@@ -67,7 +81,7 @@ class MeshLayout:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks: ``replicate * shard * tp``.
+        """The number of ranks: ``replicate * shard * cp * tp``.
 
         Raises:
             MeshError: an axis is still -1.
@@ -99,10 +113,12 @@ class MeshLayout:
         if self.is_resolved:
             return self
         rest = world_size // known
-        return replace(self, **{a: rest for a in AXES if getattr(self, a) == _INFER})
+        return replace(
+            self, **{axis: rest for axis, size in self.as_dict().items() if size == _INFER}
+        )
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Returns the coordinates of ``rank``: ``{"replicate": i, "shard": j, "tp": k}``.
+        """Returns the coordinates of ``rank`` on ``axes``: ``{"replicate": i, "shard": j, "tp": k}``.
 
         Raises:
             MeshError: ``rank`` is not in ``range(world_size)``, or an axis is still -1.
@@ -110,13 +126,13 @@ class MeshLayout:
         world_size = self.world_size
         if type(rank) is not int or not 0 <= rank < world_size:
             raise MeshError(f"rank {rank!r} is not in {self}: ranks go from 0 to {world_size - 1}.")
-        return {axis: rank // self.stride(axis) % getattr(self, axis) for axis in AXES}
+        return {axis: rank // self.stride(axis) % getattr(self, axis) for axis in self.axes}
 
     def rank(self, **at: int) -> int:
         """Returns the rank at these coordinates, the inverse of :meth:`coordinates`.
 
         Args:
-            at: ``replicate``, ``shard``, ``tp``; by default 0.
+            at: ``replicate``, ``shard``, ``cp``, ``tp``; by default 0.
 
         Raises:
             MeshError: a coordinate is outside its axis, an axis is unknown or still -1.
@@ -148,7 +164,7 @@ class MeshLayout:
         """Returns the groups of ranks of ``axis``, which differ in this coordinate only.
 
         Args:
-            axis: ``"replicate"``, ``"shard"`` or ``"tp"``.
+            axis: ``"replicate"``, ``"shard"``, ``"cp"`` or ``"tp"``.
 
         Returns:
             ``world_size / size of axis`` tuples of ranks, each in the order of the axis, sorted by
@@ -164,7 +180,7 @@ class MeshLayout:
     def data_rank(self, rank: int) -> int:
         """Returns which of the ``data_size`` parts of the data ``rank`` reads.
 
-        The ranks of one ``tp`` group read the same part; ``replicate`` and ``shard`` read others.
+        The ranks of one ``cp`` or ``tp`` group read the same part; ``replicate`` and ``shard`` read others.
 
         Raises:
             MeshError: ``rank`` is not in ``range(world_size)``, or an axis is still -1.
@@ -173,6 +189,9 @@ class MeshLayout:
         for axis in DATA_AXES:
             number = number * getattr(self, axis) + at[axis]
         return number
+
+    def __repr__(self) -> str:
+        return f"MeshLayout({', '.join(f'{axis}={size}' for axis, size in self.as_dict().items())})"
 
     def __str__(self) -> str:
         return f"{_times(self)} = {_count(prod(self.sizes))}" if self.is_resolved else _times(self)
@@ -186,7 +205,7 @@ class MeshLayout:
 
     def _why_not(self, world_size: int) -> str:
         """Returns the error for a world that these sizes do not fit, with sizes and layouts that would."""
-        known = {axis: size for axis, size in zip(AXES, self.sizes, strict=True) if size != _INFER}
+        known = {axis: size for axis, size in self.as_dict().items() if size != _INFER}
         ranks = prod(known.values())
         if self.is_resolved:
             text = f"The layout is {self}, but the world has {_count(world_size)}."
@@ -205,7 +224,9 @@ class MeshLayout:
                 choices.append(f"{axis} may be {_join(sorted(nearest), 'or')}")
         if choices:
             text += f" {'; '.join(choices)}."
-        fitting = "; ".join(_times(layout) for layout in _nearest_layouts(known, world_size))
+        fitting = "; ".join(
+            _times(layout) for layout in _nearest_layouts(self.axes, known, world_size)
+        )
         multiple = "" if self.is_resolved else "a multiple of "
         return f"{text} Nearest that fit: {fitting}. Or start {multiple}{_count(ranks)}."
 
@@ -230,11 +251,13 @@ def _no_axis(name: str) -> str:
     return f"{name} is no axis{meant} The axes are {', '.join(AXES)}"
 
 
-def _nearest_layouts(known: dict[str, int], world_size: int) -> list[MeshLayout]:
+def _nearest_layouts(
+    axes: Sequence[str], known: dict[str, int], world_size: int
+) -> list[MeshLayout]:
     """Returns layouts for ``world_size`` that change the fewest of the known sizes, by the least."""
     fitting = [
-        MeshLayout(**dict(zip(AXES, (*sizes, world_size // prod(sizes)), strict=True)))
-        for sizes in product(_divisors(world_size), repeat=len(AXES) - 1)
+        MeshLayout(**dict(zip(axes, (*sizes, world_size // prod(sizes)), strict=True)))
+        for sizes in product(_divisors(world_size), repeat=len(axes) - 1)
         if world_size % prod(sizes) == 0
     ]
 
@@ -250,7 +273,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _times(layout: MeshLayout) -> str:
-    return " x ".join(f"{axis} {size}" for axis, size in zip(AXES, layout.sizes, strict=True))
+    return " x ".join(f"{axis} {size}" for axis, size in layout.as_dict().items())
 
 
 def _count(ranks: int) -> str:
@@ -262,4 +285,4 @@ def _join(items: Sequence[object], word: str) -> str:
     return f"{', '.join(head)} {word} {last}" if head else last
 
 
-assert tuple(f.name for f in fields(MeshLayout)) == AXES
+assert {f.name for f in fields(MeshLayout)} == set(AXES)

@@ -9,7 +9,7 @@ import torch
 from torch.distributed import DeviceMesh
 
 from parallel3d._util.arguments import as_count
-from parallel3d.mesh.axes import DATA_AXES, axis_named
+from parallel3d.mesh.axes import TOKEN_AXES, axis_named
 from parallel3d.mesh.build import read_layout
 
 
@@ -29,9 +29,9 @@ def seed_step(mesh: DeviceMesh | None = None, *, seed: int, step: int, micro_bat
     """Seeds this rank's default generators for one micro-batch of one step.
 
     Called before each forward it makes dropout and the like depend on these integers alone, so that a run
-    continued from a checkpoint draws the same numbers. Data ranks (replicate x shard) draw differently, tp
-    ranks of one data rank alike (``parallel3d.tp`` lets them differ where they hold different parts).
-    ``checkpoint.save`` stores the integers.
+    continued from a checkpoint draws the same numbers. Ranks of other tokens (replicate x shard x cp) draw
+    differently, the tp ranks among them alike (``parallel3d.tp`` lets them differ where they hold different
+    parts). ``checkpoint.save`` stores the integers.
 
     Args:
         mesh: from ``build_mesh``; None for one process.
@@ -39,7 +39,7 @@ def seed_step(mesh: DeviceMesh | None = None, *, seed: int, step: int, micro_bat
 
     Returns:
         The seed given to ``torch.manual_seed``: the first 8 bytes of BLAKE2b of
-        (seed, step, micro-batch, data rank), without the sign bit.
+        (seed, step, micro-batch, place in replicate x shard x cp), without the sign bit.
     """
     key = StepSeed(
         as_count("seed", seed), as_count("step", step), as_count("micro_batch", micro_batch)
@@ -49,19 +49,19 @@ def seed_step(mesh: DeviceMesh | None = None, *, seed: int, step: int, micro_bat
 
 def number_of(key: StepSeed, mesh: DeviceMesh | None) -> int:
     """Returns the seed for ``key`` on this rank."""
-    data_rank = 0
+    place = 0
     if mesh is not None:
         layout = read_layout(mesh)
         at = dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=False))
         by_axis = {axis.name: at[name] for name in at if (axis := axis_named(name)) is not None}
-        for name in DATA_AXES:
-            data_rank = data_rank * getattr(layout, name) + by_axis.get(name, 0)
-    return number_at(key, data_rank)
+        for name in TOKEN_AXES:
+            place = place * getattr(layout, name) + by_axis.get(name, 0)
+    return number_at(key, place)
 
 
-def number_at(key: StepSeed, data_rank: int) -> int:
-    """Returns the seed for ``key`` on a data rank."""
-    text = f"{key.seed} {key.step} {key.micro_batch} {data_rank}"
+def number_at(key: StepSeed, place: int) -> int:
+    """Returns the seed for ``key`` at a place in replicate x shard x cp; without cp, the data rank."""
+    text = f"{key.seed} {key.step} {key.micro_batch} {place}"
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 

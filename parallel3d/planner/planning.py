@@ -11,7 +11,6 @@ from typing import Any
 
 from parallel3d.errors import PlanningError
 from parallel3d.mesh import MeshLayout
-from parallel3d.mesh.axes import AXES
 from parallel3d.planner.arguments import check_choice, check_number
 from parallel3d.planner.cluster import Cluster
 from parallel3d.planner.constants import Term, shown
@@ -163,10 +162,7 @@ class MeshPlan:
             "gpu": self.cluster.gpu.name,
             "nodes": self.cluster.nodes,
             "candidates": [each.as_dict() for each in self.candidates[:most]],
-            "refused": [
-                {"layout": dict(zip(AXES, r.layout.sizes, strict=True)), "reason": r.reason}
-                for r in self.refused
-            ],
+            "refused": [{"layout": r.layout.as_dict(), "reason": r.reason} for r in self.refused],
         }
 
 

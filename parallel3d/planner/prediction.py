@@ -9,7 +9,6 @@ from typing import Any
 
 from parallel3d.errors import PlanningError
 from parallel3d.mesh import MeshLayout
-from parallel3d.mesh.axes import AXES
 from parallel3d.planner.cluster import (
     AxisLink,
     Cluster,
@@ -111,7 +110,7 @@ class Prediction(Step):
             "model": self.model.name,
             "gpu": self.cluster.gpu.name,
             "nodes": self.cluster.nodes,
-            "layout": dict(zip(AXES, self.layout.sizes, strict=True)),
+            "layout": self.layout.as_dict(),
             "micro_batch": self.micro_batch,
             "accumulation": self.accumulation,
             "checkpointing": self.workload.checkpointing,

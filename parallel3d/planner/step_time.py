@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import log2, prod
 
-from parallel3d.mesh.axes import AXES
 from parallel3d.planner.cluster import AxisLink, collective_time, link_of
 from parallel3d.planner.constants import Term, constant
 from parallel3d.planner.engine import tp_cut
@@ -170,7 +169,7 @@ class _Timing:
         self.step, self.work, self.layout = step, step.workload, step.layout
         self.gpu, self.accumulation = step.cluster.gpu, step.accumulation
         self.units, self.rate = step.model.units, memory_rate(self.gpu)
-        self.links = {axis: link_of(self.layout, axis, step.cluster) for axis in AXES}
+        self.links = {axis: link_of(self.layout, axis, step.cluster) for axis in self.layout.axes}
 
     def time(self) -> StepTime:
         units, tp, micro_batch = self.units, self.layout.tp, self.step.micro_batch

@@ -385,8 +385,28 @@ def _coordinates(mesh: DeviceMesh) -> dict[int, list[int]]:
     places = dict(zip(ranks, map(list, itertools.product(*map(range, root.shape))), strict=True))
     if names is None or root.mesh_dim_names is None:
         return places
-    axes = [root.mesh_dim_names.index(name) for name in names]
-    return {rank: [place[axis] for axis in axes] for rank, place in places.items()}
+    axes = [_joined_of(root.mesh_dim_names, name) for name in names]
+    sizes = root.shape
+    return {
+        rank: [_joined_place([place[i] for i in axis], [sizes[i] for i in axis]) for axis in axes]
+        for rank, place in places.items()
+    }
+
+
+def _joined_of(names: Sequence[str], name: str) -> list[int]:
+    """Returns the positions of the axes of ``names`` that the axis ``name`` is, or joins ("shard_cp")."""
+    for first, last in itertools.combinations(range(len(names) + 1), 2):
+        if "_".join(names[first:last]) == name:
+            return [*range(first, last)]
+    raise ValueError(f"{name!r} is no axis of {names}")
+
+
+def _joined_place(place: Sequence[int], sizes: Sequence[int]) -> int:
+    """Returns the coordinate on the axis that joins axes of ``sizes``, outermost first."""
+    joined = 0
+    for at, size in zip(place, sizes, strict=True):
+        joined = joined * size + at
+    return joined
 
 
 def _by_rank(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from parallel3d._torch import simulated
 from parallel3d.errors import MeshError
-from parallel3d.mesh import AXES, MeshLayout, build, build_mesh, read_layout
+from parallel3d.mesh import MeshLayout, build, build_mesh, read_layout
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
 
@@ -32,16 +32,16 @@ def fake(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 2047, 4095])
-def test_groups_of_4096_ranks_are_the_layouts(rank) -> None:
-    layout = MeshLayout(16, 32, 8)
+@pytest.mark.parametrize("layout", [MeshLayout(16, 32, 8), MeshLayout(4, 32, 8, cp=4)], ids=str)
+def test_groups_of_4096_ranks_are_the_layouts(layout, rank) -> None:
     fake(rank, 4096)
     start = time.monotonic()
     mesh = build_mesh(layout, device_type="cpu")
     assert time.monotonic() - start < 10
-    assert mesh.mesh_dim_names == AXES
-    assert tuple(mesh.shape) == (16, 32, 8)
+    assert mesh.mesh_dim_names == layout.axes
+    assert tuple(mesh.shape) == layout.sizes and read_layout(mesh) == layout
     coordinates = layout.coordinates(rank)
-    for axis in AXES:
+    for axis in layout.axes:
         mine = next(group for group in layout.groups(axis) if rank in group)
         assert tuple(dist.get_process_group_ranks(mesh.get_group(axis))) == mine
         assert mesh.get_local_rank(axis) == coordinates[axis]

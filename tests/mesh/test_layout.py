@@ -36,6 +36,27 @@ def test_str() -> None:
     assert str(MeshLayout(2, 2, 2)) == "replicate 2 x shard 2 x tp 2 = 8 ranks"
     assert str(MeshLayout()) == "replicate 1 x shard 1 x tp 1 = 1 rank"
     assert str(MeshLayout(2, -1, 4)) == "replicate 2 x shard -1 x tp 4"
+    assert str(MeshLayout(2, 2, 4, cp=8)) == "replicate 2 x shard 2 x cp 8 x tp 4 = 128 ranks"
+    assert repr(MeshLayout(2, 3)) == "MeshLayout(replicate=2, shard=3, tp=1)"
+    assert repr(MeshLayout(cp=-1)) == "MeshLayout(replicate=1, shard=1, cp=-1, tp=1)"
+
+
+def test_cp_is_given_by_name_and_lies_between_shard_and_tp() -> None:
+    mesh = MeshLayout(2, 2, 2, cp=3)
+    assert mesh.axes == ("replicate", "shard", "cp", "tp") and mesh.sizes == (2, 2, 3, 2)
+    assert mesh.as_dict() == {"replicate": 2, "shard": 2, "cp": 3, "tp": 2}
+    assert mesh.coordinates(9) == {"replicate": 0, "shard": 1, "cp": 1, "tp": 1}
+    assert mesh.groups("cp")[:2] == [(0, 2, 4), (1, 3, 5)]
+    assert (mesh.data_size, mesh.data_rank(9), mesh.data_rank(23)) == (4, 1, 3)
+    assert MeshLayout(2, cp=-1, tp=2).resolve(24) == MeshLayout(2, cp=6, tp=2)
+    assert MeshLayout(2, cp=-1, tp=2).resolve(4) == MeshLayout(2, tp=2)
+    with pytest.raises(TypeError):
+        MeshLayout(2, 2, 2, 3)  # type: ignore[misc]
+    with pytest.raises(MeshError, match=r"Nearest that fit: replicate 1 x shard 1 x cp 2 x tp 1"):
+        MeshLayout(cp=3).resolve(2)
+    with pytest.raises(MeshError) as without:
+        MeshLayout(shard=3).resolve(2)
+    assert "cp" not in str(without.value)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +103,7 @@ def test_groups_of_a_small_mesh() -> None:
 @pytest.mark.parametrize("sizes", LAYOUTS)
 @pytest.mark.parametrize("axis", AXES)
 def test_groups_partition_the_world_and_differ_in_one_coordinate(sizes, axis) -> None:
-    mesh = MeshLayout(*sizes)
+    mesh = MeshLayout(*sizes, cp=2)
     groups = mesh.groups(axis)
     assert sorted(rank for group in groups for rank in group) == list(range(mesh.world_size))
     assert groups == sorted(groups)
@@ -93,13 +114,16 @@ def test_groups_partition_the_world_and_differ_in_one_coordinate(sizes, axis) ->
 
 
 @pytest.mark.parametrize("sizes", LAYOUTS)
-def test_data_rank_is_shared_by_a_tp_group_only(sizes) -> None:
-    mesh = MeshLayout(*sizes)
+@pytest.mark.parametrize("cp", [1, 3])
+def test_data_rank_is_shared_by_a_cp_and_tp_group_only(sizes, cp) -> None:
+    mesh = MeshLayout(*sizes, cp=cp)
     readers: dict[int, list[int]] = {}
     for rank in range(mesh.world_size):
         readers.setdefault(mesh.data_rank(rank), []).append(rank)
     assert sorted(readers) == list(range(mesh.data_size))
-    assert sorted(map(tuple, readers.values())) == mesh.groups("tp")
+    assert sorted(map(tuple, readers.values())) == MeshLayout(*sizes[:2], sizes[2] * cp).groups(
+        "tp"
+    )
 
 
 def test_round_trip_of_any_layout() -> None:
@@ -107,15 +131,16 @@ def test_round_trip_of_any_layout() -> None:
     st = hypothesis.strategies
     sizes = st.integers(1, 64)
 
-    @hypothesis.given(sizes, sizes, sizes, st.data())
+    @hypothesis.given(sizes, sizes, sizes, sizes, st.data())
     @hypothesis.settings(max_examples=200, deadline=None)
-    def check(replicate, shard, tp, data) -> None:
-        mesh = MeshLayout(replicate, shard, tp)
+    def check(replicate, shard, tp, cp, data) -> None:
+        mesh = MeshLayout(replicate, shard, tp, cp=cp)
         rank = data.draw(st.integers(0, mesh.world_size - 1))
         at = mesh.coordinates(rank)
         assert mesh.rank(**at) == rank
-        assert rank == (at["replicate"] * shard + at["shard"]) * tp + at["tp"]
-        assert mesh.data_rank(rank) == rank // tp
+        data_rank = at["replicate"] * shard + at["shard"]
+        assert rank == (data_rank * cp + at.get("cp", 0)) * tp + at["tp"]
+        assert mesh.data_rank(rank) == rank // (tp * cp) == data_rank
         axis = data.draw(st.sampled_from(AXES))
         unknown = dataclasses.replace(mesh, **{axis: -1})
         assert unknown.resolve(mesh.world_size) == mesh
@@ -236,7 +261,7 @@ def test_rank_out_of_range(rank) -> None:
 @pytest.mark.parametrize("coordinate", [-1, 2, 1.0])
 def test_coordinate_out_of_range(axis, coordinate) -> None:
     with pytest.raises(MeshError, match=rf"^{axis} coordinate .* from 0 to 1"):
-        MeshLayout(2, 2, 2).rank(**{axis: coordinate})
+        MeshLayout(2, 2, 2, cp=2).rank(**{axis: coordinate})
 
 
 @pytest.mark.parametrize(
@@ -247,15 +272,15 @@ def test_a_misspelt_axis_is_told_the_nearest(name: str, meant: str) -> None:
     with pytest.raises(WrongTypeError) as caught:
         MeshLayout(**{name: 2})
     assert isinstance(caught.value, TypeError)
-    assert str(caught.value) == f"{name} is no axis{meant} The axes are replicate, shard, tp"
-    assert [*inspect.signature(MeshLayout).parameters] == [*AXES]
+    assert str(caught.value) == f"{name} is no axis{meant} The axes are replicate, shard, cp, tp"
+    assert [*inspect.signature(MeshLayout).parameters] == ["replicate", "shard", "tp", "cp"]
     assert pickle.loads(pickle.dumps(MeshLayout(2, tp=3))) == MeshLayout(replicate=2, tp=3)
 
 
 def test_unknown_axis() -> None:
     with pytest.raises(MeshError, match=r"^shards is no axis; did you mean shard\?"):
         MeshLayout().groups("shards")
-    with pytest.raises(MeshError, match=r"^pp is no axis\. The axes are replicate, shard, tp$"):
+    with pytest.raises(MeshError, match=r"^pp is no axis\. The axes are replicate, shard, cp, tp$"):
         MeshLayout().groups("pp")
 
 

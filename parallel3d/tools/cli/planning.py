@@ -19,7 +19,6 @@ from rich.text import Text
 from parallel3d._util.arguments import counted
 from parallel3d.errors import PlanningError
 from parallel3d.mesh import MeshLayout
-from parallel3d.mesh.axes import AXES
 from parallel3d.planner.cluster import Cluster, Gpu
 from parallel3d.planner.constants import Term
 from parallel3d.planner.hf_config import spec_from_hf_config
@@ -374,7 +373,7 @@ def _show_next(found: MeshPlan, planned: Callable[[Workload], MeshPlan]) -> None
             highlight=False,
             markup=False,
         )
-    mesh = " ".join(f"--{axis} {n}" for axis, n in zip(AXES, best.layout.sizes, strict=True))
+    mesh = " ".join(f"--{axis} {n}" for axis, n in best.layout.as_dict().items())
     many, each = cluster.nodes > 1, cluster.gpus_per_node
     nodes = f"--nnodes {cluster.nodes} " if many else ""
     meet = "--rdzv-backend c10d --rdzv-endpoint HOST:29500 \\\n    " if many else ""

@@ -16,7 +16,6 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from parallel3d.errors import Parallel3dError
-from parallel3d.mesh.axes import AXES
 from parallel3d.tools.cli.options import Json, function_named, object_named, panel
 from parallel3d.tools.terminal import Busy, output
 
@@ -65,6 +64,7 @@ def verify_command(
     ] = None,
     replicate: Annotated[int, _layout("Copies of the sharded model.")] = 1,
     shard: Annotated[int, _layout("Ranks that share a copy.")] = 1,
+    cp: Annotated[int, _layout("Ranks that share each sequence.")] = 1,
     tp: Annotated[int, _layout("Ranks that share each layer's computation.")] = 1,
     steps: Annotated[int, _how("Optimizer steps (AdamW).")] = 2,
     micro_batches: Annotated[int, _how("Micro-batches of each step.")] = 1,
@@ -106,8 +106,10 @@ def verify_command(
                     )
             options |= {"apply": function_named("--parallelize", parallelize)}
         build, batch = function_named("the model", model), input and object_named("--input", input)
-        busy.say(f"{model}: training it plain and on {replicate * shard * tp} ranks, and comparing")
-        found, is_first = _run(build, batch, (replicate, shard, tp), options)
+        ranks = replicate * shard * cp * tp
+        busy.say(f"{model}: training it plain and on {ranks} ranks, and comparing")
+        sizes = {"replicate": replicate, "shard": shard, "cp": cp, "tp": tp}
+        found, is_first = _run(build, batch, sizes, options)
     if is_first and as_json:
         typer.echo(json.dumps(_as_json(found), indent=2, allow_nan=False))
     elif is_first:
@@ -117,10 +119,10 @@ def verify_command(
 
 
 def _run(
-    build: Any, batch: Any, sizes: tuple[int, int, int], options: dict[str, Any]
+    build: Any, batch: Any, sizes: dict[str, int], options: dict[str, Any]
 ) -> tuple[Verification, bool]:
     """Returns the verification, and whether this process is the one that prints it."""
-    for name, size in zip(AXES, sizes, strict=True):
+    for name, size in sizes.items():
         if size < 1:
             raise Parallel3dError(f"--{name} {size}: a mesh axis has at least 1 rank")
     from torch import distributed as dist
@@ -128,13 +130,13 @@ def _run(
     from parallel3d.mesh import MeshLayout
     from parallel3d.testing import verify
 
-    layout = MeshLayout(*sizes)
+    layout = MeshLayout(**sizes)
     started = int(os.environ.get("WORLD_SIZE", "0"))
     if started <= 1 or dist.is_initialized():
         return verify(build, batch, layout, **options), True
     if started != layout.world_size:
         raise Parallel3dError(
-            f"torchrun has started {started} processes, but {sizes[0]} x {sizes[1]} x {sizes[2]} are "
+            f"torchrun has started {started} processes, but {' x '.join(map(str, layout.sizes))} are "
             f"{layout.world_size} ranks"
         )
     dist.init_process_group("gloo")
@@ -160,7 +162,7 @@ def _plan(text: str | None, tp: int) -> Any:
 def _as_json(found: Verification) -> dict[str, Any]:
     layout, parity = found.layout, found.parity
     return {
-        "layout": dict(zip(AXES, layout.sizes, strict=True)),
+        "layout": layout.as_dict(),
         "equal": found.difference is None,
         "difference": None if found.difference is None else found.difference.as_dict(),
         "largest": {"loss": parity.loss, "gradients": parity.grads, "weights": parity.weights},
@@ -176,7 +178,7 @@ def _show(found: Verification, model: str, parallelize: str) -> None:
     console.print(
         Text.assemble(
             (model, "bold"),
-            f" on replicate {layout.replicate}, shard {layout.shard}, tp {layout.tp} "
+            f" on {', '.join(f'{axis} {size}' for axis, size in layout.as_dict().items())} "
             f"({layout.world_size} ranks), made parallel by {parallelize}",
         )
     )
