@@ -90,11 +90,16 @@ class Flow:
 
 class Recorder(TorchDispatchMode):
     """Records what a model on meta runs. ``attention`` and ``leaf`` are called in place of what they stand
-    for."""
+    for.
+
+    Attributes:
+        quiet: the file whose code is not recorded.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.flow = Flow()
+        self.quiet = ""
         self._paused = False
         self._stack: list[str] = []
         self._kept: list[Tensor] = []  # so that ids and addresses are not used again
@@ -113,9 +118,12 @@ class Recorder(TorchDispatchMode):
 
     def add(self, name: str, args: dict[str, Any], result: Any, pointwise: bool = False) -> None:
         """Adds one operation."""
+        line = caller()
+        if self.quiet and line.startswith(self.quiet):
+            return
         given = {k: map_refs(self.ref, v) for k, v in args.items()}
         made = tuple(self.ref(t) for t in tensors_in(result))
-        self.flow.ops.append(Op(name, given, made, self.where, caller(), pointwise))
+        self.flow.ops.append(Op(name, given, made, self.where, line, pointwise))
 
     @property
     def where(self) -> str:

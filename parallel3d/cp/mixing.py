@@ -45,11 +45,11 @@ class Mark:
 _SQUARE = Layout(-1, 0)  # more than one dim is the sequence
 
 _MAKE_POSITIONS = (
-    "take positions from the batch (position_ids, which p3d.cp.shard_batch cuts), or make them by "
+    "Take positions from the batch (position_ids, which p3d.cp.shard_batch cuts), or make them by "
     "p3d.cp.positions(self, length)"
 )
 _MASKS = (
-    "leave masks to attention: is_causal=True of F.scaled_dot_product_attention, or a (batch, 1, 1, length) "
+    "Leave masks to attention: is_causal=True of F.scaled_dot_product_attention, or a (batch, 1, 1, length) "
     "bool mask of padding; p3d.cp.shard_batch knows packed documents"
 )
 _ASSERT = (
@@ -142,7 +142,7 @@ class _Checker:
         where = f"{op.module!r}" if op.module else "the model"
         advice = advice or "Do it where whole sequences are at hand, before p3d.cp.shard_batch"
         if may_assert and op.module:
-            advice += ". " + _ASSERT.format(module=_pattern(op.module))
+            advice += ". " + _ASSERT.format(module=pattern_of(op.module))
         at = f" ({op.line})" if op.line != "?" else ""
         raise PlanError(
             f"context parallelism: {where} {what} {op.name.partition('.')[0]}{at}, but each rank has only a "
@@ -218,7 +218,7 @@ class _Checker:
         total = marks[0]
         with_sequence = [x for x, y in given if self.layout((x, y)) is not None]
         both = len({x.storage for x, _ in given if x.storage in self.marks}) > 1
-        wrong = clean_live or with_sequence or (both and name in _PRODUCTS)
+        wrong = any(x.shape not in ((), (1,)) for x in clean_live) or with_sequence or (both and name in _PRODUCTS)
         linear = name in _LINEAR or name in _VIEWS or name in _FREE
         if wrong or not linear:
             self._fail_mark(op, total, "")
@@ -231,7 +231,7 @@ class _Checker:
         raise PlanError(
             f"context parallelism: {mark.text}, and {where} goes on with it by "
             f"{op.name.partition('.')[0]}{at}; each rank has only a part of every sequence. {advice}"
-            + (". " + _ASSERT.format(module=_pattern(op.module)) if op.module else "")
+            + (". " + _ASSERT.format(module=pattern_of(op.module)) if op.module else "")
         )
 
     def _viewed(self, op: Op, source: Pair, result: Pair) -> Layout | None:
@@ -268,6 +268,8 @@ class _Checker:
             if live:
                 self.fail(a, "computes with a number that depends on the length, by", "")
             return Mark("made", self._made(a, "numbers"))
+        if name == "attention" and any(a.args.get(k) != b.args.get(k) for k in ("scaling", "kwargs")):
+            self.fail(a, "gives a number that depends on the length to", "")
         if name in ("attention", "leaf", "branch"):
             return getattr(self, f"_{name}")(a, given, made, live)
         if name in _POSITIONS:
@@ -485,6 +487,7 @@ class _Checker:
         return None
 
     def _leaf(self, op: Op, given: list[Pair], made: list[Pair], live: bool) -> Mark | None:
+        self.live |= {x.storage for x, _ in made}
         for pair in given:
             bad = self.marks.get(pair[0].storage)
             if bad is not None:
@@ -495,7 +498,7 @@ class _Checker:
         return None
 
 
-def _pattern(path: str) -> str:
+def pattern_of(path: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in path.split("."))
 
 
@@ -531,7 +534,7 @@ _FREE = {
     *("fill", "zero", "lift_fresh", "lift_fresh_copy", "zeros", "ones", "empty", "full", "rand"),
     *("randn", "new_empty", "new_zeros", "new_ones", "new_full", "scalar_tensor", "empty_strided"),
     *("new_empty_strided", "movedim", "swapaxes", "real", "imag", "_conj", "resolve_conj"),
-    *("normal", "uniform", "exponential", "random", "numpy_T", "mT", "set", "sym_size"),
+    *("normal", "uniform", "exponential", "random", "numpy_T", "mT", "set", "sym_size", "stack"),
 }
 _POINTWISE = {"copy", "where", "masked_fill", "polar", "complex", "bucketize", "isin", "_to_copy"}
 
