@@ -7,6 +7,7 @@ from parallel3d._util.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from parallel3d import checkpoint as checkpoint
+    from parallel3d import cp as cp
     from parallel3d import fsdp as fsdp
     from parallel3d import guards as guards
     from parallel3d import integrations as integrations

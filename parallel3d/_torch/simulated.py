@@ -129,3 +129,64 @@ def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield from (tensor._local_tensors[rank] for rank in sorted(tensor._local_tensors))
     else:
         yield tensor
+
+
+def call_by_rank(fn: Callable[..., Any], *args: Any, random: bool = False) -> Any:
+    """Returns ``fn(*args)``; of simulated ranks it is called for each, with the rank's tensors and numbers.
+
+    ``fn`` may therefore branch on a rank. It computes without autograd and issues no collective.
+
+    Args:
+        args: tensors, numbers, lists and tuples of them, None, or what is the same on all ranks.
+        random: whether ``fn`` draws random numbers.
+
+    Returns: what ``fn`` does: a tensor, None, or a tuple of such. Of tensors the ranks' may differ in size.
+    """
+    mode = local_tensor_mode()
+    if mode is None or not any(isinstance(a, LocalTensor) for a in _flat(args)):
+        return fn(*args)
+    results: dict[int, Any] = {}
+
+    def call(rank: int) -> None:
+        _computing.append(rank)
+        try:
+            results[rank] = fn(*(value_on_rank(a, rank) for a in args))
+        finally:
+            _computing.pop()
+
+    with mode.disable():
+        if random:
+            for_each_rank(call)
+        else:
+            for rank in sorted(mode.ranks):
+                call(rank)
+        return _join_ranks(results, frozenset(mode.ranks))
+
+
+_computing: list[
+    int
+] = []  # the simulated rank that ``call_by_rank`` calls a function for, innermost last
+
+
+def value_here(value: Any) -> Any:
+    """Returns what ``value`` is on the simulated rank for which ``call_by_rank`` computes; elsewhere
+    itself."""
+    return value_on_rank(value, _computing[-1]) if _computing else value
+
+
+def _flat(values: Any) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _flat(value)
+        else:
+            yield value
+
+
+def _join_ranks(results: dict[int, Any], ranks: frozenset[int]) -> Any:
+    first = next(iter(results.values()))
+    if isinstance(first, torch.Tensor):
+        return make_simulated(results, ranks)
+    if first is None:
+        return None
+    parts = range(len(first))
+    return tuple(_join_ranks({rank: r[i] for rank, r in results.items()}, ranks) for i in parts)

@@ -1,0 +1,23 @@
+"""Context parallelism: each rank of ``cp`` holds a part of every sequence (``docs/context_parallel.md``).
+
+- ``attention`` is ``F.scaled_dot_product_attention`` of sequences that lie on the ranks: ``Sequence`` says
+  how they
+  lie, ``CpAxis`` on which ranks.
+- ``choose`` picks the kind of attention, ``bytes_per_layer`` says what each communicates.
+"""
+
+from typing import TYPE_CHECKING
+
+from parallel3d._util.lazy import export_lazily
+
+if TYPE_CHECKING:
+    from parallel3d.cp.attention import attention as attention
+    from parallel3d.cp.axis import CpAxis as CpAxis
+    from parallel3d.cp.axis import Kind as Kind
+    from parallel3d.cp.choose import Choice as Choice
+    from parallel3d.cp.choose import Traffic as Traffic
+    from parallel3d.cp.choose import bytes_per_layer as bytes_per_layer
+    from parallel3d.cp.choose import choose as choose
+    from parallel3d.cp.sequence import Sequence as Sequence
+
+export_lazily(__name__)

@@ -1,0 +1,125 @@
+"""Which parts of the keys some queries are computed with: positions in, blocks out, without torch.
+
+What no query may see is in no block. Blocks with a mask are small, so that the mask is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from enum import Enum
+from typing import NamedTuple
+
+
+class Form(Enum):
+    """What of a block counts."""
+
+    FULL = "all of it"
+    CAUSAL = "on and below the diagonal of a square"
+    MASKED = "what the mask says"
+
+
+class Block(NamedTuple):
+    """Some queries and the keys that they are computed with, each of them neighbours in the sequence.
+
+    Attributes:
+        q_row, k_row: their first rows in the tensors.
+        q_at, k_at: the positions of these in the sequence.
+        q_rows, k_rows: how many.
+    """
+
+    form: Form
+    q_row: int
+    q_at: int
+    q_rows: int
+    k_row: int
+    k_at: int
+    k_rows: int
+
+
+QUERIES = 1024
+"""Queries of a block that is not computed by one kernel from the positions alone, at most."""
+
+
+def plan_blocks(
+    q_parts: Iterable[tuple[int, int, int]],
+    k_parts: Iterable[tuple[int, int, int]],
+    *,
+    length: int,
+    left: int | None,
+    right: int | None,
+    dense: bool,
+    small: bool,
+    elements: int,
+) -> list[Block]:
+    """Returns the blocks of queries with keys, those of the same queries one after another.
+
+    Args:
+        q_parts, k_parts: (first row, its position, rows) of neighbours in the sequence.
+        length: keys from here on are padding, which without a causal mask must be left out.
+        left, right: how many keys before and after itself a query sees; None: all.
+        dense: whether further masks apply anywhere.
+        small: whether every block must be small, as where all scores are in memory.
+        elements: scores of a small block, or of a mask, at most.
+    """
+    if dense or small or left is not None or right not in (None, 0):
+        q_parts = [tile for part in q_parts for tile in _cut(part, min(QUERIES, elements))]
+    k_parts = list(k_parts)
+    found = []
+    for q_row, q_at, q_rows in q_parts:
+        for k_row, k_at, k_rows in k_parts:
+            for form, first, last in _intervals(
+                q_at, q_rows, k_at, k_rows, length, left, right, dense
+            ):
+                whole = k_row + first - k_at, first, last - first
+                most = max(elements // q_rows, 1)
+                cut = small or form is Form.MASKED
+                tiles = list(_cut(whole, most)) if cut else [whole]
+                if form is Form.CAUSAL and len(tiles) > 1:
+                    form = Form.MASKED
+                found += [Block(form, q_row, q_at, q_rows, *tile) for tile in tiles]
+    return found
+
+
+def _intervals(
+    q_at: int,
+    q_rows: int,
+    k_at: int,
+    k_rows: int,
+    length: int,
+    left: int | None,
+    right: int | None,
+    dense: bool,
+) -> Iterator[tuple[Form, int, int]]:
+    """Yields (form, first, last) of the keys at positions first to last - 1 that some of the queries see."""
+    q_end = q_at + q_rows
+    first, last = k_at, k_at + k_rows
+    if left is not None:
+        first = max(first, q_at - left)
+    if right is not None:
+        last = min(last, q_end + right)
+    if right != 0:
+        last = min(last, length)
+    if last <= first:
+        return
+    if dense:
+        yield Form.MASKED, first, last
+        return
+    # All queries see the keys from ``full`` to ``after``.
+    full = first if left is None else min(max(first, q_end - 1 - left), last)
+    after = last if right is None else max(min(last, q_at + right + (right > 0)), first)
+    square = right == 0 and after == q_at and last == q_end and (left is None or left >= q_rows - 1)
+    if after <= full or (not square and 2 * (after - full) < last - first):
+        whole = square and first == after
+        yield (Form.CAUSAL if whole else Form.MASKED), first, last
+        return
+    if first < full:
+        yield Form.MASKED, first, full
+    yield Form.FULL, full, after
+    if after < last:
+        yield (Form.CAUSAL if square else Form.MASKED), after, last
+
+
+def _cut(part: tuple[int, int, int], most: int) -> Iterator[tuple[int, int, int]]:
+    row, at, rows = part
+    for start in range(0, rows, most):
+        yield row + start, at + start, min(most, rows - start)

@@ -1,0 +1,147 @@
+"""Bytes of each kind of attention, and the choice between them: pure numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from parallel3d.cp.axis import Kind
+from parallel3d.cp.shares import share_heads
+
+GATHERED = 256 << 20
+"""Bytes of a layer's gathered K and V above which ``choose`` gathers no more."""
+
+
+class Traffic(NamedTuple):
+    """What one layer's attention communicates on ``cp``, in bytes of one rank.
+
+    Attributes:
+        forward, backward: as ``record_collectives`` counts them: for each call the larger of its input and
+            its output. Recomputation in backward communicates ``forward`` once more.
+        sent: what leaves the rank in forward and backward together.
+    """
+
+    forward: int
+    backward: int
+    sent: int
+
+
+def bytes_per_layer(
+    kind: Kind,
+    *,
+    size: int,
+    batch: int,
+    length: int,
+    heads: int,
+    kv_heads: int,
+    channels: int,
+    value_channels: int | None = None,
+    itemsize: int = 2,
+    key_mask: bool = False,
+) -> Traffic:
+    """Returns what a layer's attention communicates.
+
+    Where ranks differ (Ulysses with heads that ``size`` does not divide) it is the rank with most.
+
+    Args:
+        size: ranks of ``cp``.
+        length: of the padded sequence.
+        heads, kv_heads: of a rank, after tensor parallelism has taken its share.
+        channels, value_channels: of a head of q and k, and of v; by default the same.
+        itemsize: bytes of an element.
+        key_mask: whether a mask of keys is gathered too.
+
+    Raises:
+        PlanError: there are fewer query heads than ranks, for Ulysses.
+    """
+    if size == 1:
+        return Traffic(0, 0, 0)
+    values = channels if value_channels is None else value_channels
+    rows = length // size
+    cell = batch * rows * itemsize  # one channel of one head of this rank's positions
+    flags = batch * length if key_mask else 0
+    apart = (size - 1) / size
+    if kind == "ulysses":
+        shares = share_heads(heads, kv_heads, size)
+        kv_sent = sum(share.kv_number for share in shares)
+        out = heads * channels + kv_sent * (channels + values)
+        each = [s.number * channels + s.kv_number * (channels + values) for s in shares]
+        back = max(heads, *(size * s.number for s in shares)) * values
+        total = (max(out, size * max(each)) + back) * cell
+        return Traffic(total + flags, total, round(apart * (2 * total + flags)))
+    pair = kv_heads * (channels + values) * cell  # K and V of this rank's positions
+    if kind == "gather":
+        return Traffic(size * pair + flags, size * pair, round(apart * (2 * size * pair + flags)))
+    forward, backward = (size - 1) * pair, (2 * size - 1) * pair
+    return Traffic(forward + flags, backward, forward + backward + round(apart * flags))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A kind of attention, and a sentence that says why."""
+
+    kind: Kind
+    reason: str
+
+
+def choose(
+    *,
+    size: int,
+    batch: int,
+    length: int,
+    heads: int,
+    kv_heads: int,
+    channels: int,
+    itemsize: int = 2,
+    causal: bool = True,
+    balanced: bool = True,
+) -> Choice:
+    """Returns the kind that ``"auto"`` is: by heads, length and bytes.
+
+    Ulysses where ``size`` divides the query heads and it sends no more than an all-gather, as it computes
+    whole sequences in one kernel; otherwise an all-gather while the gathered K and V are small, and the ring,
+    which holds no whole K and V and communicates behind the computation, where they are not.
+
+    Args:
+        size, batch, length, heads, kv_heads, channels, itemsize: as ``bytes_per_layer`` has them.
+        causal: whether queries see no later keys.
+        balanced: whether each rank has a head and a tail of the sequence.
+    """
+    numbers: dict[str, Any] = {
+        "size": size,
+        "batch": batch,
+        "length": length,
+        "heads": heads,
+        "kv_heads": kv_heads,
+    }
+    numbers |= {"channels": channels, "itemsize": itemsize}
+    gathered = bytes_per_layer("gather", **numbers).sent
+    whole = 2 * batch * length * kv_heads * channels * itemsize
+    if heads % size == 0:
+        ulysses = bytes_per_layer("ulysses", **numbers).sent
+        if causal and not balanced:
+            return Choice(
+                "ulysses",
+                "under a causal mask ranks with contiguous parts of the sequence have different work, but "
+                f"for Ulysses, and cp={size} divides the {heads} heads",
+            )
+        if ulysses <= gathered:
+            return Choice(
+                "ulysses",
+                f"cp={size} divides the {heads} heads, and Ulysses sends {_mb(ulysses)} a layer where an "
+                f"all-gather of K and V sends {_mb(gathered)}",
+            )
+        other = f"an all-gather of K and V sends {_mb(gathered)} a layer where Ulysses sends {_mb(ulysses)}"
+    else:
+        other = f"cp={size} does not divide the {heads} heads"
+    if whole <= GATHERED:
+        return Choice("gather", f"{other}, and K and V of the whole sequence take {_mb(whole)}")
+    return Choice(
+        "ring",
+        f"{other}, and K and V of the whole sequence would take {_mb(whole)} a layer, more than "
+        f"{_mb(GATHERED)}",
+    )
+
+
+def _mb(size: int) -> str:
+    return f"{size / 2**20:,.1f} MiB"

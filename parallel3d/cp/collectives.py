@@ -1,0 +1,305 @@
+"""Autograd collectives on local tensors over the ``cp`` axis.
+
+Each is a linear map between two layouts of tensors (batch, heads, positions, channels), several in one call,
+and its backward is its transpose:
+
+==================== ============== ============== ==========================================================
+operation            forward        backward       from -> to
+==================== ============== ============== ==========================================================
+``to_heads``         all-to-all     all-to-all     this rank's positions of all heads -> all positions of its
+``to_positions``     all-to-all     all-to-all     the way back
+``gather_positions`` all-gather     reduce-scatter this rank's positions -> all, one copy per rank
+==================== ============== ============== ==========================================================
+
+All positions are in the sequence's order, this rank's in its own (``Sequence.parts``). Where ranks share a
+head, ``to_heads`` sends it to each of them, and its backward sums their gradients. Backwards are built from
+the same operations, so second derivatives are right too. ``rotate`` is the ring's, without autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from parallel3d._torch.groups import all_gather_single, reduce_scatter_single
+from parallel3d._torch.simulated import LocalTensor, call_by_rank
+from parallel3d._util.trace import issuing
+from parallel3d.cp.axis import CpAxis
+from parallel3d.cp.sequence import Sequence
+
+Heads = tuple[tuple[int, int], ...]
+"""Of each rank: its first head, and how many it has."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which heads of each tensor each rank has, and how positions lie on the ranks.
+
+    Attributes:
+        heads: one entry for each tensor of a call.
+        totals: heads of each tensor.
+    """
+
+    sequence: Sequence
+    heads: tuple[Heads, ...]
+    totals: tuple[int, ...]
+
+
+def to_heads(tensors: tuple[Tensor, ...], layout: Layout, axis: CpAxis) -> tuple[Tensor, ...]:
+    """Returns all positions of this rank's heads.
+
+    Args:
+        tensors: (B, heads, rows, D_i) each: this rank's positions of all heads.
+
+    Returns: (B, this rank's heads, padded length, D_i) each.
+    """
+    return _apply("to_heads", layout, axis, tensors)
+
+
+def to_positions(tensors: tuple[Tensor, ...], layout: Layout, axis: CpAxis) -> tuple[Tensor, ...]:
+    """Returns this rank's positions of all heads: the transpose of ``to_heads``, which sums where ranks share
+    heads."""
+    return _apply("to_positions", layout, axis, tensors)
+
+
+def gather_positions(
+    tensors: tuple[Tensor, ...], sequence: Sequence, axis: CpAxis
+) -> tuple[Tensor, ...]:
+    """Returns all positions of each of ``tensors``; the ranks' gradients are summed, in one reduce-scatter.
+
+    Args:
+        tensors: (B, heads, rows, D_i) each, of one dtype.
+
+    Returns: (B, heads, padded length, D_i) each.
+    """
+    return _apply("gather", sequence, axis, tensors)
+
+
+def gather_flags(flags: Tensor, sequence: Sequence, axis: CpAxis) -> Tensor:
+    """Returns (B, padded length) of ``flags``, (B, rows) bool, without a gradient."""
+    if axis.size == 1:
+        return flags
+    (whole,) = _gather((flags[:, None, :, None].to(torch.uint8),), sequence, axis)
+    return whole[:, 0, :, 0].bool()
+
+
+class Rotation:
+    """A message round the ring under way: this rank's to the next rank, the previous one's to this rank."""
+
+    def __init__(self, x: Tensor, axis: CpAxis) -> None:
+        n = x.numel()
+        self._received, self._work, self._kept = _exchange(
+            x.reshape(-1),
+            [
+                [n if j == (i + 1) % axis.size else 0 for j in range(axis.size)]
+                for i in range(axis.size)
+            ],
+            axis,
+            async_op=True,
+        )
+
+    def wait(self) -> Tensor:
+        """Returns what the previous rank has sent, flat."""
+        if self._work is not None:
+            self._work.wait()
+        return self._received()
+
+
+def rotate(x: Tensor, axis: CpAxis) -> Rotation:
+    """Issues the sending of ``x``, of one size on all ranks, to the next rank of the ring.
+
+    ``x`` must not be written, nor freed, before ``wait()``.
+    """
+    return Rotation(x, axis)
+
+
+# ---- the operations on tensors, without autograd ----
+
+
+def _apply(name: str, how: Any, axis: CpAxis, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tensors if axis.size == 1 else _Collective.apply(name, how, axis, *tensors)
+
+
+class _Collective(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, name: str, how: Any, axis: CpAxis, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        forward, ctx.backward_name = _OPERATIONS[name]
+        ctx.how, ctx.axis = how, axis
+        return forward(tensors, how, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, None, *_apply(ctx.backward_name, ctx.how, ctx.axis, grads)
+
+
+def _to_heads(tensors: tuple[Tensor, ...], layout: Layout, axis: CpAxis) -> tuple[Tensor, ...]:
+    sequence, size = layout.sequence, axis.size
+    shapes = [_no_heads(x) for x in tensors]
+
+    def pack(*tensors: Tensor) -> Tensor:
+        """For each rank its heads of each tensor."""
+        parts = [
+            x.narrow(1, *heads[to]).reshape(-1)
+            for to in range(size)
+            for x, heads in zip(tensors, layout.heads, strict=True)
+        ]
+        return torch.cat(parts)
+
+    def unpack(flat: Tensor, rank: int) -> tuple[Tensor, ...]:
+        mine = [heads[rank][1] for heads in layout.heads]
+        sizes = [n * b * s * d for n, (b, s, d) in zip(mine, shapes, strict=True)]
+        by_rank = flat.view(size, sum(sizes)).split(sizes, 1)
+        return tuple(
+            _from_ranks(part.reshape(size, b, n, s, d), sequence)
+            for part, n, (b, s, d) in zip(by_rank, mine, shapes, strict=True)
+        )
+
+    received, _, _ = _exchange(call_by_rank(pack, *tensors), _sizes(layout, shapes, size), axis)
+    return call_by_rank(unpack, received(), axis.rank)
+
+
+def _to_positions(tensors: tuple[Tensor, ...], layout: Layout, axis: CpAxis) -> tuple[Tensor, ...]:
+    sequence, size = layout.sequence, axis.size
+    shapes = [(x.shape[0], sequence.rows, x.shape[3]) for x in tensors]
+
+    def pack(*tensors: Tensor) -> Tensor:
+        """For each rank its positions of each tensor."""
+        return torch.cat([_by_rank(x, sequence).reshape(size, -1) for x in tensors], 1).flatten()
+
+    def unpack(flat: Tensor) -> tuple[Tensor, ...]:
+        at = 0
+        found: list[list[Tensor]] = [[] for _ in shapes]
+        for source in range(size):
+            for number, (b, s, d) in enumerate(shapes):
+                n = layout.heads[number][source][1]
+                found[number].append(flat.narrow(0, at, n * b * s * d).view(b, n, s, d))
+                at += n * b * s * d
+        joined = zip(found, layout.heads, layout.totals, strict=True)
+        return tuple(_join_heads(parts, heads, total) for parts, heads, total in joined)
+
+    sizes = _sizes(layout, shapes, size)
+    transposed = [list(column) for column in zip(*sizes, strict=True)]
+    received, _, _ = _exchange(call_by_rank(pack, *tensors), transposed, axis)
+    return call_by_rank(unpack, received())
+
+
+def _gather(tensors: tuple[Tensor, ...], sequence: Sequence, axis: CpAxis) -> tuple[Tensor, ...]:
+    shapes = [tuple(x.shape) for x in tensors]
+    flat = torch.cat([x.reshape(-1) for x in tensors])
+    stacked = flat.new_empty((axis.size, flat.shape[0]))
+    all_gather_single(stacked.view(-1), flat, group=axis.group)
+    sizes = [x.numel() for x in tensors]
+    return tuple(
+        _from_ranks(part.reshape(axis.size, *shape), sequence)
+        for part, shape in zip(stacked.split(sizes, 1), shapes, strict=True)
+    )
+
+
+def _reduce(tensors: tuple[Tensor, ...], sequence: Sequence, axis: CpAxis) -> tuple[Tensor, ...]:
+    parts = [_by_rank(x, sequence) for x in tensors]
+    flat = torch.cat([part.reshape(axis.size, -1) for part in parts], 1)
+    own = flat.new_empty(flat.shape[1])
+    reduce_scatter_single(own, flat.view(-1), group=axis.group)
+    shapes = [part.shape[1:] for part in parts]
+    pieces = own.split([shape.numel() for shape in shapes])
+    return tuple(piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True))
+
+
+# Operation -> its forward, a function of (tensors, how, axis), and the operation that is its backward.
+_OPERATIONS: dict[str, tuple[Callable[..., tuple[Tensor, ...]], str]] = {
+    "to_heads": (_to_heads, "to_positions"),
+    "to_positions": (_to_positions, "to_heads"),
+    "gather": (_gather, "reduce"),
+    "reduce": (_reduce, "gather"),
+}
+
+
+def _no_heads(x: Tensor) -> tuple[int, int, int]:
+    return x.shape[0], x.shape[2], x.shape[3]
+
+
+def _sizes(layout: Layout, shapes: list[tuple[int, int, int]], size: int) -> list[list[int]]:
+    """``[i][j]``: the elements that rank i sends to rank j in ``to_heads``."""
+    row = [
+        sum(heads[to][1] * b * s * d for heads, (b, s, d) in zip(layout.heads, shapes, strict=True))
+        for to in range(size)
+    ]
+    return [row] * size
+
+
+def _exchange(
+    flat: Tensor, sizes: list[list[int]], axis: CpAxis, *, async_op: bool = False
+) -> tuple[Callable[[], Tensor], Any, Tensor]:
+    """Issues an all-to-all in which rank i sends ``sizes[i][j]`` elements of ``flat`` to rank j.
+
+    Returns: a function that returns what this rank gets, one rank after another; the work to wait for before
+    it is called, None if not ``async_op``; and the tensor that is sent.
+    """
+    group, size = axis.group, axis.size
+    even = all(n == sizes[0][0] for row in sizes for n in row)
+    if even:
+        received = torch.empty_like(flat)
+        work = dist.all_to_all_single(received, flat, group=group, async_op=async_op)
+        return lambda: received, work, flat
+    if not isinstance(flat, LocalTensor):
+        takes = [row[axis.rank] for row in sizes]
+        received = flat.new_empty(sum(takes))
+        work = dist.all_to_all_single(
+            received, flat, takes, sizes[axis.rank], group=group, async_op=async_op
+        )
+        return lambda: received, work, flat
+    # torch's simulated ranks all have the same sizes: each message is padded to the longest.
+    most = max(n for row in sizes for n in row)
+
+    def pad(flat: Tensor, rank: int) -> Tensor:
+        padded = flat.new_zeros(size, most)
+        for row, part in zip(padded, flat.split(sizes[rank]), strict=True):
+            row[: part.shape[0]].copy_(part)
+        return padded.view(-1)
+
+    def trim(flat: Tensor, rank: int) -> Tensor:
+        return torch.cat([row[: sizes[i][rank]] for i, row in enumerate(flat.view(size, most))])
+
+    padded = call_by_rank(pad, flat, axis.rank)
+    received = torch.empty_like(padded)
+    totals = [sum(row) for row in sizes] + [sum(column) for column in zip(*sizes, strict=True)]
+    with issuing.messages_of("all_to_all", max(totals) * flat.element_size()):
+        work = dist.all_to_all_single(received, padded, group=group, async_op=async_op)
+    return lambda: call_by_rank(trim, received, axis.rank), work, padded
+
+
+def _from_ranks(stacked: Tensor, sequence: Sequence) -> Tensor:
+    """(cp, B, H, rows, D), the ranks' positions -> (B, H, padded, D) in the sequence's order."""
+    if not sequence.balanced:
+        return stacked.permute(1, 2, 0, 3, 4).flatten(2, 3)
+    head, tail = stacked.unflatten(3, (2, -1)).unbind(3)
+    chunks = [*head.unbind(0), *reversed(tail.unbind(0))]
+    return torch.cat(chunks, 2)
+
+
+def _by_rank(x: Tensor, sequence: Sequence) -> Tensor:
+    """The transpose of ``_from_ranks``."""
+    size = sequence.size
+    if not sequence.balanced:
+        return x.unflatten(2, (size, -1)).movedim(2, 0)
+    chunks = x.chunk(2 * size, 2)
+    ends = [torch.cat((chunks[rank], chunks[-1 - rank]), 2) for rank in range(size)]
+    return torch.stack(ends)
+
+
+def _join_heads(parts: list[Tensor], heads: Heads, total: int) -> Tensor:
+    """The ranks' heads of a tensor; where they share one, the sum."""
+    if sum(number for _, number in heads) == total:
+        return torch.cat(parts, 1)
+    b, _, s, d = parts[0].shape
+    whole = parts[0].new_zeros(b, total, s, d)
+    for part, (first, number) in zip(parts, heads, strict=True):
+        whole.narrow(1, first, number).add_(part)
+    return whole

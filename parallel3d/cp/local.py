@@ -1,0 +1,150 @@
+"""Attention of queries to keys that are all on this rank, as one autograd function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from parallel3d._torch.simulated import call_by_rank
+from parallel3d.cp.axis import CpAxis
+from parallel3d.cp.partial import Partial, add_blocks, add_gradients, start, wide
+from parallel3d.cp.rules import Rules
+from parallel3d.cp.sequence import Part, Sequence
+from parallel3d.cp.shares import Share
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    rules: Rules,
+    sequence: Sequence,
+    axis: CpAxis,
+    shares: tuple[Share, ...] | None = None,
+) -> Tensor:
+    """Returns the attention of the queries to all keys.
+
+    Args:
+        q: (B, Hq, Q, D): this rank's positions; with ``shares`` all positions of this rank's heads.
+        k, v: (B, Hkv, padded, D or Dv): all positions, with ``shares`` of the heads that they name.
+        sinks: (all query heads,): a further logit of each head, which takes weight and has no value.
+    """
+    return _Attend.apply(q, k, v, sinks, rules, sequence, axis, shares)
+
+
+def with_sinks(partial: Partial, sinks: Tensor | None) -> None:
+    """Adds the sinks to the result over all keys."""
+    if sinks is None:
+        return
+    lse = torch.logaddexp(partial.lse, sinks.to(partial.lse.dtype)[:, None])
+    partial.out.mul_(torch.exp(partial.lse - lse)[..., None])
+    partial.lse = lse
+
+
+def sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """Returns the gradient of the sinks from these queries."""
+    return -(torch.exp(sinks.to(lse.dtype)[:, None] - lse) * delta).sum((0, 2)).to(sinks.dtype)
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        rules: Rules,
+        sequence: Sequence,
+        axis: CpAxis,
+        shares: tuple[Share, ...] | None,
+    ) -> Tensor:
+        ctx.how = how = rules, sequence, axis, shares
+        out, lse, kept = call_by_rank(
+            _forward, axis.rank, how, q, k, v, sinks, *rules.tensors(), random=bool(rules.dropout)
+        )
+        ctx.save_for_backward(q, k, v, sinks, out, lse, *kept)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks, out, lse, *kept = ctx.saved_tensors
+        rules, _, axis, _ = ctx.how
+        result = out, lse, list(kept)
+        found = call_by_rank(
+            _backward, axis.rank, ctx.how, grad, q, k, v, sinks, result, *rules.tensors()
+        )
+        return *found, None, None, None, None
+
+
+def _forward(
+    rank: int,
+    how: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    *masks: Tensor | None,
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    rules, sequence, at, share = _own(rank, how, masks)
+    partial = start(q, v)
+    if share is not None and share.kv_of is not None:
+        k, v = k[:, share.kv_of], v[:, share.kv_of]
+    add_blocks(partial, q, k, v, rules, at, sequence.whole())
+    with_sinks(partial, _own_sinks(sinks, share))
+    return partial.out.to(q.dtype), partial.lse, tuple(partial.kept)
+
+
+def _backward(
+    rank: int,
+    how: Any,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    result: tuple[Tensor, Tensor, list[Tensor]],
+    *masks: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    rules, sequence, at, share = _own(rank, how, masks)
+    out, lse, kept = result
+    delta = (grad * out).sum(-1, dtype=lse.dtype)
+    grads = [torch.zeros(x.shape, dtype=wide(x.dtype), device=x.device) for x in (q, k, v)]
+    dq, dk, dv = grads
+    kv_of = None if share is None else share.kv_of
+    if kv_of is not None:  # each query head has K/V of its own; their gradients are summed below
+        k, v = k[:, kv_of], v[:, kv_of]
+        grads = [dq, *(x.new_zeros(x.shape[0], len(kv_of), *x.shape[2:]) for x in (dk, dv))]
+    add_gradients(grads, grad, q, k, v, (out, lse, delta), kept, rules, at, sequence.whole())
+    if kv_of is not None:
+        index = torch.tensor(kv_of, device=q.device)
+        for total, each in zip((dk, dv), grads[1:], strict=True):
+            total.index_add_(1, index, each)
+    dsinks = None
+    if sinks is not None:
+        mine = slice(None) if share is None else slice(share.first, share.first + share.number)
+        dsinks = torch.zeros_like(sinks)
+        dsinks[mine] = sinks_gradient(sinks[mine], lse, delta)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
+
+
+def _own(
+    rank: int, how: Any, masks: tuple[Tensor | None, ...]
+) -> tuple[Rules, Sequence, tuple[Part, ...], Share | None]:
+    """This rank's rules, and where its queries lie."""
+    rules, sequence, _, shares = how
+    if shares is None:
+        return rules.of(*masks), sequence, sequence.parts(rank), None
+    share = shares[rank]
+    return rules.of(*masks, share.first), sequence, sequence.whole(), share
+
+
+def _own_sinks(sinks: Tensor | None, share: Share | None) -> Tensor | None:
+    if sinks is None or share is None:
+        return sinks
+    return sinks[share.first : share.first + share.number]

@@ -1,0 +1,232 @@
+"""Attention computed block by block: partial results that are joined by their log-sum-exp, and their
+gradients.
+
+A query's result over some keys and that over others are joined by the log-sum-exp of their scores, without
+the scores themselves (the online softmax). In backward the log-sum-exp of all keys gives the gradients of
+each block on its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from parallel3d._torch.attention import fused_backward, fused_forward, fused_kernel
+from parallel3d.cp.blocks import Block, Form, plan_blocks
+from parallel3d.cp.rules import Rules
+
+ELEMENTS = 1 << 26
+"""Scores, or elements of a mask, that are in memory at once."""
+
+Parts = Iterable[tuple[int, int, int]]
+
+
+@dataclass
+class Partial:
+    """The attention of this rank's queries to the keys seen so far.
+
+    Attributes:
+        out: (B, Hq, Q, Dv).
+        lse: (B, Hq, Q), natural log-sum-exp of the scores; -inf for a query that has seen no key.
+        kept: of each block with dropout, which weights were kept, (B, Hq, q_rows, k_rows) bool.
+    """
+
+    out: Tensor
+    lse: Tensor
+    kept: list[Tensor]
+
+    def join(self, rows: slice, out: Tensor, lse: Tensor) -> None:
+        """Adds the result over further keys of the queries ``rows``."""
+        old, before = self.lse[:, :, rows], self.out[:, :, rows]
+        total = torch.logaddexp(old, lse.to(old.dtype))
+        base = finite(total)
+        before.mul_(torch.exp(old - base)[..., None])
+        before.add_(out * torch.exp(lse - base)[..., None])
+        old.copy_(total)
+
+
+def start(q: Tensor, v: Tensor) -> Partial:
+    """Returns the result over no keys, in the dtype in which results are joined."""
+    shape, dtype = (*q.shape[:3], v.shape[3]), wide(q.dtype)
+    out = torch.zeros(shape, dtype=dtype, device=q.device)
+    return Partial(out, out.new_full(shape[:3], float("-inf")), [])
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which results and gradients of several blocks are added: at least float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def finite(lse: Tensor) -> Tensor:
+    """``lse`` with 0 for a query that sees no key, all whose weights are then ``exp(-inf)``."""
+    return lse.masked_fill(lse == float("-inf"), 0)
+
+
+def blocks_of(q: Tensor, rules: Rules, q_parts: Parts, k_parts: Parts) -> list[Block]:
+    """Returns the blocks of these queries and keys."""
+    batch, heads = q.shape[:2]
+    each = batch * (1 if rules.fusible and rules.mask_function is None else heads)
+    return plan_blocks(
+        q_parts,
+        k_parts,
+        length=rules.length,
+        left=rules.left,
+        right=rules.right,
+        dense=rules.dense,
+        small=not rules.fusible,
+        elements=max(ELEMENTS // each, 1),
+    )
+
+
+def add_blocks(
+    partial: Partial,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rules: Rules,
+    q_parts: Parts,
+    k_parts: Parts,
+) -> None:
+    """Adds to ``partial`` the attention of the queries to these keys.
+
+    Args:
+        q: (B, Hq, Q, D), rows as ``q_parts`` says.
+        k, v: (B, Hkv, K, D or Dv), rows as ``k_parts`` says.
+    """
+    for block in blocks_of(q, rules, q_parts, k_parts):
+        rows, keys = _rows(block)
+        q_, k_, v_ = q[:, :, rows], k[:, :, keys], v[:, :, keys]
+        mask, kernel = _mask_and_kernel(block, q_, k_, v_, rules)
+        if kernel is not None:
+            causal = block.form is Form.CAUSAL
+            out, lse = fused_forward(kernel, q_, k_, v_, mask, causal, rules.scale)
+        else:
+            weights, lse, _ = _weights(q_, k_, mask, rules, None)
+            if rules.dropout:
+                partial.kept.append(torch.rand_like(weights) >= rules.dropout)
+                weights = _dropped(weights, partial.kept[-1], rules)
+            out = _product(weights.to(v.dtype), v_)
+        partial.join(rows, out, lse)
+
+
+def add_gradients(
+    grads: Iterable[Tensor],
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    whole: tuple[Tensor, Tensor, Tensor],
+    kept: list[Tensor],
+    rules: Rules,
+    q_parts: Parts,
+    k_parts: Parts,
+) -> None:
+    """Adds the gradients of these keys' part of the attention.
+
+    Args:
+        grads: what the gradients of ``q``, ``k`` and ``v`` are added to.
+        grad: of the output.
+        whole: the output and the log-sum-exp over all keys, and ``(grad * out).sum(-1)``.
+        kept: what dropout has kept, of these blocks first; they are taken from it.
+    """
+    out, lse, delta = whole
+    lse = finite(lse)
+    for block in blocks_of(q, rules, q_parts, k_parts):
+        rows, keys = _rows(block)
+        q_, k_, v_ = q[:, :, rows], k[:, :, keys], v[:, :, keys]
+        mask, kernel = _mask_and_kernel(block, q_, k_, v_, rules)
+        grad_, lse_ = grad[:, :, rows], lse[:, :, rows]
+        if kernel is not None:
+            causal = block.form is Form.CAUSAL
+            found = fused_backward(
+                kernel, grad_, q_, k_, v_, out[:, :, rows], lse_, mask, causal, rules.scale
+            )
+        else:
+            keep = kept.pop(0) if rules.dropout else None
+            found = _plain_backward(grad_, q_, k_, v_, lse_, delta[:, :, rows], mask, keep, rules)
+        for total, part, where in zip(grads, found, (rows, keys, keys), strict=True):
+            total[:, :, where].add_(part)
+
+
+def _rows(block: Block) -> tuple[slice, slice]:
+    rows = slice(block.q_row, block.q_row + block.q_rows)
+    return rows, slice(block.k_row, block.k_row + block.k_rows)
+
+
+def _mask_and_kernel(
+    block: Block, q: Tensor, k: Tensor, v: Tensor, rules: Rules
+) -> tuple[Tensor | None, str | None]:
+    masked = block.form is Form.MASKED
+    kernel = fused_kernel(q, k, v, masked=masked) if rules.fusible else None
+    if masked or (block.form is Form.CAUSAL and kernel is None):
+        return rules.mask(block.q_at, block.q_rows, block.k_at, block.k_rows, q), kernel
+    return None, kernel
+
+
+# ---- without a fused kernel ----
+
+
+def _weights(
+    q: Tensor, k: Tensor, mask: Tensor | None, rules: Rules, lse: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns ``exp(scores - lse)``, (B, Hq, Q, K), ``lse`` of these keys unless one is given, and the
+    derivative of the softcap, None without one."""
+    scores = _product(q * rules.scale, k.mT).to(wide(q.dtype))
+    slope = None
+    if rules.softcap is not None:
+        bent = torch.tanh(scores / rules.softcap)
+        scores, slope = bent * rules.softcap, 1 - bent * bent
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    if lse is None:
+        lse = scores.logsumexp(-1)
+    return torch.exp(scores - finite(lse)[..., None]), lse, slope
+
+
+def _dropped(weights: Tensor, keep: Tensor, rules: Rules) -> Tensor:
+    return weights * keep / (1 - rules.dropout) if rules.dropout < 1 else weights * 0
+
+
+def _plain_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    mask: Tensor | None,
+    keep: Tensor | None,
+    rules: Rules,
+) -> tuple[Tensor, Tensor, Tensor]:
+    weights, _, slope = _weights(q, k, mask, rules, lse)
+    from_values = _product(grad, v.mT).to(weights.dtype)
+    used = weights
+    if keep is not None:
+        used, from_values = _dropped(weights, keep, rules), _dropped(from_values, keep, rules)
+    grad_v = _product_over_queries(used.to(grad.dtype), grad, v.shape[1])
+    change = weights * (from_values - delta[..., None])
+    if slope is not None:
+        change = change * slope
+    change = (change * rules.scale).to(q.dtype)
+    return _product(change, k), _product_over_queries(change, q, k.shape[1]), grad_v
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """(B, Hq, M, N) x (B, Hkv, N, P) -> (B, Hq, M, P): query heads in groups, one for each head of ``b``."""
+    batch, heads, rows, _ = a.shape
+    if heads == b.shape[1]:
+        return a @ b
+    grouped = a.reshape(batch, b.shape[1], -1, a.shape[3]) @ b
+    return grouped.view(batch, heads, rows, b.shape[3])
+
+
+def _product_over_queries(a: Tensor, b: Tensor, heads: int) -> Tensor:
+    """The sum over a group's queries of (B, Hq, Q, K)^T x (B, Hq, Q, D): (B, heads, K, D)."""
+    batch = a.shape[0]
+    if heads == a.shape[1]:
+        return a.mT @ b
+    a = a.reshape(batch, heads, -1, a.shape[3])
+    return a.mT @ b.reshape(batch, heads, -1, b.shape[3])
