@@ -14,12 +14,13 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from parallel3d._torch.autograd import untraced
+from parallel3d._util.users_code import caller
 from parallel3d.cp.attention import attention
 from parallel3d.cp.axis import CpAxis
 from parallel3d.cp.sequence import Sequence
@@ -94,6 +95,14 @@ class LazyMask:
     def __deepcopy__(self, memo: dict[int, Any]) -> LazyMask:
         return self
 
+    def __getattr__(self, name: str) -> Any:
+        if hasattr(Tensor, name) and not name.startswith("__"):
+            _refuse_reading()
+        raise AttributeError(name)
+
+    def __getitem__(self, index: Any) -> Any:
+        _refuse_reading()
+
     @property
     def function(self) -> Callable[..., Any]:
         """``(batch, head, query, key) -> bool``."""
@@ -116,6 +125,14 @@ class LazyMask:
             PlanError: it depends on this rank's part of the sequence.
         """
         return _rules(self.function, bool(self.options.get("use_vmap")))
+
+
+def _refuse_reading() -> NoReturn:
+    raise PlanError(
+        f"context parallelism: the model's code reads the mask of attention ({caller()}), which is not made, "
+        "since a rank has only a part of every sequence: sparse attention with an index of its own, and masks "
+        "that depend on values, are not supported; use cp=1"
+    )
 
 
 @dataclass(frozen=True)
