@@ -13,6 +13,7 @@ from parallel3d.cp.axis import CpAxis, Kind
 from parallel3d.cp.choose import choose
 from parallel3d.cp.collectives import gather_flags
 from parallel3d.cp.gathered import gathered_attention
+from parallel3d.cp.ring import ring_attention
 from parallel3d.cp.rules import MaskFunction, Rules
 from parallel3d.cp.sequence import Sequence
 from parallel3d.cp.ulysses import ulysses_attention
@@ -21,6 +22,7 @@ from parallel3d.errors import Parallel3dError, WrongTypeError
 _KINDS: dict[str, Callable[..., Tensor]] = {
     "ulysses": ulysses_attention,
     "gather": gathered_attention,
+    "ring": ring_attention,
 }
 
 

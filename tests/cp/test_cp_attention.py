@@ -6,7 +6,7 @@ from _support.cp.reference import CASES, check
 from parallel3d.testing.worlds import local_world
 
 
-@pytest.mark.parametrize("kind", ["ulysses", "gather"])
+@pytest.mark.parametrize("kind", ["ulysses", "gather", "ring"])
 @pytest.mark.parametrize("name", CASES)
 def test_equal_on_simulated_ranks(name: str, kind: str) -> None:
     check(local_world, 2, name, kind, True)
