@@ -28,13 +28,13 @@ from parallel3d.fsdp.inspect import (
     check_param,
     check_policy,
     data_axes,
-    joined_mesh,
     strategy_options,
     unit_of,
 )
 from parallel3d.mesh import check_agreement
 from parallel3d.mesh.agreement import name_ranks
 from parallel3d.mesh.build import name_axes
+from parallel3d.mesh.joined import joined_mesh
 from parallel3d.tp import ResolvedPlan, resolve_plan
 from parallel3d.tp.resolve import Plan, check_plan_type
 from parallel3d.tp.same_batch import check_first_batch
@@ -72,7 +72,7 @@ def parallelize(
     Args:
         model: a plain module; changed in place.
         mesh: from ``build_mesh``: axes ``replicate``, ``shard``, ``cp``, ``tp``, or ``dp_replicate`` and
-            ``dp_shard``. Parameters lie on ``fsdp.inspect.joined_mesh(mesh)``, where shard and cp are one.
+            ``dp_shard``. Parameters lie on ``mesh.joined.joined_mesh(mesh)``, where shard and cp are one.
         tp_plan: pattern -> style, see ``parallel3d.tp.resolve_plan``, or ``"auto"``: the model's own plan
             (Hugging Face's models have one) or one derived from it, see ``parallel3d.tp.auto_plan``.
             Required if tp > 1.
