@@ -18,6 +18,7 @@ from parallel3d.cp.collectives import gather_positions
 from parallel3d.cp.sequence import Sequence
 from parallel3d.errors import MeshError, Parallel3dError, StateError
 from parallel3d.mesh.axes import Role, names_of
+from parallel3d.mesh.joined import kept_with
 
 BatchT = TypeVar("BatchT")
 
@@ -67,7 +68,8 @@ def cp_axis(mesh: DeviceMesh) -> DeviceMesh | None:
     name = next((name for name in names if name in names_of(Role.CONTEXT)), None)
     if name is None or mesh.size(names.index(name)) == 1:
         return None
-    return mesh if mesh.ndim == 1 else mesh[name]
+    # Kept: simulated ranks take a new mesh in the memory of one that was freed for that.
+    return mesh if mesh.ndim == 1 else kept_with(mesh, ("axis", mesh, name), lambda: mesh[name])
 
 
 def batch_of(value: Any) -> Batch | None:

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from parallel3d._torch.autograd import untraced
+from parallel3d._torch.simulated import simulation_off
 from parallel3d._util.forwards import as_if, wrap_forward
 from parallel3d._util.trees import map_tensors, tensors_in
 from parallel3d.cp import hf, mixing
@@ -138,8 +139,9 @@ def plan_cp(model: nn.Module, options: ContextParallel, example: Any = None) -> 
         lengths = (_length_of(pair[0]), _length_of(pair[1]))
         if "" not in options.position_wise:
             mixing.check(flows[0], flows[1], lengths)
-        for proof in tracings[0].proofs:
-            proof()
+        with simulation_off():
+            for proof in tracings[0].proofs:
+                proof()
         calls = flows[0].attention
         for path, each in calls.items():
             if len({call.kind for call in each}) > 1:
