@@ -59,6 +59,13 @@ def joined_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return kept_with(mesh, ("joined", mesh), lambda: _join(mesh, names, cp))
 
 
+def has_cp(mesh: DeviceMesh) -> bool:
+    """Whether the ranks of ``mesh``, or of one that ``joined_mesh`` returned, share sequences."""
+    sizes = zip(mesh.mesh_dim_names or (), mesh.shape, strict=False)
+    # Joined axes have several cp ranks.
+    return any(size > 1 and name.split("_")[-1] in _CP for name, size in sizes)
+
+
 def axis_sizes(mesh: DeviceMesh) -> dict[str, int]:
     """Returns axis -> size of a mesh with names; of an axis of ``joined_mesh``, those that it joins."""
     names, root, positions = mesh.mesh_dim_names or (), root_mesh(mesh), root_axes(mesh)

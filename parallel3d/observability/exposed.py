@@ -204,8 +204,10 @@ class ExposedTime:
         self.total = 0.0
         self._kinds: set[type] = set()
         for mesh in meshes:
-            groups = dict(zip(axis_names(mesh), mesh.get_all_groups(), strict=True))
-            for axis, group in (groups | axis_groups(mesh)).items():
+            groups = {axis: mesh.get_group(at) for at, axis in enumerate(axis_names(mesh))}
+            if mesh.mesh_dim_names:
+                groups = axis_groups(mesh)
+            for axis, group in groups.items():
                 self._add(group, axis)
                 self._ranks.setdefault(axis, set(dist.get_process_group_ranks(group)))
         if dist.is_initialized() and dist.group.WORLD is not None:

@@ -100,13 +100,27 @@ def test_verify_says_what_assert_parity_does() -> None:
     assert wrong.difference is not None and "loss" in wrong.difference.what
 
 
-def on_gloo(sizes: Sizes) -> dict[str, float]:
-    return parity(sizes, steps=2)
+def on_gloo(sizes: Sizes) -> list[float]:
+    """By this engine and by torch's ``fully_shard``."""
+    by_torch = {"engine": "torch", "defer": "nothing"}
+    return [parity(sizes, steps=2, **options)["float64"] for options in ({}, by_torch)]
 
 
 def test_on_processes(gloo_pool) -> None:
     results = gloo_pool.run(on_gloo, (1, 2, 2, 1), world_size=4)
-    assert len(results) == 4 and all(grads["float64"] < 1e-12 for grads in results)
+    assert len(results) == 4 and all(max(each) < 1e-12 for each in results)
+
+
+@pytest.mark.slow
+def test_resharded_to_fewer_ranks_after_forward() -> None:
+    """The joined axis is cut into groups of two."""
+
+    def apply(model: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
+        for layer in model.layers:
+            p3d.fully_shard(layer, mesh=mesh, reshard_after_forward=2)
+        return p3d.fully_shard(model, mesh=mesh)
+
+    assert parity((1, 2, 2, 1), apply=apply)["float64"] < 1e-12
 
 
 # The mesh at rest
