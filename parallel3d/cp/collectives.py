@@ -138,7 +138,10 @@ class _Collective(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, *_apply(ctx.backward_name, ctx.how, ctx.axis, grads)
+        name, how, axis = ctx.backward_name, ctx.how, ctx.axis
+        if torch.is_grad_enabled():  # a second derivative is wanted
+            return None, None, None, *_apply(name, how, axis, grads)
+        return None, None, None, *_OPERATIONS[name][0](grads, how, axis)
 
 
 def _to_heads(tensors: tuple[Tensor, ...], layout: Layout, axis: CpAxis) -> tuple[Tensor, ...]:
@@ -241,6 +244,7 @@ def _exchange(
     it is called, None if not ``async_op``; and the tensor that is sent.
     """
     group, size = axis.group, axis.size
+    async_op = async_op and not torch.compiler.is_compiling()  # which would break the graph
     even = all(n == sizes[0][0] for row in sizes for n in row)
     if even:
         received = torch.empty_like(flat)

@@ -141,3 +141,31 @@ def test_in_other_dtypes(kind: Any, dtype: torch.dtype) -> None:
     for mine, theirs in zip(got, [wanted, *(x.grad for x in wide)], strict=True):
         assert mine.dtype is dtype
         assert (mine.double() - theirs).abs().max() / theirs.abs().max() <= 4 * eps
+
+
+def check_compiled(kind: Any, backend: str) -> None:
+    axis, sequence = axis_of(2), Sequence(16, 2, True)
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(8, 8).double()
+    x = sequence.cut(sample(2, 16, 8, seed=1), 1, axis).requires_grad_()
+    weights = sequence.cut(sample(2, 16, 8, seed=2), 1, axis)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        h = layer(x).view(2, 8, 2, 4).transpose(1, 2)
+        out = attention(h, 2 * h, h + 1, axis, sequence, causal=True, kind=kind)
+        return layer(out.transpose(1, 2).reshape(2, 8, 8))
+
+    found = []
+    for run in (forward, torch.compile(forward, fullgraph=True, backend=backend)):
+        for _ in range(2):
+            out = run(x)
+            grads = torch.autograd.grad((out * weights).sum(), [x, *layer.parameters()])
+        found.append((out, *grads))
+    for ours, plain in zip(*found, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_one_compiled_graph(kind: str, gloo_pool: GlooPool) -> None:
+    gloo_pool.run(check_compiled, kind, "aot_eager", world_size=2)
