@@ -75,6 +75,10 @@ def attention(
     """
     _check(q, k, v, axis, sequence, key_mask, sinks)
     left, right = _bounds(causal, window)
+    if not 0 <= dropout_p <= 1:
+        raise Parallel3dError(f"attention: dropout_p={dropout_p!r}: must be from 0 to 1")
+    if softcap is not None and softcap <= 0:
+        raise Parallel3dError(f"attention: softcap={softcap!r}: must be positive, or None for none")
     rules = Rules(
         length=sequence.length,
         scale=1 / math.sqrt(q.shape[-1]) if scale is None else scale,
