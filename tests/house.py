@@ -22,6 +22,7 @@ LAYERS: list[set[str]] = [
     {"_layout", "mesh"},
     {"guards"},
     {"fsdp", "tp"},
+    {"activations"},
     {"optim", "parallelize", "materialize"},
     {"checkpoint", "observability", "testing", "planner", "integrations"},
     {"tools"},
