@@ -41,8 +41,8 @@ def check_kind(value: Any, engine: str) -> None:
         _check_policy(value)
     if engine == "torch" and is_offload(value):
         raise Parallel3dError(
-            f'activation_checkpointing={value!r} is not possible with engine="torch"; use True or "selective", '
-            'or engine="parallel3d"'
+            f'activation_checkpointing={value!r} is not possible with engine="torch"; use True or '
+            '"selective", or engine="parallel3d"'
         )
 
 

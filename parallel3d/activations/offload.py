@@ -33,8 +33,8 @@ class ActivationOffload:
     """Settings of ``activation_checkpointing="offload"``.
 
     Attributes:
-        pool_gib: size of the pool in the CPU's memory, GiB per rank; it is pinned where there is a device, and
-            taken in the first forward. What does not fit stays on the device: see ``offload_counts``.
+        pool_gib: size of the pool in the CPU's memory, GiB per rank; it is pinned where there is a device,
+            and taken in the first forward. What does not fit stays on the device: see ``offload_counts``.
         min_kib: tensors of less than so many KiB stay on the device.
 
     Raises:
@@ -198,10 +198,8 @@ class _Moved:
         return memory
 
     def __del__(self) -> None:
-        if self.fetched is not None:
-            self.copies.wait(
-                self.event
-            )  # before its memory is used again: perhaps nobody has read it
+        if self.fetched is not None:  # and perhaps nobody has waited for it
+            self.copies.wait(self.event)
 
 
 class _Handle:
@@ -240,8 +238,8 @@ class _Stays:
 
 def _changed(tensor: Tensor) -> StateError:
     return StateError(
-        f"a tensor that backward needs, {tuple(tensor.shape)} {tensor.dtype}, has been modified by an inplace "
-        "operation since the block's forward saved it; change a copy (x = x + y, not x += y)"
+        f"a tensor that backward needs, {tuple(tensor.shape)} {tensor.dtype}, has been modified by an "
+        "inplace operation since the block's forward saved it; change a copy (x = x + y, not x += y)"
     )
 
 
@@ -355,7 +353,7 @@ class Offload:
         return whole % x.element_size() == 0 and id(x.untyped_storage()) not in own
 
     def _move(self, x: Tensor, moved: list[_Moved]) -> _Moved | None:
-        """Issues the copy of the storage of ``x``, unless it is in the pool already; None: there is no room."""
+        """Issues the copy of the storage of ``x``, unless it is in the pool already; None: no room."""
         storage = x.untyped_storage()
         key = id(storage), x._version
         known = self._known.get(key)

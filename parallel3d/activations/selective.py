@@ -45,7 +45,7 @@ _NEVER = ("wait_tensor", "detach", "empty", "empty_like", "device")
 
 
 def keep_costly(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """The policy of ``activation_checkpointing="selective"``: matmuls, convolutions, attention, collectives."""
+    """The policy of ``"selective"``: keeps matmuls, convolutions, attention and collectives."""
     return CheckpointPolicy.PREFER_SAVE if _is_costly(op) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -65,7 +65,7 @@ def _is_costly(op: Any) -> bool:
 
 @cache
 def _kind_of(op: Any) -> tuple[bool, bool]:
-    """(whether calls of ``op`` are never kept, as views and what waits are not; whether it writes to arguments)."""
+    """(whether calls of ``op`` are never kept, as those of views are not; whether it writes to arguments)."""
     schema = getattr(op, "_schema", None)
     if schema is None:
         return False, False
@@ -305,6 +305,14 @@ class _Pass(TorchDispatchMode):
         """Calls ``func``, whose result may be kept."""
         raise NotImplementedError
 
+    def keep(self, what: str, result: Any) -> None:
+        """See ``_util.recompute.Pass``."""
+        raise NotImplementedError
+
+    def take(self, what: str) -> Any:
+        """See ``_util.recompute.Pass``."""
+        raise NotImplementedError
+
     def keep_no_value(self, tensor: Tensor) -> None:
         """See ``_util.recompute.Pass``."""
 
@@ -325,9 +333,6 @@ class _Forward(_Pass):
 
     def keep(self, what: str, result: Any) -> None:
         self.region.collectives.append((what, self.region.keep(result)))
-
-    def take(self, what: str) -> Any:
-        raise AssertionError("a forward takes nothing")
 
     def keep_no_value(self, tensor: Tensor) -> None:
         self.region.keep_no_value(tensor)
@@ -368,9 +373,6 @@ class _Recomputation(_Pass):
         if known != what:
             raise _differs(f"it comes to {what}, where the forward had {known}")
         return self.region.take(kept, leave=self.leave)
-
-    def keep(self, what: str, result: Any) -> None:
-        raise AssertionError("a recomputation keeps nothing")
 
 
 def _differs(how: str) -> StateError:

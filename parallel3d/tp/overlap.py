@@ -15,8 +15,8 @@ linears under ``torch.compile`` or autocast compute both gradients in one node.
 """
 
 import weakref
-from itertools import zip_longest
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
