@@ -35,7 +35,7 @@ class ActivationOffload:
     Attributes:
         pool_gib: size of the pool in the CPU's memory, GiB per rank; it is pinned where there is a device,
             and taken in the first forward. What does not fit stays on the device: see ``offload_counts``.
-        min_kib: tensors of less than so many KiB stay on the device.
+        min_kib: tensors in a storage of less than so many KiB stay on the device.
 
     Raises:
         Parallel3dError: a size is negative.
@@ -342,13 +342,13 @@ class Offload:
         self.settle(all_but=1)
 
     def _moves(self, x: Tensor, own: set[int]) -> bool:
-        """Whether ``x`` is worth to be moved: a plain tensor, large, and most of its storage."""
+        """Whether ``x`` is to be moved: a plain tensor, in a large storage of which it is no small part."""
         if hasattr(x, "__tensor_flatten__") or x.layout is not torch.strided or x.is_meta:
             return False
         if x.is_conj() or x.is_neg() or x.is_inference() or not x.numel():
             return False
         size, whole = x.numel() * x.element_size(), x.untyped_storage().nbytes()
-        if size < self.settings.min_kib * 1024 or whole > _WHOLE * size:
+        if whole < self.settings.min_kib * 1024 or whole > _WHOLE * size:
             return False
         return whole % x.element_size() == 0 and id(x.untyped_storage()) not in own
 
