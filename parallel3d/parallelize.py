@@ -12,14 +12,20 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 from parallel3d._torch.fully_shard import TorchMixedPrecisionPolicy, torch_fully_shard
 from parallel3d._torch.simulated import ranks_are_simulated
 from parallel3d._util import dry_run
-from parallel3d._util.forwards import as_if, without_cache, wrap_forward
+from parallel3d._util.forwards import wrap_forward
 from parallel3d._util.rollback import unchanged_on_error
 from parallel3d._util.units import Units, find_units, of_one_unit
+from parallel3d.activations.kinds import (
+    Kind,
+    check_kind,
+    move_activations,
+    name_of,
+    recompute_blocks,
+)
 from parallel3d.cp.batch import cp_axis
 from parallel3d.cp.model import ContextParallel, CpPlan, check_options, plan_cp
 from parallel3d.errors import AgreementError, MeshError, Parallel3dError, PlanError
@@ -54,7 +60,7 @@ def parallelize(
     mp_policy: MixedPrecisionPolicy | None = None,
     reshard_after_forward: bool | None = None,
     shard_optimizer_over_replicate: bool = False,
-    activation_checkpointing: bool = False,
+    activation_checkpointing: Kind = False,
     compile: bool | str = False,
     loss_parallel: bool | str = False,
     strict: bool = True,
@@ -86,7 +92,11 @@ def parallelize(
         reshard_after_forward: whether blocks are resharded after forward; by default they are, unless a
             ShardingStrategy says otherwise. The final norm and head never are.
         shard_optimizer_over_replicate: HFSDP, see ``fully_shard``.
-        activation_checkpointing: recompute each block's activations in backward.
+        activation_checkpointing: True: recompute each block in backward. ``"selective"``: but for matmuls,
+            attention and the collectives of tp, which are kept; a policy function, torch's
+            ``(ctx, op, *args, **kwargs) -> CheckpointPolicy``: but for what it names, and collectives.
+            ``"offload"``, or ``ActivationOffload`` with its settings: keep what blocks save in the CPU's
+            memory until their backward. See ``docs/activations.md``.
         compile: True, or the name of a ``torch.compile`` backend: compile each block; its graph breaks
             at units inside it.
         loss_parallel: True: the output head leaves its logits sharded over tp, as ``tp.VocabLogits``, which
@@ -117,7 +127,6 @@ def parallelize(
     switches: dict[str, Any] = {
         "strict": strict,
         "shard_optimizer_over_replicate": shard_optimizer_over_replicate,
-        "activation_checkpointing": activation_checkpointing,
         "check_same_batch": check_same_batch,
     }
     shard: Callable[..., Any] = fully_shard
@@ -135,6 +144,7 @@ def parallelize(
         _check_switches(**switches)
         _check_compile(compile)
         _check_engine(engine, shard_optimizer_over_replicate, loss_parallel)
+        check_kind(activation_checkpointing, engine)
         if not isinstance(loss_parallel, bool) and loss_parallel != "chunked":
             raise Parallel3dError(
                 f'loss_parallel is {loss_parallel!r}; it must be True, False or "chunked"'
@@ -169,6 +179,7 @@ def parallelize(
         settings = _settings(model, plan, found, whole, policy)
         switches |= {"fsdp": bool(fsdp), "reshard_after_forward": reshard}
         switches |= {"context_parallel": cp_options} if cp_plan is not None else {}
+        switches |= {"activation_checkpointing": name_of(activation_checkpointing)}
         switches |= {"compile": compile, "loss_parallel": loss_parallel, "engine": engine}
         settings |= {k: str(v) for k, v in switches.items()}
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
@@ -190,15 +201,15 @@ def parallelize(
         if loss_parallel == "chunked" and (plan is None or plan.tp_size == 1):
             chunk_whole_head(model, plan)
         # Recompute inside the compiled region, so that the compiler sees both.
-        if activation_checkpointing:
-            for block in blocks:
-                wrap_forward(block, _checkpointed, "checkpoint")
+        recompute_blocks(blocks, activation_checkpointing)
         # Compile inside the hooks: a unit's gathers and frees stay outside the graph.
         if compile:
             backend = compile if isinstance(compile, str) else "inductor"
             compiled = functools.partial(torch.compile, backend=backend)
             for block in blocks:
                 wrap_forward(block, compiled, ("compile", backend))
+        # What is moved is what the compiler has decided to save.
+        attach_offload = move_activations(blocks, activation_checkpointing)
         # Units bottom-up, so that each takes what no unit inside it has; the root takes the rest.
         for module in [*(inner for _, inner in found.inner), *blocks]:
             shard(module, reshard_after_forward=reshard)
@@ -210,18 +221,10 @@ def parallelize(
             # Its backward comes right after its forward: freeing it would only gather it again.
             shard([module for _, module in found.final_norm_and_head], reshard_after_forward=False)
         shard(model, reshard_after_forward=False)
+        attach_offload()
         if check_same_batch:
             check_first_batch(model, mesh)
     return model
-
-
-def _checkpointed(inner: Callable[..., Any]) -> Callable[..., Any]:
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled():
-            kwargs = without_cache(kwargs)
-        return checkpoint(functools.partial(inner, self), *args, use_reentrant=False, **kwargs)
-
-    return as_if(forward, inner)
 
 
 def _compare_ranks(mesh: Any, settings: dict[str, str], problem: Exception | None) -> None:
