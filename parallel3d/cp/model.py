@@ -145,7 +145,9 @@ def plan_cp(model: nn.Module, options: ContextParallel, example: Any = None) -> 
         calls = flows[0].attention
         for path, each in calls.items():
             if len({call.kind for call in each}) > 1:
-                raise PlanError(f"{path!r} calls several kinds of attention, which is not supported")
+                raise PlanError(
+                    f"{path!r} calls several kinds of attention, which is not supported"
+                )
         return CpPlan(options, calls)
     where = f" with {describe(tried)}" if tried is not None else ""
     raise PlanError(

@@ -36,7 +36,9 @@ class Dropping(nn.Module):
         self.register_buffer("scale", torch.linspace(0.5, 1.5, dim))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(self.norm(x) * self.scale.to(x.dtype)).unflatten(-1, (3, 2, -1)).unbind(2)
+        q, k, v = (
+            self.qkv(self.norm(x) * self.scale.to(x.dtype)).unflatten(-1, (3, 2, -1)).unbind(2)
+        )
         heads = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)))
         return x + F.dropout(self.down(heads.transpose(1, 2).flatten(2)).relu_(), 0.2)
 

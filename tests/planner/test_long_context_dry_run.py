@@ -1,4 +1,4 @@
-"""8B with sequences of 128k tokens, on cp 1 and on cp 8: what a dry run holds, beside what the planner says."""
+"""8B with sequences of 128k tokens, on cp 1 and on cp 8: what a dry run holds, and what the planner says."""
 
 import sys
 from dataclasses import replace
@@ -16,7 +16,6 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "llama"
 sys.path.append(str(EXAMPLE))
 
 LENGTH, LAYERS = 131072, 2
-KINDS = {"full": "ulysses", "selective": "ulysses"}
 
 
 def dry_run(cp: int, checkpointing: str):
@@ -44,15 +43,16 @@ def planned(cp: int, checkpointing: str):
 
 
 @pytest.mark.slow
-def test_the_activations_are_an_eighth(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the rest, which is of parameters, is the same: they lie on shard x cp."""
+@pytest.mark.parametrize("checkpointing", ["full", "selective"])
+def test_the_activations_are_an_eighth(checkpointing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is of parameters is the same, as they lie on shard x cp. The planner says so within 8 %."""
     monkeypatch.setitem(llama.SIZES, "8b", replace(llama.SIZES["8b"], n_layers=LAYERS))
-    runs = {cp: dry_run(cp, "full") for cp in (1, 8)}
+    runs = {cp: dry_run(cp, checkpointing) for cp in (1, 8)}
     for cp, run in runs.items():
         assert run.mesh.get("cp", 1) == cp and run.steps == 1
-        of_rank = planned(cp, "full").memory
-        before_state = of_rank.allocated - of_rank.terms["optimizer"].value
-        assert run.peak.bytes == pytest.approx(before_state, rel=0.1)
+        memory = planned(cp, checkpointing).memory
+        first_step = memory.allocated - memory.terms["optimizer"].value  # there is no state yet
+        assert run.peak.bytes == pytest.approx(first_step, rel=0.08)
     held = {cp: run.peak.by_kind for cp, run in runs.items()}
-    assert held[1]["activations"] / held[8]["activations"] == pytest.approx(8, rel=0.1)
+    assert held[1]["activations"] / held[8]["activations"] == pytest.approx(8, rel=0.02)
     assert held[1]["parameters"] == held[8]["parameters"]
