@@ -70,7 +70,7 @@ REFUSED = {
         lambda m, x: torch.cat([m.table[:2].expand(2, -1, -1), x], 1),
         "puts something before or after one, by cat",
     ),
-    "pad": (lambda m, x: F.pad(x, (0, 0, 0, 2)), "neither the length nor a multiple of it"),
+    "pad": (lambda m, x: F.pad(x, (0, 0, 0, 2)), "before or after the sequence, by constant_pad_nd"),
     "centered": (
         lambda m, x: x - x.mean(1, keepdim=True),
         r"takes the mean over the sequence.*goes on with it by sub",
@@ -166,6 +166,7 @@ ALLOWED = {
     "constants": lambda m, x: x * torch.ones(x.shape[1], 1, device=x.device),
     "unused": lambda m, x: (torch.arange(x.shape[1]), x)[1],
     "padding": lambda m, x: attend(x, (x[..., 0] > 0)[:, None, None]),
+    "padded features": lambda m, x: F.pad(x, (0, 2))[..., :HIDDEN],
     "dropout": lambda m, x: F.dropout(x, 0.5),
     "one hot": lambda m, x: x + F.one_hot(x.argmax(-1), HIDDEN),
 }
@@ -181,19 +182,20 @@ def test_losses() -> None:
     """A mean over all tokens is what averaging over the ranks gives; what is not linear in it is refused."""
 
     class Loss(nn.Module):
-        def __init__(self, power: int) -> None:
+        def __init__(self, squared: bool) -> None:
             super().__init__()
             self.embed, self.block = nn.Embedding(VOCABULARY, VOCABULARY), Block(VOCABULARY, 4)
-            self.power = power
+            self.squared = squared
 
         def forward(self, input_ids: Tensor) -> Tensor:
             logits = self.block(self.embed(input_ids))
             loss = F.cross_entropy(logits.flatten(0, 1), input_ids.flatten())
-            return 0.5 * loss**self.power + 1e-3 * logits.logsumexp(-1).square().mean()
+            loss = loss**2 if self.squared else loss
+            return 0.5 * loss + 1e-3 * logits.logsumexp(-1).square().mean()
 
-    plan_cp(Loss(1), ContextParallel())
+    plan_cp(Loss(False), ContextParallel())
     with pytest.raises(PlanError, match=r"computes a loss \(nll_loss_forward\).*by pow"):
-        plan_cp(Loss(2), ContextParallel())
+        plan_cp(Loss(True), ContextParallel())
 
 
 def test_asserted() -> None:
@@ -208,13 +210,14 @@ def test_asserted() -> None:
 
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_torchs_encoder(batch_first: bool) -> None:
-    plan = plan_cp(
-        Encoder(batch_first=batch_first),
-        ContextParallel(),
-        None if batch_first else ((torch.ones(2, 6, dtype=torch.int64),), {}),
-    ) if batch_first else None
-    if plan is not None:
+    """Sequence first is another layout than that of the batch, which is refused."""
+    model = Encoder(batch_first=batch_first)
+    if batch_first:
+        plan = plan_cp(model, ContextParallel())
         assert set(plan.attention) == {"layers.0.self_attn", "layers.1.self_attn"}
+    else:
+        with pytest.raises(PlanError, match="laid out"):
+            plan_cp(model, ContextParallel())
 
 
 def test_options() -> None:
