@@ -77,9 +77,13 @@ def _locals(args: Any) -> list[Any]:
     return [arg.to_local() if isinstance(arg, DTensor) else arg for arg in args]
 
 
-def _forward_on_cpu(op: Any, args: Any, kwargs: Any) -> Any:
+def _mesh_of(x: Any) -> DeviceMesh:
+    return x.device_mesh
+
+
+def _forward_on_cpu(op_call: Any, args: tuple[object, ...], kwargs: dict[str, Any]) -> object:
     """What torch's handler does for its GPU operators."""
-    mesh = args[0].device_mesh
+    mesh = _mesh_of(args[0])
     q, k, v, _, causal = _locals((*args, 0.0, False)[:5])
     results = torch_cp._templated_ring_attention(
         mesh.get_group(), 2, _OP.default, q, k, v, is_causal=causal, scale=kwargs.get("scale")
@@ -87,8 +91,8 @@ def _forward_on_cpu(op: Any, args: Any, kwargs: Any) -> Any:
     return tuple(DTensor.from_local(x, mesh, [Shard(2)], run_check=False) for x in results)
 
 
-def _backward_on_cpu(op: Any, args: Any, kwargs: Any) -> Any:
-    mesh = args[1].device_mesh
+def _backward_on_cpu(op_call: Any, args: tuple[object, ...], kwargs: dict[str, Any]) -> object:
+    mesh = _mesh_of(args[1])
     grad, q, k, v, out, lse, dropout, causal = _locals(args)
     results = torch_cp._templated_ring_attention_backward(
         mesh.get_group(),
@@ -111,8 +115,8 @@ def _backward_on_cpu(op: Any, args: Any, kwargs: Any) -> Any:
 @contextmanager
 def torchs(mesh: DeviceMesh, length: int) -> Iterator[None]:
     """torch's ``context_parallel``, which runs on the CPU."""
-    torch_cp.custom_ops[_OP.default] = _forward_on_cpu
-    torch_cp.custom_ops[_BACKWARD.default] = _backward_on_cpu
+    handlers: dict[Any, Any] = torch_cp.custom_ops
+    handlers |= {_OP.default: _forward_on_cpu, _BACKWARD.default: _backward_on_cpu}
     buffer = torch.zeros(1, 1, length, 1)
     with context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[2], no_restore_buffers={buffer}):
         yield
