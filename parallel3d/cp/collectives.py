@@ -104,7 +104,7 @@ class Rotation:
             return [n if rank == to % size else 0 for rank in range(size)]
 
         self._received, self._work, self._kept = _exchange(
-            x.reshape(-1), lambda r: only(r + 1), lambda r: only(r - 1), axis, async_op=True
+            x.reshape(-1), (lambda r: only(r + 1), lambda r: only(r - 1)), axis, async_op=True
         )
 
     def wait(self) -> Tensor:
@@ -169,8 +169,8 @@ def _to_heads(tensors: tuple[Tensor, ...], layout: Layout, axis: CpAxis) -> tupl
             for part, n, (b, s, d) in zip(by_rank, mine, shapes, strict=True)
         )
 
-    sends, takes = _splits(layout, shapes, size)
-    received, _, _ = _exchange(call_by_rank(pack, *tensors), sends, takes, axis)
+    splits = _splits(layout, shapes, size)
+    received, _, _ = _exchange(call_by_rank(pack, *tensors), splits, axis)
     return call_by_rank(unpack, received(), axis.rank)
 
 
@@ -189,8 +189,9 @@ def _to_positions(tensors: tuple[Tensor, ...], layout: Layout, axis: CpAxis) -> 
         joined = zip(found, layout.heads, layout.totals, strict=True)
         return tuple(_join_heads(parts, heads, total) for parts, heads, total in joined)
 
-    takes, sends = _splits(layout, shapes, size)
-    received, _, _ = _exchange(call_by_rank(_by_rank, sequence, *tensors), sends, takes, axis)
+    splits = _splits(layout, shapes, size)
+    back = None if splits is None else (splits[1], splits[0])
+    received, _, _ = _exchange(call_by_rank(_by_rank, sequence, *tensors), back, axis)
     return call_by_rank(unpack, received())
 
 
@@ -228,32 +229,37 @@ def _no_heads(x: Tensor) -> tuple[int, int, int]:
     return x.shape[0], x.shape[2], x.shape[3]
 
 
-def _splits(layout: Layout, shapes: list[tuple[int, int, int]], size: int) -> tuple[Splits, Splits]:
-    """What each rank sends to each in ``to_heads``, and what it gets from each."""
+def _splits(
+    layout: Layout, shapes: list[tuple[int, int, int]], size: int
+) -> tuple[Splits, Splits] | None:
+    """What each rank sends to each in ``to_heads``, and what it gets from each; None: equal parts."""
     elements = [
         sum(heads[to][1] * b * s * d for heads, (b, s, d) in zip(layout.heads, shapes, strict=True))
         for to in range(size)
     ]
+    if len(set(elements)) == 1:
+        return None
     return lambda rank: elements, lambda rank: [elements[rank]] * size
 
 
 def _exchange(
-    flat: Tensor, sends: Splits, takes: Splits, axis: CpAxis, *, async_op: bool = False
+    flat: Tensor, splits: tuple[Splits, Splits] | None, axis: CpAxis, *, async_op: bool = False
 ) -> tuple[Callable[[], Tensor], Any, Tensor]:
     """Issues an all-to-all of the elements of ``flat``.
 
     Args:
-        sends, takes: of a rank, how many elements it sends to each rank and gets from each.
+        splits: of a rank, how many elements it sends to each rank, and gets from each; None: equal parts.
 
     Returns: a function that returns what this rank gets, one rank after another; the work to wait for before
     it is called, None if not ``async_op``; and the tensor that is sent.
     """
     group, size = axis.group, axis.size
     async_op = async_op and not torch.compiler.is_compiling()  # which would break the graph
-    if len({*sends(0), *takes(0)}) == 1:  # all messages are of one size
+    if splits is None:
         received = torch.empty_like(flat)
         work = dist.all_to_all_single(received, flat, group=group, async_op=async_op)
         return lambda: received, work, flat
+    sends, takes = splits
     if not isinstance(flat, LocalTensor):
         taken = takes(axis.rank)
         received = flat.new_empty(sum(taken))
@@ -276,7 +282,7 @@ def _exchange(
 
     padded = call_by_rank(pad, flat, axis.rank)
     received = torch.empty_like(padded)
-    total = max(sum(splits(rank)) for splits in (sends, takes) for rank in range(size))
+    total = max(sum(each(rank)) for each in (sends, takes) for rank in range(size))
     with issuing.messages_of("all_to_all", total * flat.element_size()):
         work = dist.all_to_all_single(received, padded, group=group, async_op=async_op)
     return lambda: call_by_rank(trim, received, axis.rank), work, padded

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from parallel3d._torch.simulated import call_by_rank
+from parallel3d.cp.autocast import autocast_off
 from parallel3d.cp.axis import CpAxis
 from parallel3d.cp.partial import Partial, add_blocks, gradients
 from parallel3d.cp.rules import Rules
@@ -76,9 +77,10 @@ class _Attend(torch.autograd.Function):
         q, k, v, sinks, out, lse, kept = ctx.saved_tensors
         rules, _, axis, _ = ctx.how
         result = out, lse, kept
-        found = call_by_rank(
-            _backward, axis.rank, ctx.how, grad, q, k, v, sinks, result, *rules.tensors()
-        )
+        with autocast_off(q):
+            found = call_by_rank(
+                _backward, axis.rank, ctx.how, grad, q, k, v, sinks, result, *rules.tensors()
+            )
         return *found, None, None, None, None
 
 

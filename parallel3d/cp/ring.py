@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from parallel3d._torch.simulated import call_by_rank
+from parallel3d.cp.autocast import autocast_off
 from parallel3d.cp.axis import CpAxis
 from parallel3d.cp.collectives import Rotation, rotate
 from parallel3d.cp.local import sinks_gradient, with_sinks
@@ -70,18 +71,19 @@ class _Ring(torch.autograd.Function):
         q, k, v, sinks, out, lse, *kept = ctx.saved_tensors
         axis, how = ctx.axis, ctx.how
         masks = how[0].tensors()
-        delta, dsinks = call_by_rank(_start_backward, grad, out, lse, sinks)
-        pair, dq = call_by_rank(_pack, k, v), None
-        of_pair: Rotation | None = None
-        for step in range(axis.size):
-            message = rotate(pair, axis) if step + 1 < axis.size else None
-            state = grad, q, pair, out, lse, delta, dq
-            keep = kept[step] if kept else None
-            dq, own = call_by_rank(_add_gradients, axis.rank, step, how, state, keep, *masks)
-            arrived = None if of_pair is None else of_pair.wait()
-            # What the ranks before this one have added to these keys' gradients comes after the keys.
-            of_pair = rotate(call_by_rank(_sum, own, arrived, pair), axis)
-            pair = pair if message is None else message.wait()
+        with autocast_off(q):
+            delta, dsinks = call_by_rank(_start_backward, grad, out, lse, sinks)
+            pair, dq = call_by_rank(_pack, k, v), None
+            of_pair: Rotation | None = None
+            for step in range(axis.size):
+                message = rotate(pair, axis) if step + 1 < axis.size else None
+                state = grad, q, pair, out, lse, delta, dq
+                keep = kept[step] if kept else None
+                dq, own = call_by_rank(_add_gradients, axis.rank, step, how, state, keep, *masks)
+                arrived = None if of_pair is None else of_pair.wait()
+                # What the ranks before this one have added to these keys' gradients comes after the keys.
+                of_pair = rotate(call_by_rank(_sum, own, arrived, pair), axis)
+                pair = pair if message is None else message.wait()
         assert of_pair is not None
         dk, dv = call_by_rank(_unpack, of_pair.wait(), k.shape, v.shape)
         return call_by_rank(Tensor.to, dq, q.dtype), dk, dv, dsinks, None, None, None
