@@ -53,6 +53,8 @@ def attention(
     Args:
         q: (B, Hq, rows, D): this rank's positions, in its order (``Sequence.parts``).
         k, v: (B, Hkv, rows, D) and (B, Hkv, rows, Dv); query head h attends to K/V head ``h // (Hq // Hkv)``.
+        axis: the ranks of ``cp``.
+        sequence: how the sequences lie on them.
         causal: whether a query sees no later key.
         window: query i sees key j only if ``i - window < j``; or (left, right): if ``i - left <= j <= i +
             right``.
