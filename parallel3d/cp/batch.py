@@ -210,9 +210,7 @@ def gather(x: Tensor, mesh: DeviceMesh, *, like: Any, dim: int = 1) -> Tensor:
         return x
     batch = batch_of(like)
     if batch is None or batch.sequence is None:
-        raise StateError(
-            "gather: `like` must be what p3d.cp.shard_batch has returned for this batch"
-        )
+        raise StateError("gather: `like` must be what p3d.cp.shard_batch has returned for this batch")
     sequence, first = batch.sequence, x.detach().movedim(dim, 0)
     rows = first.reshape(1, 1, first.shape[0], -1)
     (whole,) = gather_positions((rows,), sequence, CpAxis(axis_mesh))
@@ -269,7 +267,9 @@ def _dims_of(batch: Any, items: dict[Any, Any], dims: Any) -> dict[Any, int | No
     return found
 
 
-def _length(items: dict[Any, Any], where: dict[Any, int | None]) -> tuple[int, int, torch.device]:
+def _length(
+    items: dict[Any, Any], where: dict[Any, int | None]
+) -> tuple[int, int, torch.device]:
     """Returns the length of the sequences, the number of rows, and the device."""
     lengths: dict[Any, int] = {}
     rows, device = 1, torch.device("cpu")

@@ -161,7 +161,9 @@ def _rules(function: Callable[..., Any], use_vmap: bool) -> Rules:
     kinds = [_kind(part) for part in parts]
     if len(parts) == 2:
         window = next((k[1] for k in kinds if k[0] == "sliding_window_overlay"), None)
-        both = next((k[1] for k in kinds if k[0] == "sliding_window_bidirectional_overlay"), None)
+        both = next(
+            (k[1] for k in kinds if k[0] == "sliding_window_bidirectional_overlay"), None
+        )
         if window is not None and hf.causal_mask_function in parts:
             return Rules(True, window)
         if both is not None and hf.bidirectional_mask_function in parts:
@@ -218,13 +220,7 @@ def _tensors_of(function: Any, seen: set[int] | None = None) -> list[Tensor]:
 # Arguments of attention functions that don't change its result.
 _HARMLESS = frozenset(
     {
-        *(
-            "sliding_window",
-            "position_ids",
-            "use_cache",
-            "output_attentions",
-            "output_hidden_states",
-        ),
+        *("sliding_window", "position_ids", "use_cache", "output_attentions", "output_hidden_states"),
         *("cache_position", "past_key_values", "num_items_in_batch", "output_router_logits"),
         *("return_dict", "deterministic", "logits_to_keep", "shift_labels", "is_causal"),
         *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "softcap", "s_aux"),
@@ -371,14 +367,7 @@ def _traced(
         given = (scaling, kwargs, rules, shapes)
         state.proofs.append(functools.partial(_prove, plain, module, *given))
     return state.recorder.attention(
-        "hf",
-        query,
-        key,
-        value,
-        tensor,
-        shape,
-        chunked=rules is not None and rules.chunked,
-        **options,
+        "hf", query, key, value, tensor, shape, chunked=rules is not None and rules.chunked, **options
     )
 
 
@@ -401,9 +390,7 @@ def _prove(
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
     def weights(p: nn.Parameter) -> nn.Parameter:  # a matrix is not read here
-        made = (
-            random(p.shape) if p.dim() < 2 else torch.ones((), dtype=torch.float64).expand(p.shape)
-        )
+        made = random(p.shape) if p.dim() < 2 else torch.ones((), dtype=torch.float64).expand(p.shape)
         return nn.Parameter(made, requires_grad=False)
 
     copied = copy_with(module, weights).eval()
@@ -431,9 +418,7 @@ def _prove(
     if rules is not None:
         mask = seen.expand(q.shape[0], 1, length, length)
         if plain == "eager":
-            mask = torch.zeros(mask.shape, dtype=q.dtype).masked_fill(
-                ~mask, torch.finfo(q.dtype).min
-            )
+            mask = torch.zeros(mask.shape, dtype=q.dtype).masked_fill(~mask, torch.finfo(q.dtype).min)
     name = type(module).__name__
     function = plain_attention("sdpa" if "fl" in plain else plain, copied)
     try:

@@ -145,9 +145,7 @@ def plan_cp(model: nn.Module, options: ContextParallel, example: Any = None) -> 
         calls = flows[0].attention
         for path, each in calls.items():
             if len({call.kind for call in each}) > 1:
-                raise PlanError(
-                    f"{path!r} calls several kinds of attention, which is not supported"
-                )
+                raise PlanError(f"{path!r} calls several kinds of attention, which is not supported")
         return CpPlan(options, calls)
     where = f" with {describe(tried)}" if tried is not None else ""
     raise PlanError(
@@ -286,13 +284,13 @@ def _text(model: Any, length: int, labels: bool) -> tuple[tuple[Any, ...], dict[
 
 
 def _stretched(example: Any) -> tuple[Any, Any]:
-    """The example, and one whose sequences (dim 1 of each tensor) are half as long again."""
+    """The example, and one whose sequences (dim 1 of each tensor) are twice as long."""
     length = _length_of(example)
 
     def longer(t: Tensor) -> Tensor:
         if t.dim() < 2 or t.shape[1] != length:
             return t
-        return torch.cat([t, t[:, : (length + 1) // 2]], 1)
+        return torch.cat([t, t], 1)
 
     return example, map_tensors(longer, example)
 
