@@ -53,6 +53,8 @@ class Dtype(StrEnum):
 class Recompute(StrEnum):
     none = "none"
     full = "full"
+    selective = "selective"
+    offload = "offload"
 
 
 class LossParallel(StrEnum):
@@ -94,7 +96,11 @@ class Options:
     double: Annotated[bool, Option(help="The same as --dtype float64.")] = False
     mixed_precision: Annotated[bool, Option(help="Compute in bfloat16, reduce in float32.")] = False
     activation_checkpointing: Annotated[
-        Recompute, Option(help="Which layers' activations are computed again in backward.")
+        Recompute,
+        Option(
+            help="What layers keep for backward: all, their inputs (full), also matmuls and collectives "
+            "(selective), or all in the CPU's memory (offload)."
+        ),
     ] = Recompute.none
     compile: Annotated[bool, Option(help="torch.compile each layer.")] = False
     sequence_parallel: Annotated[

@@ -57,6 +57,12 @@ LOSS_PARALLEL: dict[str, bool | str] = {
     LossParallel.split_over_tp: True,
     LossParallel.chunked: "chunked",
 }
+ACTIVATIONS: dict[str, bool | str] = {
+    Recompute.none: False,
+    Recompute.full: True,
+    Recompute.selective: "selective",
+    Recompute.offload: "offload",
+}
 
 
 def main(options: Options) -> None:
@@ -195,7 +201,7 @@ def build_model(
         mp_policy=BF16 if options.mixed_precision else p3d.MixedPrecisionPolicy(),
         reshard_after_forward=not options.no_reshard,
         shard_optimizer_over_replicate=options.hfsdp,
-        activation_checkpointing=options.activation_checkpointing is Recompute.full,
+        activation_checkpointing=ACTIVATIONS[options.activation_checkpointing],
         compile=options.compile,
         loss_parallel=LOSS_PARALLEL[options.loss_parallel],
     )

@@ -41,7 +41,7 @@ class ActivationOffload:
         Parallel3dError: a size is negative.
     """
 
-    pool_gib: float = 8.0
+    pool_gib: float = 16.0
     min_kib: float = 256.0
 
     def __post_init__(self) -> None:
