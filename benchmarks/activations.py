@@ -6,8 +6,8 @@
 recomputation; selective (matmuls and attention are kept); offload. torch's side is its FSDP2 with its
 ``checkpoint_wrapper``, with a selective policy of the same operations, and its ``offload_wrapper``; the
 variants take turns in one launch. A step takes as long as its slowest rank. Memory is that of all tensors
-alive at the step's peak, on the rank with the most, less the pool of our offload; on CPUs the copies of torch's
-offload are memory like any other, so that it has no figure.
+alive at the step's peak, on the rank with the most, less the pool of our offload; on CPUs the copies of
+torch's offload are memory like any other, so that it has no figure.
 """
 
 import copy
