@@ -52,9 +52,9 @@ class Dtype(StrEnum):
 
 class Recompute(StrEnum):
     none = "none"
+    full = "full"
     selective = "selective"
     offload = "offload"
-    full = "full"
 
 
 class CpAttention(StrEnum):
@@ -109,7 +109,8 @@ class Options:
     activation_checkpointing: Annotated[
         Recompute,
         Option(
-            help="What of a layer's activations is computed again in backward, or waits in the CPU's memory."
+            help="What layers keep for backward: all, their inputs (full), also matmuls and collectives "
+            "(selective), or all in the CPU's memory (offload)."
         ),
     ] = Recompute.none
     offload_gib: Annotated[
