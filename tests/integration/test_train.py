@@ -83,6 +83,7 @@ def test_four_ranks_follow_the_plain_model_and_one_rank() -> None:
     assert abs(a["loss"] - b["loss"]) < 1e-4
 
 
+@pytest.mark.slow
 def test_the_screen() -> None:
     """Phases with their times, steps that fit, a verdict; with ``--show-plan`` each module of the plan."""
     outputs = [text for _, text in launch(as_rank, (*OPTIONS, *NANO, *MESH), ranks=4)]
