@@ -146,7 +146,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, tuple[int, int, int], dict]
 
 SLOW = {
     *("llama, sequence and loss parallel", "fewer kv heads than tp ranks", "gpt2 with dropout"),
-    *("tied, uneven vocabulary, shards of few rows", "micro-batches, checkpointing, inputs by name"),
+    *(
+        "tied, uneven vocabulary, shards of few rows",
+        "micro-batches, checkpointing, inputs by name",
+    ),
 }
 
 

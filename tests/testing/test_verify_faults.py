@@ -22,7 +22,9 @@ def found(index: int) -> Difference | None:
 @pytest.mark.parametrize(
     "fault",
     [
-        pytest.param(fault, id=fault.title.replace(" ", "-"), marks=[pytest.mark.slow] * (i % 4 > 0))
+        pytest.param(
+            fault, id=fault.title.replace(" ", "-"), marks=[pytest.mark.slow] * (i % 4 > 0)
+        )
         for i, fault in enumerate(FAULTS)
     ],
 )

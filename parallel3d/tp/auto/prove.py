@@ -371,9 +371,7 @@ def _differs(got: Tensor | None, want: Tensor | None, rounding: float) -> bool:
     return False
 
 
-def _difference(
-    what: str, got: Tensor | None, want: Tensor | None, rounding: float = 0.0
-) -> float:
+def _difference(what: str, got: Tensor | None, want: Tensor | None, rounding: float = 0.0) -> float:
     """Returns the largest difference relative to the largest number of ``want``, or raises NotEqual.
 
     Args:

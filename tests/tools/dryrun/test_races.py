@@ -104,10 +104,7 @@ def test_every_wait_is_listed() -> None:
 
 @pytest.mark.parametrize(
     "mutant",
-    [
-        pytest.param(m, marks=[pytest.mark.slow] * (i > 0), id=str(m))
-        for i, m in enumerate(FOUND)
-    ],
+    [pytest.param(m, marks=[pytest.mark.slow] * (i > 0), id=str(m)) for i, m in enumerate(FOUND)],
 )
 def test_what_is_taken_out_is_found(mutant: Mutant) -> None:
     """A wait of a stream, or a reference that keeps memory while a stream uses it."""
