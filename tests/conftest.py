@@ -42,11 +42,13 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """A file that says ``pytestmark = pytest.mark.slow`` is not imported where its tests are deselected: what
-    it imports (Lightning, torchtitan, ...) takes each worker longer than many tests."""
-    if "not slow" not in config.option.markexpr or not collection_path.name.startswith("test_"):
+    """A file that says ``pytestmark = pytest.mark.slow``, or ``full``, is not imported where its tests are
+    deselected: what it imports (Lightning, torchtitan, ...) takes each worker longer than many tests."""
+    if not collection_path.name.startswith("test_"):
         return None
-    return True if "\npytestmark = pytest.mark.slow" in collection_path.read_text() else None
+    deselected = [m for m in ("slow", "full") if f"not {m}" in config.option.markexpr]
+    text = collection_path.read_text() if deselected else ""
+    return True if any(f"\npytestmark = pytest.mark.{m}" in text for m in deselected) else None
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the marks

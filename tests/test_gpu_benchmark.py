@@ -118,6 +118,7 @@ def test_a_batch_that_does_not_fit(parts: Callable[[str], ModuleType], monkeypat
     assert len(made) == 2 and limits == [0.25, 1.0] * 4
 
 
+@pytest.mark.slow
 def test_an_unknown_part_is_refused(tmp_path: Path) -> None:
     done = run("--out", str(tmp_path / "page"), "--only", "clip,clap")
     assert done.returncode == 2

@@ -76,6 +76,7 @@ def test_dir_and_star_have_every_public_name(package: str) -> None:
     assert set(module.__all__) <= set(dir(module))
 
 
+@pytest.mark.slow
 def test_completion_offers_the_public_names_and_nothing_else() -> None:
     """Also after modules were imported, of whose names a package's namespace is then full."""
     code = f"""
@@ -104,6 +105,7 @@ def test_public_objects_are_pickled_by_reference(package: str) -> None:
             assert pickle.loads(pickle.dumps(public)) is public
 
 
+@pytest.mark.slow
 def test_functions_named_like_their_modules_stay_functions() -> None:
     """Whether the module or the name of the package is asked for first."""
     code = """

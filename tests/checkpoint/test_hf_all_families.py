@@ -9,10 +9,10 @@ from safetensors.torch import load_file
 
 from parallel3d.checkpoint import load_hf, save_hf
 
+pytestmark = pytest.mark.full
 SINGLE = "model.safetensors"
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("family", families())
 def test_files_of_a_family(family: str, tmp_path: Path) -> None:
     model = tiny_model(family)

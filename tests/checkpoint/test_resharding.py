@@ -65,6 +65,7 @@ def matrix(pool: GlooPool, path: Path, layouts: list[Sizes], hfsdp: bool, kind: 
         pool.run(session, [], by_world[count], layouts, *where, world_size=count)
 
 
+@pytest.mark.slow
 def test_a_pair(gloo_pool: GlooPool, tmp_path: Path) -> None:
     matrix(gloo_pool, tmp_path, [(1, 1, 4), (1, 1, 1)], False, "torch")
 

@@ -169,6 +169,7 @@ def test_compiled_equals_eager(gloo_pool, case: Case) -> None:
     gloo_pool.run(compare, case, world_size=2 * case.tp)
 
 
+@pytest.mark.slow
 @pytest.mark.parity("behaviour: torch.compile per unit, inductor")
 @pytest.mark.parametrize(
     "case",

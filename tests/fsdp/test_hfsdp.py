@@ -245,6 +245,7 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
     return {"model": model_state, "optim": optim_state}
 
 
+@pytest.mark.slow
 def test_equals_hsdp_in_bfloat16(gloo_pool) -> None:
     gloo_pool.run(same_as_hsdp, world_size=4)
 

@@ -61,6 +61,7 @@ def trained() -> tuple[float, list]:
     return len([call for call in by_gloo if call.op == "all_gather"])
 
 
+@pytest.mark.slow
 def test_training_records_the_same_collectives(gloo_pool):
     assert min(gloo_pool.run(trained, world_size=4)) > 3
 

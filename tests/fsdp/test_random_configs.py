@@ -73,6 +73,7 @@ def test_many(seed: int) -> None:
     examples()
 
 
+@pytest.mark.slow
 @settings(SETTINGS, max_examples=6, derandomize=True)
 @given(odd_configs)
 def test_odd_few(config: Config) -> None:

@@ -167,5 +167,6 @@ def of_a_job(strategies: list[ShardingStrategy]) -> None:
         assert_parity(Lm, tokens, layout, loss=lm_loss, steps=2, fp32=False, apply=apply)
 
 
+@pytest.mark.slow
 def test_on_processes(gloo_pool) -> None:
     gloo_pool.run(of_a_job, [FULL, GRAD_OP, NO, HYBRID, ZERO2], world_size=4)

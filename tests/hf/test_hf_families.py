@@ -62,6 +62,7 @@ def compare_untried(cases, plan):
         return compare_cases(cases, plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "rule", "instead", "differs"),
     [

@@ -39,6 +39,7 @@ def check(gloo_pool, names, mode) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.slow
 def test_logits_that_are_scaled_and_capped(gloo_pool) -> None:
     check(gloo_pool, ["cohere", "gemma2"], "chunked")
 

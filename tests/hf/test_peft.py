@@ -81,11 +81,17 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+QUICK = ("all", "too few heads", "conv1d")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[pytest.mark.slow] * (c not in QUICK)) for c in CASES]
+)
 def test_auto(case: str) -> None:
     parity(*CASES[case], (1, 1, 2))
 
 
+@pytest.mark.slow
 def test_on_three_axes() -> None:
     parity(SOME, {}, {}, (2, 2, 2))
 
@@ -94,6 +100,7 @@ def test_uneven_heads_on_real_ranks(gloo_pool: GlooPool) -> None:
     gloo_pool.run(parity, ALL, {"heads": 3, "kv": 3}, {}, (1, 1, 2), world_size=2)
 
 
+@pytest.mark.slow
 def test_a_users_plan() -> None:
     """A rule for a LoRA layer, or for its base layer, is enough; the check of plans compares both."""
     plan = {

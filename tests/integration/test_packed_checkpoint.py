@@ -144,6 +144,7 @@ ROUND_TRIPS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "first", "second"), ROUND_TRIPS)
 def test_round_trip(gloo_pool: GlooPool, tmp_path: Path, kind, first, second) -> None:
     path = str(tmp_path / "step")
@@ -249,6 +250,7 @@ def what_torch_cannot_cut(kind: str, sizes: tuple[int, int, int]) -> None:
     assert optim_state_dict(model, again, type=full_type)["state"].keys() == named["state"].keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "sizes"), [pytest.param("even", (1, 2, 2), marks=full), ("uneven", (1, 1, 4))]
 )

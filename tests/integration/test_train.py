@@ -100,6 +100,7 @@ def test_sequences_cut_over_cp_follow_the_plain_model(more: tuple[str, ...]) -> 
     assert max(found["check_loss"], found["check_grad_norm"], found["check_weights"]) < 1e-4
 
 
+@pytest.mark.slow
 def test_the_screen() -> None:
     """Phases with their times, steps that fit, a verdict; with ``--show-plan`` each module of the plan."""
     outputs = [text for _, text in launch(as_rank, (*OPTIONS, *NANO, *MESH), ranks=4)]

@@ -176,6 +176,7 @@ def save_and_load(path: str) -> None:
         raise AssertionError("no error")
 
 
+@pytest.mark.slow
 def test_state_dicts(gloo_pool, tmp_path: Path) -> None:
     gloo_pool.run(save_and_load, str(tmp_path), world_size=4)
 

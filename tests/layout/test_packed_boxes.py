@@ -249,6 +249,7 @@ def test_each_ranks_chunks_cover_the_whole_once(sizes) -> None:
     assert all(bool((count == 1).all()) for count in seen.values())
 
 
+@pytest.mark.slow
 def test_saved_by_torch(tmp_path: Path) -> None:
     """torch.save of a parameter and of an optimizer's state, in the program that has the mesh."""
     with fake_world(1, 4):

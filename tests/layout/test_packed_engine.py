@@ -163,6 +163,7 @@ OPTIMIZERS = {
 ORDINARY = {"adamw fused": even_lm, "adamw foreach": uneven_lm, "momentum loop": uneven_lm}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "build", "sizes"),
     [
@@ -219,6 +220,7 @@ def test_local_optimizers(make, build, sizes, kind) -> None:
                 lies_as(key, value, want, 1e-9)
 
 
+@pytest.mark.slow
 @one_case
 def test_clip_and_ema(make, build, sizes) -> None:
     twins = make(build, sizes)
@@ -303,6 +305,7 @@ def test_full_tensor_and_full_params(make, build, sizes) -> None:
     twins.same(0.0)
 
 
+@pytest.mark.slow
 @one_case
 def test_state_dicts_of_all_types(make, build, sizes) -> None:
     twins = make(build, sizes)

@@ -30,6 +30,7 @@ ELEMENTWISE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "classes"),
     [((2, 2, 1), ELEMENTWISE), ((1, 2, 2), ELEMENTWISE[:9:4])],
@@ -151,6 +152,7 @@ class TestTraining:
                 sides.zero_grad()
                 sides.check(moved=False)
 
+    @pytest.mark.slow
     def test_state_from_a_plain_model_and_a_conversion(self) -> None:
         """Whole tensors are cut, edits of the state are seen, and buckets may be built anew."""
         with local_world(4) as world:

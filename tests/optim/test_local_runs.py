@@ -32,6 +32,7 @@ def disturb(model: nn.Module, seed: int) -> None:
             param.grad, other.grad = other.grad, param.grad
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seed", [0, 1, pytest.param(2, marks=pytest.mark.full), pytest.param(3, marks=pytest.mark.full)]
 )

@@ -67,6 +67,7 @@ def test_muon_and_adafactor(sizes) -> None:
             )
 
 
+@pytest.mark.slow
 def test_state_of_the_plain_model_is_cut() -> None:
     with local_world(4) as world:
         sides = Sides(world, MeshLayout(1, 2, 2))

@@ -164,6 +164,7 @@ class TestWeights:
         with side_by_side((1, 2, 1), Twice, apply) as sides:
             train_apart(sides)
 
+    @pytest.mark.slow
     def test_units_that_are_left_at_the_end_of_the_backward(self) -> None:
         """A parameter that gets no gradient; what stays gathered are the weights from before."""
 
@@ -274,6 +275,7 @@ class TestMemory:
                 loss.backward()
             return peak.most
 
+    @pytest.mark.slow
     def test_it_does_not_grow_with_the_model(self) -> None:
         """Eight blocks more need no byte more; without it they need their gradients."""
         shard = sum(p.numel() for p in Lm(dim=64, hidden=96, layers=1).layers.parameters()) * 4 // 2
@@ -344,6 +346,7 @@ class TestHooks:
             lm_loss(model, tokens(0)).backward()
             torch.testing.assert_close(local(weight).detach(), before - 0.1 * seen[0])
 
+    @pytest.mark.slow
     def test_second_derivatives(self) -> None:
         """A penalty on the gradient of an input: the graph is used twice, by one backward of parameters."""
 

@@ -74,6 +74,7 @@ def test_examples_llama(heads, layout, sequence, monkeypatch):
     assert engine == (found.unsharded_at_loss, found.unsharded + found.buffers, found.gradients)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "more"),
     [

@@ -40,6 +40,7 @@ def numbers_masked(text: str) -> str:
     return re.sub(r"\d\.\de[+-]\d\d", "N", text)
 
 
+@pytest.mark.slow
 def test_docs_show_what_it_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The output, and the table of faults; roundings may be others on other machines."""
     monkeypatch.chdir(tmp_path)
@@ -48,6 +49,7 @@ def test_docs_show_what_it_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert numbers_masked(written(text, shown)) == numbers_masked(text)
 
 
+@pytest.mark.slow
 def test_json_of_equal_models() -> None:
     result = run(
         "--tp",

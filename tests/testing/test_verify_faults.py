@@ -19,7 +19,15 @@ def found(index: int) -> Difference | None:
     return first_difference(fault.build, fault.batch, MeshLayout(*fault.mesh), **fault.options)
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.title.replace(" ", "-"))
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(
+            fault, id=fault.title.replace(" ", "-"), marks=[pytest.mark.slow] * (i % 4 > 0)
+        )
+        for i, fault in enumerate(FAULTS)
+    ],
+)
 def test_names_the_module(fault: Fault) -> None:
     difference = found(FAULTS.index(fault))
     assert difference is not None

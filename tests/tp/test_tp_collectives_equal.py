@@ -10,6 +10,7 @@ def results() -> Results:
     return collect()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_never_more_than_torchs(case: Case, results: Results) -> None:
     ours, torchs, prepared = (results[case.name][k] for k in ("ours", "torch", "torch, prepared"))

@@ -50,6 +50,19 @@ def test_right(kind, tp):
     check_parity(Net(kind), plan_of(kind), tp, IDS)
 
 
+class Louder(NumHeads):
+    """Its gradients are a million times as large, and so is their rounding."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 1e6
+
+
+def test_rounding_of_a_gradient_that_is_zero():
+    """A key's bias changes no attention: its gradient is rounding, and other rounding on each rank."""
+    torch.manual_seed(0)
+    resolve_plan(Net(Louder), plan_of(Louder), 4)
+
+
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("kind", REFUSED)
 def test_refused(kind, tp):

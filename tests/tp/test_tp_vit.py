@@ -16,17 +16,21 @@ def _image(number: int) -> torch.Tensor:
     return torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(number))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [LAYOUTS[0], *(pytest.param(each, marks=pytest.mark.slow) for each in LAYOUTS[1:])]
+)
 def test_vit_equals_the_plain_model(layout: tuple[int, int, int]) -> None:
     options = {"steps": 2, "fp32": False, "tp_plan": "auto"}
     assert_parity(lambda: perturbed(Vit()), _image, MeshLayout(*layout), **options)
 
 
+@pytest.mark.slow
 def test_vit_on_four_ranks() -> None:
     options = {"steps": 2, "fp32": False, "tp_plan": "auto"}
     assert_parity(lambda: perturbed(Vit()), _image, MeshLayout(1, 1, 4), **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layout"),
     [*(("gpt2", layout) for layout in LAYOUTS), ("opt", LAYOUTS[1]), ("bert", LAYOUTS[2])],
@@ -53,6 +57,7 @@ def test_attention_is_split_where_it_can_be(name: str) -> None:
     assert any("mlp" in p or "Dense" in p for p in plan)
 
 
+@pytest.mark.slow
 def test_hugging_face_vit_equals_the_plain_model() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.ViTConfig(**SIZES, intermediate_size=32, image_size=8, patch_size=4)

@@ -330,21 +330,24 @@ class Prover:
                 raise NotProven(
                     f"nothing it puts out depends on {name}, so nothing is proven of it"
                 )
+        # What of a gradient is rounding: a key's bias has none, as softmax ignores it, but for rounding.
+        known = (grad for grad in want.param_grads.values() if grad is not None)
+        rounding = 1e-13 * max(map(_largest, known), default=0.0)
         for name, grad in want.param_grads.items():
             what, grads = f"the gradient of {name}", [r.param_grads[name] for r in got]
             rule = planned.get(name)
             summed = rule is not None and rule.tp_grad == "partial"
-            if rule is None and any(_differs(g, grad) for g in grads):
+            if rule is None and any(_differs(g, grad, rounding) for g in grads):
                 summed = True
                 partial.add(name)
             if summed:
                 parts = [g for g in grads if g is not None]
                 total = torch.stack(parts).sum(0) if parts else None
-                found.append(_difference(what, total, grad))
+                found.append(_difference(what, total, grad, rounding))
                 continue
             for rank, g in enumerate(grads):
                 wanted = None if grad is None else (rule or _WHOLE).part(grad, len(got), rank)
-                found.append(_difference(what, g, wanted))
+                found.append(_difference(what, g, wanted, rounding))
         return max(found)
 
 
@@ -360,16 +363,23 @@ def _take_buffers(model: nn.Module, before: dict[str, Tensor]) -> dict[str, Tens
     return changed
 
 
-def _differs(got: Tensor | None, want: Tensor | None) -> bool:
+def _differs(got: Tensor | None, want: Tensor | None, rounding: float) -> bool:
     try:
-        _difference("", got, want)
+        _difference("", got, want, rounding)
     except NotEqual:
         return True
     return False
 
 
-def _difference(what: str, got: Tensor | None, want: Tensor | None) -> float:
-    """Returns the largest difference relative to the largest number of ``want``, or raises NotEqual."""
+def _difference(what: str, got: Tensor | None, want: Tensor | None, rounding: float = 0.0) -> float:
+    """Returns the largest difference relative to the largest number of ``want``, or raises NotEqual.
+
+    Args:
+        what: what is compared, for the error.
+        got, want: None where there is none.
+        rounding: differences up to this are none; at least 1e-14.
+    """
+    rounding = max(rounding, 1e-14)
     if want is None or got is None:
         there = got if want is None else want
         if there is not None and _largest(there) > 0:
@@ -381,9 +391,9 @@ def _difference(what: str, got: Tensor | None, want: Tensor | None) -> float:
         return 0.0
     difference = _largest(got.double() - want.double())
     relative = difference / max(_largest(want), 1e-30)
-    if not relative <= _TOLERANCE and not difference <= 1e-14:
+    if not relative <= _TOLERANCE and not difference <= rounding:
         raise NotEqual(f"{what} differs by {relative:.1e} of its largest number")
-    return relative if difference > 1e-14 else 0.0
+    return relative if difference > rounding else 0.0
 
 
 def _largest(tensor: Tensor) -> float:

@@ -45,6 +45,7 @@ def findings(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {each["name"]: each for each in found["findings"]}
 
 
+@pytest.mark.slow
 def test_hosts_that_are_well(site: Site, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     codes, found = run(site, tmp_path, f"--replicate 2 --shard 1 --tp 2 --checkpoint {folder}")

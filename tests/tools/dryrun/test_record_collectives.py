@@ -44,6 +44,7 @@ def test_equal_those_of_real_processes(gloo_pool, case):
         assert dry(case, rank) == real[rank]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ODD, ids=named)
 def test_equal_those_of_the_same_code_on_real_tensors(case, monkeypatch):
     """Of the first and the last rank, where nothing divides: they hold different numbers of rows."""
@@ -54,6 +55,7 @@ def test_equal_those_of_the_same_code_on_real_tensors(case, monkeypatch):
         assert dry(case, rank) == calls
 
 
+@pytest.mark.slow
 def test_nccl_differs_from_gloo_only_in_how_gradients_are_reduced():
     case = Training((2, 2, 1), steps=1)
     by_nccl = record(lambda: train(case), case.world_size).collectives

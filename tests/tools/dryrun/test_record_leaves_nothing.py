@@ -173,6 +173,7 @@ def test_a_second_run_finds_the_same() -> None:
     assert first.parameters == second.parameters and first.unknown == second.unknown
 
 
+@pytest.mark.slow
 def test_a_run_after_a_failed_one_finds_the_same() -> None:
     first = record(train, WORLD)
     with pytest.raises(ValueError):
@@ -187,6 +188,7 @@ def test_a_run_after_a_failed_one_finds_the_same() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_order_of_random_numbers_is_the_programs_own() -> None:
     torch.manual_seed(5)
     record(train, WORLD)

@@ -62,6 +62,7 @@ def plain() -> DryRun:
     return trained(own)
 
 
+@pytest.mark.slow
 def test_nccl_and_a_mesh_on_cuda_are_played(plain: DryRun) -> None:
     found = trained(lambda: own(mesh=cuda_mesh()))
     assert found.mesh == {"replicate": 2, "shard": 2, "tp": 2}
@@ -69,6 +70,7 @@ def test_nccl_and_a_mesh_on_cuda_are_played(plain: DryRun) -> None:
     assert found.collectives == plain.collectives
 
 
+@pytest.mark.slow
 def test_torchs_own_engine_has_axes_and_the_same_memory_at_rest(plain: DryRun) -> None:
     found = trained(lambda: torchs(cuda_mesh()))
     assert at_rest(found).by_kind == at_rest(plain).by_kind
@@ -91,6 +93,7 @@ class Rows(Dataset):
         return torch.full((6,), index), torch.full((3,), float(index))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_data_loader_reads_real_data(workers: int) -> None:
     seen: list[float] = []
@@ -205,6 +208,7 @@ def test_ema_takes_one_more_set_of_shards(plain: DryRun) -> None:
     assert run(program).collectives[: len(plain.collectives)] == plain.collectives
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [p3d.optim.GradScaler, torch.amp.GradScaler])
 def test_a_scaler_steps(kind: type[torch.amp.GradScaler]) -> None:
     def program() -> None:
@@ -222,6 +226,7 @@ def test_a_scaler_steps(kind: type[torch.amp.GradScaler]) -> None:
     assert run(program).steps == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Muon])
 def test_local_optimizers(kind: type[torch.optim.Optimizer], plain: DryRun) -> None:
     """Their trial of the class is done with values."""
@@ -236,6 +241,7 @@ def test_local_optimizers(kind: type[torch.optim.Optimizer], plain: DryRun) -> N
     assert bool(exchanged) == (kind is torch.optim.Muon)
 
 
+@pytest.mark.slow
 def test_steps_in_backward_and_accumulation() -> None:
     def in_backward() -> None:
         model = own()

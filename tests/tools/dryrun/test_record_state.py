@@ -75,6 +75,7 @@ def planned(layers: int) -> tuple[int, int, int]:
     return wanted.parameters, wanted.gradients, wanted.optimizer
 
 
+@pytest.mark.slow
 def test_layers_of_llama_70b_on_4096_ranks():
     case = Training((16, 32, 8), size="70b", layers=8, rows=1, micro=1, steps=1)
     run = record(lambda: train(case), case.world_size)
