@@ -18,6 +18,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from starting import announce, is_first_rank, since_start
 
@@ -57,7 +58,7 @@ LOSS_PARALLEL: dict[str, bool | str] = {
     LossParallel.split_over_tp: True,
     LossParallel.chunked: "chunked",
 }
-ACTIVATIONS: dict[str, bool | str] = {
+ACTIVATIONS: dict[str, bool | Literal["selective", "offload"]] = {
     Recompute.none: False,
     Recompute.full: True,
     Recompute.selective: "selective",
