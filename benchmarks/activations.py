@@ -80,8 +80,8 @@ def peak(model: nn.Module, x: torch.Tensor, kind: str) -> int:
     """Bytes of the tensors alive at the peak of a step; see above."""
     outside = []
     if isinstance(KINDS[kind], p3d.ActivationOffload):
-        block: Any = model.blocks[0]
-        outside = [block._parallel3d_offload.shared.pool.words]
+        blocks: Any = model.blocks
+        outside = [blocks[0]._parallel3d_offload.shared.pool.words]
     with PeakMemory(outside) as memory:
         for _ in range(2):
             memory.reset()
