@@ -30,6 +30,7 @@ from torch import distributed as dist
 from parallel3d._torch.groups import all_gather_single, reduce_scatter_single
 from parallel3d._torch.kernels import foreach_copy_, views_like
 from parallel3d._torch.simulated import LocalTensor, call_by_rank
+from parallel3d._util.recompute import kept
 from parallel3d._util.trace import issuing
 from parallel3d.cp.axis import CpAxis
 from parallel3d.cp.sequence import Sequence
@@ -90,7 +91,8 @@ def gather_flags(flags: Tensor, sequence: Sequence, axis: CpAxis) -> Tensor:
     """Returns (B, padded length) of ``flags``, (B, rows) bool, without a gradient."""
     if axis.size == 1:
         return flags
-    (whole,) = _gather((flags[:, None, :, None].to(torch.uint8),), sequence, axis)
+    bytes_ = (flags[:, None, :, None].to(torch.uint8),)
+    (whole,) = kept("gather_flags", lambda: _gather(bytes_, sequence, axis))
     return whole[:, 0, :, 0].bool()
 
 
@@ -136,7 +138,7 @@ class _Collective(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         forward, ctx.backward_name = _OPERATIONS[name]
         ctx.how, ctx.axis = how, axis
-        return forward(tensors, how, axis)
+        return kept(name, lambda: forward(tensors, how, axis))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

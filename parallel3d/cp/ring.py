@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from parallel3d._torch.simulated import call_by_rank
+from parallel3d._util.recompute import kept
 from parallel3d.cp.autocast import autocast_off
 from parallel3d.cp.axis import CpAxis
 from parallel3d.cp.collectives import Rotation, rotate
@@ -51,24 +52,15 @@ class _Ring(torch.autograd.Function):
     ) -> Tensor:
         ctx.how = how = rules, sequence, axis.size, k.shape, v.shape
         ctx.axis = axis
-        masks, random = rules.tensors(), bool(rules.dropout)
-        pair = call_by_rank(_pack, k, v)
-        out = lse = None
-        kept = []
-        for step in range(axis.size):
-            message = rotate(pair, axis) if step + 1 < axis.size else None
-            state = q, pair, out, lse
-            out, lse, keep = call_by_rank(_add, axis.rank, step, how, *state, *masks, random=random)
-            kept.append(keep)
-            pair = pair if message is None else message.wait()
-        out, lse = call_by_rank(_finish, q, out, lse, sinks)
-        ctx.save_for_backward(q, k, v, sinks, out, lse, *(kept if random else ()))
+        # Recomputed selectively, it sends nothing again: its results are kept.
+        out, lse, *drawn = kept("ring", lambda: _forward(q, k, v, sinks, how, axis))
+        ctx.save_for_backward(q, k, v, sinks, out, lse, *drawn)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks, out, lse, *kept = ctx.saved_tensors
+        q, k, v, sinks, out, lse, *drawn = ctx.saved_tensors
         axis, how = ctx.axis, ctx.how
         masks = how[0].tensors()
         with autocast_off(q):
@@ -78,8 +70,8 @@ class _Ring(torch.autograd.Function):
             for step in range(axis.size):
                 message = rotate(pair, axis) if step + 1 < axis.size else None
                 state = grad, q, pair, out, lse, delta, dq
-                keep = kept[step] if kept else None
-                dq, own = call_by_rank(_add_gradients, axis.rank, step, how, state, keep, *masks)
+                mine = drawn[step] if drawn else None
+                dq, own = call_by_rank(_add_gradients, axis.rank, step, how, state, mine, *masks)
                 arrived = None if of_pair is None else of_pair.wait()
                 # What the ranks before this one have added to these keys' gradients comes after the keys.
                 of_pair = rotate(call_by_rank(_sum, own, arrived, pair), axis)
@@ -87,6 +79,24 @@ class _Ring(torch.autograd.Function):
         assert of_pair is not None
         dk, dv = call_by_rank(_unpack, of_pair.wait(), k.shape, v.shape)
         return call_by_rank(Tensor.to, dq, q.dtype), dk, dv, dsinks, None, None, None
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, how: Any, axis: CpAxis
+) -> tuple[Tensor, ...]:
+    """Returns the output, the scores' log-sum-exp, and of each step what dropout has kept, if it drops."""
+    masks, random = how[0].tensors(), bool(how[0].dropout)
+    pair = call_by_rank(_pack, k, v)
+    out = lse = None
+    drawn = []
+    for step in range(axis.size):
+        message = rotate(pair, axis) if step + 1 < axis.size else None
+        state = q, pair, out, lse
+        out, lse, keep = call_by_rank(_add, axis.rank, step, how, *state, *masks, random=random)
+        drawn.append(keep)
+        pair = pair if message is None else message.wait()
+    out, lse = call_by_rank(_finish, q, out, lse, sinks)
+    return (out, lse, *drawn) if random else (out, lse)
 
 
 def _pack(k: Tensor, v: Tensor) -> Tensor:
