@@ -37,8 +37,14 @@ def messages(kind: Any, how: Any, *, mask: bool = False) -> Counter[str]:
     return Counter(call.op for call in recorder.calls if call.axis == "cp")
 
 
-@pytest.mark.parametrize("mask", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "mask"),
+    [
+        ("ulysses", True),
+        *(pytest.param(kind, True, marks=pytest.mark.slow) for kind in KINDS[1:]),
+        *(pytest.param(kind, False, marks=pytest.mark.slow) for kind in KINDS),
+    ],
+)
 def test_selectively_nothing_is_sent_again(kind: Any, mask: bool) -> None:
     plain = messages(kind, False, mask=mask)
     assert plain and messages(kind, "selective", mask=mask) == plain
