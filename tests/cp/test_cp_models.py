@@ -18,9 +18,7 @@ KINDS_OF_BATCHES = {
 @pytest.mark.parametrize(
     ("sizes", "kind", "length"),
     [
-        pytest.param(
-            *case, marks=() if case in (((1, 1, 2, 1), "ring", 13),) else pytest.mark.slow
-        )
+        pytest.param(*case, marks=() if case in (((1, 1, 2, 1), "ring", 13),) else pytest.mark.slow)
         for case in itertools.product(MESHES, KINDS, (16, 13))
     ],
     ids=str,
