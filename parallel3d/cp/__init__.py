@@ -2,8 +2,8 @@
 
 - ``parallelize(context_parallel=...)`` finds the attention of a model; ``ContextParallel`` are its options,
   ``summary`` says what was chosen.
-- ``shard_batch`` cuts a batch of whole sequences, ``gather`` joins what was computed; ``positions`` is for models
-  that make positions themselves.
+- ``shard_batch`` cuts a batch of whole sequences, ``gather`` joins what was computed; ``positions`` is for
+  models that make positions themselves.
 - ``attention`` is ``F.scaled_dot_product_attention`` of sequences that lie on the ranks: ``Sequence`` says
   how they
   lie, ``CpAxis`` on which ranks.

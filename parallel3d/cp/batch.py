@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, TypeVar, cast
 
 import torch
@@ -104,16 +105,16 @@ def shard_batch(
 ) -> BatchT:
     """Returns this rank's part of every sequence in ``batch``.
 
-    Call it on the device where the model runs, on every rank, with the whole sequences of its data rank, which
-    are the same on all ranks of cp. The length need not be divisible: padding is put at the end, which no
-    token attends to. On a mesh without cp the batch is returned as it is (but for ``seq_lens``, see below), so
-    that one program runs on every mesh.
+    Call it on the device where the model runs, on every rank, with the whole sequences of its data rank:
+    they are the same on all ranks of cp. Any length is possible: padding is put at the end, which no token
+    attends to. On a mesh without cp the batch is returned as it is (but for ``seq_lens``, see
+    below), so that one program runs on every mesh.
 
     A dict has Hugging Face's names: ``input_ids``, ``inputs_embeds``, ``position_ids`` (made if absent),
-    ``attention_mask`` (of padding, (batch, length)), ``labels``, ``token_type_ids``. Labels are shifted before
-    they are cut: the result has ``shift_labels``, of which the padded ones are -100, and
-    ``num_items_in_batch``, by which the average over cp of the ranks' losses is the mean over all tokens of the
-    batch, however many of them each rank has. Other keys need an entry in ``dims``. Values that are no
+    ``attention_mask`` (of padding, (batch, length)), ``labels``, ``token_type_ids``. Labels are shifted
+    before they are cut: the result has ``shift_labels``, of which the padded ones are -100, and
+    ``num_items_in_batch``, by which the average over cp of the ranks' losses is the mean over all tokens of
+    the batch, however many of them each rank has. Other keys need an entry in ``dims``. Values that are no
     tensors, and tensors of one number, stay.
 
     A tuple or a tensor is cut along dim 1 of each tensor, and neither shifted nor normalized: see
@@ -122,9 +123,9 @@ def shard_batch(
     Args:
         batch: a dict, tuple, list or tensor.
         mesh: from ``build_mesh``.
-        dims: the dim of the sequence: a number for all tensors, one for each, or by key; None for tensors that
+        dims: the dim of the sequence: a number for all tensors, one for each, or by key; None for those that
             stay whole. In a dict it adds to the known names.
-        pad: what a padded position has, by key or place. Needed where the length isn't divisible by 2 x cp and
+        pad: what a padded position has, by key or place. Needed where 2 x cp doesn't divide the length and
             ``batch`` is no dict (targets must be ignored there).
         seq_lens: packed documents: their lengths, for one row a list of numbers or a tensor, for several rows
             a list of these; or their cumulated lengths from 0, ``cu_seqlens``. Keys ``seq_lens`` and
@@ -133,8 +134,8 @@ def shard_batch(
             ``attention_mask``, as in transformers.
         documents: (batch, length) integers in their place: the document of each token.
         key_mask: (batch, length) bool: which tokens may be attended to; in a dict ``attention_mask``.
-        balanced: whether each rank gets a chunk from the head and one from the tail, which gives all ranks the
-            same work under a causal mask; otherwise a contiguous part.
+        balanced: whether each rank gets a chunk from the head and one from the tail, which gives all ranks
+            the same work under a causal mask; otherwise a contiguous part.
         shift: whether ``labels`` are those of a causal model, to be shifted by one.
 
     Raises:
@@ -172,7 +173,7 @@ def shard_batch(
         documents = _padded_documents(documents, rows, length, chunks)
     sequence = Sequence(length, size, balanced=balanced, documents=documents)
     axis = CpAxis(axis_mesh)
-    left = False
+    left: bool | None = False
     if key_mask is not None:
         key_mask = key_mask.to(torch.bool)
         left = None if ranks_are_simulated() else not bool(key_mask[:, 0].all())
@@ -210,7 +211,9 @@ def gather(x: Tensor, mesh: DeviceMesh, *, like: Any, dim: int = 1) -> Tensor:
         return x
     batch = batch_of(like)
     if batch is None or batch.sequence is None:
-        raise StateError("gather: `like` must be what p3d.cp.shard_batch has returned for this batch")
+        raise StateError(
+            "gather: `like` must be what p3d.cp.shard_batch has returned for this batch"
+        )
     sequence, first = batch.sequence, x.detach().movedim(dim, 0)
     rows = first.reshape(1, 1, first.shape[0], -1)
     (whole,) = gather_positions((rows,), sequence, CpAxis(axis_mesh))
@@ -240,7 +243,7 @@ def _dims_of(batch: Any, items: dict[Any, Any], dims: Any) -> dict[Any, int | No
     """Returns the dim of the sequence of each item; None for those that stay."""
     found: dict[Any, int | None] = {}
     for place, (name, value) in enumerate(items.items()):
-        if not isinstance(value, Tensor) or value.numel() == 1 and value.dim() < 2:
+        if not isinstance(value, Tensor) or (value.numel() == 1 and value.dim() < 2):
             found[name] = None
             continue
         dim: int | None = 1
@@ -267,9 +270,7 @@ def _dims_of(batch: Any, items: dict[Any, Any], dims: Any) -> dict[Any, int | No
     return found
 
 
-def _length(
-    items: dict[Any, Any], where: dict[Any, int | None]
-) -> tuple[int, int, torch.device]:
+def _length(items: dict[Any, Any], where: dict[Any, int | None]) -> tuple[int, int, torch.device]:
     """Returns the length of the sequences, the number of rows, and the device."""
     lengths: dict[Any, int] = {}
     rows, device = 1, torch.device("cpu")
@@ -300,7 +301,7 @@ def _documents(seq_lens: Any, rows: int, length: int, device: torch.device) -> T
     out = []
     for lengths in lists:
         if lengths and lengths[0] == 0:  # cumulated
-            lengths = [b - a for a, b in zip(lengths, lengths[1:], strict=False)]
+            lengths = [b - a for a, b in pairwise(lengths)]
         if any(n < 0 for n in lengths) or sum(lengths) > length:
             raise Parallel3dError(
                 f"seq_lens {lengths} add up to {sum(lengths)}; the sequence has {length} tokens"

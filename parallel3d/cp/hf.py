@@ -40,7 +40,7 @@ def is_hugging_face(model: nn.Module) -> bool:
 
 def adopt(model: nn.Module) -> None:
     """Makes the modules of ``model`` whose config names an attention function call ours."""
-    configs = {
+    configs: dict[int, Any] = {
         id(m.config): m.config
         for m in model.modules()
         if getattr(getattr(m, "config", None), "_attn_implementation", None) is not None
@@ -52,9 +52,9 @@ def adopt(model: nn.Module) -> None:
         if not plain.startswith(_PREFIX):
             config._attn_implementation_internal = _register(plain)
     for module in model.modules():
-        config = ours.get(id(getattr(module, "config", None)))
-        if config is not None:
-            module.config = config
+        own = ours.get(id(getattr(module, "config", None)))
+        if own is not None:
+            module.config = own
 
 
 @functools.cache
@@ -130,8 +130,8 @@ class LazyMask:
 def _refuse_reading() -> NoReturn:
     raise PlanError(
         f"context parallelism: the model's code reads the mask of attention ({caller()}), which is not made, "
-        "since a rank has only a part of every sequence: sparse attention with an index of its own, and masks "
-        "that depend on values, are not supported; use cp=1"
+        "since a rank has only a part of every sequence: sparse attention with an index of its own, and "
+        "masks that depend on values, are not supported; use cp=1"
     )
 
 
@@ -161,9 +161,7 @@ def _rules(function: Callable[..., Any], use_vmap: bool) -> Rules:
     kinds = [_kind(part) for part in parts]
     if len(parts) == 2:
         window = next((k[1] for k in kinds if k[0] == "sliding_window_overlay"), None)
-        both = next(
-            (k[1] for k in kinds if k[0] == "sliding_window_bidirectional_overlay"), None
-        )
+        both = next((k[1] for k in kinds if k[0] == "sliding_window_bidirectional_overlay"), None)
         if window is not None and hf.causal_mask_function in parts:
             return Rules(True, window)
         if both is not None and hf.bidirectional_mask_function in parts:
@@ -220,7 +218,13 @@ def _tensors_of(function: Any, seen: set[int] | None = None) -> list[Tensor]:
 # Arguments of attention functions that don't change its result.
 _HARMLESS = frozenset(
     {
-        *("sliding_window", "position_ids", "use_cache", "output_attentions", "output_hidden_states"),
+        *(
+            "sliding_window",
+            "position_ids",
+            "use_cache",
+            "output_attentions",
+            "output_hidden_states",
+        ),
         *("cache_position", "past_key_values", "num_items_in_batch", "output_router_logits"),
         *("return_dict", "deterministic", "logits_to_keep", "shift_labels", "is_causal"),
         *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "softcap", "s_aux"),
@@ -316,7 +320,7 @@ def plain_attention(plain: str, module: nn.Module) -> Callable[..., Any]:
     """Returns the attention function of the plain model; eager attention is each model's own."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    own = next(
+    own: Any = next(
         (
             function
             for cls in type(module).__mro__
@@ -347,8 +351,8 @@ def _traced(
             continue
         if isinstance(given, Tensor):
             raise PlanError(
-                f"context parallelism: attention of {type(module).__name__} takes {name!r}, a tensor of shape "
-                f"{tuple(given.shape)}, which is not supported"
+                f"context parallelism: attention of {type(module).__name__} takes {name!r}, a tensor of "
+                f"shape {tuple(given.shape)}, which is not supported"
             )
     if mask is not None and not isinstance(mask, (LazyMask, Tensor)):
         raise PlanError(
@@ -367,7 +371,14 @@ def _traced(
         given = (scaling, kwargs, rules, shapes)
         state.proofs.append(functools.partial(_prove, plain, module, *given))
     return state.recorder.attention(
-        "hf", query, key, value, tensor, shape, chunked=rules is not None and rules.chunked, **options
+        "hf",
+        query,
+        key,
+        value,
+        tensor,
+        shape,
+        chunked=rules is not None and rules.chunked,
+        **options,
     )
 
 
@@ -390,7 +401,9 @@ def _prove(
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
     def weights(p: nn.Parameter) -> nn.Parameter:  # a matrix is not read here
-        made = random(p.shape) if p.dim() < 2 else torch.ones((), dtype=torch.float64).expand(p.shape)
+        made = (
+            random(p.shape) if p.dim() < 2 else torch.ones((), dtype=torch.float64).expand(p.shape)
+        )
         return nn.Parameter(made, requires_grad=False)
 
     copied = copy_with(module, weights).eval()
@@ -418,7 +431,9 @@ def _prove(
     if rules is not None:
         mask = seen.expand(q.shape[0], 1, length, length)
         if plain == "eager":
-            mask = torch.zeros(mask.shape, dtype=q.dtype).masked_fill(~mask, torch.finfo(q.dtype).min)
+            mask = torch.zeros(mask.shape, dtype=q.dtype).masked_fill(
+                ~mask, torch.finfo(q.dtype).min
+            )
     name = type(module).__name__
     function = plain_attention("sdpa" if "fl" in plain else plain, copied)
     try:

@@ -170,7 +170,7 @@ class _Checker:
                 x.storage in self.live for (x, y) in given if self.layout((x, y)) is _SQUARE
             ):
                 self.fail(a, "compares positions with each other by", _MASKS)
-            new = mark or Mark("made", self._made(a, "a tensor of length x length"))
+            new: Mark | None = mark or Mark("made", self._made(a, "a tensor of length x length"))
         else:
             new = self._rule(a, b, name, rule, given, made, layouts, live) or mark
         inner = {lay.inner for lay in layouts if lay is not _SQUARE}
@@ -212,13 +212,19 @@ class _Checker:
         clean_live = [x for x, _ in given if x.storage in self.live and x.storage not in self.marks]
         if made is not None:
             if clean_live:
-                advice = _MASKS if "mask" in made.text or "x length" in made.text else _MAKE_POSITIONS
+                advice = (
+                    _MASKS if "mask" in made.text or "x length" in made.text else _MAKE_POSITIONS
+                )
                 self._fail_mark(op, made, advice)
             return made
         total = marks[0]
         with_sequence = [x for x, y in given if self.layout((x, y)) is not None]
         both = sum(x.storage in self.marks for x, _ in given) > 1
-        wrong = any(x.shape not in ((), (1,)) for x in clean_live) or with_sequence or (both and name in _PRODUCTS)
+        wrong = (
+            any(x.shape not in ((), (1,)) for x in clean_live)
+            or with_sequence
+            or (both and name in _PRODUCTS)
+        )
         linear = name in _LINEAR or name in _VIEWS or name in _FREE
         if wrong or not linear:
             self._fail_mark(op, total, "")
@@ -268,7 +274,9 @@ class _Checker:
             if live:
                 self.fail(a, "computes with a number that depends on the length, by", "")
             return Mark("made", self._made(a, "numbers"))
-        if name == "attention" and any(a.args.get(k) != b.args.get(k) for k in ("scaling", "kwargs")):
+        if name == "attention" and any(
+            a.args.get(k) != b.args.get(k) for k in ("scaling", "kwargs")
+        ):
             self.fail(a, "gives a number that depends on the length to", "")
         if name in ("attention", "leaf", "branch"):
             return getattr(self, f"_{name}")(a, given, made, live)
@@ -280,7 +288,9 @@ class _Checker:
             # Without the sequence among the arguments.
             if any(_differing(p) for p in made) and given and name not in _FREE:
                 if live:
-                    self.fail(a, "takes as many rows of a table as its part is long, by", _MAKE_POSITIONS)
+                    self.fail(
+                        a, "takes as many rows of a table as its part is long, by", _MAKE_POSITIONS
+                    )
                 return Mark("made", self._made(a, "rows of a table"))
             return None
         if rule is not None:
@@ -327,7 +337,9 @@ class _Checker:
             if live:
                 where = f"{op.module!r}" if op.module else "the model"
                 at = f" ({op.line})" if op.line != "?" else ""
-                return Mark("sum", f"{where} takes the {op.name.partition('.')[0]} over the sequence{at}")
+                return Mark(
+                    "sum", f"{where} takes the {op.name.partition('.')[0]} over the sequence{at}"
+                )
             return Mark("made", self._made(op, "a number"))
         return self._mixes(op, live, "computes over the sequence, by")
 
@@ -342,28 +354,27 @@ class _Checker:
         if not self._on(pair, op.args.get("dim", 0)):
             return None
         layout = self.layout(pair)
-        if len(made) == 1 and len(made[0][0].shape) == len(pair[0].shape) and layout is not None:
-            if all(m.shape[layout.dim] == x.shape[layout.dim] for m, x in zip(made[0], pair, strict=True)):
+        if layout is not None and len(made) == 1 and len(made[0][0].shape) == len(pair[0].shape):
+            both = zip(made[0], pair, strict=True)
+            if all(m.shape[layout.dim] == x.shape[layout.dim] for m, x in both):
                 return None  # all of it
         return self._mixes(op, live, "takes some positions of the sequence, by")
 
     def _cat(self, op: Op, given: list[Pair], made: list[Pair], live: bool) -> Mark | None:
         dim = op.args.get("dim", 0)
         if any(self._on(pair, dim) for pair in given):
-            return self._mixes(op, live, "joins sequences, or puts something before or after one, by")
+            return self._mixes(
+                op, live, "joins sequences, or puts something before or after one, by"
+            )
         return None
 
     def _matmul(self, op: Op, given: list[Pair], made: list[Pair], live: bool) -> Mark | None:
         left, right = given[-2:]
         if self._on(left, -1) or self._on(right, -2 if len(right[0].shape) > 1 else 0):
-            advice = (
-                "Attention written by hand is not found: write F.scaled_dot_product_attention"
-            )
+            advice = "Attention written by hand is not found: write F.scaled_dot_product_attention"
             return self._mixes(op, live, "sums over the sequence by", advice)
         if any(len(_differing(m)) > 1 for m in made):
-            advice = (
-                "Attention written by hand is not found: write F.scaled_dot_product_attention"
-            )
+            advice = "Attention written by hand is not found: write F.scaled_dot_product_attention"
             return self._mixes(op, live, "compares positions with each other by", advice)
         return None
 
@@ -388,7 +399,10 @@ class _Checker:
             return None
         if layout.dim >= 2 and layout is not _SQUARE and not op.args.get("transposed"):
             place = layout.dim - 2
-            if weight.shape[layout.dim] == 1 and op.args["stride"][place % len(op.args["stride"])] == 1:
+            if (
+                weight.shape[layout.dim] == 1
+                and op.args["stride"][place % len(op.args["stride"])] == 1
+            ):
                 return None
         return self._mixes(op, live, "joins neighbouring positions, by")
 
@@ -489,7 +503,9 @@ class _Checker:
             )
             if not padding:
                 made_by = f" ({bad.text})" if bad is not None else ""
-                self.fail(op, f"gives a mask of shape {shape}{made_by} to", _MASKS, may_assert=False)
+                self.fail(
+                    op, f"gives a mask of shape {shape}{made_by} to", _MASKS, may_assert=False
+                )
         return None
 
     def _leaf(self, op: Op, given: list[Pair], made: list[Pair], live: bool) -> Mark | None:
@@ -534,7 +550,17 @@ _VIEWS = {"view", "_unsafe_view", "reshape", "_reshape_alias", "_reshape_copy", 
 
 # They keep each position, and need no look at their arguments.
 _FREE = {
-    *("permute", "transpose", "t", "unsqueeze", "squeeze", "expand", "clone", "contiguous", "detach"),
+    *(
+        "permute",
+        "transpose",
+        "t",
+        "unsqueeze",
+        "squeeze",
+        "expand",
+        "clone",
+        "contiguous",
+        "detach",
+    ),
     *("alias", "_to_copy", "to", "empty_like", "zeros_like", "ones_like", "full_like", "rand_like"),
     *("randn_like", "bernoulli", "native_dropout", "dropout", "view_as_real", "view_as_complex"),
     *("fill", "zero", "lift_fresh", "lift_fresh_copy", "zeros", "ones", "empty", "full", "rand"),
@@ -547,24 +573,86 @@ _POINTWISE = {"copy", "where", "masked_fill", "polar", "complex", "bucketize", "
 # Sizes and places among their arguments differ between lengths.
 _SHAPED = {
     *_VIEWS,
-    *("expand", "zeros", "ones", "empty", "full", "rand", "randn", "new_empty", "new_zeros", "new_ones"),
-    *("new_full", "arange", "linspace", "slice", "split", "split_with_sizes", "unsafe_split", "narrow"),
+    *(
+        "expand",
+        "zeros",
+        "ones",
+        "empty",
+        "full",
+        "rand",
+        "randn",
+        "new_empty",
+        "new_zeros",
+        "new_ones",
+    ),
+    *(
+        "new_full",
+        "arange",
+        "linspace",
+        "slice",
+        "split",
+        "split_with_sizes",
+        "unsafe_split",
+        "narrow",
+    ),
     *("repeat", "empty_strided", "new_empty_strided", "as_strided", "randint", "randperm", "chunk"),
-    *("constant_pad_nd", "unsafe_split_with_sizes", "attention", "tensor_split", "eye", "native_group_norm", "resize"),
+    *(
+        "constant_pad_nd",
+        "unsafe_split_with_sizes",
+        "attention",
+        "tensor_split",
+        "eye",
+        "native_group_norm",
+        "resize",
+    ),
 }
 _POSITIONS = {"arange", "linspace", "eye", "randperm", "tril_indices", "triu_indices", "logspace"}
 
 # Of sums over the sequence.
 _PRODUCTS = {"mul", "pow", "mm", "bmm", "dot", "addmm"}
-_LINEAR = {"add", "sub", "mul", "div", "neg", "true_divide", "rsub", "sum", "mean", "stack", "cat", "copy"}
+_LINEAR = {
+    "add",
+    "sub",
+    "mul",
+    "div",
+    "neg",
+    "true_divide",
+    "rsub",
+    "sum",
+    "mean",
+    "stack",
+    "cat",
+    "copy",
+}
 _LINEAR |= {"clamp", "clamp_min", "select", "slice", "index"}
 
 _C = _Checker
 _RULES: dict[str, Any] = {
     **dict.fromkeys(
         (
-            *("sum", "mean", "nansum", "amax", "amin", "max", "min", "argmax", "argmin", "any", "all"),
-            *("prod", "var", "std", "var_mean", "std_mean", "linalg_vector_norm", "norm", "logsumexp"),
+            *(
+                "sum",
+                "mean",
+                "nansum",
+                "amax",
+                "amin",
+                "max",
+                "min",
+                "argmax",
+                "argmin",
+                "any",
+                "all",
+            ),
+            *(
+                "prod",
+                "var",
+                "std",
+                "var_mean",
+                "std_mean",
+                "linalg_vector_norm",
+                "norm",
+                "logsumexp",
+            ),
             *("count_nonzero", "median", "nanmedian", "mode", "aminmax"),
         ),
         _C._reduce,
@@ -572,7 +660,16 @@ _RULES: dict[str, Any] = {
     **dict.fromkeys(
         (
             *("_softmax", "softmax", "_log_softmax", "log_softmax", "cumsum", "cumprod", "cummax"),
-            *("cummin", "logcumsumexp", "_logcumsumexp", "sort", "topk", "argsort", "kthvalue", "flip"),
+            *(
+                "cummin",
+                "logcumsumexp",
+                "_logcumsumexp",
+                "sort",
+                "topk",
+                "argsort",
+                "kthvalue",
+                "flip",
+            ),
             *("roll", "diff", "_safe_softmax", "_cummax_helper", "renorm", "glu"),
         ),
         _C._along,
@@ -585,11 +682,18 @@ _RULES: dict[str, Any] = {
         _C._select,
     ),
     **dict.fromkeys(("cat", "concat"), _C._cat),
-    **dict.fromkeys(("mm", "bmm", "addmm", "baddbmm", "_addmm_activation", "dot", "mv"), _C._matmul),
+    **dict.fromkeys(
+        ("mm", "bmm", "addmm", "baddbmm", "_addmm_activation", "dot", "mv"), _C._matmul
+    ),
     **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), _C._norm),
     "native_group_norm": _C._group_norm,
     **dict.fromkeys(
-        ("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm", "_batch_norm_with_update"),
+        (
+            "native_batch_norm",
+            "_native_batch_norm_legit",
+            "cudnn_batch_norm",
+            "_batch_norm_with_update",
+        ),
         _C._batch_norm,
     ),
     **dict.fromkeys(("convolution", "_convolution"), _C._convolution),

@@ -23,7 +23,15 @@ from parallel3d.cp import hf, mixing
 from parallel3d.cp.axis import CpAxis, Kind
 from parallel3d.cp.batch import IGNORED, Batch
 from parallel3d.cp.flow import AttentionCall, Flow, Recorder, record
-from parallel3d.cp.state import CpState, Tracing, path_of, set_path, set_state, state_of
+from parallel3d.cp.state import (
+    CpState,
+    Tracing,
+    input_names,
+    path_of,
+    set_path,
+    set_state,
+    state_of,
+)
 from parallel3d.errors import Parallel3dError, PlanError
 from parallel3d.tp.auto.trace import check_example, describe, examples
 
@@ -75,10 +83,15 @@ def check_options(options: object) -> ContextParallel:
 
 @dataclass(frozen=True)
 class CpPlan:
-    """The attention of a model: path of a module -> its calls. ``apply`` makes it context-parallel."""
+    """The attention of a model: path of a module -> its calls. ``apply`` makes it context-parallel.
+
+    Attributes:
+        inputs: names of the tensors with which the model was run to find it.
+    """
 
     options: ContextParallel
     attention: dict[str, list[AttentionCall]]
+    inputs: frozenset[str]
 
     def apply(self, model: nn.Module, mesh: DeviceMesh) -> None:
         """Changes ``model`` in place.
@@ -87,7 +100,7 @@ class CpPlan:
             mesh: the axis cp.
         """
         chunked = any(c.options.get("chunked") for calls in self.attention.values() for c in calls)
-        state = CpState(CpAxis(mesh, self.options.kind), chunked=chunked)
+        state = CpState(CpAxis(mesh, self.options.kind), inputs=self.inputs, chunked=chunked)
         set_state(model, state)
         kinds = {path: calls[0].kind for path, calls in self.attention.items()}
         if "hf" in kinds.values():
@@ -145,14 +158,17 @@ def plan_cp(model: nn.Module, options: ContextParallel, example: Any = None) -> 
         calls = flows[0].attention
         for path, each in calls.items():
             if len({call.kind for call in each}) > 1:
-                raise PlanError(f"{path!r} calls several kinds of attention, which is not supported")
-        return CpPlan(options, calls)
+                raise PlanError(
+                    f"{path!r} calls several kinds of attention, which is not supported"
+                )
+        inputs = input_names(model, *pair[0])
+        return CpPlan(options, calls, frozenset(inputs))
     where = f" with {describe(tried)}" if tried is not None else ""
     raise PlanError(
         f"context parallelism: the model could not be run on the meta device{where}, which shows whether "
         f"anything but attention mixes positions: {first_error}. Give parallelize an example=(args, kwargs) "
-        "of its forward, name what it can't run in context_parallel=p3d.cp.ContextParallel(position_wise=...), "
-        "or use cp=1"
+        "of its forward, name what it can't run in context_parallel=p3d.cp.ContextParallel(position_wise="
+        "...), or use cp=1"
     ) from first_error
 
 
@@ -175,7 +191,7 @@ def _run(
             if isinstance(module, nn.MultiheadAttention):
                 module.forward = _traced_mha(module, recorder)  # type: ignore[method-assign]
             elif _is_position_wise(path, module, options):
-                module.forward = _leaf(module, recorder)  # type: ignore[method-assign]
+                module.forward = _leaf(module, recorder)
 
     return record(model, prepare, args, kwargs), made[0]
 
@@ -249,10 +265,15 @@ _LENGTHS = (8, 12)
 
 def _examples(model: nn.Module, example: Any) -> Iterator[tuple[Any, Any]]:
     """Yields pairs of inputs that may fit the model, of two lengths."""
+    text = hf.is_hugging_face(model) and getattr(model, "main_input_name", "") == "input_ids"
     if example is not None:
-        yield _stretched(check_example(example))
+        args, kwargs = check_example(example)
+        if text and "input_ids" in kwargs:  # with what shard_batch adds
+            rows, length = kwargs["input_ids"].shape
+            kwargs = {**_text(model, length, "labels" in kwargs, rows)[1], **kwargs}
+        yield _stretched((args, kwargs))
         return
-    if hf.is_hugging_face(model) and getattr(model, "main_input_name", "") == "input_ids":
+    if text:
         if getattr(model.config, "is_encoder_decoder", False):
             raise PlanError(
                 "context parallelism: encoder-decoder models are not supported; use cp=1"
@@ -266,13 +287,15 @@ def _examples(model: nn.Module, example: Any) -> Iterator[tuple[Any, Any]]:
             yield _stretched((args, kwargs))
 
 
-def _text(model: Any, length: int, labels: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _text(
+    model: Any, length: int, labels: bool, rows: int = 2
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What ``shard_batch`` gives to a model of text."""
-    ids = torch.ones((2, length), dtype=torch.int64)
+    ids = torch.ones((rows, length), dtype=torch.int64)
     inputs: dict[str, Any] = {
         "input_ids": ids,
         "attention_mask": torch.ones_like(ids),
-        "position_ids": torch.arange(length).expand(2, -1),
+        "position_ids": torch.arange(length).expand(rows, -1),
         "use_cache": False,
     }
     known = inspect.signature(model.forward).parameters
@@ -429,7 +452,7 @@ def _with_mha(inner: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def summary(model: nn.Module) -> str:
-    """Returns which kind of attention each module has, and why, one line for those alike.
+    """Returns which kind of attention each module of ``model`` has, and why, one line for those alike.
 
     It is known after a forward, since it depends on the length of the sequences.
     """

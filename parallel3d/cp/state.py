@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -36,19 +37,21 @@ class CpState:
         axis: the axis cp.
         forward: the batch whose forward runs.
         backward: the batch whose backward runs, in which blocks may be recomputed.
+        inputs: names of the tensors with which the model's operations were checked.
         chunked: whether masks have chunks, which begin after padding on the left.
         made: path of a module -> what was chosen for its attention.
     """
 
-    def __init__(self, axis: CpAxis, *, chunked: bool = False) -> None:
+    def __init__(self, axis: CpAxis, *, inputs: frozenset[str], chunked: bool = False) -> None:
         self.axis = axis
+        self.inputs = inputs
         self.forward: Batch | None = None
         self.backward: Batch | None = None
         self.chunked = chunked
         self.made: dict[str, Made] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CpState:
-        return CpState(self.axis, chunked=self.chunked)
+        return CpState(self.axis, inputs=self.inputs, chunked=self.chunked)
 
     def running(self) -> Batch:
         """Returns the batch that is being computed: ``WHOLE`` if every rank has all of it.
@@ -82,15 +85,17 @@ class CpState:
         if batch is None:
             if module.training and torch.is_grad_enabled():
                 raise StateError(
-                    f"the inputs are not from p3d.cp.shard_batch, and the mesh has cp={self.axis.size}: write "
-                    "batch = p3d.cp.shard_batch(batch, mesh) right before the forward, after the batch was "
-                    "moved to the device; or evaluate whole sequences in eval mode or under torch.no_grad()"
+                    f"the inputs are not from p3d.cp.shard_batch, and the mesh has cp={self.axis.size}: "
+                    "write batch = p3d.cp.shard_batch(batch, mesh) right before the forward, after the batch "
+                    "was moved to the device; or evaluate whole sequences in eval mode"
                 )
             batch = WHOLE
         elif batch.sequence is not None and batch.sequence.size != self.axis.size:
             raise StateError(
                 f"the batch was cut for cp={batch.sequence.size}, the model's mesh has cp={self.axis.size}"
             )
+        if batch.sequence is not None:
+            self._check_inputs(module, args, kwargs)
         if self.chunked and batch.left_padded is not False:
             raise StateError(
                 "the model attends within chunks, which begin after padding on the left of a sequence: with "
@@ -98,6 +103,18 @@ class CpState:
             )
         self.forward = batch
         self.axis.sequence = batch.sequence
+
+    def _check_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Raises StateError for inputs with which the model may run other code than was checked."""
+        new = set(input_names(module, args, kwargs)) - self.inputs
+        if "input_ids" in self.inputs:
+            new.discard("inputs_embeds")
+        if new:
+            raise StateError(
+                f"the model gets {', '.join(map(repr, sorted(new)))}, and was checked with "
+                f"{', '.join(map(repr, sorted(self.inputs)))} only: what it does with the rest may mix "
+                "positions. Give parallelize an example=(args, kwargs) with all of them"
+            )
 
     @untraced
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -138,8 +155,8 @@ class CpState:
         assert sequence is not None
         if q.dim() == 4 and q.shape[2] != sequence.rows:
             raise StateError(
-                f"attention has {q.shape[2]} positions, this rank's part of the sequences has {sequence.rows}: "
-                "all inputs of the model must be from p3d.cp.shard_batch"
+                f"attention has {q.shape[2]} positions, this rank's part of the sequences has "
+                f"{sequence.rows}: all inputs of the model must be from p3d.cp.shard_batch"
             )
         if batch.key_mask is not None:
             key_mask = batch.key_mask if key_mask is None else key_mask & batch.key_mask
@@ -181,6 +198,14 @@ class Tracing:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tracing:
         return self
+
+
+def input_names(module: nn.Module, args: Any, kwargs: Any) -> list[str]:
+    """Returns the names of the forward's arguments that are, or have, tensors."""
+    names = [name for name in inspect.signature(module.forward).parameters if name != "self"]
+    positional = (names[i] if i < len(names) else f"argument {i}" for i in range(len(args)))
+    given = [*zip(positional, args, strict=True), *kwargs.items()]
+    return [name for name, value in given if next(tensors_in(value), None) is not None]
 
 
 def state_of(module: nn.Module) -> CpState | Tracing | None:

@@ -134,21 +134,25 @@ def test_dims_and_pad(world) -> None:
     features = same(world, torch.ones(2, 3, 8))
     made = cut((features,), world.mesh, dims=2)
     assert made[0].shape == (2, 3, 4)
-    made = cut({"input_ids": same(world, whole(8)), "extra": features}, world.mesh, dims={"extra": 2})
+    made = cut(
+        {"input_ids": same(world, whole(8)), "extra": features}, world.mesh, dims={"extra": 2}
+    )
     assert made["extra"].shape == (2, 3, 4)
-    made = cut({"input_ids": same(world, whole(8)), "extra": features}, world.mesh, dims={"extra": None})
+    made = cut(
+        {"input_ids": same(world, whole(8)), "extra": features}, world.mesh, dims={"extra": None}
+    )
     assert made["extra"] is features
     ids = same(world, whole(7))
     made = cut([ids, ids], world.mesh, pad=(0, -100))
     assert isinstance(made, list)
-    assert [x[0, -1].item() for x in map(lambda t: world.per_rank(t)[0], made)] == [0, -100]
+    assert [world.per_rank(x)[0][0, -1].item() for x in made] == [0, -100]
     with pytest.raises(Parallel3dError, match=r"length 7 is not divisible by 4.*pad=\(0, -100\)"):
         cut((ids, ids), world.mesh)
-    with pytest.raises(Parallel3dError, match="which dim of 'extra', of shape .*say it: dims="):
+    with pytest.raises(Parallel3dError, match=r"which dim of 'extra', of shape .*say it: dims="):
         cut({"input_ids": ids, "extra": features}, world.mesh)
     with pytest.raises(Parallel3dError, match="'extra' has 3 dims, and no dim 5"):
         cut({"input_ids": ids, "extra": features}, world.mesh, dims={"extra": 5})
-    with pytest.raises(Parallel3dError, match="other lengths: .*'labels': 8"):
+    with pytest.raises(Parallel3dError, match=r"other lengths: .*'labels': 8"):
         cut({"input_ids": ids, "labels": same(world, whole(8))}, world.mesh)
 
 
@@ -170,7 +174,7 @@ def test_other_mistakes(world) -> None:
     made, other = cut({"input_ids": ids}, world.mesh), cut({"input_ids": ids}, world.mesh)
     with pytest.raises(StateError, match="parts of several batches"):
         batch_of((made, other))
-    with pytest.raises(StateError, match="`like` must be what p3d.cp.shard_batch has returned"):
+    with pytest.raises(StateError, match=r"`like` must be what p3d\.cp\.shard_batch has returned"):
         gather(ids, world.mesh, like=ids)
 
 

@@ -53,13 +53,22 @@ REFUSED = {
         lambda m, x: x + m.places(torch.arange(x.shape[1], device=x.device)),
         r"makes positions by arange.*'places' goes on with it by embedding.*p3d.cp.positions",
     ),
-    "table": (lambda m, x: x + m.table[: x.shape[1]], "as many rows of a table as its part is long"),
-    "row": (lambda m, x: x + m.table[x.shape[1] - 1], "a number that depends on the length, by select"),
+    "table": (
+        lambda m, x: x + m.table[: x.shape[1]],
+        "as many rows of a table as its part is long",
+    ),
+    "row": (
+        lambda m, x: x + m.table[x.shape[1] - 1],
+        "a number that depends on the length, by select",
+    ),
     "convolution": (
         lambda m, x: m.conv(x.transpose(1, 2)).transpose(1, 2),
         r"'conv' joins neighbouring positions, by convolution.*position_wise=\(\"conv\",\)",
     ),
-    "recurrence": (lambda m, x: m.gru(x)[0], "'gru' runs other operations when sequences are longer"),
+    "recurrence": (
+        lambda m, x: m.gru(x)[0],
+        "'gru' runs other operations when sequences are longer",
+    ),
     "scan": (lambda m, x: scan(x), "takes some positions of the sequence, by select"),
     "last": (lambda m, x: x[:, -1:] + x, "takes some positions of the sequence, by slice"),
     "shift": (
@@ -70,7 +79,10 @@ REFUSED = {
         lambda m, x: torch.cat([m.table[:2].expand(2, -1, -1), x], 1),
         "puts something before or after one, by cat",
     ),
-    "pad": (lambda m, x: F.pad(x, (0, 0, 0, 2)), "before or after the sequence, by constant_pad_nd"),
+    "pad": (
+        lambda m, x: F.pad(x, (0, 0, 0, 2)),
+        "before or after the sequence, by constant_pad_nd",
+    ),
     "centered": (
         lambda m, x: x - x.mean(1, keepdim=True),
         r"takes the mean over the sequence.*goes on with it by sub",
@@ -84,7 +96,10 @@ REFUSED = {
     "cumsum": (lambda m, x: x.cumsum(1), "computes over the sequence, by cumsum"),
     "max": (lambda m, x: x - x.amax(1, keepdim=True), "computes over the sequence, by amax"),
     "sort": (lambda m, x: x.sort(1).values, "computes over the sequence, by sort"),
-    "topk": (lambda m, x: x + x.topk(2, 1).values.sum(1, True), "computes over the sequence, by topk"),
+    "topk": (
+        lambda m, x: x + x.topk(2, 1).values.sum(1, True),
+        "computes over the sequence, by topk",
+    ),
     "flip": (lambda m, x: x.flip(1), "computes over the sequence, by flip"),
     "roll": (lambda m, x: x.roll(1, 1), "computes over the sequence, by roll"),
     "fft": (lambda m, x: torch.fft.fft(x, dim=1).real, "is not known here, by _fft"),
@@ -142,7 +157,9 @@ REFUSED = {
         "attends to another sequence",
     ),
     "cross": (
-        lambda m, x: m.cross(x, m.table.expand(2, -1, -1), m.table.expand(2, -1, -1), None, False)[0],
+        lambda m, x: m.cross(x, m.table.expand(2, -1, -1), m.table.expand(2, -1, -1), None, False)[
+            0
+        ],
         "'cross'.*attends to another sequence",
     ),
     "weights": (lambda m, x: m.cross(x, x, x)[0], "'cross'.*call it with need_weights=False"),
@@ -221,7 +238,9 @@ def test_torchs_encoder(batch_first: bool) -> None:
 
 
 def test_options() -> None:
-    with pytest.raises(Parallel3dError, match="kind is 'rings'; it must be one of 'auto', 'ulysses'"):
+    with pytest.raises(
+        Parallel3dError, match="kind is 'rings'; it must be one of 'auto', 'ulysses'"
+    ):
         ContextParallel("rings")  # type: ignore[arg-type]
     with pytest.raises(Parallel3dError, match="must be a tuple of names"):
         ContextParallel(position_wise="mlp")  # type: ignore[arg-type]
@@ -236,7 +255,7 @@ def test_examples() -> None:
         def forward(self, features: Tensor, mask: Tensor) -> Tensor:
             return self.block(features * mask.unsqueeze(-1) @ self.table[:32])
 
-    with pytest.raises(PlanError, match="could not be run on the meta device.*example="):
+    with pytest.raises(PlanError, match=r"could not be run on the meta device.*example="):
         plan_cp(Two(None), ContextParallel())
     example = ((torch.ones(2, 6, 32), torch.ones(2, 6)), {})
     assert "block" in plan_cp(Two(None), ContextParallel(), example).attention

@@ -60,7 +60,9 @@ def test_evaluation(world) -> None:
         for found in (whole, joined):
             for each in world.per_rank(found):
                 assert torch.allclose(each, expected, rtol=0, atol=1e-12)
-    assert p3d.cp.summary(parallel).startswith("cp=2: ulysses in layers.*: cp=2 divides the 4 heads")
+    assert p3d.cp.summary(parallel).startswith(
+        "cp=2: ulysses in layers.*: cp=2 divides the 4 heads"
+    )
     assert p3d.cp.summary(plain) == "no context parallelism"
 
 
@@ -70,7 +72,7 @@ def test_inputs_that_were_not_cut(world) -> None:
     with pytest.raises(StateError, match=r"not from p3d.cp.shard_batch, and the mesh has cp=2"):
         parallel(ids)
     cut = p3d.cp.shard_batch({"input_ids": ids}, world.mesh)["input_ids"]
-    with pytest.raises(StateError, match="not from p3d.cp.shard_batch"):
+    with pytest.raises(StateError, match=r"not from p3d\.cp\.shard_batch"):
         parallel(cut.clone())  # nobody knows what it is a part of
     parallel(cut)
     with pytest.raises(StateError, match="called outside the model's forward, with gradients"):
@@ -79,6 +81,33 @@ def test_inputs_that_were_not_cut(world) -> None:
     vars(part).update(vars(cut))  # as if it were all that shard_batch has returned
     with pytest.raises(StateError, match="4 tokens, but this rank's part of the sequences has 8"):
         parallel(part)
+
+
+class WithLabels(Lm):
+    """It shifts labels itself, which is wrong on a part of a sequence."""
+
+    def forward(self, input_ids, labels=None):
+        logits = super().forward(input_ids)
+        if labels is None:
+            return logits
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def test_inputs_that_were_not_checked(world) -> None:
+    """What a model does with an optional input is not known, unless the example has it."""
+    _, parallel = both(world, WithLabels)
+    ids = on_ranks(world, sample(world, 16))["input_ids"]
+    ids, labels = p3d.cp.shard_batch((ids, ids), world.mesh)
+    parallel(ids)
+    for args, kwargs in (((ids, labels), {}), ((ids,), {"labels": labels})):
+        with pytest.raises(
+            StateError, match="gets 'labels', and was checked with 'input_ids' only"
+        ):
+            parallel(*args, **kwargs)
+    with world.paused():
+        model, whole = WithLabels(), torch.ones(2, 8, dtype=torch.int64)
+    with pytest.raises(PlanError, match="takes some positions of the sequence, by slice"):
+        p3d.parallelize(model, world.mesh, example=((whole, whole), {}))
 
 
 @pytest.mark.parametrize("way", ["in turn", "later", "other order", "in one backward"])

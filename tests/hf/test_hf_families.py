@@ -152,9 +152,7 @@ def test_every_family_with_context_parallelism(gloo_pool, part: int) -> None:
     assert refused.keys() <= set(families())
     names = families()[part::PARTS]
     wrong = []
-    for name, outcome in zip(
-        names, run(gloo_pool, [(n, *CP_CASE) for n in names]), strict=True
-    ):
+    for name, outcome in zip(names, run(gloo_pool, [(n, *CP_CASE) for n in names]), strict=True):
         verdict = "refused" if name in refused else "equal"
         if outcome.verdict != verdict or refused.get(name, "") not in outcome.note:
             wrong.append(f"{name}: {outcome.verdict}, {outcome.note}")

@@ -38,9 +38,7 @@ def test_readme_model(gloo_pool, kind, sizes) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "sizes"), [("llama", MESHES[2]), ("gemma2", MESHES[0])], ids=str
-)
+@pytest.mark.parametrize(("name", "sizes"), [("llama", MESHES[2]), ("gemma2", MESHES[0])], ids=str)
 def test_transformers_models(gloo_pool, name, sizes) -> None:
     pytest.importorskip("transformers")
     size = sizes[0] * sizes[1] * sizes[2] * sizes[3]

@@ -2,6 +2,7 @@
 
     python tests/_support/hf/families_table.py                # all; about ten minutes on two cores
     python tests/_support/hf/families_table.py llama doge     # some; only prints
+    python tests/_support/hf/families_table.py --cp           # the column cp alone, written into the page
 
 Exits with 1 where a family is unequal or failed, or refused without being in ``refused.txt``, with cp in
 ``refused_cp.txt``.
@@ -104,6 +105,36 @@ def main(names: list[str]) -> int:
     return 1 if bad else 0
 
 
+def renew_cp() -> int:
+    """Runs the column cp and writes it into the page, whose other cells stay."""
+    refused, bad, counts = refused_families("refused_cp.txt"), [], Counter()
+    lines = PAGE.read_text().splitlines()
+    rows = {line.split("|")[1].strip(): i for i, line in enumerate(lines) if line.startswith("| ")}
+    names, place = families(), 2 + len(CASES) + 1
+    with GlooPool(2) as pool:
+        for first in range(0, len(names), AT_ONCE):
+            few = names[first : first + AT_ONCE]
+            cases = [(name, *CP_CASE) for name in few]
+            found = merged(pool.run(compare_cases, cases, world_size=2, timeout=600.0))
+            for name, cp in zip(few, found, strict=True):
+                print(f"{name}: {cp.verdict} {short(cp.note) if cp.note else ''}", flush=True)
+                counts[cp.verdict] += 1
+                cells = lines[rows[name]].split(" | ")
+                cells[-1] = cells[-1].removesuffix(" |").strip()
+                cells[place - 1] = cp.verdict
+                notes = [*(n for n in cells[-1].split("; ") if n and not n.startswith("cp: "))]
+                notes += [short(cp.note).replace("|", "/")] if cp.note else []
+                cells[-1] = "; ".join(notes)[:300]
+                lines[rows[name]] = " | ".join(cells) + " |"
+                if cp.verdict != ("refused" if name in refused else "equal"):
+                    bad.append(name)
+    told = "- cp: " + ", ".join(f"{n} {verdict}" for verdict, n in sorted(counts.items()))
+    lines = [told if line.startswith("- cp: ") else line for line in lines]
+    PAGE.write_text("\n".join(lines) + "\n")
+    print(told, *bad)
+    return 1 if bad else 0
+
+
 def in_turn(pool, names):
     """Each name with its outcomes, in CASES' order. Some at once, since making groups takes longest."""
     for first in range(0, len(names), AT_ONCE):
@@ -148,4 +179,4 @@ def notes_of(name: str) -> list[str]:
 if __name__ == "__main__":
     transformers.logging.set_verbosity_error()
     warnings.filterwarnings("ignore")
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(renew_cp() if sys.argv[1:] == ["--cp"] else main(sys.argv[1:]))

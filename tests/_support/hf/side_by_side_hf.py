@@ -20,14 +20,20 @@ from parallel3d.errors import PlanError
 from parallel3d.testing.parity import shards_of
 
 __all__ = [
-    *("CASES", "CP_CASE", "Case", "Outcome", "compare_cases", "merged", "plain_step"),
+    "CASES",
+    "CP_CASE",
+    "Case",
+    "Outcome",
+    "compare_cases",
+    "merged",
+    "plain_step",
     "refused_families",
 ]
 
 Sizes = tuple[int, ...]
 
-# What each family is run as: the variant of its tiny config, and the sizes of the mesh, (replicate, shard, tp)
-# or (replicate, shard, cp, tp).
+# What each family is run as: the variant of its tiny config, and the sizes of the mesh, (replicate, shard,
+# tp) or (replicate, shard, cp, tp).
 CASES: tuple[tuple[str, Sizes], ...] = (
     ("base", (1, 1, 2)),
     ("odd", (1, 1, 2)),
