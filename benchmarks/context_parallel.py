@@ -41,11 +41,17 @@ from parallel3d.testing import GlooPool, fake_world, record_collectives
 
 KINDS = ("ulysses", "gather", "ring")
 PEERS = {"torch, all-gather": "allgather", "torch, all-to-all": "alltoall"}
-PEER = "torch, all-gather"
+PEER = {"ring": "torch, all-to-all"}
+"""What each kind is compared with; the others with torch's default."""
 SHAPES = {"equal heads": (1, 8, 8), "grouped heads": (1, 8, 2)}
 """Batch, query heads, K/V heads."""
 CHANNELS = 64
 Run = Callable[[], list[Tensor]]
+
+
+def peer_of(name: str) -> str:
+    """The variant that ``name`` is compared with."""
+    return PEER.get(name, "torch, all-gather")
 
 
 def tensors(length: int, shape: tuple[int, int, int], rank: int = 0) -> list[Tensor]:
@@ -212,7 +218,7 @@ def on_processes(
             for name in names
         }
     )
-    ratios = {name: slowest.ratios(name, PEER) for name in names}
+    ratios = {name: slowest.ratios(name, peer_of(name)) for name in names}
     return {
         "ms": {name: slowest.median(name) * 1e3 for name in names},
         "ratio": {name: statistics.median(each) for name, each in ratios.items()},
@@ -236,7 +242,7 @@ def host_time(ranks: int, shape: tuple[int, int, int], rounds: int) -> dict[str,
                 warmup=4,
             )
     above = taken.above("plain")
-    ratios = {name: above.ratios(name, PEER) for name in above.seconds}
+    ratios = {name: above.ratios(name, peer_of(name)) for name in above.seconds}
     return {
         "plain_us": taken.median("plain") * 1e6,
         "us": {name: above.median(name) * 1e6 for name in above.seconds},
@@ -257,7 +263,7 @@ def run(quick: bool) -> tuple[list[Claim], dict[str, Any]]:
                 print_table(
                     f"forward and backward of {length} positions, cp={ranks}, {what}; "
                     f"{shape[1]} query heads and {shape[2]} K/V heads of {CHANNELS}",
-                    ["", "ms", f"to {PEER}", "middle half", "MiB a rank"],
+                    ["", "ms", "to its peer", "middle half", "MiB a rank"],
                     [
                         [
                             n,
@@ -273,7 +279,7 @@ def run(quick: bool) -> tuple[list[Claim], dict[str, Any]]:
                     Claim(
                         f"attention on cp={ranks} gloo processes, {what}, {kind}",
                         found["ms"][kind],
-                        found["ms"][PEER],
+                        found["ms"][peer_of(kind)],
                         "ms",
                         "context_parallel",
                         1.1,
@@ -288,14 +294,14 @@ def run(quick: bool) -> tuple[list[Claim], dict[str, Any]]:
         results[f"host, cp={ranks}"] = host
         print_table(
             f"host time, cp={ranks}: microseconds above plain attention ({host['plain_us']:.0f})",
-            ["", "us", f"to {PEER}", "middle half"],
+            ["", "us", "to its peer", "middle half"],
             [[n, host["us"][n], host["ratio"][n], host["spread"][n]] for n in host["us"]],
         )
         claims += [
             Claim(
                 f"host time of attention, cp={ranks}, {kind}",
                 host["us"][kind],
-                host["us"][PEER],
+                host["us"][peer_of(kind)],
                 "us",
                 "context_parallel",
                 1.0,

@@ -300,16 +300,18 @@ def _from_ranks(stacked: Tensor, sequence: Sequence) -> Tensor:
 def _by_rank(sequence: Sequence, *tensors: Tensor) -> Tensor:
     """(B, H, padded, D) each -> flat: for each rank, its positions of each of the tensors."""
     size, rows = sequence.size, sequence.rows
-    shapes = [(*x.shape[:2], rows, x.shape[3]) for x in tensors]
-    sizes = [math.prod(shape) for shape in shapes]
+    sizes = [x.numel() // size for x in tensors]
     flat = tensors[0].new_empty(size * sum(sizes))
-    targets, sources = [], []
-    for x, shape, stacked in zip(tensors, shapes, flat.view(size, -1).split(sizes, 1), strict=True):
-        for rank, target in enumerate(stacked.unbind()):
-            for row, at, number in sequence.parts(rank):
-                targets.append(target.view(shape).narrow(2, row, number))
-                sources.append(x.narrow(2, at, number))
-    foreach_copy_(targets, sources)
+    for x, stacked in zip(tensors, flat.view(size, -1).split(sizes, 1), strict=True):
+        b, h, _, d = x.shape
+        if not sequence.balanced:
+            target = stacked.view(size, b, h, rows, d)
+            target.copy_(x.unflatten(2, (size, rows)).movedim(2, 0))
+            continue
+        head, tail = x.unflatten(2, (2 * size, -1)).split(size, 2)
+        ends = stacked.view(size, b, h, 2, rows // 2, d)
+        ends[:, :, :, 0].copy_(head.movedim(2, 0))
+        ends[:, :, :, 1].copy_(tail.flip(2).movedim(2, 0))
     return flat
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -29,6 +29,8 @@ class Rules:
         head: the number that the first query head has for ``mask_function``.
         softcap: scores become ``softcap * tanh(scores / softcap)``.
         dropout: the probability that a weight becomes 0.
+        masks: those that were made and apply to other blocks too, by (distance of queries from keys, queries,
+            keys).
     """
 
     length: int
@@ -41,6 +43,7 @@ class Rules:
     head: int = 0
     softcap: float | None = None
     dropout: float = 0.0
+    masks: dict[tuple[int, int, int], Tensor] = field(default_factory=dict)
 
     @property
     def causal(self) -> bool:
@@ -78,9 +81,17 @@ class Rules:
             q_at, q_rows: the queries are neighbours in the sequence from position ``q_at``; so are the keys.
             q: (B, heads, ...), on the device wanted.
         """
+        if self.dense:
+            return self._mask(q_at, q_rows, k_at, k_rows, q)
+        where = q_at - k_at, q_rows, k_rows
+        if where not in self.masks:
+            self.masks[where] = self._mask(q_at, q_rows, k_at, k_rows, q)
+        return self.masks[where]
+
+    def _mask(self, q_at: int, q_rows: int, k_at: int, k_rows: int, q: Tensor) -> Tensor:
         queries = torch.arange(q_at, q_at + q_rows, device=q.device)[:, None]
         keys = torch.arange(k_at, k_at + k_rows, device=q.device)[None, :]
-        mask = keys < self.length if not self.causal else keys >= 0
+        mask = keys >= 0  # those of padding are in no block, or come after every query
         if self.left is not None:
             mask = mask & (keys >= queries - self.left)
         if self.right is not None:

@@ -37,8 +37,9 @@ def test_equal_on_four_simulated_ranks(name: str, kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("balanced", [True, False])
-@pytest.mark.parametrize("cp", [2, 3, 4, 5])
+@pytest.mark.parametrize(
+    ("cp", "balanced"), [(2, True), (2, False), (3, True), (4, False), (5, True)]
+)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CASES)
 def test_equal_on_simulated_ranks(name: str, kind: str, cp: int, balanced: bool) -> None:

@@ -10,10 +10,12 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
+from parallel3d._torch.simulated import for_each_rank
 from parallel3d.cp import CpAxis, Sequence, attention
 from parallel3d.cp.partial import blocks_of
 from parallel3d.cp.rules import Rules
 from parallel3d.testing import GlooPool
+from parallel3d.testing.worlds import local_world
 
 P = 0.25
 CP, HEADS, LENGTH = 2, 4, 12
@@ -91,3 +93,32 @@ def test_as_the_same_masks_give(kind: str, gloo_pool: GlooPool) -> None:
 def test_on_average(kind: str, gloo_pool: GlooPool) -> None:
     gloo_pool.run(check_average, kind, {}, world_size=CP)
     gloo_pool.run(check_average, kind, {"softcap": 5.0}, world_size=CP)
+
+
+@pytest.mark.parametrize("kind", ["ulysses", "gather", "ring"])
+def test_simulated_ranks_draw_as_their_seeds_say(kind: Any) -> None:
+    """The same seed on all ranks, another on each, and the same again."""
+    found = []
+    for seeds in ((3, 3), (3, 4), (3, 4)):
+        with local_world(CP) as world:
+            axis = CpAxis(init_device_mesh("cpu", (CP,), mesh_dim_names=("cp",)))
+            for_each_rank(
+                lambda rank, seeds=seeds: torch.default_generator.manual_seed(seeds[rank])
+            )
+            parts = [
+                world.map(lambda rank: torch.ones(1, HEADS, LENGTH // CP, 4)).requires_grad_()
+                for _ in range(3)
+            ]
+            sequence = Sequence(LENGTH, CP, True)
+            out = attention(
+                *parts, axis, sequence, causal=False, kind=kind, dropout_p=P, softcap=5.0
+            )
+            out.sum().backward()
+            found.append(
+                [t[..., 0] for x in (out, parts[2].grad) for t in world.per_rank(x.detach())]
+            )
+    alike, apart, again = found
+    for a, b in zip(apart, again, strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(alike[0], apart[0]) == (kind != "ulysses")  # its heads come from both ranks
+    assert not torch.equal(apart[0], apart[1])
