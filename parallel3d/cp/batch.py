@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import DeviceMesh
 
-from parallel3d._torch.simulated import ranks_are_simulated
+from parallel3d._torch.simulated import inner_tensors, ranks_are_simulated
 from parallel3d._util.arguments import as_bool
 from parallel3d._util.trees import tensors_in
 from parallel3d.cp.axis import CpAxis
@@ -49,12 +49,12 @@ class Batch:
     Attributes:
         sequence: how the sequences lie on the ranks; None: every rank has the whole batch.
         key_mask: (batch, rows) bool, which of this rank's tokens may be attended to; None: all.
-        left_padded: whether some sequences begin with padding; None: not known.
+        left_padded: whether some sequences begin with padding.
     """
 
     sequence: Sequence | None
     key_mask: Tensor | None = None
-    left_padded: bool | None = False
+    left_padded: bool = False
 
 
 WHOLE = Batch(None)
@@ -158,7 +158,7 @@ def shard_batch(
     if seq_lens is not None:
         documents = _documents(seq_lens, rows, length, device)
         if isinstance(batch, Mapping) and items.get("position_ids") is None:
-            items["position_ids"], where["position_ids"] = _restarting(documents), 1
+            items["position_ids"], where["position_ids"] = restarting(documents), 1
     if axis_mesh is None:
         return cast("BatchT", rebuild(items)) if isinstance(batch, Mapping) else batch
 
@@ -173,10 +173,10 @@ def shard_batch(
         documents = _padded_documents(documents, rows, length, chunks)
     sequence = Sequence(length, size, balanced=balanced, documents=documents)
     axis = CpAxis(axis_mesh)
-    left: bool | None = False
+    left = False
     if key_mask is not None:
         key_mask = key_mask.to(torch.bool)
-        left = None if ranks_are_simulated() else not bool(key_mask[:, 0].all())
+        left = not all(bool(mask[:, 0].all()) for mask in inner_tensors(key_mask))
         key_mask = sequence.cut(key_mask, 1, axis, False)
     made = Batch(sequence, key_mask, left)
     result = {}
@@ -313,7 +313,7 @@ def _documents(seq_lens: Any, rows: int, length: int, device: torch.device) -> T
     return torch.stack(out).expand(rows, -1).to(device)
 
 
-def _restarting(documents: Tensor) -> Tensor:
+def restarting(documents: Tensor) -> Tensor:
     """Returns positions that begin at 0 in each document, (rows, length)."""
     places = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
     begins = torch.cat([torch.ones_like(documents[:, :1]), documents.diff(dim=1)], 1) != 0

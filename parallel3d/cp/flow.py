@@ -7,6 +7,7 @@ operation of the list, whatever it consists of, and so is a module that is known
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -118,9 +119,9 @@ class Recorder(TorchDispatchMode):
 
     def add(self, name: str, args: dict[str, Any], result: Any, pointwise: bool = False) -> None:
         """Adds one operation."""
-        line = caller()
-        if self.quiet and line.startswith(self.quiet):
+        if self.quiet and _is_called_from(self.quiet):
             return
+        line = caller()
         given = {k: map_refs(self.ref, v) for k, v in args.items()}
         made = tuple(self.ref(t) for t in tensors_in(result))
         self.flow.ops.append(Op(name, given, made, self.where, line, pointwise))
@@ -236,6 +237,14 @@ class Functions(TorchFunctionMode):
         return self.recorder.attention(
             "sdpa", query, key, value, attn_mask, shape, is_causal=is_causal
         )
+
+
+def _is_called_from(file: str) -> bool:
+    """Whether code of ``file`` is running."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != file:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
 
 
 def map_refs(fn: Callable[[Tensor], Any], value: Any) -> Any:

@@ -20,9 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d._torch.autograd import untraced
+from parallel3d._torch.simulated import value_here
 from parallel3d._util.users_code import caller
 from parallel3d.cp.attention import attention
 from parallel3d.cp.axis import CpAxis
+from parallel3d.cp.batch import restarting
 from parallel3d.cp.sequence import Sequence
 from parallel3d.cp.state import CpState, Tracing, path_of, state_of
 from parallel3d.errors import PlanError, StateError
@@ -76,7 +78,7 @@ def masks_file() -> str:
     """The file of the code that makes masks. What it computes is for masks only, which are not made."""
     from transformers import masking_utils
 
-    return f"{masking_utils.__file__}:"
+    return masking_utils.causal_mask_function.__code__.co_filename
 
 
 class LazyMask:
@@ -102,6 +104,9 @@ class LazyMask:
 
     def __getitem__(self, index: Any) -> Any:
         _refuse_reading()
+
+    __add__ = __radd__ = __mul__ = __rmul__ = __and__ = __rand__ = __eq__ = __getitem__
+    __hash__ = object.__hash__
 
     @property
     def function(self) -> Callable[..., Any]:
@@ -275,6 +280,9 @@ def _run(
             "holds tokens; call with use_cache=False, or with whole sequences in eval mode"
         )
     rules, key_mask = _mask_rules(plain, module, mask, kwargs)
+    sees = rules.function
+    if sees is not None and batch.sequence.documents is not None:
+        sees = _within_documents(sees, restarting(batch.sequence.documents))
     output = state.attend(
         path_of(module),
         batch,
@@ -283,7 +291,7 @@ def _run(
         value,
         causal=rules.causal,
         window=rules.window,
-        mask_function=rules.function,
+        mask_function=sees,
         key_mask=key_mask,
         scale=scaling,
         softcap=kwargs.get("softcap"),
@@ -291,6 +299,16 @@ def _run(
         dropout_p=dropout,
     )
     return output.transpose(1, 2).contiguous(), None
+
+
+def _within_documents(function: Callable[..., Any], places: Tensor) -> Callable[..., Any]:
+    """Returns a mask function that is asked with positions in documents, as transformers asks it."""
+
+    def asked(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Any:
+        at = value_here(places)
+        return function(batch, head, at[batch, query], at[batch, key])
+
+    return asked
 
 
 def _mask_rules(

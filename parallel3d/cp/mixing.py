@@ -431,15 +431,6 @@ class _Checker:
             return self._mixes(op, live, "makes a mask from its own part, by", _MASKS)
         return None
 
-    def _repeat(self, op: Op, given: list[Pair], made: list[Pair], live: bool) -> Mark | None:
-        layout = self.layout(given[0])
-        if layout is None or layout is _SQUARE:
-            return None
-        added = len(made[0][0].shape) - len(given[0][0].shape)
-        if made[0][0].shape[layout.dim + added] != given[0][0].shape[layout.dim]:
-            return self._mixes(op, live, "repeats the sequence, by")
-        return None
-
     def _pad(self, op: Op, given: list[Pair], made: list[Pair], live: bool) -> Mark | None:
         layout = self.layout(given[0])
         if layout is None or made[0][0].shape[layout.dim] == given[0][0].shape[layout.dim]:
@@ -566,7 +557,18 @@ _FREE = {
     *("fill", "zero", "lift_fresh", "lift_fresh_copy", "zeros", "ones", "empty", "full", "rand"),
     *("randn", "new_empty", "new_zeros", "new_ones", "new_full", "scalar_tensor", "empty_strided"),
     *("new_empty_strided", "movedim", "swapaxes", "real", "imag", "_conj", "resolve_conj"),
-    *("normal", "uniform", "exponential", "random", "numpy_T", "mT", "set", "sym_size", "stack"),
+    *(
+        "normal",
+        "uniform",
+        "repeat",
+        "exponential",
+        "random",
+        "numpy_T",
+        "mT",
+        "set",
+        "sym_size",
+        "stack",
+    ),
 }
 _POINTWISE = {"copy", "where", "masked_fill", "polar", "complex", "bucketize", "isin", "_to_copy"}
 
@@ -707,7 +709,6 @@ _RULES: dict[str, Any] = {
         _C._gather,
     ),
     **dict.fromkeys(("tril", "triu"), _C._triangle),
-    "repeat": _C._repeat,
     "constant_pad_nd": _C._pad,
     **dict.fromkeys(
         (

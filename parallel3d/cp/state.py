@@ -96,7 +96,7 @@ class CpState:
             )
         if batch.sequence is not None:
             self._check_inputs(module, args, kwargs)
-        if self.chunked and batch.left_padded is not False:
+        if self.chunked and batch.left_padded:
             raise StateError(
                 "the model attends within chunks, which begin after padding on the left of a sequence: with "
                 "context parallelism pad on the right"

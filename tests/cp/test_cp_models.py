@@ -56,3 +56,15 @@ def test_transformers_models(name, sizes, kind, batch) -> None:
 def test_torchs_attention(kind, sizes) -> None:
     plan = None if sizes[3] == 1 else "auto"
     parity(Encoder, batches(13), sizes, context_parallel=kind, tp_plan=plan)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss_parallel", [True, "chunked"])
+def test_split_logits_and_recomputation(loss_parallel) -> None:
+    parity(
+        Lm,
+        batches(13),
+        (1, 1, 2, 2),
+        loss_parallel=loss_parallel,
+        activation_checkpointing=True,
+    )

@@ -89,6 +89,15 @@ HF: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 8,
         "attn_logit_softcapping": 1.5,
     },
+    "llama4_text": {
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "attention_chunk_size": 5,
+        "attn_temperature_tuning": False,
+        "num_local_experts": 2,
+        "intermediate_size_mlp": 48,
+        "layer_types": ["chunked_attention", "full_attention"],
+    },
     "gpt_oss": {
         "num_key_value_heads": 2,
         "head_dim": 8,
@@ -98,7 +107,7 @@ HF: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"],
     },
 }
-"""Families -> what their small configs have: plain, learned positions, caps and windows, sinks."""
+"""Families -> what their small configs have: plain, learned positions, caps and windows, chunks, sinks."""
 
 
 def hf_model(name: str) -> nn.Module:

@@ -163,6 +163,7 @@ def run_some(pool, names):
 def short(note: str) -> str:
     """Why context parallelism is refused, without advice and folders."""
     why = note.removeprefix("context parallelism: ").split(", but each rank has")[0]
+    why = why.split(", which is not made")[0]
     return "cp: " + re.sub(r"/\S*/([^/\s]+\.py)", r"\1", why.split("; each rank has")[0])
 
 
