@@ -22,6 +22,8 @@ from parallel3d.errors import StateError
 from parallel3d.testing import assert_parity, fake_world, local_world, record_collectives
 from parallel3d.tp import Colwise, Rowwise, SequenceParallel, VocabParallel, resolve_plan
 
+DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
+
 
 def matmuls(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     wanted = op.overloadpacket.__name__ in ("mm", "addmm")
@@ -103,7 +105,7 @@ def trained(case: str, kind: Any, dtype: torch.dtype) -> tuple[list[torch.Tensor
         return [each.clone() for each in ranks], counts
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_bits_and_nothing_sent_again(case: str, dtype: torch.dtype) -> None:
     plain, counts = trained(case, False, dtype)
@@ -135,7 +137,7 @@ def with_dropout(case: str, dtype: torch.dtype) -> None:
         assert all(map(torch.equal, found[0], each))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", ["HSDP", "chunks"])
 def test_the_same_bits_with_dropout(gloo_pool: Any, case: str, dtype: torch.dtype) -> None:
     gloo_pool.run(with_dropout, case, dtype, world_size=4)

@@ -25,6 +25,9 @@ from parallel3d.testing import fake_world
 ALL = ActivationOffload(pool_gib=2**-6, min_kib=0)  # 16 MiB
 
 
+DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
+
+
 class Dropping(nn.Module):
     """A block with attention, dropout, views of one storage and an activation in place."""
 
@@ -97,7 +100,7 @@ def compare(
         assert counts.pool_used <= counts.pool == int(settings.pool_gib * 2**30)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("layout", "plan", "model"),
     [
