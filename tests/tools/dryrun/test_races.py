@@ -76,6 +76,7 @@ SHOWN_BY = {
     "sum_over_tp": "tp with sequence parallel",
     "_Moved.__del__": "activations offloaded, a backward that raises",
     "activations.offload": "activations offloaded",
+    "Rotation": "cp, ring",
 }
 """Part of a mutant's text -> the program that shows it; ``HSDP`` for the others."""
 

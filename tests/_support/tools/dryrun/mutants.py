@@ -21,6 +21,7 @@ FILES = {
     "parallel3d.fsdp.options.comm_hooks": "",
     "parallel3d.fsdp.options.gather_extension": "",
     "parallel3d.activations.offload": "",
+    "parallel3d.cp.collectives": "Rotation",
 }
 """Modules with code of streams, and the names in them that it is in; ``""``: all."""
 

@@ -36,7 +36,7 @@ class Program:
     """What is trained, and how.
 
     Attributes:
-        mesh: replicate, shard, tp.
+        mesh: replicate, shard, tp. cp: ranks that share each sequence. attention: its kind.
         reshard: ``reshard_after_forward``. mixed: bf16 parameters, fp32 sums. inputs: how many inputs of
             reduce-scatters may be in flight; 0: the default. prefetch: lists of what is prefetched.
         micro: micro-batches. sync, all_reduce: the switches in all micro-batches but the last.
@@ -51,6 +51,8 @@ class Program:
     """
 
     mesh: tuple[int, int, int] = (1, 4, 1)
+    cp: int = 1
+    attention: str = "ring"
     reshard: bool | int | None = None
     mixed: bool = True
     inputs: int = 0
@@ -78,7 +80,7 @@ class Program:
     @property
     def world_size(self) -> int:
         replicate, shard, tp = self.mesh
-        return replicate * shard * tp
+        return replicate * shard * tp * self.cp
 
 
 ALL_OFFLOADED = p3d.ActivationOffload(pool_gib=0.25, min_kib=0)
@@ -147,6 +149,15 @@ CASES: dict[str, Program] = {
         mesh=(2, 2, 1), hfsdp=True, mixed=False, unshards=True
     ),
     "offload, evaluated": Program(offload=True, evaluates=True, mixed=False),
+    "cp, ulysses": Program(mesh=(1, 2, 1), cp=2, attention="ulysses"),
+    "cp, gather": Program(mesh=(2, 1, 1), cp=2, attention="gather", micro=2),
+    "cp, ring": Program(mesh=(1, 2, 1), cp=4),
+    "cp, ring, recomputed": Program(mesh=(1, 1, 1), cp=4, recompute=True),
+    "cp, ring, recomputed selectively": Program(mesh=(1, 1, 1), cp=4, recompute="selective"),
+    "cp, ring, activations offloaded, sequence": Program(
+        mesh=(1, 1, 2), cp=2, recompute=ALL_OFFLOADED, sequence=True
+    ),
+    "cp, a forward that raises": Program(mesh=(2, 1, 1), cp=2, raises="forward"),
     "optimizer's event": Program(event=True),
     "local optimizer": Program(mesh=(2, 2, 1), local=True),
 }
@@ -158,12 +169,15 @@ def random_program(seed: int) -> Program:
     tp = draw.choice([1, 1, 2])
     replicate, shard = draw.choice([(1, 2), (1, 4), (2, 2), (3, 1), (2, 1), (1, 1), (1, 3), (2, 3)])
     often, seldom = (lambda: draw.random() < 0.5), (lambda: draw.random() < 0.2)
-    alone = tp > 1  # wrapped by ``parallelize``, which has fewer options
+    cp = draw.choice([1, 1, 2, 3])
+    alone = tp > 1 or cp > 1  # wrapped by ``parallelize``, which has fewer options
     hfsdp = replicate > 1 and shard > 1 and seldom()
     in_backward = not hfsdp and seldom()
     micro = 1 if in_backward else draw.choice([1, 1, 2, 3])
     return Program(
         mesh=(replicate, shard, tp),
+        cp=cp,
+        attention=draw.choice(["ulysses", "gather", "ring"]),
         reshard=draw.choice([None, True, False]),
         mixed=often(),
         inputs=draw.choice([0, 1, 2, 3]),
@@ -199,7 +213,7 @@ class _Made:
 
     model: nn.Module
     units: list[Any]
-    batch: torch.Tensor
+    batch: tuple[torch.Tensor, ...]
     loss: Callable[[torch.Tensor], torch.Tensor]
     act: list[str] = field(default_factory=list)
 
@@ -216,7 +230,11 @@ def _llama(program: Program, mesh: Any) -> _Made:
     if program.mixed:
         policy = p3d.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     plan = LLAMA_SEQUENCE_PLAN if program.sequence else LLAMA_TP_PLAN
-    if program.mesh[2] > 1 or program.recompute is not False or program.hfsdp:
+    ids = torch.arange(2 * 24).view(2, 24) % 128
+    batch: tuple[torch.Tensor, ...] = (ids,)
+    if program.cp > 1:
+        batch = ids, torch.arange(24).expand(2, -1)
+    if len(batch) > 1 or program.mesh[2] > 1 or program.recompute is not False or program.hfsdp:
         p3d.parallelize(
             model,
             mesh,
@@ -225,6 +243,8 @@ def _llama(program: Program, mesh: Any) -> _Made:
             reshard_after_forward=program.reshard,
             activation_checkpointing=program.recompute,
             shard_optimizer_over_replicate=program.hfsdp,
+            context_parallel=program.attention,
+            example=(batch, {}),
             check_same_batch=False,
         )
     else:
@@ -234,8 +254,8 @@ def _llama(program: Program, mesh: Any) -> _Made:
             fully_shard(layer, **options)
         fully_shard(model, **options)
     p3d.materialize(model, device="cpu", seed=1)
-    ids = torch.arange(2 * 17).view(2, 17) % 128
-    return _Made(model, [*model.layers, model], ids, lambda out: out.float().square().mean())
+    batch = p3d.cp.shard_batch(batch, mesh)
+    return _Made(model, [*model.layers, model], batch, lambda out: out.float().square().mean())
 
 
 def _extended(program: Program, mesh: Any) -> _Made:
@@ -246,7 +266,7 @@ def _extended(program: Program, mesh: Any) -> _Made:
     fully_shard(model, mesh=mesh)
     width = next(model.parameters()).shape[1]
     units = [layer for layer in model if isinstance(layer, FSDPModule)]
-    return _Made(model, [*units, model], torch.randn(4, width), lambda out: out.square().mean())
+    return _Made(model, [*units, model], (torch.randn(4, width),), lambda out: out.square().mean())
 
 
 def _set_options(program: Program, made: _Made) -> None:
@@ -282,7 +302,7 @@ def _set_options(program: Program, made: _Made) -> None:
 
 def train(program: Program) -> None:
     """Trains ``program.steps`` steps."""
-    mesh = p3d.build_mesh(p3d.MeshLayout(*program.mesh), device_type="cpu")
+    mesh = p3d.build_mesh(p3d.MeshLayout(*program.mesh, cp=program.cp), device_type="cpu")
     made = (_extended if program.extended else _llama)(program, mesh)
     model: Any = made.model
     _set_options(program, made)
@@ -311,20 +331,20 @@ def train(program: Program) -> None:
         if program.raises and step == 1:
             made.act.append(program.raises)
             with suppress(Broken):
-                made.loss(model(made.batch)).backward()
+                made.loss(model(*made.batch)).backward()
             optimizer.zero_grad()
         for number in range(program.micro):
             last = number == program.micro - 1
             model.set_requires_gradient_sync(program.sync or last)
             model.set_requires_all_reduce(program.all_reduce or last)
-            made.loss(model(made.batch)).backward()
+            made.loss(model(*made.batch)).backward()
         if program.clip:
             p3d.optim.clip_grad_norm_(model.parameters(), 1.0)
         if not program.in_backward:
             optimizer.step()
         if program.evaluates:
             with torch.no_grad():
-                model(made.batch)
+                model(*made.batch)
                 for param in model.parameters():
                     getattr(param, "_local_tensor", param).mul_(0.9)
         if program.event and dry_run.accelerator() is not None:
