@@ -156,10 +156,6 @@ def parallelize(
             tp = data_axes(mesh).size(data_axes(mesh).tp)
             plan = resolve_plan(model, tp_plan, tp, strict=strict, example=example)
         if cp_axis(whole) is not None:
-            if engine == "torch":
-                raise Parallel3dError(
-                    'engine="torch" has no context parallelism here; use engine="parallel3d", or cp=1'
-                )
             cp_plan = plan_cp(model, cp_options, example)
         found = find_units(model, units)
         plan = _plan_loss(model, plan, found, loss_parallel)

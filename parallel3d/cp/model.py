@@ -87,11 +87,13 @@ class CpPlan:
 
     Attributes:
         inputs: names of the tensors with which the model was run to find it.
+        counts: whether the model asks for positions.
     """
 
     options: ContextParallel
     attention: dict[str, list[AttentionCall]]
     inputs: frozenset[str]
+    counts: bool = False
 
     def apply(self, model: nn.Module, mesh: DeviceMesh) -> None:
         """Changes ``model`` in place.
@@ -100,7 +102,12 @@ class CpPlan:
             mesh: the axis cp.
         """
         chunked = any(c.options.get("chunked") for calls in self.attention.values() for c in calls)
-        state = CpState(CpAxis(mesh, self.options.kind), inputs=self.inputs, chunked=chunked)
+        state = CpState(
+            CpAxis(mesh, self.options.kind),
+            inputs=self.inputs,
+            chunked=chunked,
+            any_parts=not (self.attention or self.counts),
+        )
         set_state(model, state)
         kinds = {path: calls[0].kind for path, calls in self.attention.items()}
         if "hf" in kinds.values():
@@ -162,7 +169,7 @@ def plan_cp(model: nn.Module, options: ContextParallel, example: Any = None) -> 
                     f"{path!r} calls several kinds of attention, which is not supported"
                 )
         inputs = input_names(model, *pair[0])
-        return CpPlan(options, calls, frozenset(inputs))
+        return CpPlan(options, calls, frozenset(inputs), tracings[0].counts)
     where = f" with {describe(tried)}" if tried is not None else ""
     raise PlanError(
         f"context parallelism: the model could not be run on the meta device{where}, which shows whether "

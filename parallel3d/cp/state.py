@@ -38,12 +38,22 @@ class CpState:
         forward: the batch whose forward runs.
         backward: the batch whose backward runs, in which blocks may be recomputed.
         inputs: names of the tensors with which the model's operations were checked.
+        any_parts: whether the model computes each position from itself alone, so that it needs not know how
+            sequences were cut.
         chunked: whether masks have chunks, which begin after padding on the left.
         made: path of a module -> what was chosen for its attention.
     """
 
-    def __init__(self, axis: CpAxis, *, inputs: frozenset[str], chunked: bool = False) -> None:
+    def __init__(
+        self,
+        axis: CpAxis,
+        *,
+        inputs: frozenset[str],
+        chunked: bool = False,
+        any_parts: bool = False,
+    ) -> None:
         self.axis = axis
+        self.any_parts = any_parts
         self.inputs = inputs
         self.forward: Batch | None = None
         self.backward: Batch | None = None
@@ -51,7 +61,9 @@ class CpState:
         self.made: dict[str, Made] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CpState:
-        return CpState(self.axis, inputs=self.inputs, chunked=self.chunked)
+        return CpState(
+            self.axis, inputs=self.inputs, chunked=self.chunked, any_parts=self.any_parts
+        )
 
     def running(self) -> Batch:
         """Returns the batch that is being computed: ``WHOLE`` if every rank has all of it.
@@ -83,7 +95,7 @@ class CpState:
         """Finds the batch of the inputs."""
         batch = batch_of((args, kwargs))
         if batch is None:
-            if module.training and torch.is_grad_enabled():
+            if module.training and torch.is_grad_enabled() and not self.any_parts:
                 raise StateError(
                     f"the inputs are not from p3d.cp.shard_batch, and the mesh has cp={self.axis.size}: "
                     "write batch = p3d.cp.shard_batch(batch, mesh) right before the forward, after the batch "
@@ -188,11 +200,13 @@ class Tracing:
 
     Attributes:
         proven: kinds of calls of attention for which ``proofs`` has a function.
+        counts: whether the model asks for positions.
         proofs: they raise PlanError where a model's attention computes something else than ours.
     """
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
+        self.counts = False
         self.proven: set[Any] = set()
         self.proofs: list[Callable[[], None]] = []
 
@@ -247,6 +261,7 @@ def positions(
     """
     state = state_of(module)
     if isinstance(state, Tracing):
+        state.counts = True
         return state.recorder.leaf(
             lambda: torch.empty(length, dtype=torch.int64, device="meta"), []
         )

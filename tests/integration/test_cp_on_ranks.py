@@ -47,6 +47,13 @@ def test_transformers_models(gloo_pool, name, sizes) -> None:
 
 
 @pytest.mark.slow
+def test_torchs_engine(gloo_pool) -> None:
+    options = {"engine": "torch", "activation_checkpointing": True}
+    for grads in gloo_pool.run(train, "gather", MESHES[1], options, world_size=4):
+        assert 0 <= grads["float64"] < 1e-12
+
+
+@pytest.mark.slow
 def test_recomputed_blocks(gloo_pool) -> None:
     options = {"activation_checkpointing": True}
     for grads in gloo_pool.run(train, "ring", MESHES[1], options, world_size=4):
