@@ -107,11 +107,11 @@ def mean_loss(model: nn.Module, tokens: Tensor, cut: Cut | None = None) -> Tenso
     Each token's loss is computed in float32 at least, also of bfloat16 logits. Under loss parallel the
     logits are split over ``tp``, or never whole, and so is what is made of them here.
     """
-    inputs, targets, places = tokens[:, :-1], tokens[:, 1:], ()
+    parts: tuple[Tensor, ...] = tokens[:, :-1], tokens[:, 1:]
     if cut is not None:
-        positions = torch.arange(inputs.shape[1], device=tokens.device)[None]
-        inputs, targets, *places = cut((inputs, targets, positions))
-    logits = model(inputs, *places)
+        parts = cut((*parts, torch.arange(parts[0].shape[1], device=tokens.device)[None]))
+    inputs, targets, *positions = parts
+    logits = model(inputs, *positions)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
     return losses.double().mean()  # a sum in float32 would depend on how many ranks share it
