@@ -4,8 +4,9 @@
 
 Causal attention, forward and backward, each rank holding a head and a tail of the sequence; ours and torch's
 (its all-gather, the default, and its all-to-all). Step: gloo processes in one launch; a step takes as long as
-its slowest rank. Host time: the CPU time of small tensors on a fake process group, above plain attention of
-the same tensors. Bytes: what ``record_collectives`` counts on one rank.
+its slowest rank; beside it the mean CPU time of a rank, which other programs disturb less. Host time: the CPU
+time of small tensors on a fake process group, above plain attention of the same tensors. Bytes: what
+``record_collectives`` counts on one rank.
 
 torch's has no rule for the operator that ``scaled_dot_product_attention`` uses on the CPU: as it is, it
 raises NotImplementedError there. Here that operator is given to torch's own ring as its GPU operators are.
@@ -13,12 +14,13 @@ raises NotImplementedError there. Here that operator is given to torch's own rin
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from measure import (
+    MIB,
     Claim,
     Rounds,
     alternate,
@@ -173,12 +175,13 @@ _plain = F.scaled_dot_product_attention  # before torch replaces it
 
 
 def worker(length: int, shape: tuple[int, int, int], rounds: int) -> dict[str, Any]:
-    """One rank: variant -> seconds of its steps, and bytes; how far its results are from the first one's."""
+    """One rank: variant -> seconds of its steps, seconds of CPU time, and bytes."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     rows = length // mesh.size()
     parts = tensors(rows, shape, dist.get_rank())
     steps = steps_of(mesh, length, parts)
     taken: dict[str, list[float]] = {name: [] for name in steps}
+    cpu: dict[str, list[float]] = {name: [] for name in steps}
     counted, differences = {}, {}
     reference: list[Tensor] = []
     with torchs(mesh, length):
@@ -196,11 +199,24 @@ def worker(length: int, shape: tuple[int, int, int], rounds: int) -> dict[str, A
             for name in order:
                 with no_gc():
                     dist.barrier()
-                    start = time.perf_counter()
+                    start, before = time.perf_counter(), time.process_time()
                     steps[name]()
                     taken[name].append(time.perf_counter() - start)
+                    cpu[name].append(time.process_time() - before)
             order.reverse()
-    return {"seconds": taken, "bytes": counted, "differences": differences}
+    return {"seconds": taken, "cpu": cpu, "bytes": counted, "differences": differences}
+
+
+def over_ranks(
+    found: list[dict[str, Any]], part: str, join: Callable[[Iterable[float]], float]
+) -> Rounds:
+    """All ranks' rounds, joined round by round."""
+    return Rounds(
+        {
+            name: [join(times) for times in zip(*(rank[part][name] for rank in found), strict=True)]
+            for name in found[0][part]
+        }
+    )
 
 
 def on_processes(
@@ -212,15 +228,13 @@ def on_processes(
     for rank in found:
         far = {name: error for name, error in rank["differences"].items() if error > 1e-4}
         assert not far, f"not the same results: {far}"
-    slowest = Rounds(
-        {
-            name: [max(times) for times in zip(*(r["seconds"][name] for r in found), strict=True)]
-            for name in names
-        }
-    )
+    slowest = over_ranks(found, "seconds", max)
+    cpu = over_ranks(found, "cpu", statistics.mean)
     ratios = {name: slowest.ratios(name, peer_of(name)) for name in names}
     return {
         "ms": {name: slowest.median(name) * 1e3 for name in names},
+        "cpu_ms": {name: cpu.median(name) * 1e3 for name in names},
+        "cpu_ratio": {n: statistics.median(cpu.ratios(n, peer_of(n))) for n in names},
         "ratio": {name: statistics.median(each) for name, each in ratios.items()},
         "spread": {name: range_of(each) for name, each in ratios.items()},
         "bytes": {name: max(rank["bytes"][name] for rank in found) for name in names},
@@ -253,7 +267,7 @@ def host_time(ranks: int, shape: tuple[int, int, int], rounds: int) -> dict[str,
 
 def run(quick: bool) -> tuple[list[Claim], dict[str, Any]]:
     """Steps on two and four processes, and host time."""
-    length, rounds = (1024, 3) if quick else (4096, 9)
+    length, rounds = (1024, 3) if quick else (2048, 11)
     claims, results = [], {}
     with GlooPool(4) as pool:
         for ranks in (2, 4):
@@ -263,15 +277,10 @@ def run(quick: bool) -> tuple[list[Claim], dict[str, Any]]:
                 print_table(
                     f"forward and backward of {length} positions, cp={ranks}, {what}; "
                     f"{shape[1]} query heads and {shape[2]} K/V heads of {CHANNELS}",
-                    ["", "ms", "to its peer", "middle half", "MiB a rank"],
+                    ["", "ms", "to its peer", "middle half", "CPU ms", "to its peer", "MiB a rank"],
                     [
-                        [
-                            n,
-                            found["ms"][n],
-                            found["ratio"][n],
-                            found["spread"][n],
-                            found["bytes"][n] / 2**20,
-                        ]
+                        [n, found["ms"][n], found["ratio"][n], found["spread"][n]]
+                        + [found["cpu_ms"][n], found["cpu_ratio"][n], found["bytes"][n] / MIB]
                         for n in found["ms"]
                     ],
                 )

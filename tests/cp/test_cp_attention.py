@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from parallel3d.cp import CpAxis, Sequence, attention, blocks, partial
+from parallel3d.errors import PlanError
 from parallel3d.testing import GlooPool
 from parallel3d.testing.worlds import local_world
 
@@ -44,7 +45,9 @@ def test_equal_on_four_simulated_ranks(name: str, kind: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_equal_on_simulated_ranks(name: str, kind: str, cp: int, balanced: bool) -> None:
     if kind == "ulysses" and CASES[name].heads < cp:
-        pytest.skip("fewer heads than ranks: refused")
+        with pytest.raises(PlanError, match="whole heads"):
+            check(local_world, cp, name, kind, balanced)
+        return
     check(local_world, cp, name, kind, balanced)
 
 
