@@ -394,11 +394,26 @@ def recomputed(inner: Forward) -> Forward:
     """``activation_checkpointing=True``: the forward that keeps its inputs alone."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled():
-            kwargs = without_cache(kwargs)
-        return checkpoint(partial(inner, self), *args, use_reentrant=False, **kwargs)
+        return _checkpointed(partial(inner, self), args, kwargs)
 
     return as_if(forward, inner)
+
+
+def _checkpointed(block: Callable[..., Any], args: Any, kwargs: Any, **options: Any) -> Any:
+    """Calls ``block``, whose backward recomputes it."""
+    if torch.is_grad_enabled():
+        kwargs = without_cache(kwargs)
+    if torch.compiler.is_compiling():
+        return checkpoint(block, *args, use_reentrant=False, **options, **kwargs)
+    # torch looks at tensors among ``args`` alone: whether they are changed in place before the recomputation,
+    # and on which devices the random state is to be restored for it.
+    known = set(map(id, args))
+    others = [t for t in tensors_in((args, kwargs)) if id(t) not in known and not t.is_inference()]
+
+    def run(*given: Any) -> Any:
+        return block(*given[len(others) :], **kwargs)
+
+    return checkpoint(run, *others, *args, use_reentrant=False, **options)
 
 
 def partly_recomputed(policy: Policy) -> Callable[[Forward], Forward]:
@@ -408,12 +423,8 @@ def partly_recomputed(policy: Policy) -> Callable[[Forward], Forward]:
 
     def wrapper(inner: Forward) -> Forward:
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if torch.is_grad_enabled():
-                kwargs = without_cache(kwargs)
             contexts = compiled if torch.compiler.is_compiling() else eager
-            return checkpoint(
-                partial(inner, self), *args, use_reentrant=False, context_fn=contexts, **kwargs
-            )
+            return _checkpointed(partial(inner, self), args, kwargs, context_fn=contexts)
 
         return as_if(forward, inner)
 
