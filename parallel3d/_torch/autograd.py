@@ -26,6 +26,27 @@ set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None]
 set_versions = torch._C._autograd._unsafe_set_version_counter
 
 
+def same_version_counter(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether a change in place of one is noticed as a change of the other.
+
+    Tensors on one storage may have a counter each: parts of ``unsafe_chunk``, ``.data``.
+    """
+    version = one._version
+    if other._version != version:
+        return False
+    set_versions((one,), (version + 1,))
+    same = other._version != version
+    set_versions((one,), (version,))
+    return same
+
+
+def version_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns an empty tensor with the version counter of ``tensor``: it holds none of its memory."""
+    counter = tensor.detach()
+    counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return counter
+
+
 def wrap_backward(around: Callable[..., Any]) -> None:
     """Routes every call of autograd's engine from Python through ``around(run, *args, **kwargs)``.
 
