@@ -296,6 +296,48 @@ def test_what_is_changed_after_the_block_is_an_error() -> None:
         sine.sum().backward()
 
 
+@pytest.mark.parametrize("policy", [None, keep_costly])
+def test_a_block_that_changes_what_it_has_saved_is_an_error(policy: Policy | None) -> None:
+    class Changes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(DIM, DIM)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = torch.exp(self.linear(x))
+            y.add_(1)
+            return torch.tanh(y)
+
+    model = Changes()
+    wrap_forward(
+        model, recomputed if policy is None else partly_recomputed(policy), ("test", policy)
+    )
+    with pytest.raises(StateError, match=r"\(2, 16\) torch.float32, is modified by an inplace"):
+        model(torch.randn(2, DIM)).sum().backward()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_backward_within_the_forward(policy: str) -> None:
+    class Slope(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(DIM, DIM)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            at = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(torch.tanh(self.linear(at)).sum(), at)
+            return torch.sin(self.linear(x)) * slope
+
+    found = []
+    for wrapper in (None, partly_recomputed(POLICIES[policy])):
+        torch.manual_seed(0)
+        model = Slope()
+        if wrapper is not None:
+            wrap_forward(model, wrapper, ("test", policy))
+        found.append(gradients(model, torch.float32))
+    assert all(map(torch.equal, *found))
+
+
 class AddsInPlace(nn.Module):
     """Takes its input by keyword, in a tuple or in a dict, and adds to it."""
 
