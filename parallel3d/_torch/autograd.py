@@ -1,7 +1,7 @@
 """Private names of autograd, hooks, the compiler and torch.func."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from operator import attrgetter
 from typing import Any, Literal, TypeVar
@@ -24,6 +24,40 @@ def preserved_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManage
 set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None]
 """Sets the version counters of tensors: autograd compares them before it reads a tensor that it has saved."""
 set_versions = torch._C._autograd._unsafe_set_version_counter
+
+
+@contextmanager
+def noted_saves(note: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Calls ``note`` with each tensor that autograd saves within the body, before the hooks in force."""
+    pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+    def noted(tensor: torch.Tensor) -> Any:
+        note(tensor)
+        return pack(tensor)
+
+    with torch.autograd.graph.saved_tensors_hooks(noted, unpack):
+        yield
+
+
+def same_version_counter(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether a change in place of one is noticed as a change of the other.
+
+    Tensors on one storage may have a counter each: parts of ``unsafe_chunk``, ``.data``.
+    """
+    version = one._version
+    if other._version != version:
+        return False
+    set_versions((one,), (version + 1,))
+    same = other._version != version
+    set_versions((one,), (version,))
+    return same
+
+
+def version_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns an empty tensor with the version counter of ``tensor``: it holds none of its memory."""
+    counter = tensor.detach()
+    counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return counter
 
 
 def wrap_backward(around: Callable[..., Any]) -> None:

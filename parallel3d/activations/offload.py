@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from parallel3d._torch.autograd import functorch_is_active
+from parallel3d._torch.autograd import functorch_is_active, same_version_counter, version_of
 from parallel3d._util import dry_run
 from parallel3d._util.forwards import Forward, as_if
 from parallel3d.activations.pool import HostPool, Piece
@@ -159,13 +159,14 @@ class _Moved:
         piece: where it is.
         origin: the storage, weakly; its memory is copied once for all tensors in it.
         source: a tensor on it, until compute has waited for the copy to the pool. version: its version then.
+        counter: has the version counter of ``source``, and no memory.
         torn: whether the program has written to it before that.
         fetched: the memory on the device again. event: of the copy back.
     """
 
     __slots__ = (
-        *("__weakref__", "copies", "device", "dtype", "event", "fetched", "numel", "origin"),
-        *("piece", "source", "torn", "version"),
+        *("__weakref__", "copies", "counter", "device", "dtype", "event", "fetched", "numel"),
+        *("origin", "piece", "source", "torn", "version"),
     )
 
     def __init__(self, x: Tensor, piece: Piece, copies: _Copies) -> None:
@@ -175,7 +176,7 @@ class _Moved:
         self.numel = storage.nbytes() // x.element_size()
         self.origin = weakref.ref(storage)
         self.source: Tensor | None = x.as_strided((self.numel,), (1,), 0)
-        self.version = x._version
+        self.version, self.counter = x._version, version_of(x)
         self.torn = False
         self.fetched: Tensor | None = None
         self.event: Any = None
@@ -357,7 +358,7 @@ class Offload:
         storage = x.untyped_storage()
         key = id(storage), x._version
         known = self._known.get(key)
-        if known is not None and known.origin() is storage:
+        if known is not None and known.origin() is storage and same_version_counter(x, known.counter):
             return known
         pool, copies = self._prepare(x.device)
         piece = pool.take(storage.nbytes())

@@ -24,7 +24,12 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from parallel3d._torch.autograd import TorchDispatchMode, graph_is_kept, same_memory
+from parallel3d._torch.autograd import (
+    TorchDispatchMode,
+    graph_is_kept,
+    noted_saves,
+    same_memory,
+)
 from parallel3d._torch.simulated import inner_tensors
 from parallel3d._util.forwards import Forward, as_if, without_cache
 from parallel3d._util.recompute import begin_pass, end_pass
@@ -146,6 +151,7 @@ class _Region:
         operations: operation -> of each of its calls what was kept, or None.
         collectives: what each was, and what was kept of it.
         memory: id of a storage -> the storage, and what is kept in it.
+        complete: whether the forward has ended.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -153,6 +159,7 @@ class _Region:
         self.operations: dict[Any, list[Any]] = defaultdict(list)
         self.collectives: list[tuple[str, Any]] = []
         self.memory: dict[int, tuple[Any, list[_Kept]]] = {}
+        self.complete = False
 
     def keep(self, output: Any) -> Any:
         """Returns ``output`` with a ``_Kept`` for each tensor."""
@@ -320,6 +327,10 @@ class _Pass(TorchDispatchMode):
 class _Forward(_Pass):
     """The forward, which keeps."""
 
+    def __exit__(self, *error: Any) -> None:
+        self.region.complete = True
+        super().__exit__(*error)
+
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         output = func(*args, **kwargs)
         region = self.region
@@ -346,8 +357,8 @@ class _Recomputation(_Pass):
     def __enter__(self) -> Any:
         self.calls: dict[Any, int] = defaultdict(int)
         self.collectives = 0
-        # Known outside of ``__torch_dispatch__``: which backward this is.
-        self.leave = graph_is_kept()
+        # Known outside of ``__torch_dispatch__``: which backward this is. One within the forward comes first.
+        self.leave = graph_is_kept() or not self.region.complete
         return super().__enter__()
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -394,11 +405,52 @@ def recomputed(inner: Forward) -> Forward:
     """``activation_checkpointing=True``: the forward that keeps its inputs alone."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled():
-            kwargs = without_cache(kwargs)
-        return checkpoint(partial(inner, self), *args, use_reentrant=False, **kwargs)
+        return _checkpointed(partial(inner, self), args, kwargs)
 
     return as_if(forward, inner)
+
+
+def _checkpointed(block: Callable[..., Any], args: Any, kwargs: Any, **options: Any) -> Any:
+    """Calls ``block``, whose backward recomputes it."""
+    if torch.is_grad_enabled():
+        kwargs = without_cache(kwargs)
+    if torch.compiler.is_compiling():
+        return checkpoint(block, *args, use_reentrant=False, **options, **kwargs)
+    # torch looks at tensors among ``args`` alone: whether they are changed in place before the recomputation,
+    # and on which devices the random state is to be restored for it.
+    known = set(map(id, args))
+    others = [t for t in tensors_in((args, kwargs)) if id(t) not in known and not t.is_inference()]
+
+    call = block
+
+    def run(*given: Any) -> Any:
+        nonlocal call
+        now, call = call, again
+        return now(*given[len(others) :], **kwargs)
+
+    again = partial(_unchanged, block)
+    return checkpoint(run, *others, *args, use_reentrant=False, **options)
+
+
+def _unchanged(block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls ``block`` for a recomputation.
+
+    Raises:
+        StateError: it changes what autograd has saved. Of a tensor that is saved by hooks, such as torch's
+            checkpoint has, autograd itself does not check that.
+    """
+    saved: list[tuple[Tensor, int]] = []
+    try:
+        with noted_saves(lambda tensor: saved.append((tensor, tensor._version))):
+            return block(*args, **kwargs)
+    finally:  # torch ends a recomputation by an exception
+        for tensor, version in saved:
+            if tensor._version != version:
+                raise StateError(
+                    f"a tensor that backward needs, {tuple(tensor.shape)} {tensor.dtype}, is modified by an "
+                    "inplace operation of its block after it was saved; change a copy (x = x + y, not "
+                    "x += y)"
+                )
 
 
 def partly_recomputed(policy: Policy) -> Callable[[Forward], Forward]:
@@ -408,12 +460,8 @@ def partly_recomputed(policy: Policy) -> Callable[[Forward], Forward]:
 
     def wrapper(inner: Forward) -> Forward:
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if torch.is_grad_enabled():
-                kwargs = without_cache(kwargs)
             contexts = compiled if torch.compiler.is_compiling() else eager
-            return checkpoint(
-                partial(inner, self), *args, use_reentrant=False, context_fn=contexts, **kwargs
-            )
+            return _checkpointed(partial(inner, self), args, kwargs, context_fn=contexts)
 
         return as_if(forward, inner)
 

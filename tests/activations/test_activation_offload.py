@@ -286,6 +286,32 @@ def test_a_change_in_place_is_an_error_as_without() -> None:
                 model[0][0](torch.randn(2, 16)).sum().backward()
 
 
+def test_parts_of_a_storage_that_change_each_by_itself() -> None:
+    """As in a GRU: tensors on one storage whose version counters are not shared, and count alike."""
+
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            one, other = self.linear(x).unsafe_chunk(2, -1)
+            return one.sigmoid_() * other.tanh_()
+
+    found = []
+    for kind in (False, ALL):
+        with fake_world(0, 1):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.ModuleList([Parts(), Parts()]))
+            parallelize(
+                model, build_mesh(MeshLayout(), device_type="cpu"), activation_checkpointing=kind
+            )
+            x = torch.randn(2, 16, requires_grad=True)
+            model[0][1](model[0][0](x)).sum().backward()
+            found.append(x.grad)
+    assert torch.equal(*found)
+
+
 def test_counts_of_a_model_without_it() -> None:
     with (
         stack(False) as model,

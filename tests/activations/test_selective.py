@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 from parallel3d._torch.autograd import TorchDispatchMode
 from parallel3d._util.forwards import wrap_forward
 from parallel3d._util.recompute import kept
-from parallel3d.activations.selective import keep_costly, partly_recomputed
+from parallel3d.activations.selective import keep_costly, partly_recomputed, recomputed
 from parallel3d.errors import Parallel3dError, StateError
 
 Policy = Callable[..., Any]
@@ -294,6 +294,89 @@ def test_what_is_changed_after_the_block_is_an_error() -> None:
         StateError, match=r"changed in place after its block's forward; change a copy"
     ):
         sine.sum().backward()
+
+
+@pytest.mark.parametrize("policy", [None, keep_costly])
+def test_a_block_that_changes_what_it_has_saved_is_an_error(policy: Policy | None) -> None:
+    class Changes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(DIM, DIM)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = torch.exp(self.linear(x))
+            y.add_(1)
+            return torch.tanh(y)
+
+    model = Changes()
+    wrap_forward(
+        model, recomputed if policy is None else partly_recomputed(policy), ("test", policy)
+    )
+    with pytest.raises(StateError, match=r"\(2, 16\) torch.float32, is modified by an inplace"):
+        model(torch.randn(2, DIM)).sum().backward()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_backward_within_the_forward(policy: str) -> None:
+    class Slope(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(DIM, DIM)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            at = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(torch.tanh(self.linear(at)).sum(), at)
+            return torch.sin(self.linear(x)) * slope
+
+    found = []
+    for wrapper in (None, partly_recomputed(POLICIES[policy])):
+        torch.manual_seed(0)
+        model = Slope()
+        if wrapper is not None:
+            wrap_forward(model, wrapper, ("test", policy))
+        found.append(gradients(model, torch.float32))
+    assert all(map(torch.equal, *found))
+
+
+class AddsInPlace(nn.Module):
+    """Takes its input by keyword, in a tuple or in a dict, and adds to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Any) -> torch.Tensor:
+        x = x["x"] if isinstance(x, dict) else x[0] if isinstance(x, tuple) else x
+        x += torch.tanh(self.linear(x * 2))
+        return x
+
+
+@pytest.mark.parametrize("policy", [None, keep_costly])
+@pytest.mark.parametrize("how", ["positional", "keyword", "tuple", "dict"])
+def test_an_input_that_the_block_changes_is_an_error(how: str, policy: Policy | None) -> None:
+    """Recomputed from the changed input, gradients would be other ones."""
+    model = AddsInPlace()
+    wrapper = recomputed if policy is None else partly_recomputed(policy)
+    wrap_forward(model, wrapper, ("test", policy, how))
+    x = torch.randn(2, DIM, requires_grad=True) * 1
+    given = {"tuple": (x,), "dict": {"x": x}}.get(how, x)
+    out = model(x=given) if how == "keyword" else model(given)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_random_state_of_the_device_of_a_keyword_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch saves it for the devices of positional tensors alone."""
+    seen: list[Any] = []
+    real = torch.utils.checkpoint._infer_device_type
+    monkeypatch.setattr(
+        "torch.utils.checkpoint._infer_device_type",
+        lambda *args: (seen.append(args), real(*args))[1],
+    )
+    model, x = AddsInPlace(), torch.randn(2, DIM)
+    wrap_forward(model, recomputed, ("test", "device"))
+    model(x={"x": x})
+    assert any(each is x for each in seen[0])
 
 
 @pytest.mark.parametrize("answer", [None, "save", CheckpointPolicy.PREFER_RECOMPUTE.value + 90])
