@@ -35,11 +35,14 @@ from parallel3d.planner.kernels import (
     kernels_of,
     matmul_rate,
     memory_rate,
+    power_limited,
     slower,
+    sustained,
 )
 from parallel3d.planner.memory import Memory, memory_of
 from parallel3d.planner.model_spec import ModelSpec, Unit
 from parallel3d.planner.recompute import KINDS
+from parallel3d.planner.stacks import Stack
 from parallel3d.planner.step_time import StepTime, local_numel, step_time, tp_collectives
 from parallel3d.planner.workload import Step, Workload
 
@@ -215,7 +218,7 @@ def _explanation(prediction: Prediction) -> Iterator[str]:
     yield f"step: {shown(prediction.step_seconds, 's')}"
     for term in prediction.time.terms.values():
         yield from explained(term, "  ")
-    for term in _rates(gpu):
+    for term in _rates(gpu, prediction.workload.profile):
         yield from explained(term)
     for unit in model.units:
         yield f"one unit of {unit.count} {unit.name}, one micro-batch"
@@ -229,8 +232,8 @@ def unit_terms(prediction: Prediction, unit: Unit) -> Iterator[Term]:
         yield from terms(prediction, unit)
 
 
-def _rates(gpu: Gpu) -> Iterator[Term]:
-    units = {"bandwidth": "TB/s", "peak": "TFLOP/s", "gemm_efficiency": "", "power": ""}
+def _rates(gpu: Gpu, stack: Stack) -> Iterator[Term]:
+    units = {"bandwidth": "TB/s", "peak": "TFLOP/s", "gemm_efficiency": "", "watts": "W"}
     own = {n: Constant(n, getattr(gpu, n), unit, gpu.source) for n, unit in units.items()}
     inputs = {
         "bandwidth": own.pop("bandwidth"),
@@ -238,8 +241,13 @@ def _rates(gpu: Gpu) -> Iterator[Term]:
     }
     formula = "bandwidth * memory_efficiency"
     yield Term("memory rate", memory_rate(gpu), formula, inputs, "B/s")
-    inputs = {**own, "gemm_sustained": constant("gemm_sustained")}
-    yield Term("matmul rate", matmul_rate(gpu), " * ".join(inputs), inputs, "FLOP/s")
+    limit = {name: constant(name) for name in ("power_density", "power_exponent")}
+    limit["watts"] = own.pop("watts")
+    formula = "min(1, (power_density * watts / peak)^power_exponent)"
+    yield Term("power limit", power_limited(gpu), formula, {**limit, "peak": own["peak"]}, "")
+    rates: dict[str, float | str | Constant] = {**own, "power limit": power_limited(gpu)}
+    rates |= sustained(gpu, stack)
+    yield Term("matmul rate", matmul_rate(gpu, stack), " * ".join(rates), rates, "FLOP/s")
 
 
 def _matmuls(prediction: Prediction, unit: Unit) -> Iterator[Term]:
@@ -293,7 +301,7 @@ def _attention(prediction: Prediction, unit: Unit) -> Iterator[Term]:
                 formula = "4 b heads s^2 head_dim / matmul rate + bytes a score * b heads s^2 / memory rate"
                 inputs["bytes a score"] = constant(f"naive_{way}")
             else:
-                formula = "4 b heads s^2 head_dim (/ 2 if causal) / (peak power efficiency s / (s + ramp))"
+                formula = "4 b heads s^2 head_dim (/ 2 if causal) / (peak efficiency s / (s + ramp))"
                 inputs |= attention_constants(gpu, kernel, attention.head_dim)
                 if way == "backward":
                     formula += " * attention_backward"

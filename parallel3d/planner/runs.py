@@ -18,6 +18,7 @@ from parallel3d.planner.cluster import Cluster, gpus
 from parallel3d.planner.hf_config import known_models, spec_from_hf_config
 from parallel3d.planner.model_spec import ModelSpec, spec_from_shapes
 from parallel3d.planner.prediction import Prediction, predict
+from parallel3d.planner.stacks import stacks
 from parallel3d.planner.workload import Workload
 
 COLUMNS = ("id", "tokens_per_s_per_gpu", "memory_gib", "memory_upper_gib", "fits")
@@ -181,7 +182,27 @@ def _workload(row: Row, layout: MeshLayout) -> Workload:
         loss_parallel=_flag(row, "loss_parallel", False),
         reshard_after_forward=_flag(row, "reshard_after_forward", True),
         sharding=_word(row, "sharding", "fsdp", _SHARDING),
+        stack=stack_of_run(row),
     )
+
+
+def stack_of_run(row: Row) -> str:
+    """The stack of a row: by ``stack``, or by words of its source, else of its notes, else by what it shards.
+
+    A source of several softwares is told apart by ``compile``: the first stack of its words that compiles, or
+    doesn't, as the row does.
+    """
+    if row.get("stack"):
+        return row["stack"]
+    known = {name: stack for name, stack in stacks().items() if stack.words}
+    for cell in (row.get("source", ""), row.get("notes", "")):
+        found = [n for n, s in known.items() if any(word in cell.lower() for word in s.words)]
+        compiled = [n for n in found if ("compiled" in n) == _flag(row, "compile", False)]
+        if found:
+            return (compiled or found)[0]
+    if _word(row, "sharding", "fsdp", _SHARDING) != "fsdp":
+        return "megatron-2023" if row["gpu"].startswith("a100") else "megatron-te"
+    return "fsdp2-2024"
 
 
 def _word(row: Row, name: str, default: str, values: Mapping[str, Any]) -> Any:
