@@ -184,7 +184,8 @@ def slower(gpu: Gpu, itemsize: int) -> float:
 
 def attention_kernel(gpu: Gpu, work: Workload) -> str:
     """The kernel that the workload names, or the best that there is for this GPU."""
-    return work.attention or work.profile.attention or best_attention(gpu)
+    usual = work.profile.attention
+    return work.attention or usual.get(gpu.family) or usual.get("other") or best_attention(gpu)
 
 
 def best_attention(gpu: Gpu) -> str:

@@ -23,14 +23,15 @@ class Stack:
 
     Attributes:
         what: in words.
-        attention: the kernel that it takes if the workload names none; None: the best for the GPU.
+        attention: family of GPUs, or "other" -> the kernel that it takes if the workload names none; else it
+            takes the best for the GPU.
         own: name of a constant -> its value here; all others are those of ``constants.py``.
         words: of a published run's source and notes, by which ``runs.py`` finds the stack.
     """
 
     name: str
     what: str = ""
-    attention: str | None = None
+    attention: Mapping[str, str] = field(default_factory=dict, hash=False)
     own: Mapping[str, Constant] = field(default_factory=dict, hash=False)
     words: tuple[str, ...] = ()
 
