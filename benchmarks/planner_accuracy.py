@@ -1,12 +1,14 @@
 """How far the planner's predictions are from published runs.
 
     python benchmarks/planner_accuracy.py RUNS.csv PREDICTIONS.csv [--models MODELS.csv] [--json PATH]
+    python benchmarks/planner_accuracy.py LONG.csv PREDICTIONS.csv --long [--json PATH]
 
 Scores a file that ``parallel3d predict --runs`` has written: error of tokens/s/GPU and of memory (median,
 90th percentile of the absolute relative error), fits or not, and Spearman's rank correlation in each sweep
 (rows of one source and model, at least 8 with a speed, the fastest 1.25 times as fast as the slowest).
 With ``--models`` also leave-one-source-out: the constants that have no published value (``FREE``) are fitted
-to all other sources, and score on the one that was left out.
+to all other sources, and score on the one that was left out. With ``--long`` each row beside its prediction:
+the long-context runs, which are too few and too different for medians to say much.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ Row = Mapping[str, str]
 def source_of(row: Row) -> str:
     """Short: the repository or page, without commit and file."""
     name = row["source"].partition("@")[0].partition(":_posts")[0]
-    return f"{name} {row['gpu']}" if "llm-foundry" in name else name
+    by_gpu = "llm-foundry" in name or "NeMo" in name
+    return f"{name} {row['gpu']}" if by_gpu else name
 
 
 def quantile(values: Sequence[float], part: float) -> float:
@@ -172,6 +175,73 @@ def speed_errors(runs: Sequence[Row], models: Models) -> list[float]:
     return result
 
 
+def each_run(runs: Sequence[Row], found: Mapping[str, Row]) -> list[dict[str, Any]]:
+    """Of every row what was published and predicted, and the relative error; None: nothing was printed."""
+    result = []
+    for row in runs:
+        mine = found[row["id"]]
+        each: dict[str, Any] = {
+            "id": row["id"],
+            "url": row["url"],
+            "run": f"{row['model']}, {int(row['seq_len']):,} tokens, {row['gpu_count']} x {row['gpu']}",
+            "layout": " x ".join(row[axis] or "1" for axis in ("replicate", "shard", "cp", "tp")),
+            "kind": row["cp_attention"] if row["cp"] != "1" else "",
+            "fits": [row["fits"], mine["fits"]],
+        }
+        for name in ("tokens_per_s_per_gpu", "memory_gib"):
+            published, predicted = number(row, name), number(mine, name)
+            assert predicted is not None, f"{row['id']} has no {name}"
+            error = None if published is None else predicted / published - 1
+            each[name] = [published, predicted, error]
+        result.append(each)
+    return result
+
+
+def report_long(runs: Sequence[Row], found: Mapping[str, Row]) -> dict[str, Any]:
+    """Prints a row for each run, and a summary by source; returns their numbers."""
+    rows = each_run(runs, found)
+    head = [
+        "run",
+        "layout",
+        "kind",
+        "tokens/s/GPU",
+        "predicted",
+        "",
+        "GiB",
+        "predicted",
+        "",
+        "fits",
+    ]
+    shown = []
+    for row in rows:
+        cells = [row["run"], row["layout"], row["kind"]]
+        for name, style in (("tokens_per_s_per_gpu", ",.0f"), ("memory_gib", ".1f")):
+            published, predicted, error = row[name]
+            cells += ["" if published is None else f"{published:{style}}", f"{predicted:{style}}"]
+            cells.append("" if error is None else f"{error:+.1%}")
+        shown.append([*cells, "right" if row["fits"][0] == row["fits"][1] else "wrong"])
+    print_table("published long-context runs", head, shown)
+    groups: dict[str, list[Row]] = {}
+    for run in runs:
+        groups.setdefault(source_of(run), []).append(run)
+    summaries = {name: summary(each, found) for name, each in groups.items()}
+    print_table(
+        "errors by source",
+        ["source", "speeds", "median", "signed", "memory", "median", "fits", "right"],
+        [_summary_row(name, s) for name, s in {"all": summary(runs, found), **summaries}.items()],
+    )
+    return {"long": rows, "errors": {"all": summary(runs, found), **summaries}}
+
+
+def _summary_row(name: str, s: Mapping[str, Any]) -> list[Any]:
+    speed, memory, fits = s["speed"], s["memory"], s["fits"]
+    return [
+        name,
+        *(speed["rows"], percent(speed["median"]), percent(speed["signed"])),
+        *(memory["rows"], percent(memory["median"]), fits["rows"], percent(fits["right"])),
+    ]
+
+
 def percent(value: float | None) -> str:
     """Of a part of one."""
     return "" if value is None else f"{100 * value:.1f} %"
@@ -216,6 +286,7 @@ def main() -> None:
     parser.add_argument("predictions", type=Path)
     parser.add_argument("--models", type=Path)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--long", action="store_true", help="Each run beside its prediction.")
     given = parser.parse_args()
     with given.runs.open(newline="", encoding="utf-8") as file:
         runs: list[Row] = list(csv.DictReader(file))
@@ -223,7 +294,7 @@ def main() -> None:
         found: dict[str, Row] = {row["id"]: row for row in csv.DictReader(file)}
     if missing := [row["id"] for row in runs if row["id"] not in found]:
         parser.error(f"{given.predictions} lacks {len(missing)} rows, the first {missing[0]}")
-    result = report(runs, found)
+    result = report_long(runs, found) if given.long else report(runs, found)
     if given.models:
         result["left_out"] = left_out(runs, read_models(given.models))
         rows = [

@@ -1,6 +1,7 @@
 """The tables and the picture of docs/planner.md, from what planner_accuracy.py has written with ``--json``.
 
 python benchmarks/planner_page.py ACCURACY.json RUNS.csv PREDICTIONS.csv
+python benchmarks/planner_page.py LONG.json          # of planner_accuracy.py --long: that table alone
 """
 
 from __future__ import annotations
@@ -73,6 +74,21 @@ def left_out_table(result: dict[str, Any]) -> str:
     return table(["left out", "rows", "median", "90th percentile", "fitted to the others"], rows)
 
 
+def long_table(result: dict[str, Any]) -> str:
+    """A row for each long-context run: published -> predicted."""
+    rows = []
+    for row in result["long"]:
+        cells = [f"[{row['run']}]({row['url']})", row["layout"], row["kind"]]
+        for name, style in (("tokens_per_s_per_gpu", ",.0f"), ("memory_gib", ".1f")):
+            published, predicted, error = row[name]
+            said = "" if published is None else f"{published:{style}} → {predicted:{style}}"
+            cells += [said, "" if error is None else f"{100 * error:+.1f} %"]
+        wanted, found = ("yes" if fits == "1" else "no" for fits in row["fits"])
+        rows.append([*cells, wanted if wanted == found else f"{wanted}, predicted {found}"])
+    head = ["run", "replicate x shard x cp x tp", "kind", "tokens/s/GPU", "", "GiB", "", "fits"]
+    return table(head, rows)
+
+
 def picture(runs: list[dict[str, str]], found: dict[str, dict[str, str]], path: Path) -> None:
     """Predicted against published tokens/s/GPU, both logarithmic; lines at +-10 % and +-25 %."""
     drawing = Drawing(SIZE + LEFT + 300, SIZE + TOP + 50)
@@ -117,6 +133,13 @@ def picture(runs: list[dict[str, str]], found: dict[str, dict[str, str]], path: 
     drawing.write(path)
 
 
+def write_long(accuracy: str) -> None:
+    """Rewrites the table of long-context runs."""
+    page = DOCS / "planner.md"
+    rows = long_table(json.loads(Path(accuracy).read_text()))
+    page.write_text(replace_between(page.read_text(), "long", rows))
+
+
 def main(accuracy: str, runs_path: str, predictions: str) -> None:
     """Rewrites both."""
     result = json.loads(Path(accuracy).read_text())
@@ -135,6 +158,9 @@ def main(accuracy: str, runs_path: str, predictions: str) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 4:
+    if len(sys.argv) == 2:
+        write_long(sys.argv[1])
+    elif len(sys.argv) == 4:
+        main(*sys.argv[1:])
+    else:
         sys.exit(__doc__)
-    main(*sys.argv[1:])

@@ -12,27 +12,35 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 from parallel3d._torch.fully_shard import TorchMixedPrecisionPolicy, torch_fully_shard
 from parallel3d._torch.simulated import ranks_are_simulated
 from parallel3d._util import dry_run
-from parallel3d._util.forwards import as_if, without_cache, wrap_forward
+from parallel3d._util.forwards import wrap_forward
 from parallel3d._util.rollback import unchanged_on_error
 from parallel3d._util.units import Units, find_units, of_one_unit
+from parallel3d.activations.kinds import (
+    Kind,
+    check_kind,
+    move_activations,
+    name_of,
+    recompute_blocks,
+)
+from parallel3d.cp.batch import cp_axis
+from parallel3d.cp.model import ContextParallel, CpPlan, check_options, plan_cp
 from parallel3d.errors import AgreementError, MeshError, Parallel3dError, PlanError
 from parallel3d.fsdp import MixedPrecisionPolicy, ShardingStrategy, fully_shard
 from parallel3d.fsdp.inspect import (
     check_param,
     check_policy,
     data_axes,
-    joined_mesh,
     strategy_options,
     unit_of,
 )
 from parallel3d.mesh import check_agreement
 from parallel3d.mesh.agreement import name_ranks
 from parallel3d.mesh.build import name_axes
+from parallel3d.mesh.joined import joined_mesh
 from parallel3d.tp import ResolvedPlan, resolve_plan
 from parallel3d.tp.resolve import Plan, check_plan_type
 from parallel3d.tp.same_batch import check_first_batch
@@ -52,10 +60,11 @@ def parallelize(
     mp_policy: MixedPrecisionPolicy | None = None,
     reshard_after_forward: bool | None = None,
     shard_optimizer_over_replicate: bool = False,
-    activation_checkpointing: bool = False,
+    activation_checkpointing: Kind = False,
     compile: bool | str = False,
     loss_parallel: bool | str = False,
     strict: bool = True,
+    context_parallel: str | ContextParallel | None = None,
     axes: Mapping[str, str] | None = None,
     example: Any = None,
     check_same_batch: bool = True,
@@ -63,13 +72,13 @@ def parallelize(
 ) -> ModelT:
     """Makes ``model`` train with tensor parallelism, FSDP and HSDP on ``mesh``.
 
-    validate -> tensor parallel -> activation checkpointing -> compile per unit -> shard the units
-    bottom-up -> root. A model on the meta device stays there; initialize it with ``materialize``.
+    validate -> tensor parallel -> context parallel -> activation checkpointing -> compile per unit -> shard
+    the units bottom-up -> root. A model on the meta device stays there; initialize it with ``materialize``.
 
     Args:
         model: a plain module; changed in place.
         mesh: from ``build_mesh``: axes ``replicate``, ``shard``, ``cp``, ``tp``, or ``dp_replicate`` and
-            ``dp_shard``. Parameters lie on ``fsdp.inspect.joined_mesh(mesh)``, where shard and cp are one.
+            ``dp_shard``. Parameters lie on ``mesh.joined.joined_mesh(mesh)``, where shard and cp are one.
         tp_plan: pattern -> style, see ``parallel3d.tp.resolve_plan``, or ``"auto"``: the model's own plan
             (Hugging Face's models have one) or one derived from it, see ``parallel3d.tp.auto_plan``.
             Required if tp > 1.
@@ -83,7 +92,11 @@ def parallelize(
         reshard_after_forward: whether blocks are resharded after forward; by default they are, unless a
             ShardingStrategy says otherwise. The final norm and head never are.
         shard_optimizer_over_replicate: HFSDP, see ``fully_shard``.
-        activation_checkpointing: recompute each block's activations in backward.
+        activation_checkpointing: True: recompute each block in backward. ``"selective"``: but for matmuls,
+            attention and the collectives of tp, which are kept; a policy function, torch's
+            ``(ctx, op, *args, **kwargs) -> CheckpointPolicy``: but for what it names, and collectives.
+            ``"offload"``, or ``ActivationOffload`` with its settings: keep what blocks save in the CPU's
+            memory until their backward. See ``docs/activations.md``.
         compile: True, or the name of a ``torch.compile`` backend: compile each block; its graph breaks
             at units inside it.
         loss_parallel: True: the output head leaves its logits sharded over tp, as ``tp.VocabLogits``, which
@@ -91,9 +104,12 @@ def parallelize(
             as it is, and the loss is whole. ``"chunked"``: in training the loss computes the logits of some
             tokens at a time, and again in backward; also without tp.
         strict: whether a plan's rule that matches nothing is an error.
+        context_parallel: with cp > 1, the kind of attention: ``"ulysses"``, ``"gather"``, ``"ring"``, or by
+            default ``"auto"``, which picks by heads, length and bytes (``p3d.cp.summary`` says why); or a
+            ``p3d.cp.ContextParallel``. Batches must go through ``p3d.cp.shard_batch``.
         axes: names of another mesh -> ours: ``{"data_parallel": "shard", "tensor_parallel": "tp"}``.
         example: ``(args, kwargs)`` of a small batch for the model's forward, with which a plan is derived or
-            checked; needed where no input can be guessed.
+            checked, and what mixes positions is found; needed where no input can be guessed.
         check_same_batch: check, in the first training forward, that the ranks of each tp group have the
             same batch; ``tp.check_same_batch`` checks every forward.
         engine: ``"torch"``: the same by torch's ``fully_shard`` and ``parallelize_module``, to compare with,
@@ -111,13 +127,13 @@ def parallelize(
     switches: dict[str, Any] = {
         "strict": strict,
         "shard_optimizer_over_replicate": shard_optimizer_over_replicate,
-        "activation_checkpointing": activation_checkpointing,
         "check_same_batch": check_same_batch,
     }
     shard: Callable[..., Any] = fully_shard
     plan, found, settings, reshard = None, Units([], [], [], []), {}, True
     problem: Exception | None = None
     whole = mesh
+    cp_plan: CpPlan | None = None
     try:
         # The mesh first: joining shard and cp may make process groups, for which all ranks are needed.
         if not isinstance(mesh, DeviceMesh):
@@ -128,15 +144,23 @@ def parallelize(
         _check_switches(**switches)
         _check_compile(compile)
         _check_engine(engine, shard_optimizer_over_replicate, loss_parallel)
+        check_kind(activation_checkpointing, engine)
         if not isinstance(loss_parallel, bool) and loss_parallel != "chunked":
             raise Parallel3dError(
                 f'loss_parallel is {loss_parallel!r}; it must be True, False or "chunked"'
             )
         _check_options(whole, tp_plan, fsdp, policy)
+        cp_options = check_options(context_parallel)
         reshard = _reshard(mesh, fsdp, reshard_after_forward)
         if tp_plan is not None:  # with tp = 1 too: a wrong plan is wrong on every mesh
             tp = data_axes(mesh).size(data_axes(mesh).tp)
             plan = resolve_plan(model, tp_plan, tp, strict=strict, example=example)
+        if cp_axis(whole) is not None:
+            if engine == "torch":
+                raise Parallel3dError(
+                    'engine="torch" has no context parallelism here; use engine="parallel3d", or cp=1'
+                )
+            cp_plan = plan_cp(model, cp_options, example)
         found = find_units(model, units)
         plan = _plan_loss(model, plan, found, loss_parallel)
         _check_chunks(plan, found, compile)
@@ -154,6 +178,8 @@ def parallelize(
             )
         settings = _settings(model, plan, found, whole, policy)
         switches |= {"fsdp": bool(fsdp), "reshard_after_forward": reshard}
+        switches |= {"context_parallel": cp_options} if cp_plan is not None else {}
+        switches |= {"activation_checkpointing": name_of(activation_checkpointing)}
         switches |= {"compile": compile, "loss_parallel": loss_parallel, "engine": engine}
         settings |= {k: str(v) for k, v in switches.items()}
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
@@ -169,18 +195,21 @@ def parallelize(
         # Tensor parallelism first: what it leaves on each rank is what the engine shards.
         if plan is not None:
             plan.apply(model, mesh)
+        cp_mesh = cp_axis(whole)
+        if cp_plan is not None and cp_mesh is not None:
+            cp_plan.apply(model, cp_mesh)
         if loss_parallel == "chunked" and (plan is None or plan.tp_size == 1):
             chunk_whole_head(model, plan)
         # Recompute inside the compiled region, so that the compiler sees both.
-        if activation_checkpointing:
-            for block in blocks:
-                wrap_forward(block, _checkpointed, "checkpoint")
+        recompute_blocks(blocks, activation_checkpointing)
         # Compile inside the hooks: a unit's gathers and frees stay outside the graph.
         if compile:
             backend = compile if isinstance(compile, str) else "inductor"
             compiled = functools.partial(torch.compile, backend=backend)
             for block in blocks:
                 wrap_forward(block, compiled, ("compile", backend))
+        # What is moved is what the compiler has decided to save.
+        attach_offload = move_activations(blocks, activation_checkpointing)
         # Units bottom-up, so that each takes what no unit inside it has; the root takes the rest.
         for module in [*(inner for _, inner in found.inner), *blocks]:
             shard(module, reshard_after_forward=reshard)
@@ -192,18 +221,10 @@ def parallelize(
             # Its backward comes right after its forward: freeing it would only gather it again.
             shard([module for _, module in found.final_norm_and_head], reshard_after_forward=False)
         shard(model, reshard_after_forward=False)
+        attach_offload()
         if check_same_batch:
             check_first_batch(model, mesh)
     return model
-
-
-def _checkpointed(inner: Callable[..., Any]) -> Callable[..., Any]:
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled():
-            kwargs = without_cache(kwargs)
-        return checkpoint(functools.partial(inner, self), *args, use_reentrant=False, **kwargs)
-
-    return as_if(forward, inner)
 
 
 def _compare_ranks(mesh: Any, settings: dict[str, str], problem: Exception | None) -> None:

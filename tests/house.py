@@ -22,7 +22,7 @@ LAYERS: list[set[str]] = [
     {"_layout", "mesh"},
     {"guards"},
     {"fsdp", "tp"},
-    {"cp"},
+    {"cp", "activations"},
     {"optim", "parallelize", "materialize"},
     {"checkpoint", "observability", "testing", "planner", "integrations"},
     {"tools"},

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from parallel3d import MeshLayout, build_mesh
 from parallel3d._util.forwards import as_if, wrap_forward
-from parallel3d.parallelize import _checkpointed
+from parallel3d.activations.selective import recomputed
 from parallel3d.testing import fake_world
 from parallel3d.tp import PrepareInput, resolve_plan
 
@@ -106,7 +106,7 @@ def test_modules_are_freed_at_once(compiled: bool) -> None:
         model = Lm(layers=2)
         local(resolve_plan(model, plan, 2).apply(model, mesh))
         for block in model.layers:
-            wrap_forward(block, _checkpointed, "checkpoint")
+            wrap_forward(block, recomputed, "checkpoint")
             if compiled:
                 compile = functools.partial(torch.compile, backend="aot_eager")
                 wrap_forward(block, compile, ("compile", "aot_eager"))

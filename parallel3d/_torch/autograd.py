@@ -59,6 +59,15 @@ backward_id: Callable[[], int] = torch._C._current_graph_task_id
 """Returns the number of the backward that runs on this thread; one inside another has its own. -1: none."""
 
 
+def same_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without a graph on the same memory and version counter, also below autograd.
+
+    There (within ``__torch_dispatch__``) ``detach`` alone would give it a counter of its own.
+    """
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
 def backward_order(node: Any) -> int:
     """The number of ``node`` of the graph: of those that can run, backward runs the highest first."""
     return node._sequence_nr()

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import combinations
 from operator import attrgetter
 from typing import Any
 
 import torch
+from torch import distributed as dist
 from torch._ops import OpOverload as OpOverload
-from torch.distributed import DeviceMesh
+from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.tensor import DTensor, _collective_utils, _redistribute, _sharding_prop
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta
@@ -26,9 +28,39 @@ def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     return DeviceMesh._concatenate(list(meshes))
 
 
-def flatten_axes(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    """The axes ``names`` of ``mesh`` as one, of the name torch gives it; made once per mesh."""
-    return mesh[names]._flatten("_".join(names))
+def flatten_axes(mesh: DeviceMesh, names: tuple[str, ...], own_group: bool = False) -> DeviceMesh:
+    """The axes ``names`` of ``mesh`` as one, of the name torch gives it; made once per mesh.
+
+    ``own_group``: whether it has a process group of its own where it is as long as the world.
+    """
+    backend = dist.get_backend_config() if own_group else None
+    return mesh[names]._flatten("_".join(names), backend_override=backend)
+
+
+def axis_groups(mesh: DeviceMesh) -> dict[str, ProcessGroup]:
+    """The process groups of the axes of ``mesh`` by name, and of those that ``flatten_axes`` has made of it.
+
+    Of a mesh with such an axis also the groups of the axes that it was made of.
+    """
+    names, root = mesh.mesh_dim_names or (), root_mesh(mesh)
+    groups = {axis: mesh.get_group(axis) for axis in names}
+    joined = root._flatten_mapping
+    groups |= {axis: flat.get_group() for axis, flat in joined.items() if axis not in groups}
+    for axis in (root.mesh_dim_names or ()) if joined.keys() & set(names) else ():
+        groups.setdefault(axis, root.get_group(axis))
+    return groups
+
+
+def root_axes(mesh: DeviceMesh) -> list[tuple[int, ...]] | None:
+    """For each axis of ``mesh`` the positions in its root of the axis, or of those that it joins.
+
+    None if a name is not one of these, or there are no names.
+    """
+    known = root_mesh(mesh).mesh_dim_names or ()
+    runs = combinations(range(len(known) + 1), 2)
+    by_name = {"_".join(known[a:b]): tuple(range(a, b)) for a, b in runs}
+    names = mesh.mesh_dim_names or (None,)
+    return [by_name[name] for name in names] if by_name.keys() >= set(names) else None  # type: ignore[index]
 
 
 def unflatten_mesh(mesh: DeviceMesh, sizes: Sequence[int], names: Sequence[str]) -> DeviceMesh:

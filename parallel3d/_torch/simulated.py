@@ -94,7 +94,10 @@ def value_on_rank(value: Any, rank: int) -> Any:
         return values if kind is list else tuple(values)
     if kind is torch.SymInt:
         node = value.node
-        return node._local_ints[rank] if isinstance(node, LocalIntNode) else int(value)
+        if isinstance(node, LocalIntNode):
+            return node._local_ints[rank]
+        constant = node.maybe_as_int()  # the only rank's
+        return int(value) if constant is None else constant
     return value
 
 

@@ -101,7 +101,7 @@ def without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
         tokens = int(cache.get_seq_length()) if hasattr(cache, "get_seq_length") else len(cache)
         if tokens:
             raise StateError(
-                f"{name} holds {tokens} tokens, and activation_checkpointing=True recomputes blocks in "
+                f"{name} holds {tokens} tokens, and activation_checkpointing recomputes blocks in "
                 "backward, which would add to it again: call under torch.no_grad(), or without the cache"
             )
         kwargs = {**kwargs, name: None}

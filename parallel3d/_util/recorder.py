@@ -1,7 +1,7 @@
 """The recorder of collectives: which were issued, over which axis, for which unit."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -11,6 +11,7 @@ import torch
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from parallel3d._torch.autograd import TorchDispatchMode
+from parallel3d._torch.dtensor import axis_groups
 from parallel3d._torch.groups import process_group_of
 from parallel3d._torch.simulated import LocalTensor, inner_tensors
 from parallel3d._util.trace import issuing
@@ -101,18 +102,15 @@ def record_collectives(*meshes: DeviceMesh, before: Before | None = None) -> Ite
     one, for a backend without coalescing. Code compiled by ``torch.compile`` runs eagerly while recording.
 
     Args:
-        meshes: meshes with axis names, whose groups give calls their ``axis``. Where two axes
-            share a group the first named wins. Without one every ``axis`` is None.
+        meshes: meshes with axis names, whose groups give calls their ``axis``; a group of several axes has
+            their names joined, such as ``shard_cp``, over which parameters are gathered. Where two axes
+            share a group the first named wins. Without a mesh every ``axis`` is None.
         before: called before each collective is issued; its result doesn't count in ``bytes`` yet.
     """
     recorder = Recorder()
-    axes: dict[str, str] = {}
-    for mesh in meshes:
-        for axis in mesh.mesh_dim_names or ():
-            axes.setdefault(mesh.get_group(axis).group_name, axis)
     active_recorders.append(recorder)
     try:
-        with RecordingMode(recorder, axes, before):
+        with RecordingMode(recorder, {}, before, meshes):
             yield recorder
     finally:
         active_recorders.remove(recorder)
@@ -173,11 +171,16 @@ class RecordingMode(TorchDispatchMode):
     """Records the collectives of this thread, and those of the backward passes it starts."""
 
     def __init__(
-        self, recorder: Recorder, axes: dict[str, str], before: Before | None = None
+        self,
+        recorder: Recorder,
+        axes: dict[str, str],
+        before: Before | None = None,
+        meshes: Sequence[DeviceMesh] = (),
     ) -> None:
         super().__init__()
         self._recorder = recorder
         self._axes = axes
+        self._meshes = meshes
         self._before = before
         self._last_call: object = None
 
@@ -236,6 +239,13 @@ class RecordingMode(TorchDispatchMode):
             return
         calls.append(call)
 
+    def _axis_of(self, group_name: str) -> str | None:
+        if group_name not in self._axes:  # its mesh may have been joined since
+            for mesh in self._meshes:
+                for axis, group in axis_groups(mesh).items():
+                    self._axes.setdefault(group.group_name, axis)
+        return self._axes.get(group_name)
+
     def _describe(
         self, signature: Signature, unit: str, values: dict[str, Any], result: Any
     ) -> tuple[Collective, ProcessGroup]:
@@ -249,7 +259,7 @@ class RecordingMode(TorchDispatchMode):
         call = Collective(
             order=len(self._recorder.calls),
             op=op,
-            axis=self._axes.get(group.group_name),
+            axis=self._axis_of(group.group_name),
             unit=unit,
             bytes=0 if op == "barrier" else size,
             group_size=group.size(),

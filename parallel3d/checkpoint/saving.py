@@ -34,6 +34,8 @@ from parallel3d.checkpoint.ranks import Ranks, check_same, dcp_errors, ranks_of
 from parallel3d.checkpoint.rng import rng_state
 from parallel3d.checkpoint.values import as_dict, encode, keeper
 from parallel3d.errors import CheckpointError
+from parallel3d.fsdp.inspect import owner_of
+from parallel3d.mesh.joined import axis_sizes
 
 _host_buffers: dict[str, Tensor] = {}
 """Of the last copy, kept because memory that is already mapped is faster."""
@@ -72,7 +74,9 @@ def copy_to_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def mesh_of(parameters: Iterable[Tensor]) -> DeviceMesh | None:
     """Returns the mesh with the most axes of a parameter; None for a plain model's."""
-    meshes = [p.device_mesh for p in parameters if isinstance(p, DTensor)]
+    # A parameter's own mesh may be an equal one made earlier, whose shard and cp are others.
+    owners = ((p, owner_of(p)) for p in parameters if isinstance(p, DTensor))
+    meshes = [p.device_mesh if owner is None else owner.on.mesh for p, owner in owners]
     return max(meshes, key=lambda mesh: mesh.ndim, default=None)
 
 
@@ -80,8 +84,9 @@ def axes_of(mesh: DeviceMesh | None) -> dict[str, int] | None:
     """Returns axis -> size; None without a mesh."""
     if mesh is None:
         return None
-    names = mesh.mesh_dim_names or [f"axis {number}" for number in range(mesh.ndim)]
-    return dict(zip(names, mesh.shape, strict=True))
+    if mesh.mesh_dim_names is None:
+        return {f"axis {number}": size for number, size in enumerate(mesh.shape)}
+    return axis_sizes(mesh)
 
 
 _MAX_STEP = 10**18  # the folder's name has 18 digits at most

@@ -13,6 +13,7 @@ from parallel3d.cp.axis import CpAxis, Kind
 from parallel3d.cp.choose import choose
 from parallel3d.cp.collectives import gather_flags
 from parallel3d.cp.gathered import gathered_attention
+from parallel3d.cp.ring import ring_attention
 from parallel3d.cp.rules import MaskFunction, Rules
 from parallel3d.cp.sequence import Sequence
 from parallel3d.cp.ulysses import ulysses_attention
@@ -21,6 +22,7 @@ from parallel3d.errors import Parallel3dError, WrongTypeError
 _KINDS: dict[str, Callable[..., Tensor]] = {
     "ulysses": ulysses_attention,
     "gather": gathered_attention,
+    "ring": ring_attention,
 }
 
 
@@ -73,6 +75,10 @@ def attention(
     """
     _check(q, k, v, axis, sequence, key_mask, sinks)
     left, right = _bounds(causal, window)
+    if not 0 <= dropout_p <= 1:
+        raise Parallel3dError(f"attention: dropout_p={dropout_p!r}: must be from 0 to 1")
+    if softcap is not None and softcap <= 0:
+        raise Parallel3dError(f"attention: softcap={softcap!r}: must be positive, or None for none")
     rules = Rules(
         length=sequence.length,
         scale=1 / math.sqrt(q.shape[-1]) if scale is None else scale,

@@ -51,7 +51,7 @@ def plan_blocks(
     small: bool,
     elements: int,
 ) -> list[Block]:
-    """Returns the blocks of queries with keys, those of the same queries one after another.
+    """Returns the blocks of queries with keys.
 
     Args:
         q_parts, k_parts: (first row, its position, rows) of neighbours in the sequence.
@@ -64,7 +64,7 @@ def plan_blocks(
     if dense or small or left is not None or right not in (None, 0):
         q_parts = [tile for part in q_parts for tile in _cut(part, min(QUERIES, elements))]
     k_parts = list(k_parts)
-    found = []
+    found: list[Block] = []
     for q_row, q_at, q_rows in q_parts:
         for k_row, k_at, k_rows in k_parts:
             for form, first, last in _intervals(
@@ -76,8 +76,25 @@ def plan_blocks(
                 tiles = list(_cut(whole, most)) if cut else [whole]
                 if form is Form.CAUSAL and len(tiles) > 1:
                     form = Form.MASKED
-                found += [Block(form, q_row, q_at, q_rows, *tile) for tile in tiles]
+                for tile in tiles:
+                    _append(found, Block(form, q_row, q_at, q_rows, *tile), merge=not small)
     return found
+
+
+def _append(found: list[Block], block: Block, *, merge: bool) -> None:
+    """Adds a block, or makes the last one larger: where all of it counts, rows need not be neighbours in the
+    sequence."""
+    last = found[-1] if found and merge else block
+    if last is not block and last.form is block.form is Form.FULL:
+        same_queries = (last.q_row, last.q_rows) == (block.q_row, block.q_rows)
+        if same_queries and last.k_row + last.k_rows == block.k_row:
+            found[-1] = last._replace(k_rows=last.k_rows + block.k_rows)
+            return
+        same_keys = (last.k_row, last.k_rows) == (block.k_row, block.k_rows)
+        if same_keys and last.q_row + last.q_rows == block.q_row:
+            found[-1] = last._replace(q_rows=last.q_rows + block.q_rows)
+            return
+    found.append(block)
 
 
 def _intervals(

@@ -18,6 +18,7 @@ the same operations, so second derivatives are right too. ``rotate`` is the ring
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from parallel3d._torch.groups import all_gather_single, reduce_scatter_single
+from parallel3d._torch.kernels import foreach_copy_, views_like
 from parallel3d._torch.simulated import LocalTensor, call_by_rank
 from parallel3d._util.trace import issuing
 from parallel3d.cp.axis import CpAxis
@@ -136,7 +138,10 @@ class _Collective(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, *_apply(ctx.backward_name, ctx.how, ctx.axis, grads)
+        name, how, axis = ctx.backward_name, ctx.how, ctx.axis
+        if torch.is_grad_enabled():  # a second derivative is wanted
+            return None, None, None, *_apply(name, how, axis, grads)
+        return None, None, None, *_OPERATIONS[name][0](grads, how, axis)
 
 
 def _to_heads(tensors: tuple[Tensor, ...], layout: Layout, axis: CpAxis) -> tuple[Tensor, ...]:
@@ -145,12 +150,13 @@ def _to_heads(tensors: tuple[Tensor, ...], layout: Layout, axis: CpAxis) -> tupl
 
     def pack(*tensors: Tensor) -> Tensor:
         """For each rank its heads of each tensor."""
-        parts = [
-            x.narrow(1, *heads[to]).reshape(-1)
-            for to in range(size)
-            for x, heads in zip(tensors, layout.heads, strict=True)
-        ]
-        return torch.cat(parts)
+        return _packed(
+            [
+                x.narrow(1, *heads[to])
+                for to in range(size)
+                for x, heads in zip(tensors, layout.heads, strict=True)
+            ]
+        )
 
     def unpack(flat: Tensor, rank: int) -> tuple[Tensor, ...]:
         mine = [heads[rank][1] for heads in layout.heads]
@@ -169,10 +175,6 @@ def _to_positions(tensors: tuple[Tensor, ...], layout: Layout, axis: CpAxis) -> 
     sequence, size = layout.sequence, axis.size
     shapes = [(x.shape[0], sequence.rows, x.shape[3]) for x in tensors]
 
-    def pack(*tensors: Tensor) -> Tensor:
-        """For each rank its positions of each tensor."""
-        return torch.cat([_by_rank(x, sequence).reshape(size, -1) for x in tensors], 1).flatten()
-
     def unpack(flat: Tensor) -> tuple[Tensor, ...]:
         at = 0
         found: list[list[Tensor]] = [[] for _ in shapes]
@@ -186,13 +188,13 @@ def _to_positions(tensors: tuple[Tensor, ...], layout: Layout, axis: CpAxis) -> 
 
     sizes = _sizes(layout, shapes, size)
     transposed = [list(column) for column in zip(*sizes, strict=True)]
-    received, _, _ = _exchange(call_by_rank(pack, *tensors), transposed, axis)
+    received, _, _ = _exchange(call_by_rank(_by_rank, sequence, *tensors), transposed, axis)
     return call_by_rank(unpack, received())
 
 
 def _gather(tensors: tuple[Tensor, ...], sequence: Sequence, axis: CpAxis) -> tuple[Tensor, ...]:
     shapes = [tuple(x.shape) for x in tensors]
-    flat = torch.cat([x.reshape(-1) for x in tensors])
+    flat = call_by_rank(_packed, list(tensors))
     stacked = flat.new_empty((axis.size, flat.shape[0]))
     all_gather_single(stacked.view(-1), flat, group=axis.group)
     sizes = [x.numel() for x in tensors]
@@ -203,12 +205,11 @@ def _gather(tensors: tuple[Tensor, ...], sequence: Sequence, axis: CpAxis) -> tu
 
 
 def _reduce(tensors: tuple[Tensor, ...], sequence: Sequence, axis: CpAxis) -> tuple[Tensor, ...]:
-    parts = [_by_rank(x, sequence) for x in tensors]
-    flat = torch.cat([part.reshape(axis.size, -1) for part in parts], 1)
-    own = flat.new_empty(flat.shape[1])
-    reduce_scatter_single(own, flat.view(-1), group=axis.group)
-    shapes = [part.shape[1:] for part in parts]
-    pieces = own.split([shape.numel() for shape in shapes])
+    flat = call_by_rank(_by_rank, sequence, *tensors)
+    own = flat.new_empty(flat.shape[0] // axis.size)
+    reduce_scatter_single(own, flat, group=axis.group)
+    shapes = [(*x.shape[:2], sequence.rows, x.shape[3]) for x in tensors]
+    pieces = own.split([math.prod(shape) for shape in shapes])
     return tuple(piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True))
 
 
@@ -243,6 +244,7 @@ def _exchange(
     it is called, None if not ``async_op``; and the tensor that is sent.
     """
     group, size = axis.group, axis.size
+    async_op = async_op and not torch.compiler.is_compiling()  # which would break the graph
     even = all(n == sizes[0][0] for row in sizes for n in row)
     if even:
         received = torch.empty_like(flat)
@@ -284,14 +286,27 @@ def _from_ranks(stacked: Tensor, sequence: Sequence) -> Tensor:
     return torch.cat(chunks, 2)
 
 
-def _by_rank(x: Tensor, sequence: Sequence) -> Tensor:
-    """The transpose of ``_from_ranks``."""
-    size = sequence.size
-    if not sequence.balanced:
-        return x.unflatten(2, (size, -1)).movedim(2, 0)
-    chunks = x.chunk(2 * size, 2)
-    ends = [torch.cat((chunks[rank], chunks[-1 - rank]), 2) for rank in range(size)]
-    return torch.stack(ends)
+def _by_rank(sequence: Sequence, *tensors: Tensor) -> Tensor:
+    """(B, H, padded, D) each -> flat: for each rank, its positions of each of the tensors."""
+    size, rows = sequence.size, sequence.rows
+    shapes = [(*x.shape[:2], rows, x.shape[3]) for x in tensors]
+    sizes = [math.prod(shape) for shape in shapes]
+    flat = tensors[0].new_empty(size * sum(sizes))
+    targets, sources = [], []
+    for x, shape, stacked in zip(tensors, shapes, flat.view(size, -1).split(sizes, 1), strict=True):
+        for rank, target in enumerate(stacked.unbind()):
+            for row, at, number in sequence.parts(rank):
+                targets.append(target.view(shape).narrow(2, row, number))
+                sources.append(x.narrow(2, at, number))
+    foreach_copy_(targets, sources)
+    return flat
+
+
+def _packed(tensors: list[Tensor]) -> Tensor:
+    """All elements, one tensor after another."""
+    flat = tensors[0].new_empty(sum(x.numel() for x in tensors))
+    foreach_copy_(list(views_like(flat, tensors)), tensors)
+    return flat
 
 
 def _join_heads(parts: list[Tensor], heads: Heads, total: int) -> Tensor:

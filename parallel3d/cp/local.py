@@ -67,15 +67,15 @@ class _Attend(torch.autograd.Function):
         out, lse, kept = call_by_rank(
             _forward, axis.rank, how, q, k, v, sinks, *rules.tensors(), random=bool(rules.dropout)
         )
-        ctx.save_for_backward(q, k, v, sinks, out, lse, *kept)
+        ctx.save_for_backward(q, k, v, sinks, out, lse, kept)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks, out, lse, *kept = ctx.saved_tensors
+        q, k, v, sinks, out, lse, kept = ctx.saved_tensors
         rules, _, axis, _ = ctx.how
-        result = out, lse, list(kept)
+        result = out, lse, kept
         found = call_by_rank(
             _backward, axis.rank, ctx.how, grad, q, k, v, sinks, result, *rules.tensors()
         )
@@ -90,14 +90,14 @@ def _forward(
     v: Tensor,
     sinks: Tensor | None,
     *masks: Tensor | None,
-) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     rules, sequence, at, share = _own(rank, how, masks)
     partial = start(q, v)
     if share is not None and share.kv_of is not None:
         k, v = k[:, share.kv_of], v[:, share.kv_of]
     add_blocks(partial, q, k, v, rules, at, sequence.whole())
     with_sinks(partial, _own_sinks(sinks, share))
-    return partial.out.to(q.dtype), partial.lse, tuple(partial.kept)
+    return partial.out.to(q.dtype), partial.lse, partial.kept_by(rules)
 
 
 def _backward(
@@ -108,7 +108,7 @@ def _backward(
     k: Tensor,
     v: Tensor,
     sinks: Tensor | None,
-    result: tuple[Tensor, Tensor, list[Tensor]],
+    result: tuple[Tensor, Tensor, Tensor | None],
     *masks: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
     rules, sequence, at, share = _own(rank, how, masks)

@@ -8,6 +8,7 @@ each block on its own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -31,12 +32,19 @@ class Partial:
     Attributes:
         out: (B, Hq, Q, Dv).
         lse: (B, Hq, Q), natural log-sum-exp of the scores; -inf for a query that has seen no key.
-        kept: of each block with dropout, which weights were kept, (B, Hq, q_rows, k_rows) bool.
+        kept: of each block with dropout, which weights were kept, bool, flat.
     """
 
     out: Tensor
     lse: Tensor
     kept: list[Tensor]
+
+    def kept_by(self, rules: Rules) -> Tensor | None:
+        """Returns what dropout has kept of all blocks, flat: their number differs by rank; None without
+        it."""
+        if not rules.dropout:
+            return None
+        return torch.cat(self.kept or [self.out.new_empty(0, dtype=torch.bool)])
 
     def join(self, rows: slice, out: Tensor, lse: Tensor) -> None:
         """Adds the result over further keys of the queries ``rows``."""
@@ -106,8 +114,9 @@ def add_blocks(
         else:
             weights, lse, _ = _weights(q_, k_, mask, rules, None)
             if rules.dropout:
-                partial.kept.append(torch.rand_like(weights) >= rules.dropout)
-                weights = _dropped(weights, partial.kept[-1], rules)
+                keep = torch.rand_like(weights) >= rules.dropout
+                partial.kept.append(keep.flatten())
+                weights = _dropped(weights, keep, rules)
             out = _product(weights.to(v.dtype), v_)
         partial.join(rows, out, lse)
 
@@ -119,7 +128,7 @@ def add_gradients(
     k: Tensor,
     v: Tensor,
     whole: tuple[Tensor, Tensor, Tensor],
-    kept: list[Tensor],
+    kept: Tensor | None,
     rules: Rules,
     q_parts: Parts,
     k_parts: Parts,
@@ -130,10 +139,10 @@ def add_gradients(
         grads: what the gradients of ``q``, ``k`` and ``v`` are added to.
         grad: of the output.
         whole: the output and the log-sum-exp over all keys, and ``(grad * out).sum(-1)``.
-        kept: what dropout has kept, of these blocks first; they are taken from it.
+        kept: what ``Partial.kept_by`` has returned of these blocks.
     """
     out, lse, delta = whole
-    lse = finite(lse)
+    lse, taken = finite(lse), 0
     for block in blocks_of(q, rules, q_parts, k_parts):
         rows, keys = _rows(block)
         q_, k_, v_ = q[:, :, rows], k[:, :, keys], v[:, :, keys]
@@ -145,7 +154,11 @@ def add_gradients(
                 kernel, grad_, q_, k_, v_, out[:, :, rows], lse_, mask, causal, rules.scale
             )
         else:
-            keep = kept.pop(0) if rules.dropout else None
+            keep = None
+            if kept is not None:
+                shape = (*q_.shape[:3], block.k_rows)
+                keep = kept.narrow(0, taken, math.prod(shape)).view(shape)
+                taken += keep.numel()
             found = _plain_backward(grad_, q_, k_, v_, lse_, delta[:, :, rows], mask, keep, rules)
         for total, part, where in zip(grads, found, (rows, keys, keys), strict=True):
             total[:, :, where].add_(part)

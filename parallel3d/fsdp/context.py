@@ -75,6 +75,9 @@ class Observer:
     def unshard(self, unit: Unit) -> None:
         """Called when the user calls ``unshard()``."""
 
+    def gather_in_backward(self, unit: Unit) -> None:
+        """Called where the all-gather of ``unit`` for its backward is issued, ahead of its use."""
+
     def reach_call(self, call: Any, context: RunContext) -> None:
         """Called when a gradient has reached an output of ``call``."""
 

@@ -17,7 +17,8 @@ from parallel3d.fsdp.options.checks import StepGuard, guard_of
 from parallel3d.fsdp.options.finalization import refuse_unfinalized
 from parallel3d.fsdp.options.gather_extension import ExtensionBucket
 from parallel3d.fsdp.param import ShardedParam, owner_of
-from parallel3d.fsdp.placement import data_axes, joined_mesh
+from parallel3d.fsdp.placement import data_axes
 from parallel3d.fsdp.state_dict.full_params import check_at_rest, to_rest
 from parallel3d.fsdp.state_dict.optim_state_dict import check_optimizer, named_params, state_keys
-from parallel3d.fsdp.unit import Unit
+from parallel3d.fsdp.unit import Observer, Unit
+from parallel3d.mesh.joined import joined_mesh

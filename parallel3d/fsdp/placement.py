@@ -5,12 +5,12 @@ those shard it first, and the shard axis shards what they leave. At rest it is o
 the engine shards only dims for which a DTensor's placements tell which rows each rank has.
 """
 
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import distributed as dist
@@ -33,9 +33,10 @@ from parallel3d._torch.fully_shard import DataParallelMeshDims, ShardPlacementRe
 from parallel3d.errors import MeshError, Parallel3dError
 from parallel3d.fsdp.layout import ceil_div, is_exact
 from parallel3d.mesh.axes import Role, names_of
+from parallel3d.mesh.joined import joined_mesh, kept_with
 
 _REPLICATE, _SHARD = names_of(Role.REPLICATED), names_of(Role.SHARDED)
-_CP, _TP = names_of(Role.CONTEXT), names_of(Role.TENSOR_PARALLEL)
+_TP = names_of(Role.TENSOR_PARALLEL)
 _NEVER = ("pp", "ep")  # their ranks hold different parameters
 
 
@@ -135,35 +136,6 @@ def data_axes(mesh: DeviceMesh) -> DataAxes:
     return _axes_without_cp(joined_mesh(mesh))
 
 
-def joined_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Returns the mesh that parameters lie on: with the axes shard and cp of ``mesh`` as one, ``shard_cp``.
-
-    Without cp, or where cp is the only axis that could shard, it is ``mesh``. The first call for a mesh makes
-    process groups, which is collective, unless ``build_mesh`` made the mesh. It is kept: every call returns
-    the same object.
-
-    Raises:
-        MeshError: cp is not right after shard.
-    """
-    names = mesh.mesh_dim_names or ()
-    cp = next((i for i, name in enumerate(names) if name in _CP), None)
-    if cp is None or mesh.ndim == 1:
-        return mesh
-    return kept_with(mesh, ("shard x cp", mesh), lambda: _make_joined(mesh, names, cp))
-
-
-def _make_joined(mesh: DeviceMesh, names: tuple[str, ...], cp: int) -> DeviceMesh:
-    if not cp or names[cp - 1] not in _SHARD:
-        _fail(mesh, "cp does not come right after shard")
-    others = [(i, name) for i, name in enumerate(names) if i not in (cp - 1, cp)]
-    shard = (
-        mesh[names[cp - 1]] if mesh.size(cp) == 1 else flatten_axes(mesh, names[cp - 1 : cp + 1])
-    )
-    before = [mesh[name] for i, name in others if i < cp]
-    after = [mesh[name] for i, name in others if i > cp]
-    return concatenate_meshes([*before, shard, *after]) if others else shard
-
-
 def _axes_without_cp(mesh: DeviceMesh) -> DataAxes:
     names = mesh.mesh_dim_names or (None,) * mesh.ndim
     found: dict[str, int | None] = {
@@ -240,36 +212,6 @@ def _fail(mesh: DeviceMesh, why: str) -> NoReturn:
         "(tp, cp and replicate may be missing; dp_replicate and dp_shard are known too), as "
         "parallel3d.build_mesh(MeshLayout(replicate=..., shard=..., cp=..., tp=...)) makes them"
     )
-
-
-_ATTRIBUTE = "_parallel3d_cache"  # of root meshes
-T = TypeVar("T")
-
-
-class _Cache(dict):
-    """The process groups and meshes that the engine has made for a mesh.
-
-    They can't be copied or pickled: a copy of a mesh begins without a cache. A pickled mesh has an empty dict
-    of the standard library's instead, as ``torch.save`` writes the mesh of each DTensor, and
-    ``torch.load(weights_only=True)`` allows no class of ours.
-    """
-
-    def __reduce__(self) -> tuple:
-        return OrderedDict, ()
-
-
-def kept_with(mesh: DeviceMesh, key: Hashable, make: Callable[[], T]) -> T:
-    """Returns what ``make`` returned when first called for ``key`` and ``mesh``, or a slice of the same root.
-
-    Making a process group is collective: all its ranks must call this in the same order.
-    """
-    attributes = vars(root_mesh(mesh))
-    cache = attributes.get(_ATTRIBUTE)
-    if type(cache) is not _Cache:  # none yet, or the dict of an unpickled mesh
-        cache = attributes[_ATTRIBUTE] = _Cache()
-    if key not in cache:
-        cache[key] = make()
-    return cache[key]
 
 
 class ParamAxes:

@@ -301,6 +301,9 @@ class Unit:
                 if group.renewed:  # a forward of the root has renewed them
                     keep = context.running or self.keep_between_forwards
                     group.renew_copies(context.comm, if_changed=keep)
+        else:
+            for observer in self.observers:
+                observer.gather_in_backward(self)
         group.issue_unshard(context.comm)
 
     @untraced

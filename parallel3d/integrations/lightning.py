@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from parallel3d import checkpoint as checkpoints
-from parallel3d.errors import CheckpointError, Parallel3dError, WrongTypeError
+from parallel3d.errors import CheckpointError, MeshError, Parallel3dError, WrongTypeError
 from parallel3d.fsdp import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
 from parallel3d.fsdp.inspect import unit_of
 from parallel3d.materialize import materialize
@@ -96,6 +96,11 @@ class Strategy(ModelParallelStrategy):
         if not isinstance(layout, MeshLayout):
             raise Parallel3dError(
                 f"layout is {layout!r}; it must be a MeshLayout, such as MeshLayout(shard=2, tp=2)"
+            )
+        if layout.cp != 1:
+            raise MeshError(
+                f"cp={layout.cp}: the Strategy cuts no sequences, and metrics would be those of one part; "
+                "use cp=1, or a loop of your own"
             )
         for name in options:
             if name not in _OPTIONS:

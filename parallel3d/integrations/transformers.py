@@ -34,6 +34,7 @@ from parallel3d import checkpoint
 from parallel3d.errors import CheckpointError, MeshError, Parallel3dError
 from parallel3d.fsdp import FSDPModule
 from parallel3d.fsdp.inspect import unit_of
+from parallel3d.mesh.joined import has_cp
 from parallel3d.optim import clip_grad_norm_
 from parallel3d.optim.accumulate import group_of
 from parallel3d.tp.lora import is_peft_model
@@ -446,6 +447,11 @@ def _data_ranks(model: Any) -> tuple[ProcessGroup, int]:
     if mesh.size() != dist.get_world_size():
         raise MeshError(
             f"the model's mesh has {mesh.size()} of {dist.get_world_size()} ranks; Trainer needs all"
+        )
+    if has_cp(mesh):
+        raise MeshError(
+            "the model's mesh has an axis cp: Trainer would give its ranks other samples, and cuts no "
+            "sequences; use a mesh with cp=1, or a loop of your own"
         )
     names = mesh.mesh_dim_names or ()
     tp = mesh["tp"].size() if "tp" in names else 1

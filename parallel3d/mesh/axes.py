@@ -87,6 +87,12 @@ def is_data_axis(name: str | None) -> bool:
     return name == "dp" if axis is None else axis.reads_other_samples
 
 
+def moves_activations(name: str | None) -> bool:
+    """Whether the ranks of the axis exchange activations, which are waited for in each layer."""
+    axis = _BY_NAME.get(name or "")
+    return axis is not None and axis.role in (Role.CONTEXT, Role.TENSOR_PARALLEL)
+
+
 def guess(name: str) -> str:
     """Returns the axis that an unknown ``name`` may mean."""
     low = name.lower()

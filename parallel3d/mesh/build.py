@@ -11,13 +11,13 @@ from torch import distributed as dist
 from torch.distributed import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh
 
-from parallel3d._torch.dtensor import flatten_axes
 from parallel3d._torch.groups import let_gloo_finish_at_exit
 from parallel3d._util.arguments import without_gloo
 from parallel3d._util.version import __version__
 from parallel3d.errors import MeshError, PeerFailureError
 from parallel3d.mesh.agreement import DEFAULT_TIMEOUT, check_agreement, name_ranks
 from parallel3d.mesh.axes import AXES, axis_named, guess, listed
+from parallel3d.mesh.joined import axis_sizes, joined_mesh
 from parallel3d.mesh.layout import MeshLayout
 from parallel3d.mesh.printing import print_once
 from parallel3d.mesh.store import fresh_store, others, outlives_ranks
@@ -84,7 +84,7 @@ def read_layout(mesh: DeviceMesh) -> MeshLayout:
 
     Args:
         mesh: has some of the axes ``replicate``, ``shard``, ``cp`` and ``tp``, in this order; or
-            ``dp_replicate`` and ``dp_shard``. ``shard_cp``, at rest shard and cp as one, counts as shard.
+            ``dp_replicate`` and ``dp_shard``. The mesh of parameters has shard and cp as one, ``shard_cp``.
 
     Raises:
         MeshError: the axes have no names, unknown names, or another order.
@@ -95,7 +95,8 @@ def read_layout(mesh: DeviceMesh) -> MeshLayout:
             f"the axes of the mesh of shape {tuple(mesh.shape)} have no names. {rule}: "
             f"make it with build_mesh, or pass mesh_dim_names= to init_device_mesh."
         )
-    names = [_canonical(name) for name in mesh.mesh_dim_names]
+    sizes = axis_sizes(mesh)
+    names = [_canonical(name) for name in sizes]
     unknown = [name for name in names if name not in AXES]
     if unknown:
         raise MeshError(
@@ -104,7 +105,7 @@ def read_layout(mesh: DeviceMesh) -> MeshLayout:
         )
     if names != sorted(set(names), key=AXES.index):
         raise MeshError(f"the mesh has the axes {mesh.mesh_dim_names}. {rule}, each at most once.")
-    return MeshLayout(**dict(zip(names, mesh.shape, strict=True)))
+    return MeshLayout(**dict(zip(names, sizes.values(), strict=True)))
 
 
 def name_axes(mesh: DeviceMesh, axes: Mapping[str, str] | None = None) -> DeviceMesh:
@@ -165,7 +166,7 @@ def _init_mesh(layout: MeshLayout, device_type: str) -> DeviceMesh:
         let_gloo_finish_at_exit()
     warm_up(mesh)
     if layout.cp > 1:  # now, as making groups is collective
-        warm_up(flatten_axes(mesh, ("shard", "cp")))
+        warm_up(joined_mesh(mesh)["shard_cp"])
     return mesh
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.distributed import DeviceMesh
 
 from parallel3d._util.arguments import as_count
-from parallel3d.mesh.axes import TOKEN_AXES, axis_named
+from parallel3d.mesh.axes import axis_named
 from parallel3d.mesh.build import read_layout
 
 
@@ -51,11 +51,12 @@ def number_of(key: StepSeed, mesh: DeviceMesh | None) -> int:
     """Returns the seed for ``key`` on this rank."""
     place = 0
     if mesh is not None:
-        layout = read_layout(mesh)
-        at = dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=False))
-        by_axis = {axis.name: at[name] for name in at if (axis := axis_named(name)) is not None}
-        for name in TOKEN_AXES:
-            place = place * getattr(layout, name) + by_axis.get(name, 0)
+        read_layout(mesh)  # checks that its axes are known, and in order
+        at = zip(mesh.mesh_dim_names or (), mesh.shape, mesh.get_coordinate() or (), strict=False)
+        for name, size, coordinate in at:
+            axis = axis_named(name)
+            if axis is not None and axis.has_other_tokens:
+                place = place * size + coordinate
     return number_at(key, place)
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed import DeviceMesh
 
+from parallel3d._torch.dtensor import axis_groups
 from parallel3d._torch.groups import COLLECTIVES
 from parallel3d._util.dry_run import active
 
@@ -203,8 +204,10 @@ class ExposedTime:
         self.total = 0.0
         self._kinds: set[type] = set()
         for mesh in meshes:
-            for at, axis in enumerate(axis_names(mesh)):
-                group = mesh.get_group(at)
+            groups = {axis: mesh.get_group(at) for at, axis in enumerate(axis_names(mesh))}
+            if mesh.mesh_dim_names:
+                groups = axis_groups(mesh)
+            for axis, group in groups.items():
                 self._add(group, axis)
                 self._ranks.setdefault(axis, set(dist.get_process_group_ranks(group)))
         if dist.is_initialized() and dist.group.WORLD is not None:
@@ -224,9 +227,16 @@ class ExposedTime:
                 ranks = set(dist.get_process_group_ranks(group))
             except (KeyError, ValueError):  # torch does not know the group
                 ranks = set()
-            around = (axis for axis, members in self._ranks.items() if ranks <= members)
-            self.axes[name] = next(around, OTHER) if len(ranks) > 1 else OTHER
+            # The smallest, the last of equals: of cp and shard_cp the one that parameters are sharded over.
+            around = [axis for axis in reversed(self._ranks) if ranks <= self._ranks[axis]]
+            near = min(around, key=lambda axis: len(self._ranks[axis]), default=OTHER)
+            self.axes[name] = near if len(ranks) > 1 else OTHER
         return self.axes[name]
+
+    @property
+    def names(self) -> list[str]:
+        """The axes of several ranks, also those that are several as one, such as ``shard_cp``."""
+        return [axis for axis, ranks in self._ranks.items() if len(ranks) > 1]
 
     @property
     def own(self) -> float:

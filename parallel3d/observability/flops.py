@@ -35,6 +35,7 @@ def model_flops(model: nn.Module | ModelSpec, seq_len: int, **options: Any) -> M
 
     Args:
         model: a plain model before ``parallelize``, which may be on meta; or the planner's description of it.
+        seq_len: of whole sequences, also where cp ranks share each.
         options: of ``planner.spec_from_module``, such as ``example`` and ``units``.
 
     Raises:

@@ -68,7 +68,7 @@ START_FIELDS = {
     "device": "device type",
     "device_name": "torch's name of the device (CUDA)",
     "memory_total": "bytes of the device (CUDA)",
-    "tokens_per_step": "over all ranks",
+    "tokens_per_step": "over all data ranks",
     "every": "steps between two samples",
     "flops_per_token": "model FLOPs, forward and backward",
     "flops_per_token_6n": "the same by the common formula",
@@ -166,7 +166,7 @@ class Metrics:
 
     Args:
         mesh: the mesh of the model.
-        tokens_per_step: over all ranks.
+        tokens_per_step: over all data ranks; a sequence that tp or cp ranks share counts once.
         sinks: ``JsonLines``, ``TensorBoard``, ``Progress``, or your own ``Sink`` s. Only those of the mesh's
             first rank are used.
         every: steps between two samples: the steps every - 1, 2 every - 1, and so on; 0: no samples.
@@ -389,7 +389,7 @@ class Metrics:
     def _sample(self, meter: ExposedTime, memory: int) -> dict[str, Any]:
         """Returns the sampled fields. Collective."""
         self._own.append((meter.own, self._loading))
-        axes = [*(axis for axis, size in self.axes.items() if size > 1), WORLD, OTHER]
+        axes = [*meter.names, WORLD, OTHER]
         waits = [meter.seconds.get(axis, 0.0) for axis in axes]
         table = self._gather([*min(self._own), memory, *waits])
         if not table:  # a dry run, where nobody waits

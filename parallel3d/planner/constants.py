@@ -102,6 +102,7 @@ _STREAM = "stream kernels reach about 80 % of a datasheet's HBM bandwidth"
 _EDGES = "a matmul's first loads and last stores are not hidden: between a sum (1) and a maximum"
 _SCORES = "five kernels that read and write bf16 scores: scale, mask, softmax, dropout, copy"
 _FLOAT8 = "a bf16 factor is read for its largest value, read again and written as float8"
+_ONE = "1 unless measured steps of a machine say otherwise (calibrate)"
 _HOST = "pinned copies reach 25 to 26 GB/s of PCIe 4's 31, 52 to 55 of PCIe 5's 63 (bandwidthTest)"
 _FRAGMENTATION = (
     "reserved beyond allocated where the GPU has room: 3 to 8 % (SimuMax, allocated and reserved printed), 14 % "
@@ -141,7 +142,14 @@ _TABLE: dict[str, tuple[Any, ...]] = {
     "naive_backward": (18.0, "B/score", "their backward"),
     "float8_cast": (5.0, "B/element", _FLOAT8),
     "host_efficiency": (0.85, "", _HOST),
-    "elementwise_time": (1.0, "", "beside bytes / memory rate"),
+    "elementwise_time": (1.0, "", f"beside bytes / memory rate; {_ONE}"),
+    "attention_time": (1.0, "", f"beside the kernel's rate; {_ONE}"),
+    "collective_time": (1.0, "", f"beside the network's; {_ONE}"),
+    "host_part": (
+        0.8,
+        "",
+        "of a node's memory for pools; a fifth is left to programs, loaders and files",
+    ),
     "launch": (6e-6, "s", "host time to start one eager op (5 to 7 us)"),
     "host_unit": (0.00034, "s", "of the engine, in forward and backward each; 673 us a unit and step: benchmarks/host_time.py"),
     "host_tp": (0.00012, "s", "the same more with tp; 231 us a unit and step: benchmarks/host_time.py"),

@@ -203,7 +203,7 @@ def attention_time(
     joining = [
         tokens * each / memory_rate(gpu) for each in context.joined_bytes(attention, work, tp, cp)
     ]
-    whole = 4 * scores * attention.head_dim
+    whole = 4 * scores * attention.head_dim * work.profile.value("attention_time")
     kernel = attention_kernel(gpu, work)
     if kernel == "naive":
         rate = matmul_rate(gpu, work.profile) / (1 if work.compute_itemsize == 2 else gpu.fp32_slowdown)
@@ -315,7 +315,7 @@ def activations_of(
     """The activations of ``micro_batch`` sequences.
 
     What goes to the host is on the GPU for two blocks: the one that computes, and the one beside it that is
-    on its way.
+    on its way. What the last block keeps stays.
     """
     tokens = micro_batch * work.local_tokens(cp)
     kept = live = host = buffers = 0.0
@@ -323,8 +323,9 @@ def activations_of(
         whole = _whole(unit, gpu, work, tp, cp)
         mine = _kept(unit, whole, gpu, work, tp, cp)
         moved = offloaded(unit, gpu, work, tp, cp)
-        kept += unit.count * (mine - moved) + min(unit.count, 1) * moved
-        host += unit.count * moved
+        away = max(unit.count - 1, 0) * moved
+        kept += unit.count * mine - away
+        host += away
         if unit.kind == "block":
             again = whole if work.checkpointing == "selective_layer" else max(whole - mine, 0.0)
             live = max(live, again + moved)

@@ -163,7 +163,7 @@ class Memory:
             and communicators.
         capacity: the GPU's memory.
         host: activations of this GPU in the host's memory.
-        host_capacity: the GPU's part of that memory.
+        host_capacity: what the GPU's part of that memory has for them (``host_part``).
     """
 
     terms: dict[str, Term]
@@ -242,7 +242,7 @@ def memory_of(step: Step) -> Memory:
         needed=allocated + lost + workspace.value + context.value,
         capacity=gpu.capacity_gib * 2**30,
         host=float(kept.host),
-        host_capacity=gpu.host_gib * 2**30,
+        host_capacity=gpu.host_gib * 2**30 * constant("host_part").value,
     )
 
 

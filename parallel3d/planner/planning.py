@@ -333,8 +333,8 @@ def plan(
             )
             if least.memory.needed <= limit:
                 why += (
-                    f", and {least.memory.host / 2**30:.0f} GiB of the {cluster.gpu.host_gib:g} of host "
-                    "memory that a GPU has"
+                    f", and {least.memory.host / 2**30:.0f} GiB of the host's memory, which has "
+                    f"{least.memory.host_capacity / 2**30:.0f} for a GPU"
                 )
             refused.append(Refused(layout, why, least))
     candidates.sort(key=lambda p: -p.tokens_per_second_per_gpu)

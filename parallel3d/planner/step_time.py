@@ -241,7 +241,8 @@ class _Timing:
         return sum(u.count * local_numel(u, self.layout.tp) for u in units)
 
     def collective(self, kind: str, nbytes: float, axis: str) -> float:
-        return collective_time(kind, nbytes, self.links[axis], self.step.cluster)
+        seconds = collective_time(kind, nbytes, self.links[axis], self.step.cluster)
+        return seconds * self.stack.value("collective_time")
 
     def tp_time(self, unit: Unit) -> tuple[float, float]:
         """(forward, backward) seconds of the collectives over ``tp`` of one unit."""
@@ -336,27 +337,29 @@ class _Timing:
 
     def context_terms(self, times: list[UnitTimes]) -> Iterator[Term]:
         """What attention waits for over ``cp``, and blocks for the host."""
-        n, cp = self.accumulation, self.layout.cp
+        accumulation, cp = self.accumulation, self.layout.cp
         waited = sum(t.count * (t.cp_forward + t.cp_backward) for t in times)
         yield Term(
             "context parallel",
-            waited * n,
+            waited * accumulation,
             "accumulation * sum of what the units' attention waits for over cp",
             {
-                "accumulation": n,
+                "accumulation": accumulation,
                 "cp": cp,
                 "kind": self.work.cp_attention,
                 "of a micro-batch": waited,
                 "overlap_slowdown": constant("overlap_slowdown"),
             },
         )
-        copied = sum(t.count * t.offload for t in times)
+        away = [max(t.count - 1, 0) for t in times]  # what the last block keeps stays
+        copied = sum(n * t.offload for n, t in zip(away, times, strict=True))
+        exposed = sum(n * t.waits_for_host for n, t in zip(away, times, strict=True))
         yield Term(
             "exposed offload",
-            sum(t.count * t.waits_for_host for t in times) * n,
-            "accumulation * sum over units of max(0, copy - forward) + max(0, copy - backward)",
+            exposed * accumulation,
+            "accumulation * sum over blocks but the last: max(0, copy - forward) + max(0, copy - backward)",
             {
-                "accumulation": n,
+                "accumulation": accumulation,
                 "copies of a micro-batch, each way": copied,
                 "host": Constant("host", self.gpu.host, "GB/s", self.gpu.source),
                 "host_efficiency": constant("host_efficiency"),

@@ -23,6 +23,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
+from parallel3d._torch.dtensor import axis_groups
 from parallel3d._torch.fake import add_fake_backend, cuda_sleep, plain_group
 from parallel3d._torch.groups import COLLECTIVES
 from parallel3d._torch.v2_11 import fake_outputs_written
@@ -30,6 +31,7 @@ from parallel3d._util.recorder import op_of
 from parallel3d._util.trace import issuing
 from parallel3d._util.trees import tensors_in
 from parallel3d.errors import MeshError, Parallel3dError
+from parallel3d.mesh.axes import axis_named
 from parallel3d.testing.worlds import check_no_group, check_rank, destroy_group
 
 _SPIN = 2e-4  # seconds before the end of a wait in which time.sleep is not precise enough
@@ -411,8 +413,9 @@ class EmulatedNetwork:
         rank: the rank that this process becomes.
         links: name -> link.
         axes: mesh axis -> name of its link; all axes longer than 1 must be listed. Without it all axes are on
-            the first link. A mesh of one axis as long as the world uses torch's default group, which does not
-            know its axis: it is ``"world"``, on the first link unless ``axes`` lists it, until ``attach``.
+            the first link. ``shard_cp``, shard and cp as one, is on shard's unless listed. A mesh of one axis
+            as long as the world uses torch's default group, which does not know its axis: it is ``"world"``,
+            on the first link unless ``axes`` lists it, until ``attach``.
         clock: ``VirtualClock()`` for times that do not depend on the machine; by default real time.
         values: whether collectives write values. Without, they only take time: an output stays as it was
             allocated, which may be anything, and neither a dispatch mode nor ``record_collectives`` sees the
@@ -476,8 +479,7 @@ class EmulatedNetwork:
 
     def attach(self, mesh: dist.DeviceMesh) -> None:
         """Assigns the default group to the axis of ``mesh`` that uses it, and so to that axis's link."""
-        for axis in mesh.mesh_dim_names or ():
-            group = mesh.get_group(axis)
+        for axis, group in axis_groups(mesh).items():
             if isinstance(group, EmulatedGroup) and group.axis == WORLD_AXIS and group.size() > 1:
                 self.check_axis(axis)
                 group.axis = axis
@@ -522,7 +524,7 @@ class EmulatedNetwork:
 
     def check_axis(self, axis: str) -> None:
         """Raises Parallel3dError if mesh axis ``axis`` is on no link."""
-        if self.axes is not None and axis not in self.axes and axis != WORLD_AXIS:
+        if self.axes is not None and self._listed(axis) is None and axis != WORLD_AXIS:
             raise Parallel3dError(
                 f"mesh axis {axis!r} is on no link: axes names {_quoted(self.axes) or 'none'}; "
                 f"add {axis!r} with one of the links {_quoted(self.links)}"
@@ -530,7 +532,16 @@ class EmulatedNetwork:
 
     def link_of(self, axis: str) -> str:
         """Returns the name of the link of ``axis``."""
-        return (self.axes or {}).get(axis) or next(iter(self.links))
+        return self._listed(axis) or next(iter(self.links))
+
+    def _listed(self, axis: str) -> str | None:
+        known = axis_named(axis)  # shard_cp is shard's
+        names = (axis,) if known is None else (axis, known.name)
+        return (
+            next((self.axes[name] for name in names if name in self.axes), None)
+            if self.axes
+            else None
+        )
 
     def line(self, axis: str, device: torch.device) -> Line:
         """Returns the line that carries tensors of ``device`` for groups of ``axis``."""

@@ -25,7 +25,7 @@ from parallel3d.testing.differences.fit import WHOLE, Comparison, Gap, Group
 from parallel3d.testing.differences.forward import Backward, Difference, Forward, owner_of
 from parallel3d.testing.differences.record import Recorder, Trace, Values, merged
 from parallel3d.testing.differences.state import State, gathered, joined
-from parallel3d.testing.parity import Case, Parity, Run, Setup, compare, inside, runs_of
+from parallel3d.testing.parity import Case, Parity, Run, Setup, ShardBatch, compare, inside, runs_of
 from parallel3d.testing.samples import LossFn, Samples, errors_named
 
 SeedOf = Callable[[MeshLayout, int, int], int]
@@ -70,6 +70,7 @@ def verify(
     *,
     loss: LossFn | None = None,
     apply: Callable[[nn.Module, DeviceMesh], nn.Module] | None = None,
+    shard_batch: ShardBatch | None = None,
     steps: int = 2,
     micro_batches: int = 1,
     tolerance: float = 1e-9,
@@ -85,7 +86,8 @@ def verify(
     named: in the order of the forward, then of the backward, then weights after a step. It also compares
     buffers, and which parameters are tied, frozen or of another dtype. Dropout is switched off for this and
     checked by its masks. Other random numbers in a forward are a difference; so are the running statistics of
-    a batch norm, which data ranks don't share.
+    a batch norm, which data ranks don't share. On a mesh with cp it compares what ``assert_parity`` does, no
+    more.
 
     Without a process group the ranks are simulated in this process; within one every rank calls this.
 
@@ -97,7 +99,7 @@ def verify(
             output's ``loss`` (an attribute or dict entry), the output itself if it is a scalar, or the mean
             square of its first floating-point tensor.
         apply: makes the model parallel; by default ``parallelize(model, mesh, **options)``.
-        steps, micro_batches, fp32, tolerance: as in ``assert_parity``.
+        shard_batch, steps, micro_batches, fp32, tolerance: as in ``assert_parity``.
         seed_of: ``seed_of(layout, rank, step)`` returns the seed your training gives a rank's generators,
             which decides what dropout draws; by default the seed of ``seed_step``.
         seed: of the initial weights.
@@ -122,6 +124,7 @@ def verify(
         micro_batches,
         "all_reduce" if apply is None else "nothing",
         seed,
+        shard_batch,
     )
     runs = runs_of(tolerance, fp32)
     _check_plain(setup, runs[0])
@@ -129,6 +132,8 @@ def verify(
         with DropoutMode():
             parity = compare(setup, runs, steps)
     except Exception as error:  # an assertion, or the model's: the search finds the module
+        if layout.cp > 1:  # the search doesn't know which part of a sequence a rank has
+            return Verification(layout, _unlocated(error))
         for run in runs:
             result, sharded = _search(setup, run, steps, seed_of)
             if result.difference is not None:
@@ -137,6 +142,8 @@ def verify(
                 return Verification(layout, _unlocated(error))
         # assert_parity requires parameters of the plain shapes; the search compared plain tensors by parts.
         return result
+    if layout.cp > 1:
+        return Verification(layout, None, parity, made=samples.made)
     # assert_parity compares neither structure nor buffers nor dropout.
     result, _ = _search(setup, runs[0], 1, seed_of)
     return replace(result, parity=parity, made=samples.made)

@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from parallel3d._layout.packed import PackedDTensor, packed_boxes
-from parallel3d._torch.dtensor import dtensor_shard_box, get_local_tensor, root_mesh
+from parallel3d._torch.dtensor import dtensor_shard_box, get_local_tensor, root_axes, root_mesh
 from parallel3d._torch.simulated import ranks_are_simulated, tensors_by_rank
 from parallel3d._util.trees import cast_floats
 from parallel3d.fsdp import FSDPModule
@@ -25,6 +26,7 @@ from parallel3d.testing.samples import LossFn, Samples
 from parallel3d.testing.worlds import LocalWorld, local_world
 
 Around = Callable[[int], AbstractContextManager[object]]
+ShardBatch = Callable[[Any, DeviceMesh], Any]
 
 
 @dataclass
@@ -105,6 +107,7 @@ def assert_parity(
     micro_batches: int = 1,
     defer: str = "all_reduce",
     apply: Callable[[nn.Module, DeviceMesh], nn.Module] | None = None,
+    shard_batch: ShardBatch | None = None,
     fp32: bool = True,
     tolerance: float = 1e-9,
     seed: int = 0,
@@ -136,6 +139,9 @@ def assert_parity(
         defer: what all micro-batches but the last defer: ``"all_reduce"`` (``optim.accumulate``), ``"sync"``
             (``set_requires_gradient_sync``) or ``"nothing"``.
         apply: makes the model parallel; by default ``parallelize(model, mesh, **options)``.
+        shard_batch: ``shard_batch(inputs, mesh)`` returns a cp rank's part of its data rank's inputs: of the
+            tuple of them, or of the dict. Without it each of the cp ranks gets all. The plain model's loss is
+            compared with the mean of their losses.
         fp32: whether to run in float32 too.
         tolerance: of loss and gradients in float64; that of weights is ten times as large. Above 1e-8, for
             models that compute something in float32 themselves, the float64 run uses SGD too.
@@ -149,7 +155,7 @@ def assert_parity(
     apply = apply or (lambda model, mesh: parallelize(model, mesh, **options))
     samples = Samples(batch, build, layout.data_size * micro_batches)
     loss = samples.loss_of(loss)
-    setup = Setup(build, samples, layout, loss, apply, micro_batches, defer, seed)
+    setup = Setup(build, samples, layout, loss, apply, micro_batches, defer, seed, shard_batch)
     return compare(setup, runs_of(tolerance, fp32), steps)
 
 
@@ -168,13 +174,14 @@ class Setup:
     """The models to compare and how they are trained: the arguments of ``assert_parity``."""
 
     build: Callable[[], nn.Module]
-    batch: Callable[[int], tuple[torch.Tensor, ...]]
+    batch: Samples
     layout: MeshLayout
     loss: LossFn
     apply: Callable[[nn.Module, DeviceMesh], nn.Module]
     micro_batches: int
     defer: str
     seed: int
+    shard_batch: ShardBatch | None = None
 
     @contextmanager
     def case(self, run: Run) -> Iterator["Case"]:
@@ -186,8 +193,9 @@ class Setup:
         simulated = nullcontext() if real else local_world(self.layout.world_size)
         with simulated as world, outside(world):
             with inside(world):
-                parallel = self.apply(parallel, build_mesh(self.layout, device_type="cpu"))
-            yield Case(self, run, world, plain, parallel)
+                mesh = build_mesh(self.layout, device_type="cpu")
+                parallel = self.apply(parallel, mesh)
+            yield Case(self, run, world, mesh, plain, parallel)
 
 
 def compare(setup: Setup, runs: Sequence[Run], steps: int) -> Parity:
@@ -209,6 +217,7 @@ class Case:
     setup: Setup
     run: Run
     world: LocalWorld | None
+    mesh: DeviceMesh
     plain: nn.Module
     parallel: nn.Module
     worst: dict[str, float] = field(default_factory=dict)  # largest differences, see ``compare``
@@ -219,8 +228,20 @@ class Case:
         number = (step * self.setup.micro_batches + micro) * size + data_rank
         return cast_floats(self.setup.batch(number), self.run.dtype)
 
-    def parallel_inputs(self, step: int, micro: int) -> tuple[torch.Tensor, ...]:
-        """Returns this rank's inputs, or those of all simulated ranks. Called inside the simulation."""
+    def parallel_inputs(self, step: int, micro: int) -> tuple[Any, ...]:
+        """Returns this rank's inputs, or those of all simulated ranks. Called inside the simulation.
+
+        With ``shard_batch`` a dict of them is one argument of the loss; see ``Samples.loss_of``.
+        """
+        inputs, shard_batch = self._whole_inputs(step, micro), self.setup.shard_batch
+        if shard_batch is None:
+            return inputs
+        names = self.setup.batch.names
+        if names:
+            return (shard_batch(dict(zip(names, inputs, strict=True)), self.mesh),)
+        return tuple(shard_batch(inputs, self.mesh))
+
+    def _whole_inputs(self, step: int, micro: int) -> tuple[torch.Tensor, ...]:
         if self.world is None:
             return self.inputs(step, micro, self.setup.layout.data_rank(dist.get_rank()))
         with self.world.paused():
@@ -275,7 +296,16 @@ class Case:
             with around(step):
                 loss = self.setup.loss(model, *self.parallel_inputs(step, micro))
             (loss / self.setup.micro_batches).backward()
-            yield loss.detach()
+            yield self._over_cp(loss.detach())
+
+    def _over_cp(self, loss: torch.Tensor) -> torch.Tensor:
+        """Returns the mean over the cp ranks, each of which has the loss of its part of the sequences."""
+        size = self.setup.layout.cp
+        if size == 1:
+            return loss
+        loss = loss.clone()
+        dist.all_reduce(loss, group=self.mesh.get_group("cp"))
+        return loss / size
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Returns the plain model's and the parallel model's."""
@@ -379,34 +409,20 @@ def shards_of(tensor: torch.Tensor) -> Iterator[tuple[int, tuple[slice, ...], to
 
 def _coordinates(mesh: DeviceMesh) -> dict[int, list[int]]:
     """Returns each rank's coordinates on the axes of ``mesh``, also for ranks in its sibling submeshes."""
-    names = mesh.mesh_dim_names
-    root = root_mesh(mesh)
+    root, positions = root_mesh(mesh), root_axes(mesh)
     ranks = root.mesh.flatten().tolist()
     places = dict(zip(ranks, map(list, itertools.product(*map(range, root.shape))), strict=True))
-    if names is None or root.mesh_dim_names is None:
+    if positions is None:
         return places
-    axes = [_joined_of(root.mesh_dim_names, name) for name in names]
-    sizes = root.shape
-    return {
-        rank: [_joined_place([place[i] for i in axis], [sizes[i] for i in axis]) for axis in axes]
-        for rank, place in places.items()
-    }
+    strides = [
+        [prod(root.shape[j] for j in axis[i + 1 :]) for i in range(len(axis))] for axis in positions
+    ]
 
+    def on_axes(place: list[int]) -> list[int]:
+        parts = zip(positions, strides, strict=True)
+        return [sum(place[i] * s for i, s in zip(*each, strict=True)) for each in parts]
 
-def _joined_of(names: Sequence[str], name: str) -> list[int]:
-    """Returns the positions of the axes of ``names`` that the axis ``name`` is, or joins ("shard_cp")."""
-    for first, last in itertools.combinations(range(len(names) + 1), 2):
-        if "_".join(names[first:last]) == name:
-            return [*range(first, last)]
-    raise ValueError(f"{name!r} is no axis of {names}")
-
-
-def _joined_place(place: Sequence[int], sizes: Sequence[int]) -> int:
-    """Returns the coordinate on the axis that joins axes of ``sizes``, outermost first."""
-    joined = 0
-    for at, size in zip(place, sizes, strict=True):
-        joined = joined * size + at
-    return joined
+    return {rank: on_axes(place) for rank, place in places.items()}
 
 
 def _by_rank(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:

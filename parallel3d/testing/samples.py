@@ -69,11 +69,16 @@ class Samples:
         return tuple(parts.values())
 
     def loss_of(self, loss: LossFn | None) -> LossFn:
-        """Returns ``loss``, or the default one, called with keyword arguments if there are ``names``."""
+        """Returns ``loss``, or the default one, called with keyword arguments if there are ``names``.
 
-        def of(model: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
+        These are the inputs by name, or the one input if it is a dict.
+        """
+
+        def of(model: nn.Module, *inputs: Any) -> torch.Tensor:
             if self.names:
-                return (loss or default_loss)(model, **dict(zip(self.names, inputs, strict=True)))
+                given = len(inputs) == 1 and isinstance(inputs[0], Mapping)
+                named = inputs[0] if given else dict(zip(self.names, inputs, strict=True))
+                return (loss or default_loss)(model, **named)
             return (loss or default_loss)(model, *inputs)
 
         return of

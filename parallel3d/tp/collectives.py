@@ -38,6 +38,7 @@ from parallel3d._layout.packing import Packing
 from parallel3d._layout.param_layout import local_chunk, smaller
 from parallel3d._torch.autograd import for_compiled_function
 from parallel3d._torch.groups import all_gather_single, reduce_scatter_single
+from parallel3d._util.recompute import innermost, kept
 from parallel3d.errors import StateError
 
 
@@ -229,6 +230,9 @@ _OPERATIONS: dict[str, tuple[Callable[..., Tensor], str]] = {
 }
 
 
+_LOCAL = ("copy", "split", "split_packed")  # whose forward communicates nothing
+
+
 def _apply(x: Tensor, operation: str, axis: TpAxis, *how: Any) -> Tensor:
     return x if axis.size == 1 else _Collective.apply(x, operation, axis, how)
 
@@ -248,9 +252,14 @@ class _Collective(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, operation: str, axis: TpAxis, how: tuple[Any, ...]) -> Tensor:
         forward, ctx.operation = _OPERATIONS[operation]
         ctx.axis, ctx.how = axis, how
+        if operation in _LOCAL:
+            return forward(x, axis, *how)
         if operation == "reduce_in_place":
-            ctx.mark_dirty(x)
-        return forward(x, axis, *how)
+            if innermost() is None:
+                ctx.mark_dirty(x)
+            else:  # what is returned is kept: not ``x``, but its memory
+                return kept(operation, lambda: forward(x, axis).detach())
+        return kept(operation, lambda: forward(x, axis, *how))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from parallel3d._util.recompute import kept
 from parallel3d.tp.collectives import TpAxis
 
 
@@ -143,7 +144,13 @@ class _Scales:
             x, scaling_granularity=config.scaling_granularity, axiswise_dim=of_rows
         )
         if not whole and self.axis.size > 1:
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.axis.group)
+            own = largest
+
+            def of_ranks() -> Tensor:
+                dist.all_reduce(own, op=dist.ReduceOp.MAX, group=self.axis.group)
+                return own
+
+            largest = kept("largest of parts", of_ranks)
         power = self.config.round_scales_to_power_of_2
         scale: Tensor = amax_to_scale(largest, config.target_dtype, power)
         return scale

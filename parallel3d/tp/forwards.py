@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from parallel3d._layout.packing import Packing
 from parallel3d._util.forwards import as_if, wrap_forward
+from parallel3d._util.recompute import only_summed
 from parallel3d.errors import StateError
 from parallel3d.tp.collectives import (
     SequenceLength,
@@ -88,6 +89,8 @@ def take_input(x: Tensor, layout: str, dim: int, tp: TpState, *, read_only: bool
 
 def finish_sum(y: Tensor, layout: str, dim: int, tp: TpState) -> Tensor:
     """Returns the sum of the ranks' ``y``: whole, or this rank's part of the sequence along ``dim``."""
+    if tp.axis.size > 1:
+        only_summed(y)
     if layout == "replicate":
         return reduce_from_tp(y, tp.axis, in_place=True)  # nobody else has y
     tp.sequence.length = y.shape[dim]

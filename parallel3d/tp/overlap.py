@@ -16,6 +16,7 @@ linears under ``torch.compile`` or autocast compute both gradients in one node.
 
 import weakref
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch.nn import functional as F
 from parallel3d._torch.autograd import backward_order, functorch_is_active, set_backward_order
 from parallel3d._torch.groups import all_gather_single
 from parallel3d._util import dry_run
+from parallel3d._util.recompute import innermost, kept
 from parallel3d.tp.collectives import (
     TpAxis,
     apply_in_backward,
@@ -177,15 +179,21 @@ class GatherLinear(torch.autograd.Function):
         axis: TpAxis,
     ) -> Tensor:
         ctx.dim, ctx.axis = dim, axis
-        gathered, works = [], []
-        for chunk in x.tensor_split(min(chunks, x.shape[dim]), dim):
-            chunk = chunk.contiguous()
-            stacked = chunk.new_empty((axis.size, *chunk.shape))
-            flat = stacked.view(-1), chunk.view(-1)
-            works.append(all_gather_single(*flat, group=axis.group, async_op=True))
-            gathered.append(stacked)
+        works = []
+
+        def start() -> list[Tensor]:
+            gathered = []
+            for chunk in x.tensor_split(min(chunks, x.shape[dim]), dim):
+                chunk = chunk.contiguous()
+                stacked = chunk.new_empty((axis.size, *chunk.shape))
+                flat = stacked.view(-1), chunk.view(-1)
+                works.append(all_gather_single(*flat, group=axis.group, async_op=True))
+                gathered.append(stacked)
+            return gathered
+
+        gathered = kept("gather_chunks", start)
         products = []
-        for stacked, work in zip(gathered, works, strict=True):
+        for stacked, work in zip_longest(gathered, works):
             if work is not None:
                 work.wait()
             products.append(F.linear(stacked, weight, bias))
@@ -284,7 +292,8 @@ def _forget(entry: Any) -> None:
 def _share(x: Tensor, axis: TpAxis, gather: tuple[Any, ...]) -> Tensor:
     """Returns the shared copy of ``x``, or with ``gather`` = (dim, global size) the gathered sequence."""
     recent = axis.gathered if gather else axis.copies
-    how = (*gather, x.requires_grad, torch.is_grad_enabled())
+    # A recomputation, which gives another object, must share what its forward did: nothing from before it.
+    how = (*gather, x.requires_grad, torch.is_grad_enabled(), innermost())
     for i, entry in enumerate(recent):
         y = entry.result
         if y is None or entry() is not x or y._version != entry.result_version:

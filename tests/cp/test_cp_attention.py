@@ -1,13 +1,171 @@
 """Attention on the ranks of ``cp`` equals plain attention of the whole sequences, in float64."""
 
-import pytest
-from _support.cp.reference import CASES, check
+from typing import Any
 
+import pytest
+import torch
+from _support.cp import reference
+from _support.cp.reference import (
+    CASES,
+    TOLERANCE,
+    Case,
+    check,
+    check_on_processes,
+    inputs,
+    part_of,
+    sample,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from parallel3d.cp import CpAxis, Sequence, attention, blocks, partial
+from parallel3d.testing import GlooPool
 from parallel3d.testing.worlds import local_world
 
+KINDS = ("ulysses", "gather", "ring")
 
-@pytest.mark.parametrize("kind", ["ulysses", "gather"])
+
+def axis_of(cp: int) -> CpAxis:
+    return CpAxis(init_device_mesh("cpu", (cp,), mesh_dim_names=("cp",)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CASES)
-def test_equal_on_simulated_ranks(name: str, kind: str) -> None:
+def test_equal_on_four_simulated_ranks(name: str, kind: str) -> None:
+    check(local_world, 4, name, kind, True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("balanced", [True, False])
+@pytest.mark.parametrize("cp", [2, 3, 4, 5])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", CASES)
+def test_equal_on_simulated_ranks(name: str, kind: str, cp: int, balanced: bool) -> None:
+    if kind == "ulysses" and CASES[name].heads < cp:
+        pytest.skip("fewer heads than ranks: refused")
+    check(local_world, cp, name, kind, balanced)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_equal_on_processes(gloo_pool: GlooPool, kind: str) -> None:
+    gloo_pool.run(check_on_processes, 2, kind, world_size=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cp", [3, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_equal_on_more_processes(gloo_pool: GlooPool, kind: str, cp: int) -> None:
+    gloo_pool.run(check_on_processes, cp, kind, world_size=cp)
+
+
+@pytest.mark.parametrize("name", ["causal", "softcap, grouped, window", "documents"])
+def test_one_rank_communicates_nothing(name: str) -> None:
+    for kind in KINDS:
+        check(local_world, 1, name, kind, False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "name", ["causal", "window", "documents", "softcap", "mask function", "key mask"]
+)
+def test_equal_in_small_blocks(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As sequences are computed that are too long for their scores to be in memory."""
+    monkeypatch.setattr(partial, "ELEMENTS", 40)
+    monkeypatch.setattr(blocks, "QUERIES", 3)
     check(local_world, 2, name, kind, True)
-    check(local_world, 2, name, kind, False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_mask_function_may_hold_tensors_of_simulated_ranks(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(options={"mask_function": None})
+    seen = torch.arange(13) % 4 > 0
+    plain = Case(options={"mask_function": lambda b, h, q, k: seen[k] | (q == k)})
+    wanted, tensors = reference.whole(plain), inputs(plain)
+    with local_world(2) as world:
+        own = world.map(lambda rank: seen)
+        case = Case(options={"mask_function": lambda b, h, q, k: own[k] | (q == k)})
+        got = reference.on_ranks(world, 2, case, kind, True, tensors)
+    for mine, theirs in zip(got, wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def run(world: Any, call: Any, cp: int = 2, length: int = 13) -> list[list[torch.Tensor]]:
+    """What the ranks have: the result of ``call(q, k, v, axis, sequence)`` and the gradients."""
+    with world.paused():
+        tensors = inputs(Case(length=length))[:3]
+    axis, sequence = axis_of(cp), Sequence(length, cp, True)
+    found = []
+    parts = [part_of(world, axis, sequence, x).requires_grad_() for x in tensors]
+    out = call(*parts, axis, sequence)
+    out.square().sum().backward()
+    for x in (out, *(part.grad for part in parts)):
+        found.append(world.per_rank(x.detach()))
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_recomputation_gives_the_same_bits(kind: str) -> None:
+    def plain(q: Any, k: Any, v: Any, axis: CpAxis, sequence: Sequence) -> torch.Tensor:
+        return attention(q, k, v, axis, sequence, causal=True, kind=kind, softcap=3.0)  # type: ignore[arg-type]
+
+    def again(*args: Any) -> torch.Tensor:
+        return checkpoint(plain, *args, use_reentrant=False)
+
+    with local_world(2) as world:
+        results = [run(world, call) for call in (plain, again)]
+    for ours, theirs in zip(*results, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_in_other_dtypes(kind: Any, dtype: torch.dtype) -> None:
+    q, k, v = (sample(1, 4, 32, 8, seed=n).to(dtype) for n in range(3))
+    wanted = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True)
+    wide = [x.double().requires_grad_() for x in (q, k, v)]
+    F.scaled_dot_product_attention(*wide, is_causal=True).square().sum().backward()
+    with local_world(4) as world:
+        axis, sequence = axis_of(4), Sequence(32, 4, True)
+        parts = [part_of(world, axis, sequence, x).requires_grad_() for x in (q, k, v)]
+        out = attention(*parts, axis, sequence, causal=True, kind=kind)
+        assert out.dtype is dtype
+        out.square().sum().backward()
+        got = [
+            reference.joined(world, sequence, x.detach()) for x in (out, *(p.grad for p in parts))
+        ]
+    eps = torch.finfo(dtype).eps
+    for mine, theirs in zip(got, [wanted, *(x.grad for x in wide)], strict=True):
+        assert mine.dtype is dtype
+        assert (mine.double() - theirs).abs().max() / theirs.abs().max() <= 4 * eps
+
+
+def check_compiled(kind: Any, backend: str) -> None:
+    axis, sequence = axis_of(2), Sequence(16, 2, True)
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(8, 8).double()
+    x = sequence.cut(sample(2, 16, 8, seed=1), 1, axis).requires_grad_()
+    weights = sequence.cut(sample(2, 16, 8, seed=2), 1, axis)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        h = layer(x).view(2, 8, 2, 4).transpose(1, 2)
+        out = attention(h, 2 * h, h + 1, axis, sequence, causal=True, kind=kind)
+        return layer(out.transpose(1, 2).reshape(2, 8, 8))
+
+    found = []
+    for run in (forward, torch.compile(forward, fullgraph=True, backend=backend)):
+        for _ in range(2):
+            out = run(x)
+            grads = torch.autograd.grad((out * weights).sum(), [x, *layer.parameters()])
+        found.append((out, *grads))
+    for ours, plain in zip(*found, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_one_compiled_graph(kind: str, gloo_pool: GlooPool) -> None:
+    gloo_pool.run(check_compiled, kind, "aot_eager", world_size=2)

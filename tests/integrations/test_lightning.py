@@ -236,6 +236,8 @@ def _precision() -> None:
                 assert far < 1e-5
             else:
                 assert 1e-4 < far < 0.05, (precision, far)  # it did compute in bfloat16
+        with pytest.raises(p3d.MeshError, match="cp=2: the Strategy cuts no sequences"):
+            ours.Strategy(p3d.MeshLayout(cp=2))
         for refused in ("16-mixed", "64-true"):  # by Lightning
             with pytest.raises(ValueError, match=f"{refused}.*Choose a different precision"):
                 lib.trainer(ours.Strategy(layout), precision=refused)

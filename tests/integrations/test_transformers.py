@@ -564,6 +564,11 @@ def refused(folder: Path) -> None:
             Trainer(tiny_model(), given)
         with pytest.raises(p3d.Parallel3dError, match="instead of model_init"):
             Trainer(args=given, model_init=tiny_model)
+        by_cp = p3d.build_mesh(p3d.MeshLayout(cp=2), device_type="cpu")
+        with pytest.raises(
+            p3d.MeshError, match="has an axis cp: Trainer would give its ranks other"
+        ):
+            Trainer(p3d.fully_shard(tiny_model(), mesh=by_cp), given)
         model, _ = parallel_model((1, 2, 1), tiny_model())
         lora = get_peft_model(model, LoraConfig(target_modules=["down_proj"]))
         with pytest.raises(p3d.Parallel3dError, match="add adapters and heads before"):

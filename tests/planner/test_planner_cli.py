@@ -132,6 +132,39 @@ def test_json_is_alone_on_stdout_and_has_the_plan() -> None:
     assert any("arXiv" in line for line in data["explanation"])
 
 
+def test_what_each_kind_of_recomputation_costs() -> None:
+    words = [*PLAN[:-2], "--json"]
+    data = json.loads(run(*words).stdout)
+    kinds = [each["checkpointing"] for each in data["recomputation"]]
+    assert kinds == ["none", "selective", "offload", "full"]
+    assert {
+        each["checkpointing"]
+        for each in json.loads(run(*words, "--top", "99").stdout)["candidates"]
+    } <= set(kinds)
+    text = run(*PLAN[:-2]).stdout
+    for words in ("the fastest layout with each kind of recomputation", "'offload'", "on the host"):
+        assert words in text
+    assert "parallelize(model, mesh,\n      activation_checkpointing=False,\n      reshard_" in text
+
+
+def test_long_sequences_are_cut_over_cp(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    base = ["--gpu", "h100", "--model", "llama-3.1-8b", "--seq-len", "262144", "--chunked-loss"]
+    text = run("plan", *base, "--global-batch", "8", "--tp", "1", "--html", str(path)).stdout
+    found = re.search(r"the fastest: replicate 1, shard (\d), cp (\d), tp 1;", text)
+    assert found is not None and int(found[1]) * int(found[2]) == 8
+    assert "(replicate x shard x cp x tp; GiB)" in text and "attention over cp: " in text
+    assert f"--shard {found[1]} --cp {found[2]} --tp 1" in text
+    assert re.search(r"activation_checkpointing=.*,\n.*,\n      context_parallel='[a-z]+',", text)
+    page = Page(path.read_text(encoding="utf-8")).text
+    assert "attention over cp" in page and "context parallel" in page
+    one = ["predict", *base, "--cp", "8", "--shard", "1", "--checkpointing", "full", "--json"]
+    data = json.loads(run(*one, "--cp-attention", "gather").stdout)
+    assert data["layout"]["cp"] == 8 and data["cp_attention"] == "gather"
+    asked = run("plan", *base, "--global-batch", "8", "--cp", "2", "--cp", "4", "--json").stdout
+    assert {each["layout"]["cp"] for each in json.loads(asked)["candidates"]} <= {2, 4}
+
+
 def test_constraints_reach_the_plan() -> None:
     words = [
         "--tp",
@@ -178,6 +211,8 @@ def test_options_reach_the_workload() -> None:
         ["--param-dtype", "bf16"],
         ["--no-loss-parallel"],
         ["--compile"],
+        ["--chunked-loss"],
+        ["--checkpointing", "selective"],
     ):
         other = json.loads(run(*PREDICT, *words, "--json").stdout)
         assert other["allocated_gib"] != base["allocated_gib"], words

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from parallel3d.errors import PlanningError
+from parallel3d.mesh import MeshLayout
 from parallel3d.planner.runs import (
     COLUMNS,
     predict_run,
@@ -18,6 +19,8 @@ from parallel3d.planner.runs import (
 DATA = Path(__file__).parents[2] / "benchmarks" / "published"
 with (DATA / "runs.csv").open(newline="", encoding="utf-8") as file:
     RUNS = list(csv.DictReader(file))
+with (DATA / "long.csv").open(newline="", encoding="utf-8") as file:
+    LONG = list(csv.DictReader(file))
 MODELS = read_models(DATA / "models.csv")
 
 
@@ -56,6 +59,37 @@ def test_memory(found: list[dict[str, str]]) -> None:
 def test_fits(found: list[dict[str, str]]) -> None:
     right = [r["fits"] == p["fits"] for r, p in zip(RUNS, found, strict=True)]
     assert sum(right) / len(right) >= 0.90
+
+
+class TestLongRuns:
+    """Of long.csv; no constant is fitted to them."""
+
+    def test_each_has_its_source(self) -> None:
+        assert len({row["id"] for row in LONG}) == len(LONG)
+        assert all(row["url"].startswith("https://") and row["notes"] for row in LONG)
+        assert all(row["tokens_per_s_per_gpu"] or row["memory_gib"] or row["fits"] for row in LONG)
+
+    def test_speed(self) -> None:
+        """Half are within 15 %, and the run nearest to this library's stack within 10."""
+        errors = {}
+        for row in LONG:
+            if row["tokens_per_s_per_gpu"]:
+                predicted = predict_run(row, MODELS).tokens_per_second_per_gpu
+                errors[row["id"]] = predicted / float(row["tokens_per_s_per_gpu"]) - 1
+        assert len(errors) == 24
+        assert statistics.median(map(abs, errors.values())) <= 0.15
+        assert abs(errors["lc-trl-1m"]) <= 0.10
+
+    def test_fits(self) -> None:
+        assert all(str(int(predict_run(row, MODELS).fits)) == row["fits"] for row in LONG)
+
+    def test_cells_of_cp(self) -> None:
+        row = next(row for row in LONG if row["id"] == "lc-tt-256k")
+        found = predict_run(row, MODELS)
+        assert found.layout == MeshLayout(1, 1, 1, cp=8)
+        assert (found.workload.cp_attention, found.workload.float8) == ("gather", True)
+        with pytest.raises(PlanningError, match=r"gpu_count is 8.* shard \* cp \* tp, 16"):
+            predict_run({**row, "tp": "2"}, MODELS)
 
 
 def test_parameters_are_those_that_the_sources_print() -> None:

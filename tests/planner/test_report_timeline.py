@@ -7,7 +7,7 @@ import pytest
 from parallel3d.mesh import MeshLayout
 from parallel3d.planner import Cluster, Prediction, Workload, plan, predict, spec_from_shapes
 from parallel3d.planner.planning import memory_groups, reasons, time_groups
-from parallel3d.planner.report import layer_spans
+from parallel3d.planner.report import LANES, layer_spans
 from parallel3d.planner.step_time import Exposed
 
 MODEL = spec_from_shapes(layers=16, hidden=2048, heads=16, kv_heads=8, ffn=5504, vocab=32000)
@@ -48,16 +48,43 @@ def test_spans_are_the_models_times(
         assert seconds["exposed"] == pytest.approx(model.gather + model.reduce + model.all_reduce)
 
 
+@pytest.mark.parametrize("kind", ["ulysses", "ring"])
+def test_spans_of_cp_and_of_the_host(kind: str) -> None:
+    """What attention waits for is within forward; copies to the host are beside it, on their own lane."""
+    layout = MeshLayout(1, 4, 2, cp=4)
+    each = predicted(layout, 25.0, cp_attention=kind, checkpointing="offload")
+    ((_, times),) = [found for found in each.time.units if found[0].kind == "block"]
+    spans = layer_spans(each)
+    for phase, whole, cp in (
+        ("forward", times.forward, times.cp_forward),
+        ("backward", times.backward, times.cp_backward),
+    ):
+        mine = [span for span in spans if span.phase == phase]
+        on = {lane: sum(s.seconds for s in mine if s.lane == lane) for lane in ("cp", "tp", "host")}
+        assert on["cp"] == pytest.approx(cp) and cp > 0
+        assert on["host"] == pytest.approx(times.offload)
+        busy = sum(s.seconds for s in mine if s.kind == "compute")
+        assert busy + on["cp"] + on["tp"] == pytest.approx(whole)
+        waited = sum(s.seconds for s in mine if (s.lane, s.kind) == ("host", "exposed"))
+        assert waited == pytest.approx(max(0.0, times.offload - whole))
+
+
 def test_bars_of_a_lane_do_not_lie_on_each_other() -> None:
-    spans = layer_spans(predicted(MeshLayout(2, 8, 2), 2.0))
+    layout = MeshLayout(2, 4, 2, cp=2)
+    spans = layer_spans(predicted(layout, 2.0, checkpointing="offload"))
+    assert {span.lane for span in spans} == set(LANES)
     for lane in {span.lane for span in spans}:
         mine = sorted((s for s in spans if s.lane == lane), key=lambda s: s.start)
         assert all(b.start >= a.start + a.seconds - 1e-12 for a, b in pairwise(mine)), lane
 
 
 def test_groups_add_up_and_leave_nothing_over() -> None:
-    for layout in (MeshLayout(1, 32, 1), MeshLayout(2, 8, 2)):
-        each = predicted(layout, 25.0, checkpointing="full")
+    for layout, kind in (
+        (MeshLayout(1, 32, 1), "full"),
+        (MeshLayout(2, 8, 2), "full"),
+        (MeshLayout(2, 4, 2, cp=2), "offload"),
+    ):
+        each = predicted(layout, 25.0, checkpointing=kind)
         assert sum(memory_groups(each).values()) == pytest.approx(each.memory.needed)
         assert sum(time_groups(each).values()) == pytest.approx(each.step_seconds)
         assert "other" not in {**memory_groups(each), **time_groups(each)}

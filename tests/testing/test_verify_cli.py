@@ -106,6 +106,10 @@ def test_json_of_a_difference() -> None:
             "--tp 0: a mesh axis has at least 1 rank",
         ),
         (
+            ["verify_cases:build", *INPUT, "--cp", "-1"],
+            "--cp -1: a mesh axis has at least 1 rank",
+        ),
+        (
             [
                 "verify_cases:build",
                 *INPUT,

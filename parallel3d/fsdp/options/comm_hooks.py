@@ -30,7 +30,6 @@ from parallel3d._util.arguments import is_positive
 from parallel3d._util.trace import issuing
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.collectives import ScatterWork, all_reduce, reduce_scatter
-from parallel3d.fsdp.placement import kept_with
 from parallel3d.fsdp.reduction import (
     DEFAULT_REDUCER,
     Lane,
@@ -39,6 +38,7 @@ from parallel3d.fsdp.reduction import (
     Stage,
     divisor_before_sum,
 )
+from parallel3d.mesh.joined import kept_with
 
 if TYPE_CHECKING:
     from parallel3d.fsdp.bucket import Bucket

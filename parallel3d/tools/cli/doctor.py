@@ -15,6 +15,7 @@ def doctor_command(
     ctx: typer.Context,
     replicate: o.Replicate = 1,
     shard: o.Shard = -1,
+    cp: o.Cp = 1,
     tp: o.Tp = 1,
     checkpoint: Annotated[Path | None, o.plain("The folder for checkpoints.")] = None,
     gpu: o.GpuName = None,
@@ -40,7 +41,7 @@ def doctor_command(
         from parallel3d.tools.doctor import Diagnosis, Options, doctor
         from parallel3d.tools.doctor.report import render
 
-        layout = MeshLayout(replicate, shard, tp)
+        layout = MeshLayout(replicate, shard, tp, cp=cp)
         options = Options(layout=layout, **o.fields_among(Options, ctx.params))
 
         def show(found: Diagnosis) -> None:

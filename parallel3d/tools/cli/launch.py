@@ -24,6 +24,7 @@ def launch_command(
     device: Annotated[str, plain("cuda or cpu; cpu requests no GPUs.")] = "cuda",
     replicate: Annotated[int | None, _mesh("Copies of the sharded model.")] = None,
     shard: Annotated[int | None, _mesh("Ranks that share a copy; -1: all that are left.")] = None,
+    cp: Annotated[int | None, _mesh("Ranks that share each sequence.")] = None,
     tp: Annotated[int | None, _mesh("Ranks that share each layer's computation.")] = None,
     domain: Annotated[int | None, _mesh("GPUs joined by fast links, if not a node's.")] = None,
     name: Annotated[str, plain("Name of the job and of its file.")] = "train",
@@ -47,7 +48,8 @@ def launch_command(
     given = fields_among(LaunchJob, ctx.params)
     given |= {"command": tuple(command or ()), "env": _variables(env or [])}
     given |= {"setup": "\n".join(setup) if setup else None}
-    job = LaunchJob(layout=mesh_of({"replicate": replicate, "shard": shard, "tp": tp}), **given)
+    sizes = {"replicate": replicate, "shard": shard, "cp": cp, "tp": tp}
+    job = LaunchJob(layout=mesh_of(sizes), **given)
     text = launch_file(to, job)
     for line in missing(to, job):
         typer.echo(line, err=True)

@@ -81,7 +81,7 @@ Sharding = Annotated[str, _work(f"{', '.join(SHARDING)}.")]
 
 Replicate = Annotated[int, _layout("Copies of the sharded model.")]
 Shard = Annotated[int, _layout("Ranks that share a copy; -1: all that the other axes leave.")]
-Cp = Annotated[int, _layout("Ranks that share each sequence.")]
+Cp = Annotated[int, _layout("Ranks that share each sequence (context parallelism).")]
 Tp = Annotated[int, _layout("Ranks that share each layer's computation.")]
 Sizes = Annotated[list[int] | None, _layout("Only this size; several by repeating it.")]
 CpSizes = Annotated[

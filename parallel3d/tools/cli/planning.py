@@ -8,6 +8,7 @@ from configparser import ConfigParser
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
+from math import ceil
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -386,14 +387,31 @@ def _show_next(found: MeshPlan, planned: Callable[[Workload], MeshPlan]) -> None
             markup=False,
         )
     mesh = " ".join(f"--{axis} {n}" for axis, n in best.layout.as_dict().items())
+    arguments = "".join(f"      {name}={value},\n" for name, value in _arguments(best).items())
     many, each = cluster.nodes > 1, cluster.gpus_per_node
     nodes = f"--nnodes {cluster.nodes} " if many else ""
     meet = "--rdzv-backend c10d --rdzv-endpoint HOST:29500 \\\n    " if many else ""
     to = f"slurm --nodes {cluster.nodes}" if many else "torchrun"
     typer.echo(
-        f"\nto run it:\n  torchrun {nodes}--nproc-per-node {each} \\\n    {meet}train.py {mesh}\nor:\n"
+        f"\nto run it:\n  parallelize(model, mesh,\n{arguments}  )\n"
+        f"  torchrun {nodes}--nproc-per-node {each} \\\n    {meet}train.py {mesh}\nor:\n"
         f"  parallel3d launch --to {to} --gpus-per-node {each} \\\n    {mesh} --out . -- train.py"
     )
+
+
+def _arguments(best: Prediction) -> dict[str, str]:
+    """What ``parallelize`` takes for it, as Python text."""
+    work, layout, kind = best.workload, best.layout, KINDS[best.workload.checkpointing]
+    gib = ceil(best.memory.host / _GIB)
+    recompute = f"ActivationOffload(pool_gib={gib})" if gib else repr(kind.argument)
+    found = {} if kind.argument is None else {"activation_checkpointing": recompute}
+    if layout.shard * layout.cp > 1:
+        found["reshard_after_forward"] = repr(work.reshard_after_forward)
+    if layout.cp > 1:
+        found["context_parallel"] = repr(work.cp_attention)
+    if work.chunked_loss:
+        found["loss_parallel"] = '"chunked"'
+    return found
 
 
 def _show_prediction(

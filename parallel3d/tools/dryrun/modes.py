@@ -31,6 +31,7 @@ from parallel3d._util.trace import issuing
 from parallel3d._util.trees import map_tensors, tensors_in
 from parallel3d._util.users_code import caller
 from parallel3d.errors import DryRunError
+from parallel3d.mesh.axes import moves_activations
 from parallel3d.tools.dryrun.memory import Held, Ledger, local_of
 from parallel3d.tools.dryrun.place import Place
 from parallel3d.tools.dryrun.races import RaceDetector
@@ -365,7 +366,7 @@ class DryMode(RecordingMode):
             for tensor in made:
                 if (held := self.ledger.find(tensor)) is not None:
                     self._results[held] = index
-        if call.axis != "tp":  # tp communicates activations
+        if not moves_activations(call.axis):
             for tensor in (*read, *written):
                 if isinstance(tensor, FakeTensor) and (held := self.ledger.find(tensor)):
                     held.communicated = True

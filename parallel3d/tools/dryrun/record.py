@@ -13,6 +13,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from parallel3d._torch.dtensor import axis_groups
 from parallel3d._torch.fake import VALUE_ERRORS
 from parallel3d._util import dry_run
 from parallel3d._util.users_code import raised_at
@@ -110,13 +111,14 @@ def record(
         mode.ledger.closed = True
         memory, peak, step_peak = memory_over_time(mode.ledger, mode.operations)
         groups: dict[str, dist.ProcessGroup] = {}
+        axes: tuple[str, ...] = ()
         if named := [mesh for mesh in mode.meshes if mesh.mesh_dim_names]:
             mesh = max(named, key=lambda mesh: (mesh.ndim, mesh.size()))
-            groups = {axis: mesh.get_group(axis) for axis in mesh.mesh_dim_names or ()}
+            groups, axes = axis_groups(mesh), mesh.mesh_dim_names or ()
         return DryRun(
             rank=rank,
             world_size=world_size,
-            mesh={axis: group.size() for axis, group in groups.items()},
+            mesh={axis: groups[axis].size() for axis in axes},
             axis_ranks={x: tuple(dist.get_process_group_ranks(g)) for x, g in groups.items()},
             gpus_per_node=gpus_per_node,
             steps=place.steps,

@@ -229,7 +229,7 @@ class DryRun:
 
     Attributes:
         mesh: axis -> size, of the largest mesh with names; empty if none was made.
-        axis_ranks: axis -> ranks of this rank's group.
+        axis_ranks: axis -> ranks of this rank's group, also of axes as one, such as ``shard_cp``.
         gpus_per_node: ranks of a node.
         steps: optimizer steps done.
         collectives, operations: all, in order.

@@ -18,7 +18,7 @@ from parallel3d.tools.dryrun.result import DryRun, Operation
 
 COMPUTE = "compute"
 COPIES = "copies"
-STREAMS = (COMPUTE, "tp", COPIES, "gather", "reduce", "all-reduce")
+STREAMS = (COMPUTE, "tp", "cp", COPIES, "gather", "reduce", "all-reduce")
 """The streams in the order in which they are drawn; others follow."""
 
 

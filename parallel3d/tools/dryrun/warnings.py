@@ -10,7 +10,7 @@ from statistics import median
 from torch import nn
 
 from parallel3d.fsdp.inspect import units_of
-from parallel3d.mesh.axes import Role, axis_named
+from parallel3d.mesh.axes import Role, axis_named, moves_activations
 from parallel3d.planner.constants import constant
 from parallel3d.tools.dryrun.compare import Divergence
 from parallel3d.tools.dryrun.result import DryRun, DryRunWarning
@@ -94,8 +94,11 @@ def _tiny_messages(times: Timeline, calls: Sequence[Call]) -> Warnings:
             continue
         if group[0].on_data_axis:
             todo = "Make larger units: several layers in one fully_shard."
-        elif axis == "tp":
-            todo = "Give tp fewer ranks, or each rank more tokens (a larger micro-batch or longer sequences)."
+        elif moves_activations(axis):
+            todo = (
+                f"Give {axis} fewer ranks, or each rank more tokens (a larger micro-batch or longer "
+                "sequences)."
+            )
         else:
             todo = "Join them: one collective of a list of tensors, or fewer of them."
         yield DryRunWarning(
@@ -203,10 +206,16 @@ def _no_checkpointing(run: DryRun, times: Timeline) -> Warnings:
 def _not_sharded(run: DryRun) -> Warnings:
     for axis, size in run.mesh.items():
         known = axis_named(axis)
-        if size < 2 or known is None or known.role is Role.REPLICATED:
+        if size < 2 or known is None or known.role not in (Role.SHARDED, Role.TENSOR_PARALLEL):
             continue
-        # Placements that shard: S(0), _S(0, 2), Shard(dim=0), PackedShard(dim=0).
-        whole = [p for p in run.parameters if "S" not in p.placements.get(axis, "")]
+        # Placements that shard: S(0), _S(0, 2), Shard(dim=0), PackedShard(dim=0). Shard's is also shard_cp's.
+        whole = [
+            p
+            for p in run.parameters
+            if not any(
+                "S" in how for name, how in p.placements.items() if axis_named(name) is known
+            )
+        ]
         large = [p for p in whole if p.bytes >= _LARGE]
         if not large:
             continue

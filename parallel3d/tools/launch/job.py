@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 
 from parallel3d._util.arguments import as_count
 from parallel3d.errors import Parallel3dError
-from parallel3d.mesh.axes import AXES
+from parallel3d.mesh.axes import axis_named
 from parallel3d.mesh.layout import MeshLayout
 
 
@@ -57,8 +57,9 @@ def with_mesh(
 ) -> tuple[tuple[str, ...], MeshLayout | None]:
     """Returns the command with the mesh's sizes, and the mesh resolved for ``world_size`` ranks.
 
-    If ``layout`` is None, the mesh is that of the command's own ``--replicate``, ``--shard`` and ``--tp``:
-    one that is missing is 1, a missing shard is what the others leave. Without any there is no mesh.
+    If ``layout`` is None, the mesh is that of the command's own ``--replicate``, ``--shard``, ``--cp`` and
+    ``--tp``: one that is missing is 1, a missing shard is what the others leave. Without any there is no
+    mesh.
     """
     own = _own_sizes(command)
     if layout is None:
@@ -70,8 +71,8 @@ def with_mesh(
             raise LaunchError(
                 f"the command has --{axis} {size}, but the mesh is {layout}; leave it out of the command"
             )
-    missing = [axis for axis in AXES if axis not in own]
-    more = [word for axis in missing for word in (f"--{axis}", str(getattr(layout, axis)))]
+    missing = {axis: size for axis, size in layout.as_dict().items() if axis not in own}
+    more = [word for axis, size in missing.items() for word in (f"--{axis}", str(size))]
     return (*command, *more), layout
 
 
@@ -87,13 +88,15 @@ def _own_sizes(command: tuple[str, ...]) -> dict[str, int]:
     sizes = {}
     for word, following in pairwise((*command, "")):
         name, equals, value = word.partition("=")
-        axis = name.removeprefix("--")
-        if axis in AXES and name != axis:
+        axis = axis_named(name.removeprefix("--")) if name.startswith("--") else None
+        if axis is not None and name == f"--{axis.name}":
             value = value if equals else following
             try:
-                sizes[axis] = int(value)
+                sizes[axis.name] = int(value)
             except ValueError:
-                text = f"the command has --{axis} {value!r}; it must be a number"
+                if not axis.in_mesh_if_one:
+                    continue  # the script's own option of this name: it has no such axis
+                text = f"the command has {name} {value!r}; it must be a number"
                 raise LaunchError(text) from None
     return sizes
 
@@ -121,7 +124,8 @@ class LaunchJob:
         nodes: number of machines.
         gpus_per_node: processes on each machine, one for each of its GPUs.
         layout: the mesh. It must fill all nodes, with tp groups within nodes. Its sizes are appended to the
-            command as ``--replicate``, ``--shard`` and ``--tp`` unless they are there. If None, only a mesh
+            command as ``--replicate``, ``--shard`` and ``--tp``, and ``--cp`` if above 1, unless they are
+            there. If None, only a mesh
             that the command's own arguments name is checked.
         domain: number of GPUs joined by fast links, if they are more than a node's (NVL72: 72).
         name: name of the job: lower-case letters, digits and dashes, as Kubernetes requires (DNS-1123).

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from parallel3d._layout.param_layout import local_chunk
 from parallel3d._torch.autograd import assert_async
 from parallel3d._torch.simulated import inner_tensors
+from parallel3d._util.recompute import kept
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.tp.collectives import TpAxis, copy_by_rank
 
@@ -305,11 +306,19 @@ class CrossEntropy:
 
     def _join(self, lse: Tensor, sums: Any, axis: TpAxis) -> tuple[Tensor, Any]:
         """Combines the numbers of the ranks' chunks of the vocabulary."""
-        largest = lse.clone()
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=axis.group)
-        largest.masked_fill_(largest == float("-inf"), 0)
-        joined = torch.stack([(lse - largest).exp(), *sums])
-        dist.all_reduce(joined, group=axis.group)
+
+        def maximum() -> Tensor:
+            largest = lse.clone()
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=axis.group)
+            return largest.masked_fill_(largest == float("-inf"), 0)
+
+        def total_of(numbers: list[Tensor]) -> Tensor:
+            joined = torch.stack(numbers)
+            dist.all_reduce(joined, group=axis.group)
+            return joined
+
+        largest = kept("largest of rows", maximum)
+        joined = kept("sums of rows", lambda: total_of([(lse - largest).exp(), *sums]))
         total, *sums = joined.unbind(0)
         return largest + total.log(), sums
 

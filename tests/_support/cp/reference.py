@@ -63,6 +63,14 @@ CASES = {
     "scale": Case(options={"scale": 0.3}),
     "other value channels": Case(values=6),
     "one token": Case(length=1),
+    "heads that cp does not divide": Case(heads=5, kv_heads=5),
+    "groups that cp cuts": Case(heads=6, kv_heads=2, sinks=True, options={"softcap": 2.0}),
+    "groups that cp cuts, masked": Case(
+        heads=9,
+        kv_heads=3,
+        options={"mask_function": lambda b, h, q, k: (k <= q) & ((q + k + 2 * h) % 3 > 0)},
+    ),
+    "no key at all": Case(options={"mask_function": lambda b, h, q, k: (q > 3) & (k <= q)}),
     "odd length": Case(length=31, batch=1),
 }
 
@@ -224,3 +232,10 @@ class RealWorld:
 def real_world(cp: int) -> Iterator[RealWorld]:
     assert dist.get_world_size() == cp
     yield RealWorld()
+
+
+def check_on_processes(cp: int, kind: str) -> None:
+    """Every case, where this process is one of ``cp``."""
+    for name in CASES:
+        for balanced in (True, False):
+            check(real_world, cp, name, kind, balanced)

@@ -304,3 +304,4 @@ def test_bad_options_come_before_anything_else(alone: None) -> None:
         doctor(Options(gpu="h1000"))
     assert invoke("--profile", "own.toml").exit_code == 2
     assert invoke("--tp", "0").exit_code == 2
+    assert "cp=0: the size of a mesh axis" in invoke("--cp", "0").output

@@ -224,6 +224,13 @@ def test_large_parameters_left_whole(axis: str) -> None:
     assert f"whole on {axis}" not in kinds(alone)
 
 
+def test_sharded_over_shard_and_cp_as_one() -> None:
+    run = replace(SOUND.run(LAYOUT), mesh={"replicate": 2, "shard": 4, "cp": 2, "tp": 1})
+    for how, want in (("S(0)", set()), ("R", {"whole on shard"})):
+        given = replace(run, parameters=(placed(2**26, replicate="R", shard_cp=how, tp="R"),))
+        assert {kind for kind in kinds(given) if kind.startswith("whole")} == want
+
+
 def test_values_read_every_step() -> None:
     def run(count: int) -> DryRun:
         return SOUND.run(LAYOUT, unknown=(UnknownRead("train.py:7, in step", "item", count),))

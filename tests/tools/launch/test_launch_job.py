@@ -96,6 +96,17 @@ def test_the_mesh_is_in_the_command_once() -> None:
     assert LaunchJob(command=SCRIPT).layout is None
 
 
+def test_cp_is_in_the_command_if_it_is_an_axis() -> None:
+    job = LaunchJob(command=("t.py", "--tp=4"), nodes=2, layout=MeshLayout(1, -1, 4, cp=2))
+    assert job.layout == MeshLayout(1, 2, 4, cp=2)
+    assert job.command == ("t.py", "--tp=4", "--replicate", "1", "--shard", "2", "--cp", "2")
+    assert LaunchJob(command=("t.py", "--cp", "4")).layout == MeshLayout(shard=2, cp=4)
+    own = LaunchJob(command=("t.py", "--cp", "folder", "--tp=2"))  # a script's own option
+    assert own.layout == MeshLayout(shard=4, tp=2)
+    with pytest.raises(LaunchError, match=r"the command has --tp 'folder'; it must be a number"):
+        LaunchJob(command=("t.py", "--tp", "folder"))
+
+
 @pytest.mark.parametrize(
     ("time", "seconds"),
     [

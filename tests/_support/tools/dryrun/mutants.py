@@ -20,6 +20,7 @@ FILES = {
     "parallel3d.fsdp.options.hfsdp": "",
     "parallel3d.fsdp.options.comm_hooks": "",
     "parallel3d.fsdp.options.gather_extension": "",
+    "parallel3d.activations.offload": "",
 }
 """Modules with code of streams, and the names in them that it is in; ``""``: all."""
 
@@ -29,6 +30,7 @@ KEPT = {  # what keeps memory alive, and what it becomes
     "flight.held.append(flight.job.tensor)": "pass",
     "bucket.gathering = event, inputs": "bucket.gathering = event, None",
     "self.source: list[torch.Tensor] | None = job.inputs": "self.source = []",
+    "moved.append(found)": "found.release()",
 }
 
 

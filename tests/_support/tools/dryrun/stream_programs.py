@@ -41,6 +41,7 @@ class Program:
             reduce-scatters may be in flight; 0: the default. prefetch: lists of what is prefetched.
         micro: micro-batches. sync, all_reduce: the switches in all micro-batches but the last.
         hook: ``comm``, ``all_reduce`` (on its own stream without a replicate axis), ``sum``: no average.
+        recompute: what ``activation_checkpointing`` is.
         extended: parameters that say themselves what is gathered.
         raises: ``forward``, ``backward`` or ``hook`` (the communication hook): that of the second step
             raises, and the step is made again.
@@ -62,7 +63,7 @@ class Program:
     hook: str = ""
     hfsdp: bool = False
     offload: bool = False
-    recompute: bool = False
+    recompute: Any = False
     sequence: bool = False
     in_backward: bool = False
     clip: bool = True
@@ -79,6 +80,8 @@ class Program:
         replicate, shard, tp = self.mesh
         return replicate * shard * tp
 
+
+ALL_OFFLOADED = p3d.ActivationOffload(pool_gib=0.25, min_kib=0)
 
 CASES: dict[str, Program] = {
     "FSDP": Program(),
@@ -112,6 +115,26 @@ CASES: dict[str, Program] = {
     "not resharded": Program(reshard=False),
     "resharded to 2": Program(reshard=2),
     "recomputed": Program(mesh=(2, 2, 1), recompute=True),
+    "recomputed selectively": Program(mesh=(2, 2, 1), recompute="selective"),
+    "recomputed selectively, tp": Program(mesh=(1, 2, 2), recompute="selective"),
+    "recomputed selectively, sequence": Program(
+        mesh=(2, 1, 2), recompute="selective", sequence=True
+    ),
+    "activations offloaded": Program(recompute=ALL_OFFLOADED),
+    "activations offloaded, HSDP": Program(mesh=(2, 2, 1), recompute=ALL_OFFLOADED, micro=2),
+    "activations offloaded, replicate": Program(mesh=(4, 1, 1), recompute=ALL_OFFLOADED),
+    "activations offloaded, sequence": Program(
+        mesh=(1, 2, 2), recompute=ALL_OFFLOADED, sequence=True
+    ),
+    "activations offloaded, a small pool": Program(
+        recompute=replace(ALL_OFFLOADED, pool_gib=2**-14)
+    ),
+    "activations offloaded, a forward that raises": Program(
+        recompute=ALL_OFFLOADED, raises="forward"
+    ),
+    "activations offloaded, a backward that raises": Program(
+        mesh=(2, 2, 1), recompute=ALL_OFFLOADED, raises="backward"
+    ),
     "extensions": Program(extended=True, mixed=False),
     "step in backward": Program(in_backward=True, clip=False),
     "step in backward, HSDP": Program(mesh=(2, 2, 1), in_backward=True, clip=False),
@@ -153,7 +176,7 @@ def random_program(seed: int) -> Program:
         hook=draw.choice(["", "", "comm", "all_reduce", "sum"]) if not alone and not hfsdp else "",
         hfsdp=hfsdp,
         offload=not alone and not in_backward and seldom(),
-        recompute=alone and often(),
+        recompute=alone and draw.choice([False, False, True, "selective", ALL_OFFLOADED]),
         sequence=tp > 1 and often(),
         in_backward=in_backward,
         clip=not in_backward and often(),
@@ -193,7 +216,7 @@ def _llama(program: Program, mesh: Any) -> _Made:
     if program.mixed:
         policy = p3d.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     plan = LLAMA_SEQUENCE_PLAN if program.sequence else LLAMA_TP_PLAN
-    if program.mesh[2] > 1 or program.recompute or program.hfsdp:
+    if program.mesh[2] > 1 or program.recompute is not False or program.hfsdp:
         p3d.parallelize(
             model,
             mesh,

@@ -1,0 +1,109 @@
+"""What a recomputation in backward takes from its forward instead of computing, or sending, it again.
+
+A collective that computes its result within ``kept`` is not issued again where activations are recomputed
+selectively (``parallel3d.activations``): the first pass keeps the result, the recomputation returns it.
+Everywhere else ``kept`` only calls. A collective of any axis is written so::
+
+    return kept("all_to_all", lambda: start_and_wait(x, axis))
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+ResultT = TypeVar("ResultT", Tensor, list[Tensor], tuple[Tensor, ...])
+
+
+class Pass(Protocol):
+    """A pass through code whose activations are recomputed: its forward, or the recomputation.
+
+    Attributes:
+        recomputes: whether it is a recomputation.
+        paused: within how many ``kept`` it is, where operations are none of its own.
+    """
+
+    recomputes: bool
+    paused: int
+
+    def keep(self, what: str, result: Any) -> None:
+        """Keeps the result of a collective."""
+
+    def take(self, what: str) -> Any:
+        """Returns what the forward has kept of the collective that comes next."""
+
+    def keep_no_value(self, tensor: Tensor) -> None:
+        """Keeps nothing but the shape of ``tensor``, if it was to be kept."""
+
+
+class _Passes(threading.local):
+    """Those under way on this thread, the outermost first. (An accelerator's backward has its own.)"""
+
+    def __init__(self) -> None:
+        self.under_way: list[Pass] = []
+
+
+_passes = _Passes()
+
+
+def begin_pass(new: Pass) -> None:
+    """``new`` is the innermost pass on this thread until ``end_pass``."""
+    _passes.under_way.append(new)
+
+
+def end_pass(ended: Pass) -> None:
+    """Ends ``ended``, and those in it that an exception has left."""
+    under_way = _passes.under_way
+    del under_way[under_way.index(ended) :]
+
+
+def innermost() -> Pass | None:
+    """The innermost pass on this thread; None where nothing is kept."""
+    if torch.compiler.is_compiling():  # the compiler keeps what the policy tells it to
+        return None
+    under_way = _passes.under_way
+    return under_way[-1] if under_way else None
+
+
+def kept(what: str, compute: Callable[[], ResultT]) -> ResultT:
+    """Returns ``compute()``; in a recomputation what it has returned in the forward, without calling it.
+
+    Args:
+        what: the operation, by which a recomputation that takes another way is noticed.
+        compute: issues a collective, and returns its result; it may be still under way, if the caller waits
+            for it before it is read. A tensor it is given may not be what it returns.
+
+    Raises:
+        StateError: the recomputation comes to another operation than the forward did.
+    """
+    if innermost() is None:
+        return compute()
+    return _kept(what, compute, len(_passes.under_way) - 1)
+
+
+def _kept(what: str, compute: Callable[[], ResultT], depth: int) -> ResultT:
+    if depth < 0:
+        return compute()
+    current = _passes.under_way[depth]
+    if current.recomputes:
+        taken: ResultT = current.take(what)
+        return taken
+    current.paused += 1
+    try:
+        result = _kept(what, compute, depth - 1)  # a pass around it may be a recomputation
+    finally:
+        current.paused -= 1
+    current.keep(what, result)
+    return result
+
+
+def only_summed(tensor: Tensor) -> None:
+    """Says that nothing but the collective that comes next reads ``tensor``: a recomputation, which takes the
+    collective's result, does not need its values."""
+    if innermost() is not None:
+        for each in _passes.under_way:
+            each.keep_no_value(tensor)

@@ -1,0 +1,500 @@
+"""Offload: what a block saves for backward is in the CPU's memory until its backward comes.
+
+A block's forward copies what it saves to a pool, beside the computation, and the next block's end frees the
+originals. The copy back is issued where the engine issues the all-gather of the block's parameters for
+backward. Values do not change, so neither do gradients. What the last block saves is read at once and stays.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from parallel3d._torch.autograd import functorch_is_active
+from parallel3d._util import dry_run
+from parallel3d._util.forwards import Forward, as_if
+from parallel3d.activations.pool import HostPool, Piece
+from parallel3d.errors import Parallel3dError, StateError
+from parallel3d.fsdp.inspect import Observer, unit_of, units_of
+
+ATTRIBUTE = "_parallel3d_offload"  # of a block: its ``BlockOffload``
+
+
+@dataclass(frozen=True)
+class ActivationOffload:
+    """Settings of ``activation_checkpointing="offload"``.
+
+    Attributes:
+        pool_gib: size of the pool in the CPU's memory, GiB per rank; it is pinned where there is a device,
+            and taken in the first forward. What does not fit stays on the device: see ``offload_counts``.
+        min_kib: tensors in a storage of less than so many KiB stay on the device.
+
+    Raises:
+        Parallel3dError: a size is negative.
+    """
+
+    pool_gib: float = 8.0
+    min_kib: float = 256.0
+
+    def __post_init__(self) -> None:
+        for name in ("pool_gib", "min_kib"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
+                raise Parallel3dError(
+                    f"ActivationOffload: {name} is {value!r}; it must be 0 or more"
+                )
+
+
+@dataclass
+class OffloadCounts:
+    """What offload has done since the model was made parallel, in bytes on this rank.
+
+    Attributes:
+        copied_out: copied to the CPU. copied_back: copied back.
+        no_room: what stayed on the device because the pool was full.
+        pool, pool_used: size of the pool, and the most that was used of it.
+    """
+
+    copied_out: int = 0
+    copied_back: int = 0
+    no_room: int = 0
+    pool: int = 0
+    pool_used: int = 0
+
+
+# ---- copies ----
+
+
+class _Copies(Protocol):
+    """How memory is copied to the pool and back."""
+
+    def out(self, host: Tensor, source: Tensor) -> None:
+        """Issues the copy of ``source``, on the device, to ``host``."""
+
+    def back(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Any:
+        """Issues copies (to on the device, from the pool); returns their event."""
+
+    def issued(self) -> Any:
+        """Returns the event of the copies so far."""
+
+    def wait(self, event: Any) -> None:
+        """What is computed from now on comes after ``event``."""
+
+
+class _PlainCopies(_Copies):
+    """Where there is no device: a copy has ended when its call returns."""
+
+    def out(self, host: Tensor, source: Tensor) -> None:
+        host.copy_(source)
+
+    def back(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Any:
+        for target, host in pairs:
+            target.copy_(host)
+
+    def issued(self) -> Any:
+        return None
+
+    def wait(self, event: Any) -> None:
+        """Nothing is under way."""
+
+
+class _StreamCopies(_Copies):
+    """Copies beside the computation, on any accelerator with CUDA's stream interface.
+
+    - copies (normal priority): those to the pool and those back. One stream for both, so that a piece of the
+      pool may be given to another tensor while a copy still reads it: the copy to it comes after. It is not
+      the engine's copy_in, where an all-gather would queue behind a block's activations.
+
+    What is copied out is held until compute has waited for the copy. What is copied back is memory of
+    compute's pool, so ``copies`` waits for compute before it writes, and compute for it before it reads or
+    frees.
+    """
+
+    def __init__(self, device_module: Any) -> None:
+        self.device = device_module
+        self.copies = device_module.Stream()
+
+    def out(self, host: Tensor, source: Tensor) -> None:
+        self.copies.wait_stream(self.device.current_stream())  # which has written the source
+        with self.device.stream(self.copies):
+            host.copy_(source, non_blocking=True)
+
+    def back(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Any:
+        # The targets' memory was freed on compute, where kernels may still use it.
+        self.copies.wait_stream(self.device.current_stream())
+        with self.device.stream(self.copies):
+            for target, host in pairs:
+                target.copy_(host, non_blocking=True)
+        return self.copies.record_event()
+
+    def issued(self) -> Any:
+        return self.copies.record_event()
+
+    def wait(self, event: Any) -> None:
+        self.device.current_stream().wait_event(event)
+
+
+def _make_copies(device: torch.device) -> _Copies:
+    played = dry_run.accelerator()
+    if played is None and device.type == "cpu":
+        return _PlainCopies()
+    return _StreamCopies(played or torch.get_device_module(device.type))
+
+
+# ---- what is saved ----
+
+
+class _Moved:
+    """The memory of one storage, in the pool.
+
+    Attributes:
+        piece: where it is.
+        origin: the storage, weakly; its memory is copied once for all tensors in it.
+        source: a tensor on it, until compute has waited for the copy to the pool. version: its version then.
+        torn: whether the program has written to it before that.
+        fetched: the memory on the device again. event: of the copy back.
+    """
+
+    __slots__ = (
+        *("__weakref__", "copies", "device", "dtype", "event", "fetched", "numel", "origin"),
+        *("piece", "source", "torn", "version"),
+    )
+
+    def __init__(self, x: Tensor, piece: Piece, copies: _Copies) -> None:
+        storage = x.untyped_storage()
+        self.piece, self.copies = piece, copies
+        self.dtype, self.device = x.dtype, x.device
+        self.numel = storage.nbytes() // x.element_size()
+        self.origin = weakref.ref(storage)
+        self.source: Tensor | None = x.as_strided((self.numel,), (1,), 0)
+        self.version = x._version
+        self.torn = False
+        self.fetched: Tensor | None = None
+        self.event: Any = None
+        copies.out(piece.tensor(self.numel, self.dtype), self.source)
+
+    def release(self) -> None:
+        """Compute has waited for the copy to the pool: the source may be freed."""
+        if self.source is not None:
+            self.torn = self.source._version != self.version
+            self.source = None
+
+    def take(self) -> Tensor:
+        """Returns the memory on the device, flat; ``fetched`` or ``source`` is there."""
+        memory = self.source if self.source is not None else self.fetched
+        assert memory is not None
+        if self.torn or (memory is self.source and memory._version != self.version):
+            raise _changed(memory)
+        if memory is self.fetched:
+            self.copies.wait(self.event)
+        return memory
+
+    def __del__(self) -> None:
+        if self.fetched is not None:  # and perhaps nobody has waited for it
+            self.copies.wait(self.event)
+
+
+class _Handle:
+    """What autograd keeps of a tensor that was moved."""
+
+    __slots__ = ("_as", "dtype", "moved", "record")
+
+    def __init__(self, x: Tensor, moved: _Moved, record: _Record) -> None:
+        self.moved, self.record, self.dtype = moved, record, x.dtype
+        self._as = x.shape, x.stride(), x.storage_offset()
+
+    def tensor(self) -> Tensor:
+        """Returns the tensor, on the device."""
+        if self.moved.source is None and self.moved.fetched is None:
+            self.record.fetch(self.moved)
+        with torch.no_grad():
+            return self.moved.take().view(self.dtype).as_strided(*self._as)
+
+
+class _Stays:
+    """What autograd keeps of a tensor that stays on the device. Autograd itself checks no version of what a
+    hook has packed."""
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, x: Tensor) -> None:
+        self._tensor = x.detach()  # an output's own graph would hold it
+        self._version = x._version
+
+    def tensor(self) -> Tensor:
+        """Returns the tensor."""
+        if self._tensor._version != self._version:
+            raise _changed(self._tensor)
+        return self._tensor
+
+
+def _changed(tensor: Tensor) -> StateError:
+    return StateError(
+        f"a tensor that backward needs, {tuple(tensor.shape)} {tensor.dtype}, has been modified by an "
+        "inplace operation since the block's forward saved it; change a copy (x = x + y, not x += y)"
+    )
+
+
+class _Record:
+    """What one forward of a block has moved; the graph holds it."""
+
+    def __init__(self, counts: OffloadCounts, copies: _Copies) -> None:
+        self._counts, self._copies = counts, copies
+        self.moved: list[weakref.ref[_Moved]] = []
+        self.event: Any = None
+
+    def fetch(self, wanted: _Moved | None = None) -> None:
+        """Issues the copies back of what is in the pool alone, ``wanted`` among it."""
+        alive = dict.fromkeys(m for ref in self.moved if (m := ref()) is not None)
+        away = [m for m in alive if m.source is None and m.fetched is None]
+        if wanted is not None and wanted not in away:
+            away.append(wanted)  # another forward has moved it
+        if not away:
+            return
+        pairs = []
+        with torch.no_grad(), torch.inference_mode(False):
+            for moved in away:
+                target = torch.empty(moved.numel, dtype=moved.dtype, device=moved.device)
+                pairs.append((target, moved.piece.tensor(moved.numel, moved.dtype)))
+                self._counts.copied_back += target.numel() * target.element_size()
+            event = self._copies.back(pairs)
+        for moved, (target, _) in zip(away, pairs, strict=True):
+            moved.event, moved.fetched = event, target
+
+
+class Offload:
+    """The pool and the copies of one model.
+
+    Attributes:
+        settings, counts: see there.
+    """
+
+    def __init__(self, settings: ActivationOffload) -> None:
+        self.settings = settings
+        self.counts = OffloadCounts()
+        self.pool: HostPool | None = None
+        self.copies: _Copies | None = None
+        self._leaving: deque[tuple[Any, list[_Moved]]] = (
+            deque()
+        )  # (event, what is copied out until then)
+        self._known: weakref.WeakValueDictionary[tuple[int, int], _Moved] = (
+            weakref.WeakValueDictionary()
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Offload:
+        return self  # a copy of the model uses the same pool
+
+    def __reduce__(self) -> Any:
+        return Offload, (self.settings,)
+
+    def _prepare(self, device: torch.device) -> tuple[HostPool, _Copies]:
+        if self.pool is None or self.copies is None:
+            self.copies = _make_copies(device)
+            plain = isinstance(self.copies, _PlainCopies)
+            played = dry_run.accelerator() is not None
+            host = dry_run.HOST_DEVICE if played else torch.device("cpu")
+            size = int(self.settings.pool_gib * 2**30)
+            self.pool = HostPool(size, host, pin=not plain and not played)
+            self.counts.pool = self.pool.size
+        return self.pool, self.copies
+
+    @contextmanager
+    def saving(self, own: set[int], record: Callable[[_Record], None]) -> Iterator[None]:
+        """Within the body, the forward of a block, what autograd saves is moved.
+
+        Args:
+            own: ids of the storages that stay: those of parameters and buffers.
+            record: called with the record of what is moved, when there is some.
+        """
+        moved: list[_Moved] = []
+        made: list[_Record] = []
+
+        def pack(x: Tensor) -> _Handle | _Stays:
+            if not self._moves(x, own):
+                return _Stays(x)
+            with torch.no_grad():
+                found = self._move(x, moved)
+            if found is None:
+                return _Stays(x)
+            if not made:
+                assert self.copies is not None
+                made.append(_Record(self.counts, self.copies))
+                record(made[0])
+            made[0].moved.append(weakref.ref(found))
+            return _Handle(x, found, made[0])
+
+        try:
+            with saved_tensors_hooks(pack, _unpack):
+                yield
+        except BaseException:
+            self._leave(moved)
+            self.settle()
+            raise
+        self._leave(moved)
+        self.settle(all_but=1)
+
+    def _moves(self, x: Tensor, own: set[int]) -> bool:
+        """Whether ``x`` is to be moved: a plain tensor, in a large storage of which it is no small part."""
+        if hasattr(x, "__tensor_flatten__") or x.layout is not torch.strided or x.is_meta:
+            return False
+        if x.is_conj() or x.is_neg() or x.is_inference() or not x.numel():
+            return False
+        size, whole = x.numel() * x.element_size(), x.untyped_storage().nbytes()
+        if whole < self.settings.min_kib * 1024 or whole > _WHOLE * size:
+            return False
+        return whole % x.element_size() == 0 and id(x.untyped_storage()) not in own
+
+    def _move(self, x: Tensor, moved: list[_Moved]) -> _Moved | None:
+        """Issues the copy of the storage of ``x``, unless it is in the pool already; None: no room."""
+        storage = x.untyped_storage()
+        key = id(storage), x._version
+        known = self._known.get(key)
+        if known is not None and known.origin() is storage:
+            return known
+        pool, copies = self._prepare(x.device)
+        piece = pool.take(storage.nbytes())
+        self.counts.pool_used = pool.most_used
+        if piece is None:
+            self.counts.no_room += storage.nbytes()
+            return None
+        found = self._known[key] = _Moved(x.detach(), piece, copies)
+        self.counts.copied_out += storage.nbytes()
+        moved.append(found)
+        return found
+
+    def _leave(self, moved: list[_Moved]) -> None:
+        if moved:
+            assert self.copies is not None
+            self._leaving.append((self.copies.issued(), moved))
+
+    def settle(self, *, all_but: int = 0) -> None:
+        """Lets compute wait for copies to the pool, the oldest first, and frees what they have read."""
+        while len(self._leaving) > all_but:
+            event, moved = self._leaving.popleft()
+            assert self.copies is not None
+            self.copies.wait(event)
+            for each in moved:
+                each.release()
+
+
+_WHOLE = 4  # a view of less than a fourth of its storage stays: who holds the rest keeps the memory anyway
+
+
+def _unpack(packed: _Handle | _Stays) -> Tensor:
+    return packed.tensor()
+
+
+# ---- blocks ----
+
+
+class BlockOffload(Observer):
+    """Moves what one block saves. An observer of the block's unit: see ``gather_in_backward``.
+
+    Attributes:
+        shared: what all blocks share.
+        stays: whether what the block saves is not moved, as its backward comes at once.
+        records: of its forwards, weakly; the latest is last.
+    """
+
+    def __init__(self, shared: Offload, *, stays: bool) -> None:
+        self.shared, self.stays = shared, stays
+        self.records: list[weakref.ref[_Record]] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BlockOffload:
+        return BlockOffload(self.shared, stays=self.stays)
+
+    def __reduce__(self) -> Any:
+        return _restored, (self.shared, self.stays)
+
+    def run(self, inner: Forward, block: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Returns ``inner(block, ...)``, with what it saves moved."""
+        if self.stays:
+            output = inner(block, *args, **kwargs)
+            self.shared.settle()
+            return output
+        kept = _memory_of(block)  # held, so that their ids are theirs
+        with self.shared.saving(set(map(id, kept)), self._note):
+            return inner(block, *args, **kwargs)
+
+    def _note(self, record: _Record) -> None:
+        self.records = [ref for ref in self.records if ref() is not None]
+        self.records.append(weakref.ref(record))
+
+    def _fetch(self) -> None:
+        self.shared.settle()
+        for ref in reversed(self.records):
+            record = ref()
+            if record is not None:  # later ones have had their backward, and are gone
+                record.fetch()
+                return
+
+    def gather_in_backward(self, unit: Any) -> None:
+        self._fetch()
+
+    def begin_backward(self, unit: Any) -> None:
+        self._fetch()  # if nothing has asked for the unit before
+
+    def abandon(self, unit: Any) -> None:
+        self.shared.settle()
+
+
+def _restored(shared: Offload, stays: bool) -> BlockOffload:
+    return BlockOffload(shared, stays=stays)
+
+
+def _memory_of(block: nn.Module) -> list[Any]:
+    """The storages of the parameters that the block's forward computes with, and of its buffers."""
+    tensors = [*block.parameters(), *block.buffers()]
+    for unit in units_of(block, recurse=True):
+        for bucket in unit.group.buckets:
+            tensors += bucket.compute_params
+    plain = (getattr(each, "_local_tensor", each) for each in tensors)
+    return [t.untyped_storage() for t in plain if not hasattr(t, "__tensor_flatten__")]
+
+
+def moved_to_host(inner: Forward) -> Forward:
+    """The wrapper of a block's forward: what it saves is moved."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        offload = vars(self).get(ATTRIBUTE)
+        if offload is None or not torch.is_grad_enabled() or functorch_is_active():
+            return inner(self, *args, **kwargs)
+        return offload.run(inner, self, args, kwargs)
+
+    return as_if(forward, inner)
+
+
+def attach(blocks: Sequence[nn.Module], settings: ActivationOffload) -> None:
+    """Moves what ``blocks`` save from now on; their forwards are wrapped, and each is a unit."""
+    shared = Offload(settings)
+    for block in blocks:
+        found = BlockOffload(shared, stays=block is blocks[-1])
+        setattr(block, ATTRIBUTE, found)
+        unit = unit_of(block)
+        assert unit is not None
+        unit.observers.append(found)
+
+
+def offload_counts(model: nn.Module) -> OffloadCounts:
+    """Returns what offload has moved in ``model``, on this rank, so far.
+
+    Raises:
+        StateError: the model was not made with ``activation_checkpointing="offload"``.
+    """
+    for module in model.modules():
+        found = vars(module).get(ATTRIBUTE)
+        if found is not None:
+            counts: OffloadCounts = found.shared.counts
+            return counts
+    raise StateError(
+        f"offload_counts: {type(model).__name__} moves no activations; it needs "
+        'parallelize(..., activation_checkpointing="offload")'
+    )

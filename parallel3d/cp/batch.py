@@ -1,0 +1,417 @@
+"""Batches of whole sequences, cut for the ranks of ``cp``, and what was computed from them, joined again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.distributed import DeviceMesh
+
+from parallel3d._torch.simulated import ranks_are_simulated
+from parallel3d._util.arguments import as_bool
+from parallel3d._util.trees import tensors_in
+from parallel3d.cp.axis import CpAxis
+from parallel3d.cp.collectives import gather_positions
+from parallel3d.cp.sequence import Sequence
+from parallel3d.errors import MeshError, Parallel3dError, StateError
+from parallel3d.mesh.axes import Role, names_of
+from parallel3d.mesh.joined import kept_with
+
+BatchT = TypeVar("BatchT")
+
+_ATTRIBUTE = "_parallel3d_cp_batch"
+IGNORED = -100
+"""The label that ``F.cross_entropy`` leaves out."""
+
+# Names of Hugging Face's inputs that have the sequence as dim 1 -> the value of padding.
+_KNOWN: dict[str, Any] = {
+    "input_ids": 0,
+    "inputs_embeds": 0.0,
+    "labels": IGNORED,
+    "shift_labels": IGNORED,
+    "position_ids": 0,
+    "attention_mask": 0,
+    "token_type_ids": 0,
+    "loss_mask": 0,
+}
+_LENGTHS = ("seq_lens", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
+_DROPPED = (*_LENGTHS, "max_length_q", "max_length_k", "max_seqlen", "seq_idx")
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """What a rank must know of a batch of which it holds a part.
+
+    Attributes:
+        sequence: how the sequences lie on the ranks; None: every rank has the whole batch.
+        key_mask: (batch, rows) bool, which of this rank's tokens may be attended to; None: all.
+        left_padded: whether some sequences begin with padding; None: not known.
+    """
+
+    sequence: Sequence | None
+    key_mask: Tensor | None = None
+    left_padded: bool | None = False
+
+
+WHOLE = Batch(None)
+"""A batch of which every rank has all."""
+
+
+def cp_axis(mesh: DeviceMesh) -> DeviceMesh | None:
+    """Returns the axis cp of ``mesh``; None if it has none of more than one rank."""
+    if not isinstance(mesh, DeviceMesh):
+        raise MeshError(f"mesh is {mesh!r}; it must be a DeviceMesh, as build_mesh makes")
+    names = mesh.mesh_dim_names or ()
+    name = next((name for name in names if name in names_of(Role.CONTEXT)), None)
+    if name is None or mesh.size(names.index(name)) == 1:
+        return None
+    # Kept: simulated ranks take a new mesh in the memory of one that was freed for that.
+    return mesh if mesh.ndim == 1 else kept_with(mesh, ("axis", mesh, name), lambda: mesh[name])
+
+
+def batch_of(value: Any) -> Batch | None:
+    """Returns what the tensors in ``value`` are parts of; None if ``shard_batch`` made none of them.
+
+    Raises:
+        StateError: they are of several batches.
+    """
+    found: Batch | None = None
+    for tensor in tensors_in(value):
+        batch = vars(tensor).get(_ATTRIBUTE) if hasattr(tensor, "__dict__") else None
+        if batch is not None and found is not None and batch is not found:
+            raise StateError(
+                "the inputs are parts of several batches: give one call of p3d.cp.shard_batch all the "
+                "tensors of a batch"
+            )
+        found = batch or found
+    return found
+
+
+def shard_batch(
+    batch: BatchT,
+    mesh: DeviceMesh,
+    *,
+    dims: int | Mapping[str, int | None] | tuple[int | None, ...] | None = None,
+    pad: Any = None,
+    seq_lens: Any = None,
+    documents: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    balanced: bool = True,
+    shift: bool = True,
+) -> BatchT:
+    """Returns this rank's part of every sequence in ``batch``.
+
+    Call it on the device where the model runs, on every rank, with the whole sequences of its data rank, which
+    are the same on all ranks of cp. The length need not be divisible: padding is put at the end, which no
+    token attends to. On a mesh without cp the batch is returned as it is (but for ``seq_lens``, see below), so
+    that one program runs on every mesh.
+
+    A dict has Hugging Face's names: ``input_ids``, ``inputs_embeds``, ``position_ids`` (made if absent),
+    ``attention_mask`` (of padding, (batch, length)), ``labels``, ``token_type_ids``. Labels are shifted before
+    they are cut: the result has ``shift_labels``, of which the padded ones are -100, and
+    ``num_items_in_batch``, by which the average over cp of the ranks' losses is the mean over all tokens of the
+    batch, however many of them each rank has. Other keys need an entry in ``dims``. Values that are no
+    tensors, and tensors of one number, stay.
+
+    A tuple or a tensor is cut along dim 1 of each tensor, and neither shifted nor normalized: see
+    ``optim.global_mean``.
+
+    Args:
+        batch: a dict, tuple, list or tensor.
+        mesh: from ``build_mesh``.
+        dims: the dim of the sequence: a number for all tensors, one for each, or by key; None for tensors that
+            stay whole. In a dict it adds to the known names.
+        pad: what a padded position has, by key or place. Needed where the length isn't divisible by 2 x cp and
+            ``batch`` is no dict (targets must be ignored there).
+        seq_lens: packed documents: their lengths, for one row a list of numbers or a tensor, for several rows
+            a list of these; or their cumulated lengths from 0, ``cu_seqlens``. Keys ``seq_lens`` and
+            ``cu_seqlens`` of a dict are the same. Tokens attend to their own document only, and positions
+            begin at 0 in each. Without them ``position_ids`` that begin anew say it, unless there is an
+            ``attention_mask``, as in transformers.
+        documents: (batch, length) integers in their place: the document of each token.
+        key_mask: (batch, length) bool: which tokens may be attended to; in a dict ``attention_mask``.
+        balanced: whether each rank gets a chunk from the head and one from the tail, which gives all ranks the
+            same work under a causal mask; otherwise a contiguous part.
+        shift: whether ``labels`` are those of a causal model, to be shifted by one.
+
+    Raises:
+        Parallel3dError: a tensor has another length, a key is not known, or a padding value is missing.
+        MeshError: ``mesh`` is no mesh.
+    """
+    axis_mesh = cp_axis(mesh)
+    balanced = as_bool("balanced", balanced)
+    if not isinstance(batch, (Mapping, tuple, list, Tensor)):
+        raise Parallel3dError(
+            f"batch is {type(batch).__name__}; shard_batch takes a dict, a tuple, a list or a tensor"
+        )
+    items, rebuild = _items(batch)
+    if isinstance(batch, Mapping):
+        for name in _LENGTHS:
+            seq_lens = items.get(name, seq_lens) if seq_lens is None else seq_lens
+        items = {k: v for k, v in items.items() if k not in _DROPPED}
+    where = _dims_of(batch, items, dims)
+    length, rows, device = _length(items, where)
+    if seq_lens is not None:
+        documents = _documents(seq_lens, rows, length, device)
+        if isinstance(batch, Mapping) and items.get("position_ids") is None:
+            items["position_ids"], where["position_ids"] = _restarting(documents), 1
+    if axis_mesh is None:
+        return cast("BatchT", rebuild(items)) if isinstance(batch, Mapping) else batch
+
+    size = axis_mesh.size()
+    chunks = 2 * size if balanced else size
+    if isinstance(batch, Mapping):
+        items, where, documents, key_mask = _hugging_face(
+            items, where, documents, key_mask, shift, size, rows, length, device
+        )
+    pads = _pads(batch, items, where, pad, length % chunks != 0, length, chunks)
+    if documents is not None:
+        documents = _padded_documents(documents, rows, length, chunks)
+    sequence = Sequence(length, size, balanced=balanced, documents=documents)
+    axis = CpAxis(axis_mesh)
+    left = False
+    if key_mask is not None:
+        key_mask = key_mask.to(torch.bool)
+        left = None if ranks_are_simulated() else not bool(key_mask[:, 0].all())
+        key_mask = sequence.cut(key_mask, 1, axis, False)
+    made = Batch(sequence, key_mask, left)
+    result = {}
+    for name, value in items.items():
+        dim = where.get(name)
+        if dim is not None:
+            value = sequence.cut(value, dim, axis, pads[name]).contiguous()
+            setattr(value, _ATTRIBUTE, made)
+        result[name] = value
+    if isinstance(batch, Mapping) and result.get("attention_mask") is not None:
+        # The model sees no padding: it would count it on its part. Attention has the mask from ``made``.
+        ones = torch.ones_like(result["attention_mask"])
+        setattr(ones, _ATTRIBUTE, made)
+        result["attention_mask"] = ones
+    return cast("BatchT", rebuild(result))
+
+
+def gather(x: Tensor, mesh: DeviceMesh, *, like: Any, dim: int = 1) -> Tensor:
+    """Returns ``x`` of all ranks of cp in the sequence's order, without padding or a gradient; for metrics.
+
+    Args:
+        x: this rank's part along ``dim``, such as ``logits.argmax(-1)``.
+        mesh: from ``build_mesh``; without cp, ``x`` is returned.
+        like: the batch that ``shard_batch`` has returned, or a tensor of it.
+        dim: the dim of the sequence.
+
+    Raises:
+        StateError: ``like`` is not from ``shard_batch``.
+    """
+    axis_mesh = cp_axis(mesh)
+    if axis_mesh is None:
+        return x
+    batch = batch_of(like)
+    if batch is None or batch.sequence is None:
+        raise StateError("gather: `like` must be what p3d.cp.shard_batch has returned for this batch")
+    sequence, first = batch.sequence, x.detach().movedim(dim, 0)
+    rows = first.reshape(1, 1, first.shape[0], -1)
+    (whole,) = gather_positions((rows,), sequence, CpAxis(axis_mesh))
+    whole = whole[0, 0, : sequence.length]
+    return whole.reshape(sequence.length, *first.shape[1:]).movedim(0, dim)
+
+
+# ---- the parts of a batch ----
+
+
+def _items(batch: Any) -> tuple[dict[Any, Any], Any]:
+    """Returns the batch as a dict, and the function that makes such a batch of it again."""
+    if isinstance(batch, Mapping):
+        return dict(batch), lambda items: items
+    if isinstance(batch, Tensor):
+        return {0: batch}, lambda items: items[0]
+    kind = type(batch)
+
+    def rebuild(items: dict[Any, Any]) -> Any:
+        values = [items[i] for i in range(len(items))]
+        return kind(*values) if hasattr(kind, "_fields") else kind(values)
+
+    return dict(enumerate(batch)), rebuild
+
+
+def _dims_of(batch: Any, items: dict[Any, Any], dims: Any) -> dict[Any, int | None]:
+    """Returns the dim of the sequence of each item; None for those that stay."""
+    found: dict[Any, int | None] = {}
+    for place, (name, value) in enumerate(items.items()):
+        if not isinstance(value, Tensor) or value.numel() == 1 and value.dim() < 2:
+            found[name] = None
+            continue
+        dim: int | None = 1
+        if isinstance(dims, Mapping) and name in dims:
+            dim = dims[name]
+        elif isinstance(dims, (tuple, list)) and not isinstance(batch, Mapping):
+            if len(dims) != len(items):
+                raise Parallel3dError(f"dims has {len(dims)} entries for {len(items)} tensors")
+            dim = dims[place]
+        elif isinstance(dims, int) and not isinstance(dims, bool):
+            dim = dims
+        elif isinstance(batch, Mapping) and name not in _KNOWN:
+            raise Parallel3dError(
+                f"shard_batch doesn't know which dim of {name!r}, of shape {tuple(value.shape)}, is the "
+                f"sequence; say it: dims={{{name!r}: 1}}, or None if it is to stay whole"
+            )
+        if dim is not None:
+            if not isinstance(dim, int) or not -value.dim() <= dim < value.dim():
+                raise Parallel3dError(
+                    f"dims: {name!r} has {value.dim()} dims, and no dim {dim!r}; give one of them, or None"
+                )
+            dim %= value.dim()
+        found[name] = dim
+    return found
+
+
+def _length(
+    items: dict[Any, Any], where: dict[Any, int | None]
+) -> tuple[int, int, torch.device]:
+    """Returns the length of the sequences, the number of rows, and the device."""
+    lengths: dict[Any, int] = {}
+    rows, device = 1, torch.device("cpu")
+    for name, dim in where.items():
+        if dim is not None:
+            lengths[name] = items[name].shape[dim]
+            if items[name].dim() > 1:
+                rows = max(rows, items[name].shape[0 if dim else 1])
+            device = items[name].device
+    if not lengths:
+        raise Parallel3dError("shard_batch: no tensor of the batch has a sequence to cut")
+    if len(set(lengths.values())) > 1:
+        raise Parallel3dError(
+            f"the tensors of the batch have other lengths: {lengths}; all must have the sequence's, or "
+            "None in dims="
+        )
+    return next(iter(lengths.values())), rows, device
+
+
+def _documents(seq_lens: Any, rows: int, length: int, device: torch.device) -> Tensor:
+    """Returns the document of each token, (rows, length), of lengths or cumulated lengths."""
+    lists = seq_lens.tolist() if isinstance(seq_lens, Tensor) else list(seq_lens)
+    if not lists or not isinstance(lists[0], (list, tuple, Tensor)):
+        lists = [lists]
+    lists = [x.tolist() if isinstance(x, Tensor) else list(x) for x in lists]
+    if len(lists) not in (1, rows):
+        raise Parallel3dError(f"seq_lens has {len(lists)} rows, the batch {rows}")
+    out = []
+    for lengths in lists:
+        if lengths and lengths[0] == 0:  # cumulated
+            lengths = [b - a for a, b in zip(lengths, lengths[1:], strict=False)]
+        if any(n < 0 for n in lengths) or sum(lengths) > length:
+            raise Parallel3dError(
+                f"seq_lens {lengths} add up to {sum(lengths)}; the sequence has {length} tokens"
+            )
+        rest = length - sum(lengths)
+        lengths = [*lengths, rest] if rest else lengths
+        numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+        out.append(numbers)
+    return torch.stack(out).expand(rows, -1).to(device)
+
+
+def _restarting(documents: Tensor) -> Tensor:
+    """Returns positions that begin at 0 in each document, (rows, length)."""
+    places = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    begins = torch.cat([torch.ones_like(documents[:, :1]), documents.diff(dim=1)], 1) != 0
+    return places - torch.where(begins, places, 0).cummax(1).values
+
+
+def _hugging_face(
+    items: dict[str, Any],
+    where: dict[Any, int | None],
+    documents: Tensor | None,
+    key_mask: Tensor | None,
+    shift: bool,
+    size: int,
+    rows: int,
+    length: int,
+    device: torch.device,
+) -> tuple[dict[str, Any], dict[Any, int | None], Tensor | None, Tensor | None]:
+    """Adds what a Hugging Face model needs of whole sequences."""
+    items, where = dict(items), dict(where)
+    mask = items.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.dim() != 2:
+        raise Parallel3dError(
+            f"attention_mask has shape {tuple(mask.shape)}; with context parallelism it must be that of "
+            "padding, (batch, length); give packed documents as seq_lens or position_ids"
+        )
+    positions = items.get("position_ids")
+    if positions is None:
+        items["position_ids"] = torch.arange(length, device=device).expand(rows, -1)
+        where["position_ids"] = 1
+    elif documents is None and mask is None and positions.dim() == 2:
+        documents = _from_positions(positions.expand(rows, -1))
+    if isinstance(mask, Tensor):
+        key_mask = mask if key_mask is None else key_mask.bool() & mask.bool()
+    else:  # so that the model doesn't look for documents in its part of the positions
+        items["attention_mask"] = torch.ones((rows, length), dtype=torch.int64, device=device)
+        where["attention_mask"] = 1
+    labels = items.get("labels")
+    if labels is not None and where.get("labels") is not None:
+        counted = labels
+        if shift and items.get("shift_labels") is None:
+            ends = labels.new_full((labels.shape[0], 1), IGNORED)
+            items["shift_labels"] = counted = torch.cat([labels[:, 1:], ends], 1)
+            where["shift_labels"] = 1
+        given = items.get("num_items_in_batch")
+        count = (counted != IGNORED).sum() if given is None else given
+        items["num_items_in_batch"] = count / size
+        where["num_items_in_batch"] = None
+    return items, where, documents, key_mask
+
+
+def _from_positions(positions: Tensor) -> Tensor | None:
+    """Returns the document of each token where positions do not go on by one; None if there is one only."""
+    begins = positions.diff(dim=1) != 1
+    numbers = torch.cat([torch.zeros_like(positions[:, :1]), begins.cumsum(1)], 1)
+    if not ranks_are_simulated() and numbers.device.type == "cpu" and not bool(begins.any()):
+        return None
+    return numbers
+
+
+def _pads(
+    batch: Any,
+    items: dict[Any, Any],
+    where: dict[Any, int | None],
+    pad: Any,
+    needed: bool,
+    length: int,
+    chunks: int,
+) -> dict[Any, Any]:
+    """Returns the value of padding of each item."""
+    found: dict[Any, Any] = {}
+    for place, (name, dim) in enumerate(where.items()):
+        if dim is None:
+            continue
+        if isinstance(pad, Mapping) and name in pad:
+            found[name] = pad[name]
+        elif isinstance(pad, (tuple, list)) and not isinstance(batch, Mapping):
+            found[name] = pad[place]
+        elif pad is not None and not isinstance(pad, (tuple, list, Mapping)):
+            found[name] = pad
+        elif isinstance(batch, Mapping):
+            found[name] = _KNOWN.get(name, 0)
+        elif needed:
+            raise Parallel3dError(
+                f"the length {length} is not divisible by {chunks}, and shard_batch doesn't know what the "
+                f"padding of tensor {place} is to be (targets must be ignored there): give "
+                f"pad=(0, {IGNORED}), a value for each tensor, or sequences of "
+                f"{-(-length // chunks) * chunks} tokens"
+            )
+        else:
+            found[name] = 0
+    return found
+
+
+def _padded_documents(documents: Tensor, rows: int, length: int, chunks: int) -> Tensor:
+    if documents.dim() != 2 or documents.shape != (rows, length) or documents.is_floating_point():
+        raise Parallel3dError(
+            f"documents has shape {tuple(documents.shape)} and {documents.dtype}; it must be integers, "
+            f"(batch, length) = ({rows}, {length})"
+        )
+    missing = -length % chunks
+    last = documents.new_full((rows, missing), -1)
+    return torch.cat([documents, last], 1) if missing else documents

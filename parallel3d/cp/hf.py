@@ -1,0 +1,458 @@
+"""Attention of transformers' models: registered functions for attention and masks.
+
+A model's config says by name which functions its modules call. ``adopt`` gives the modules copies of their
+configs with a name of ours, which says too which function the plain model calls: that is called where a rank
+has whole sequences. Masks are not made, as a rank has only a part of the positions: a ``LazyMask`` keeps the
+function that says which key a query sees, and attention asks it with positions of the whole sequence.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from parallel3d._torch.autograd import untraced
+from parallel3d._util.users_code import caller
+from parallel3d.cp.attention import attention
+from parallel3d.cp.axis import CpAxis
+from parallel3d.cp.sequence import Sequence
+from parallel3d.cp.state import CpState, Tracing, path_of, state_of
+from parallel3d.errors import PlanError, StateError
+from parallel3d.tp.auto.trace import copy_with
+
+_PREFIX = "parallel3d_cp_"
+
+
+def is_hugging_face(model: nn.Module) -> bool:
+    """Whether ``model`` is one of transformers'."""
+    return hasattr(model, "config") and any(
+        cls.__module__.startswith("transformers.") for cls in type(model).__mro__
+    )
+
+
+def adopt(model: nn.Module) -> None:
+    """Makes the modules of ``model`` whose config names an attention function call ours."""
+    configs = {
+        id(m.config): m.config
+        for m in model.modules()
+        if getattr(getattr(m, "config", None), "_attn_implementation", None) is not None
+    }
+    memo: dict[int, Any] = {}
+    ours = {key: copy.deepcopy(config, memo) for key, config in configs.items()}
+    for key, config in ours.items():
+        plain = configs[key]._attn_implementation
+        if not plain.startswith(_PREFIX):
+            config._attn_implementation_internal = _register(plain)
+    for module in model.modules():
+        config = ours.get(id(getattr(module, "config", None)))
+        if config is not None:
+            module.config = config
+
+
+@functools.cache
+def _register(plain: str) -> str:
+    """Registers our functions for models whose config says ``plain``; returns their name."""
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    name = _PREFIX + plain.replace("flash", "fl")  # transformers looks for "flash" in it
+    AttentionInterface.register(name, functools.partial(_attention, plain))
+    AttentionMaskInterface.register(name, functools.partial(_mask, plain))
+    return name
+
+
+# ---- masks ----
+
+
+def masks_file() -> str:
+    """The file of the code that makes masks. What it computes is for masks only, which are not made."""
+    from transformers import masking_utils
+
+    return f"{masking_utils.__file__}:"
+
+
+class LazyMask:
+    """A mask that is not made: which key each query sees, as a function.
+
+    Attributes:
+        plain: the name of the plain model's functions.
+        options: what transformers gives to a function that makes masks.
+    """
+
+    def __init__(self, plain: str, options: dict[str, Any]) -> None:
+        self.plain = plain
+        self.options = options
+        self._made: list[Any] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LazyMask:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if hasattr(Tensor, name) and not name.startswith("__"):
+            _refuse_reading()
+        raise AttributeError(name)
+
+    def __getitem__(self, index: Any) -> Any:
+        _refuse_reading()
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """``(batch, head, query, key) -> bool``."""
+        from transformers.masking_utils import causal_mask_function
+
+        return self.options.get("mask_function", causal_mask_function)
+
+    def make(self) -> Any:
+        """Returns the mask of the plain model, for whole sequences."""
+        if not self._made:
+            from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+            self._made.append(ALL_MASK_ATTENTION_FUNCTIONS[self.plain](**self.options))
+        return self._made[0]
+
+    def rules(self) -> Rules:
+        """Returns what the function computes, in terms of attention.
+
+        Raises:
+            PlanError: it depends on this rank's part of the sequence.
+        """
+        return _rules(self.function, bool(self.options.get("use_vmap")))
+
+
+def _refuse_reading() -> NoReturn:
+    raise PlanError(
+        f"context parallelism: the model's code reads the mask of attention ({caller()}), which is not made, "
+        "since a rank has only a part of every sequence: sparse attention with an index of its own, and masks "
+        "that depend on values, are not supported; use cp=1"
+    )
+
+
+@dataclass(frozen=True)
+class Rules:
+    """A mask: causal, within a window, and a function for what remains."""
+
+    causal: bool
+    window: int | tuple[int, int] | None = None
+    function: Callable[..., Any] | None = None
+    chunked: bool = False
+
+
+def _mask(plain: str, *args: Any, **options: Any) -> LazyMask:
+    names = ("batch_size", "q_length", "kv_length", "q_offset", "kv_offset")
+    return LazyMask(plain, {**dict(zip(names, args, strict=False)), **options})
+
+
+def _rules(function: Callable[..., Any], use_vmap: bool) -> Rules:
+    from transformers import masking_utils as hf
+
+    if function is hf.causal_mask_function:
+        return Rules(True)
+    if function is hf.bidirectional_mask_function:
+        return Rules(False)
+    parts = _and_parts(function)
+    kinds = [_kind(part) for part in parts]
+    if len(parts) == 2:
+        window = next((k[1] for k in kinds if k[0] == "sliding_window_overlay"), None)
+        both = next(
+            (k[1] for k in kinds if k[0] == "sliding_window_bidirectional_overlay"), None
+        )
+        if window is not None and hf.causal_mask_function in parts:
+            return Rules(True, window)
+        if both is not None and hf.bidirectional_mask_function in parts:
+            return Rules(False, (both, both))
+    local = _tensors_of(function)
+    if use_vmap or any(t.dim() > 1 for t in local):
+        raise PlanError(
+            "context parallelism: the model makes a mask from tensors of its part of the sequence (packed "
+            "documents, blocks of images, a mask function of its own); give documents to p3d.cp.shard_batch "
+            "as seq_lens or position_ids"
+        )
+    chunked = any(kind[0] == "chunked_overlay" for kind in kinds)
+    return Rules(hf.causal_mask_function in parts, None, function, chunked)
+
+
+def _and_parts(function: Any) -> tuple[Any, ...]:
+    """The functions of which ``function`` is the conjunction."""
+    if getattr(function, "__qualname__", "").startswith("and_masks."):
+        inner = inspect.getclosurevars(function).nonlocals.get("mask_functions", ())
+        return tuple(part for each in inner for part in _and_parts(each))
+    return (function,)
+
+
+def _kind(function: Any) -> tuple[str, Any]:
+    """The name of the function that has made this one, and the number that it was given."""
+    name = getattr(function, "__qualname__", "").partition(".")[0]
+    closure = getattr(function, "__closure__", None) or ()
+    return name, next((c.cell_contents for c in closure if isinstance(c.cell_contents, int)), None)
+
+
+def _tensors_of(function: Any, seen: set[int] | None = None) -> list[Tensor]:
+    """The tensors that a function reads from the functions around it."""
+    seen = set() if seen is None else seen
+    found: list[Tensor] = []
+    values: list[Any] = [c.cell_contents for c in getattr(function, "__closure__", None) or ()]
+    if isinstance(function, functools.partial):
+        values += [function.func, *function.args, *function.keywords.values()]
+    while values:
+        value = values.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            values += value
+        elif callable(value):
+            found += _tensors_of(value, seen)
+    return found
+
+
+# ---- attention ----
+
+# Arguments of attention functions that don't change its result.
+_HARMLESS = frozenset(
+    {
+        *("sliding_window", "position_ids", "use_cache", "output_attentions", "output_hidden_states"),
+        *("cache_position", "past_key_values", "num_items_in_batch", "output_router_logits"),
+        *("return_dict", "deterministic", "logits_to_keep", "shift_labels", "is_causal"),
+        *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "softcap", "s_aux"),
+    }
+)
+
+
+def _attention(
+    plain: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """transformers' attention function: (batch, heads, length, size) -> (batch, length, heads, size)."""
+    state = state_of(module)
+    call = (query, key, value, attention_mask, dropout, scaling, kwargs)
+    if isinstance(state, Tracing):
+        return _traced(state, plain, module, *call), None
+    return _run(state, plain, module, *call)
+
+
+@untraced
+def _run(
+    state: CpState | None,
+    plain: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    dropout: float,
+    scaling: float | None,
+    kwargs: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    batch = None if state is None else state.running()
+    if state is None or batch is None or batch.sequence is None:
+        mask = mask.make() if isinstance(mask, LazyMask) else mask
+        function = plain_attention(plain, module)
+        return function(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
+    if key.shape[2] != query.shape[2]:
+        raise StateError(
+            f"attention has {query.shape[2]} queries and {key.shape[2]} keys: a cache of keys and values "
+            "holds tokens; call with use_cache=False, or with whole sequences in eval mode"
+        )
+    rules, key_mask = _mask_rules(plain, module, mask, kwargs)
+    output = state.attend(
+        path_of(module),
+        batch,
+        query,
+        key,
+        value,
+        causal=rules.causal,
+        window=rules.window,
+        mask_function=rules.function,
+        key_mask=key_mask,
+        scale=scaling,
+        softcap=kwargs.get("softcap"),
+        sinks=kwargs.get("s_aux"),
+        dropout_p=dropout,
+    )
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _mask_rules(
+    plain: str, module: nn.Module, mask: Any, kwargs: dict[str, Any]
+) -> tuple[Rules, Tensor | None]:
+    """Returns the rules of a mask, and which keys it hides."""
+    if isinstance(mask, LazyMask):
+        return mask.rules(), None
+    causal = False  # eager attention without a mask
+    if plain != "eager":
+        given = kwargs.get("is_causal")
+        causal = bool(getattr(module, "is_causal", True) if given is None else given)
+    if mask is None:
+        return Rules(causal), None
+    padding = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.dim() == 4
+    if not padding or mask.shape[1:3] != (1, 1):
+        shown = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise PlanError(
+            f"context parallelism: attention of {type(module).__name__} gets a mask of shape {shown}, made "
+            "from this rank's part of the sequence; only (batch, 1, 1, length) bool, which hides keys, is "
+            "possible"
+        )
+    return Rules(causal), mask[:, 0, 0]
+
+
+def plain_attention(plain: str, module: nn.Module) -> Callable[..., Any]:
+    """Returns the attention function of the plain model; eager attention is each model's own."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    own = next(
+        (
+            function
+            for cls in type(module).__mro__
+            if (function := vars(sys.modules[cls.__module__]).get("eager_attention_forward"))
+        ),
+        None,
+    )
+    if plain == "eager" and own is None:
+        raise PlanError(f"{type(module).__module__} has no eager_attention_forward")
+    return own if plain == "eager" else ALL_ATTENTION_FUNCTIONS[plain]
+
+
+def _traced(
+    state: Tracing,
+    plain: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    dropout: float,
+    scaling: float | None,
+    kwargs: dict[str, Any],
+) -> Tensor:
+    """Attention in the copy of a model whose forward is recorded."""
+    for name, given in kwargs.items():
+        if given is None or name in _HARMLESS:
+            continue
+        if isinstance(given, Tensor):
+            raise PlanError(
+                f"context parallelism: attention of {type(module).__name__} takes {name!r}, a tensor of shape "
+                f"{tuple(given.shape)}, which is not supported"
+            )
+    if mask is not None and not isinstance(mask, (LazyMask, Tensor)):
+        raise PlanError(
+            f"context parallelism: attention of {type(module).__name__} gets a {type(mask).__name__} as mask"
+        )
+    tensor = mask if isinstance(mask, Tensor) else None
+    rules = mask.rules() if isinstance(mask, LazyMask) else None
+    shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
+    keep = {k: repr(v) for k, v in kwargs.items() if not isinstance(v, Tensor)}
+    options = {"scaling": scaling, "kwargs": tuple(sorted(keep.items()))}
+    sizes = (*query.shape[1::2], *key.shape[1::2], value.shape[-1])
+    case = (type(module), sizes, rules and (rules.causal, rules.window), tuple(options.items()))
+    if case not in state.proven:
+        state.proven.add(case)
+        shapes = tuple(x.shape for x in (query, key, value))
+        given = (scaling, kwargs, rules, shapes)
+        state.proofs.append(functools.partial(_prove, plain, module, *given))
+    return state.recorder.attention(
+        "hf", query, key, value, tensor, shape, chunked=rules is not None and rules.chunked, **options
+    )
+
+
+def _prove(
+    plain: str,
+    module: nn.Module,
+    scaling: float | None,
+    kwargs: dict[str, Any],
+    rules: Rules | None,
+    shapes: tuple[torch.Size, ...],
+) -> None:
+    """Compares the plain model's attention function with ours, on random numbers.
+
+    Raises:
+        PlanError: they are not equal.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def random(shape: Any) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    def weights(p: nn.Parameter) -> nn.Parameter:  # a matrix is not read here
+        made = random(p.shape) if p.dim() < 2 else torch.ones((), dtype=torch.float64).expand(p.shape)
+        return nn.Parameter(made, requires_grad=False)
+
+    copied = copy_with(module, weights).eval()
+    names = {id(p): name for name, p in module.named_parameters()}
+
+    def filled(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) in names:
+            return copied.get_parameter(names[id(value)])
+        return random(value.shape) if value.is_floating_point() else torch.zeros(value.shape).long()
+
+    kwargs = {name: filled(value) for name, value in kwargs.items()}
+    q, k, v = map(random, shapes)
+    length = q.shape[2]
+    places = torch.arange(length)
+    queries, keys = places[:, None], places[None, :]
+    causal = _mask_rules(plain, module, None, kwargs)[0].causal if rules is None else rules.causal
+    window = None if rules is None else rules.window
+    seen = keys <= queries if causal else keys >= 0
+    if window is not None:
+        left, right = (window - 1, length) if isinstance(window, int) else window
+        seen = seen & (keys >= queries - left) & (keys <= queries + right)
+    mask: Any = None
+    if rules is not None:
+        mask = seen.expand(q.shape[0], 1, length, length)
+        if plain == "eager":
+            mask = torch.zeros(mask.shape, dtype=q.dtype).masked_fill(~mask, torch.finfo(q.dtype).min)
+    name = type(module).__name__
+    function = plain_attention("sdpa" if "fl" in plain else plain, copied)
+    try:
+        want = function(copied, q, k, v, mask, dropout=0.0, scaling=scaling, **kwargs)[0]
+        got = attention(
+            q,
+            k,
+            v,
+            _ONE_RANK,
+            Sequence(length, 1),
+            causal=causal,
+            window=window,
+            scale=scaling,
+            softcap=kwargs.get("softcap"),
+            sinks=kwargs.get("s_aux"),
+            kind="gather",
+        ).transpose(1, 2)
+        equal = want.shape == got.shape and float((want - got).abs().max()) <= 1e-4
+    except Exception as error:
+        raise PlanError(
+            f"context parallelism: attention of {name} can't be compared with ours: {error}"
+        ) from error
+    if not equal:
+        raise PlanError(
+            f"context parallelism: attention of {name} ({plain}) computes something else than attention with "
+            "masks, windows, caps and sinks, which is what p3d.cp.attention knows"
+        )
+
+
+class _OneRank(CpAxis):
+    """The axis of one rank, without a process group."""
+
+    def __init__(self) -> None:
+        self.size, self.rank, self.kind, self.sequence = 1, 0, "gather", None
+
+
+_ONE_RANK = _OneRank()

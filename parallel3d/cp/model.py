@@ -1,0 +1,453 @@
+"""What context parallelism does to a model: its attention is found, checked to be all that mixes positions,
+and replaced."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from parallel3d._torch.autograd import untraced
+from parallel3d._torch.simulated import simulation_off
+from parallel3d._util.forwards import as_if, wrap_forward
+from parallel3d._util.trees import map_tensors, tensors_in
+from parallel3d.cp import hf, mixing
+from parallel3d.cp.axis import CpAxis, Kind
+from parallel3d.cp.batch import IGNORED, Batch
+from parallel3d.cp.flow import AttentionCall, Flow, Recorder, record
+from parallel3d.cp.state import CpState, Tracing, path_of, set_path, set_state, state_of
+from parallel3d.errors import Parallel3dError, PlanError
+from parallel3d.tp.auto.trace import check_example, describe, examples
+
+KINDS = ("auto", "ulysses", "gather", "ring")
+
+
+@dataclass(frozen=True)
+class ContextParallel:
+    """How a model is made context-parallel: ``parallelize(context_parallel=ContextParallel(...))``.
+
+    Attributes:
+        kind: of attention: ``"ulysses"``, ``"gather"`` (of keys and values), ``"ring"``, or ``"auto"``, which
+            picks by heads, length and bytes; ``p3d.cp.summary(model)`` says what and why.
+        position_wise: names of modules (with wildcards) that compute each position of a sequence from itself
+            alone. You assert it: they are not looked into. ``""`` is the whole model but for attention.
+    """
+
+    kind: Kind | Literal["auto"] = "auto"
+    position_wise: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise Parallel3dError(
+                f"context_parallel: kind is {self.kind!r}; it must be one of {', '.join(map(repr, KINDS))}"
+            )
+        if isinstance(self.position_wise, str):
+            raise Parallel3dError(
+                f"context_parallel: position_wise is {self.position_wise!r}; it must be a tuple of names"
+            )
+
+
+def check_options(options: object) -> ContextParallel:
+    """Returns the options of ``parallelize(context_parallel=...)``.
+
+    Raises:
+        Parallel3dError: they are neither a kind nor a ``ContextParallel``.
+    """
+    if options is None:
+        return ContextParallel()
+    if isinstance(options, str):
+        return ContextParallel(options)  # type: ignore[arg-type]
+    if not isinstance(options, ContextParallel):
+        raise Parallel3dError(
+            f"context_parallel is {options!r}; it must be None, one of {', '.join(map(repr, KINDS))}, or a "
+            "p3d.cp.ContextParallel"
+        )
+    return options
+
+
+@dataclass(frozen=True)
+class CpPlan:
+    """The attention of a model: path of a module -> its calls. ``apply`` makes it context-parallel."""
+
+    options: ContextParallel
+    attention: dict[str, list[AttentionCall]]
+
+    def apply(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        """Changes ``model`` in place.
+
+        Args:
+            mesh: the axis cp.
+        """
+        chunked = any(c.options.get("chunked") for calls in self.attention.values() for c in calls)
+        state = CpState(CpAxis(mesh, self.options.kind), chunked=chunked)
+        set_state(model, state)
+        kinds = {path: calls[0].kind for path, calls in self.attention.items()}
+        if "hf" in kinds.values():
+            hf.adopt(model)
+        for path, kind in kinds.items():
+            module = model.get_submodule(path)
+            set_path(module, path)
+            if kind == "sdpa":
+                wrap_forward(module, _with_sdpa, "context parallel")
+            elif kind == "mha":
+                wrap_forward(module, _with_mha, "context parallel")
+                # So that torch's encoder layers call it in inference too.
+                module.register_forward_pre_hook(_no_fast_path)
+        model.register_forward_pre_hook(state.before, prepend=True, with_kwargs=True)
+        model.register_forward_hook(state.after, always_call=True)
+
+
+def _no_fast_path(module: nn.Module, args: Any) -> None:
+    pass
+
+
+def plan_cp(model: nn.Module, options: ContextParallel, example: Any = None) -> CpPlan:
+    """Finds the attention of ``model``, which is not changed, and checks that nothing else mixes positions.
+
+    Args:
+        example: ``(args, kwargs)`` of a small batch for the model's forward, whose sequences are dim 1.
+
+    Raises:
+        PlanError: something else does, or may do so, or the model can't be run on the meta device.
+    """
+    for pattern in options.position_wise:
+        if not any(fnmatchcase(path, pattern) for path, _ in model.named_modules()):
+            raise PlanError(f"context_parallel: position_wise {pattern!r} matches no module")
+    if "" in options.position_wise:
+        options = ContextParallel(options.kind, options.position_wise)
+    first_error: Exception | None = None
+    tried = None
+    for number, pair in enumerate(_examples(model, example)):
+        try:
+            flows, tracings = zip(*(_run(model, options, *each) for each in pair), strict=True)
+        except PlanError:
+            raise
+        except Exception as error:
+            first_error = first_error or error
+            tried = tried or pair[0]
+            if number == 40:
+                break
+            continue
+        lengths = (_length_of(pair[0]), _length_of(pair[1]))
+        if "" not in options.position_wise:
+            mixing.check(flows[0], flows[1], lengths)
+        with simulation_off():
+            for proof in tracings[0].proofs:
+                proof()
+        calls = flows[0].attention
+        for path, each in calls.items():
+            if len({call.kind for call in each}) > 1:
+                raise PlanError(f"{path!r} calls several kinds of attention, which is not supported")
+        return CpPlan(options, calls)
+    where = f" with {describe(tried)}" if tried is not None else ""
+    raise PlanError(
+        f"context parallelism: the model could not be run on the meta device{where}, which shows whether "
+        f"anything but attention mixes positions: {first_error}. Give parallelize an example=(args, kwargs) "
+        "of its forward, name what it can't run in context_parallel=p3d.cp.ContextParallel(position_wise=...), "
+        "or use cp=1"
+    ) from first_error
+
+
+# ---- one run ----
+
+
+def _run(
+    model: nn.Module, options: ContextParallel, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Flow, Tracing]:
+    made: list[Tracing] = []
+
+    def prepare(twin: nn.Module, recorder: Recorder) -> None:
+        tracing = Tracing(recorder)
+        made.append(tracing)
+        set_state(twin, tracing)
+        if hf.is_hugging_face(twin):
+            hf.adopt(twin)
+            recorder.quiet = hf.masks_file()
+        for path, module in twin.named_modules():
+            if isinstance(module, nn.MultiheadAttention):
+                module.forward = _traced_mha(module, recorder)  # type: ignore[method-assign]
+            elif _is_position_wise(path, module, options):
+                module.forward = _leaf(module, recorder)  # type: ignore[method-assign]
+
+    return record(model, prepare, args, kwargs), made[0]
+
+
+def _is_position_wise(path: str, module: nn.Module, options: ContextParallel) -> bool:
+    """Whether a module is known to act on each position, though its code can't be followed."""
+    if path and any(fnmatchcase(path, pattern) for pattern in options.position_wise):
+        return True
+    known = type(module).__name__.endswith("Experts")  # transformers' names of a layer's experts
+    return known and type(module).__module__.startswith("transformers.")
+
+
+def _leaf(module: nn.Module, recorder: Recorder) -> Callable[..., Any]:
+    inner = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return recorder.leaf(lambda: inner(*args, **kwargs), (args, kwargs))
+
+    return forward
+
+
+def _traced_mha(module: nn.MultiheadAttention, recorder: Recorder) -> Callable[..., Any]:
+    def forward(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, None]:
+        where = recorder.where
+        _check_mha(where, module, query, key, value, need_weights)
+        dim = 1 if module.batch_first else 0
+        output = recorder.attention(
+            "mha",
+            query,
+            key,
+            value,
+            attn_mask,
+            tuple(query.shape),
+            dims=(dim, dim, dim),
+            mask_is_causal=is_causal,
+        )
+        return output, None
+
+    return forward
+
+
+def _check_mha(
+    where: str, module: Any, query: Tensor, key: Tensor, value: Tensor, need_weights: bool
+) -> None:
+    why = ""
+    if need_weights:
+        why = "returns attention weights, of which a rank has a part only: call it with need_weights=False"
+    elif not (query is key and key is value):
+        why = "attends to another sequence: cross attention is not supported"
+    elif query.dim() != 3:
+        why = "has no batch: give it (batch, length, features)"
+    elif module.bias_k is not None or module.add_zero_attn:
+        why = "has add_bias_kv or add_zero_attn, which is not supported"
+    if why:
+        raise PlanError(f"context parallelism: {where!r} (nn.MultiheadAttention) {why}")
+
+
+# ---- examples of two lengths ----
+
+_LENGTHS = (8, 12)
+
+
+def _examples(model: nn.Module, example: Any) -> Iterator[tuple[Any, Any]]:
+    """Yields pairs of inputs that may fit the model, of two lengths."""
+    if example is not None:
+        yield _stretched(check_example(example))
+        return
+    if hf.is_hugging_face(model) and getattr(model, "main_input_name", "") == "input_ids":
+        if getattr(model.config, "is_encoder_decoder", False):
+            raise PlanError(
+                "context parallelism: encoder-decoder models are not supported; use cp=1"
+            )
+        for labels in (True, False):
+            yield tuple(_text(model, n, labels) for n in _LENGTHS)  # type: ignore[misc]
+        return
+    for args, kwargs in examples(model):
+        tensors = list(tensors_in((args, kwargs)))
+        if all(t.dim() > 1 for t in tensors):
+            yield _stretched((args, kwargs))
+
+
+def _text(model: Any, length: int, labels: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What ``shard_batch`` gives to a model of text."""
+    ids = torch.ones((2, length), dtype=torch.int64)
+    inputs: dict[str, Any] = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "position_ids": torch.arange(length).expand(2, -1),
+        "use_cache": False,
+    }
+    known = inspect.signature(model.forward).parameters
+    anything = any(p.kind is p.VAR_KEYWORD for p in known.values())
+    if labels and "labels" in known:
+        inputs |= {"labels": ids.clone(), "shift_labels": torch.full_like(ids, IGNORED)}
+        inputs["num_items_in_batch"] = torch.ones(())
+    return (), {k: v for k, v in inputs.items() if k in known or anything}
+
+
+def _stretched(example: Any) -> tuple[Any, Any]:
+    """The example, and one whose sequences (dim 1 of each tensor) are half as long again."""
+    length = _length_of(example)
+
+    def longer(t: Tensor) -> Tensor:
+        if t.dim() < 2 or t.shape[1] != length:
+            return t
+        return torch.cat([t, t[:, : (length + 1) // 2]], 1)
+
+    return example, map_tensors(longer, example)
+
+
+def _length_of(example: Any) -> int:
+    for tensor in tensors_in(example):
+        if tensor.dim() > 1:
+            return int(tensor.shape[1])
+    raise PlanError(
+        f"context parallelism: the example ({describe(example)}) has no tensor (batch, length, ...)"
+    )
+
+
+# ---- forwards ----
+
+
+class _Attend(TorchFunctionMode):
+    """Within it F.scaled_dot_product_attention is that of all ranks."""
+
+    def __init__(
+        self, state: CpState, path: str, batch: Batch, key_mask: Tensor | None = None
+    ) -> None:
+        super().__init__()
+        self.state, self.path, self.batch, self.key_mask = state, path, batch, key_mask
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return self._attend(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        key_mask = self.key_mask
+        if attn_mask is not None:
+            if attn_mask.dtype != torch.bool or attn_mask.shape[1:-1] != (1, 1):
+                raise PlanError(
+                    f"context parallelism: {self.path!r} gives a mask of shape {tuple(attn_mask.shape)} and "
+                    f"{attn_mask.dtype} to F.scaled_dot_product_attention; a rank has only a part of every "
+                    "sequence: give is_causal=True, or a (batch, 1, 1, length) bool mask of padding"
+                )
+            key_mask = attn_mask[:, 0, 0]
+        if not enable_gqa and key.shape[1] != query.shape[1]:
+            raise PlanError(
+                f"{self.path!r}: {query.shape[1]} heads of queries and {key.shape[1]} of keys need "
+                "enable_gqa=True"
+            )
+        return self.state.attend(
+            self.path,
+            self.batch,
+            query,
+            key,
+            value,
+            causal=is_causal,
+            key_mask=key_mask,
+            scale=scale,
+            dropout_p=dropout_p,
+        )
+
+
+def _with_sdpa(inner: Callable[..., Any]) -> Callable[..., Any]:
+    @untraced
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        state = state_of(self)
+        assert isinstance(state, CpState)
+        batch = state.running()
+        if batch.sequence is None:
+            return inner(self, *args, **kwargs)
+        with _Attend(state, path_of(self), batch):
+            return inner(self, *args, **kwargs)
+
+    return untraced(as_if(forward, inner))
+
+
+def _with_mha(inner: Callable[..., Any]) -> Callable[..., Any]:
+    @untraced
+    def forward(
+        self: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> Any:
+        state = state_of(self)
+        assert isinstance(state, CpState)
+        batch = state.running()
+        if batch.sequence is None:
+            rest = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
+            return inner(self, query, key, value, *rest)
+        _check_mha(path_of(self), self, query, key, value, need_weights)
+        if attn_mask is not None and not is_causal:
+            raise PlanError(
+                f"context parallelism: {path_of(self)!r} gets attn_mask {tuple(attn_mask.shape)}, made from "
+                "this rank's part of the sequence; give is_causal=True with it"
+            )
+        key_mask = None
+        if key_padding_mask is not None:
+            if key_padding_mask.dtype != torch.bool:
+                raise PlanError(
+                    f"context parallelism: {path_of(self)!r} gets a key_padding_mask of "
+                    f"{key_padding_mask.dtype}, as torch's encoder layers make it; give the padding to "
+                    "p3d.cp.shard_batch(key_mask=...) instead"
+                )
+            key_mask = ~key_padding_mask
+        path = path_of(self)
+        if hasattr(self, "_parallel3d_tp"):  # heads are split over tp, by a forward of its own
+            mask = query if is_causal else None  # is_causal needs one, which it doesn't read
+            with _Attend(state, path, batch, key_mask):
+                return inner(self, query, key, value, None, False, mask, False, is_causal)
+        x = query if self.batch_first else query.transpose(0, 1)
+        q, k, v = (
+            part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for part in F.linear(x, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
+        )
+        dropout = self.dropout if self.training else 0.0
+        output = state.attend(
+            path, batch, q, k, v, causal=is_causal, key_mask=key_mask, dropout_p=dropout
+        )
+        output = output.transpose(1, 2).flatten(2)
+        output = F.linear(output, self.out_proj.weight, self.out_proj.bias)
+        return output if self.batch_first else output.transpose(0, 1), None
+
+    return untraced(as_if(forward, inner))
+
+
+def summary(model: nn.Module) -> str:
+    """Returns which kind of attention each module has, and why, one line for those alike.
+
+    It is known after a forward, since it depends on the length of the sequences.
+    """
+    state = state_of(model)
+    if not isinstance(state, CpState):
+        return "no context parallelism"
+    if state.axis.kind != "auto":
+        return f"cp={state.axis.size}: {state.axis.kind} for all attention, as asked for"
+    if not state.made:
+        return f"cp={state.axis.size}: chosen at the first forward, when the length is known"
+    lines: dict[tuple[str, str], list[str]] = {}
+    for path, made in state.made.items():
+        lines.setdefault((made.choice.kind, made.choice.reason), []).append(path)
+    return "\n".join(
+        f"cp={state.axis.size}: {kind} in {_names(paths)}: {reason}"
+        for (kind, reason), paths in lines.items()
+    )
+
+
+def _names(paths: list[str]) -> str:
+    return ", ".join(dict.fromkeys(mixing.pattern_of(path) or "the model" for path in paths))

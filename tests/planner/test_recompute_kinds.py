@@ -1,0 +1,184 @@
+"""Kinds of recomputation: what each keeps, computes again, sends again and moves to the host."""
+
+from dataclasses import replace
+
+import pytest
+
+from parallel3d.errors import PlanningError
+from parallel3d.mesh import MeshLayout
+from parallel3d.planner import CHECKPOINTING, Cluster, Workload, plan, predict, spec_from_shapes
+from parallel3d.planner.constants import constant
+from parallel3d.planner.kernels import activations_of, offloaded
+from parallel3d.planner.recompute import KINDS, OWN
+
+LLAMA = spec_from_shapes(
+    layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256, name="llama-8b"
+)
+H100 = Cluster.of("h100", 2)
+WORK = Workload(seq_len=8192, micro_batch=1)
+BLOCK = next(unit for unit in LLAMA.units if unit.kind == "block")
+
+
+def kept(kind: str, tp: int = 1, **more):
+    return activations_of(LLAMA, H100.gpu, replace(WORK, checkpointing=kind, **more), tp, 1)
+
+
+def at(kind: str, layout: MeshLayout | None = None, cluster: Cluster = H100, **more):
+    work = replace(WORK, checkpointing=kind, **more)
+    return predict(LLAMA, layout or MeshLayout(1, 16, 1), cluster, work)
+
+
+def test_parallelize_has_these() -> None:
+    assert OWN == ("none", "selective", "offload", "full")
+    assert [KINDS[kind].argument for kind in OWN] == [False, "selective", "offload", True]
+    assert set(OWN) < set(CHECKPOINTING)
+
+
+def test_what_selective_keeps_of_a_llama_block() -> None:
+    h, q, kv, f, heads = 4096, 4096, 1024, 14336, 32
+    matmuls = q + 2 * kv + h + 2 * f + h
+    by_hand = 2 * (h + matmuls + q) + 4 * heads  # input, results, attention's and its sums
+    others = kept("none").kept - 32 * WORK.seq_len * _whole_block()
+    assert kept("selective").kept == others + 32 * WORK.seq_len * by_hand
+
+
+def _whole_block() -> float:
+    """Bytes a token that a block keeps without recomputation."""
+    work = replace(WORK, checkpointing="offload")
+    return offloaded(BLOCK, H100.gpu, work, 1, 1)
+
+
+def test_under_tp_selective_keeps_sums_and_gathered_inputs() -> None:
+    h, q, kv, f, heads, tp = 4096, 4096, 1024, 14336, 32, 8
+    results = (q + 2 * kv + 2 * f) / tp + 2 * h / tp + 2 * h
+    by_hand = 2 * (h / tp + results + q / tp) + 4 * heads / tp
+    others = kept("full", tp).kept - 32 * WORK.seq_len * 2 * h // tp
+    assert kept("selective", tp).kept == others + 32 * WORK.seq_len * by_hand
+
+
+def test_memory_and_time_in_their_order() -> None:
+    none, selective, offload, full = (at(kind) for kind in OWN)
+    sizes = [each.memory.allocated for each in (none, selective, full, offload)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert none.step_seconds < selective.step_seconds < full.step_seconds
+    again = [each.time.terms["recompute"].value for each in (none, selective, offload, full)]
+    assert again[0] == again[2] == 0 < again[1] < again[3]
+
+
+@pytest.mark.parametrize(
+    ("kind", "part"),
+    [
+        *(("none", 0), ("selective", 0), ("offload", 0), ("full", 1)),
+        *(("full_offload", 1), ("selective_op", 0.5), ("selective_layer", 0.5)),
+    ],
+)
+def test_collectives_that_are_sent_again(kind: str, part: float) -> None:
+    """Of tp and of cp; selective recomputation repeats none."""
+    layout = MeshLayout(1, 2, 4, cp=2)
+    each, plain = (at(k, layout, cp_attention="ulysses") for k in (kind, "none"))
+    (_, times), (_, before) = (
+        next(u for u in found.time.units if u[0].kind == "block") for found in (each, plain)
+    )
+    for axis in ("tp", "cp"):
+        forward = getattr(times, f"{axis}_forward")
+        assert forward == getattr(before, f"{axis}_forward") > 0
+        repeated = getattr(times, f"{axis}_backward") - getattr(before, f"{axis}_backward")
+        assert repeated == pytest.approx(part * forward)
+
+
+class TestOffload:
+    def test_what_is_not_here_is_there(self) -> None:
+        """All but two blocks' are in the host's memory; the last block's never go."""
+        offload, none = kept("offload"), kept("none")
+        assert offload.kept + offload.host == none.kept
+        assert offload.host == 31 * WORK.seq_len * _whole_block()
+        assert offload.block == WORK.seq_len * _whole_block()
+        assert none.host == kept("full").host == 0
+
+    def test_full_offload_moves_inputs(self) -> None:
+        moved, full = kept("full_offload"), kept("full")
+        assert moved.host == 31 * WORK.seq_len * 2 * 4096
+        assert moved.kept + moved.host == full.kept
+
+    def test_what_blocks_wait_for(self) -> None:
+        found = at("offload")
+        _, times = next(u for u in found.time.units if u[0].kind == "block")
+        rate = H100.gpu.host * 1e9 * constant("host_efficiency").value
+        copy = WORK.seq_len * _whole_block() / rate
+        waited = max(0.0, copy - times.forward) + max(0.0, copy - times.backward)
+        assert waited > 0
+        assert found.time.terms["exposed offload"].value == pytest.approx(31 * waited)
+
+    def test_a_faster_link_hides_it(self) -> None:
+        fast = replace(H100, gpu=replace(H100.gpu, host=1000.0))
+        quick, none = at("offload", cluster=fast), at("none", cluster=fast)
+        assert quick.time.terms["exposed offload"].value == 0
+        assert quick.step_seconds == pytest.approx(none.step_seconds)
+
+    def test_the_hosts_memory_is_a_limit(self) -> None:
+        small = replace(H100, gpu=replace(H100.gpu, host_gib=8.0))
+        found = at("offload", cluster=small)
+        assert found.memory.needed < found.memory.capacity and not found.fits
+        tried = plan(LLAMA, small, WORK, shard=16, tp=1, checkpointing="offload")
+        assert not tried.candidates
+        (reason,) = {r.reason for r in tried.refused}
+        assert "of the host's memory, which has 6 for a GPU" in reason
+
+
+class TestPlan:
+    def test_all_that_parallelize_has_are_tried(self) -> None:
+        found = plan(LLAMA, H100, WORK, tp=1, shard=16)
+        assert {p.workload.checkpointing for p in found.candidates} == set(OWN)
+
+    def test_but_the_workloads_own_if_it_has_one(self) -> None:
+        found = plan(LLAMA, H100, replace(WORK, checkpointing="full"), tp=1, shard=16)
+        assert {p.workload.checkpointing for p in found.candidates} == {"full"}
+        found = plan(LLAMA, H100, WORK, tp=1, shard=16, checkpointing="none")
+        assert {p.workload.checkpointing for p in found.candidates} == {"none"}
+
+    def test_it_chooses(self) -> None:
+        """The fastest that fits: the less memory there is, the more is computed again."""
+        limits = {}
+        for p in plan(LLAMA, H100, WORK, tp=1, shard=16).recomputation():
+            limits[p.workload.checkpointing] = p.memory.needed / 2**30
+        for kind in ("none", "selective", "full"):
+            found = plan(LLAMA, H100, WORK, tp=1, shard=16, memory_limit_gib=limits[kind] + 0.1)
+            assert found.best.workload.checkpointing == kind
+
+    def test_what_each_kind_costs(self) -> None:
+        found = plan(LLAMA, H100, WORK, tp=1, shard=16)
+        each = found.recomputation()
+        assert [p.workload.checkpointing for p in each] == list(OWN)
+        assert {(p.layout, p.micro_batch) for p in each} == {
+            (found.best.layout, found.best.micro_batch)
+        }
+        other = at("selective_op")
+        kinds = [p.workload.checkpointing for p in found.recomputation(other)]
+        assert kinds == [*OWN, "selective_op"]
+
+    def test_an_unknown_kind(self) -> None:
+        with pytest.raises(PlanningError, match="must be one of none, selective, offload, full"):
+            plan(LLAMA, H100, WORK, checkpointing="offlaod")
+
+
+class TestChunkedLoss:
+    def test_a_chunk_has_as_many_logits_as_hidden_elements(self) -> None:
+        whole, chunked = kept("none").logits, kept("none", chunked_loss=True).logits
+        rows = WORK.seq_len * 4096 // 128256
+        assert chunked == 128256 * (rows * 14 + 4 * 4096)
+        assert whole == 128256 * WORK.seq_len * 14
+
+    def test_the_head_multiplies_once_more(self) -> None:
+        found, plain = at("none", chunked_loss=True), at("none")
+        again = found.time.terms["recompute"].value
+        assert 0 < again < plain.time.terms["matmul forward"].value / 4
+        assert found.step_seconds > plain.step_seconds
+        assert "matmul forward (chunked loss)" in found.explain()
+
+
+def test_float8_is_faster_but_not_twice() -> None:
+    half, eighth = at("none"), at("none", float8=True)
+    ratio = half.time.terms["matmul forward"].value / eighth.time.terms["matmul forward"].value
+    assert 1.2 < ratio < 1.8
+    assert half.memory.allocated == eighth.memory.allocated
+    assert "float8_cast = 5" in eighth.explain()
