@@ -44,6 +44,13 @@ from parallel3d.planner.model_spec import ModelSpec, Unit
 from parallel3d.planner.recompute import KINDS
 from parallel3d.planner.stacks import Stack
 from parallel3d.planner.step_time import StepTime, local_numel, step_time, tp_collectives
+from parallel3d.planner.uncertainty import (
+    Interval,
+    fits_probability,
+    memory_interval,
+    residuals,
+    speed_interval,
+)
 from parallel3d.planner.workload import Step, Workload
 
 _GIB = 2**30
@@ -68,6 +75,35 @@ class Prediction(Step):
     def fits(self) -> bool:
         """Whether ``memory.needed`` is at most the GPU's capacity."""
         return self.memory.fits
+
+    @property
+    def fits_probability(self) -> float:
+        """That it fits, from published verdicts; 0.5 where ``memory.needed`` is the capacity, 0 on a full host."""
+        memory = self.memory
+        if memory.host > memory.host_capacity:
+            return 0.0
+        return fits_probability(memory.needed, memory.capacity)
+
+    @property
+    def reserve(self) -> float:
+        """Bytes of the GPU's memory beyond ``memory.needed``; below 0: what is missing."""
+        return self.memory.capacity - self.memory.needed
+
+    @property
+    def familiarity(self) -> str:
+        """A key of ``uncertainty.FAMILIARITY``: how near published runs are to this stack and GPU."""
+        return residuals().familiarity(self.workload.profile, self.cluster.gpu)
+
+    @property
+    def speed_interval(self) -> Interval:
+        """10th and 90th percentile of ``tokens_per_second_per_gpu``."""
+        gpu, speed = self.cluster.gpu, self.tokens_per_second_per_gpu
+        return speed_interval(speed, self.workload.profile, gpu)
+
+    @property
+    def memory_interval(self) -> Interval:
+        """10th and 90th percentile of ``memory.reserved``."""
+        return memory_interval(self.memory.reserved)
 
     @property
     def step_seconds(self) -> float:
@@ -128,7 +164,10 @@ class Prediction(Step):
             "accumulation": self.accumulation,
             "checkpointing": self.workload.checkpointing,
             **({"cp_attention": self.workload.cp_attention} if self.layout.cp > 1 else {}),
+            "stack": self.workload.profile.name,
             "fits": self.fits,
+            "fits_probability": self.fits_probability,
+            "reserve_gib": self.reserve / _GIB,
             "memory_gib": {name: term.value / _GIB for name, term in memory.terms.items()},
             "peak": memory.moment,
             **{f"{name}_gib": getattr(memory, name) / _GIB for name in gib},
@@ -136,6 +175,9 @@ class Prediction(Step):
             "step_seconds": time.total,
             "seconds": {name: term.value for name, term in time.terms.items()},
             **{name: getattr(self, name) for name in rates},
+            "familiarity": self.familiarity,
+            "tokens_per_second_per_gpu_interval": list(self.speed_interval),
+            "reserved_gib_interval": [end / _GIB for end in self.memory_interval],
         }
 
 

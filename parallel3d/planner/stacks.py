@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib.resources import files
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from parallel3d.errors import PlanningError
@@ -27,6 +29,7 @@ class Stack:
             takes the best for the GPU.
         own: name of a constant -> its value here; all others are those of ``constants.py``.
         words: of a published run's source and notes, by which ``runs.py`` finds the stack.
+        measured_on: the GPU on which it was fitted to measured steps; "": it wasn't.
     """
 
     name: str
@@ -34,6 +37,7 @@ class Stack:
     attention: Mapping[str, str] = field(default_factory=dict, hash=False)
     own: Mapping[str, Constant] = field(default_factory=dict, hash=False)
     words: tuple[str, ...] = ()
+    measured_on: str = ""
 
     def constant(self, name: str) -> Constant:
         """The constant of this name."""
@@ -78,18 +82,36 @@ def _built_in() -> dict[str, Stack]:
     return {name: read_stack(name, entry, "stacks.toml") for name, entry in entries.items()}
 
 
+def read_stack_file(path: str | PathLike[str]) -> Stack:
+    """The stack of a TOML file, as ``calibrate --run`` writes.
+
+    Raises:
+        PlanningError: it can't be read, or has other than one stack.
+    """
+    try:
+        entries = tomllib.loads(Path(path).read_text(encoding="utf-8")).get("stack", {})
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise PlanningError(f"the stack {path} can't be read: {error}") from error
+    if len(entries) != 1:
+        raise PlanningError(f"{path} has {len(entries)} tables [stack.NAME]; it must have one")
+    ((name, entry),) = entries.items()
+    return read_stack(name, entry, str(path))
+
+
 def read_stack(name: str, entry: Mapping[str, Any], where: str) -> Stack:
     """A stack from a table of TOML.
 
     Args:
-        entry: ``what``, ``attention``, ``words``; others are constants, {value = 1.0, source = "..."}.
+        entry: ``what``, ``attention``, ``words``, ``measured_on``; others are constants, {value = 1.0,
+            source = "..."}.
         where: the file, for messages.
 
     Raises:
         PlanningError: something else in it.
     """
     given = dict(entry)
-    texts = {key: given.pop(key) for key in ("what", "attention") if key in given}
+    plain = ("what", "attention", "measured_on")
+    texts = {key: given.pop(key) for key in plain if key in given}
     words = tuple(given.pop("words", ()))
     own = {}
     for key, value in given.items():
