@@ -14,7 +14,7 @@ from pathlib import Path
 from planner_fit import Group, LeftOut, Row, groups_of, speed
 
 from parallel3d.planner.prediction import Prediction
-from parallel3d.planner.uncertainty import Interval, familiarity, normal_part
+from parallel3d.planner.uncertainty import Interval, familiarity, verdict_part
 
 WIDER = 2.0  # "new": the next stack or GPU may be further from all others than those left out were
 TABLE = Path(__file__).parents[1] / "parallel3d" / "planner" / "residuals.toml"
@@ -126,8 +126,7 @@ def verdict(rows: Sequence[Row], left: Mapping[Group, LeftOut]) -> float:
     ]
 
     def likelihood(spread: float) -> float:
-        parts = (normal_part(z / spread) if fits else normal_part(-z / spread) for z, fits in known)
-        return sum(log(max(part, 1e-3)) for part in parts)
+        return sum(log(verdict_part((z if fits else -z) / spread)) for z, fits in known)
 
     return max((n / 100 for n in range(2, 41)), key=likelihood)
 
