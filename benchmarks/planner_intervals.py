@@ -59,21 +59,10 @@ def residuals_of(rows: Sequence[Row], left: Mapping[Group, LeftOut]) -> list[Res
 
 
 def ends_of(residuals: Sequence[Residual]) -> Interval:
-    """10th and 90th percentile; each group counts once, as the next run is of a group of its own."""
-    counts: dict[Group, int] = {}
-    for each in residuals:
-        counts[each.group] = counts.get(each.group, 0) + 1
-    ordered = sorted(residuals, key=lambda each: each.value)
-    weights = [1 / counts[each.group] for each in ordered]
-    found = []
-    for part in _ENDS:
-        before = 0.0
-        for each, weight in zip(ordered, weights, strict=True):
-            before += weight
-            if before >= part * sum(weights):
-                found.append(each.value)
-                break
-    return Interval(*found)
+    """10th and 90th percentile."""
+    ordered = sorted(each.value for each in residuals)
+    last = len(ordered) - 1
+    return Interval(*(ordered[min(int(part * len(ordered)), last)] for part in _ENDS))
 
 
 def table_of(residuals: Sequence[Residual]) -> dict[str, Interval]:

@@ -109,9 +109,13 @@ def memory_rate(gpu: Gpu) -> float:
     return gpu.bandwidth * 1e12 * constant("memory_efficiency").value
 
 
-def power_limited(gpu: Gpu) -> float:
-    """The part of its clock that a GPU keeps under matmuls: (power_density / (peak / watts))^power_exponent."""
-    density = gpu.peak / gpu.watts
+def power_limited(gpu: Gpu, busy: float = 1.0) -> float:
+    """The part of its clock that a GPU keeps under matmuls: (power_density / (peak / watts))^power_exponent.
+
+    Args:
+        busy: how busy a kernel's efficiency keeps the tensor cores, beside a matmul's.
+    """
+    density = gpu.peak / gpu.watts * busy
     return min(1.0, (constant("power_density").value / density) ** constant("power_exponent").value)
 
 
@@ -227,7 +231,7 @@ def attention_rate(gpu: Gpu, kernel: str, seq: int, head_dim: int, itemsize: int
     ramp = constants.pop("ramp").value
     efficiency = prod(each.value for each in constants.values()) * (seq / (seq + ramp))
     wide = gpu.fp32_slowdown if itemsize > 2 else 1
-    return efficiency * gpu.peak * 1e12 / wide
+    return efficiency * gpu.peak * 1e12 * power_limited(gpu, efficiency / gpu.gemm_efficiency) / wide
 
 
 _AMPERE = ("a100", "a800")  # whose flash2 and flash1 are measured forward and backward together
@@ -240,7 +244,7 @@ def attention_constants(gpu: Gpu, kernel: str, head_dim: int) -> dict[str, Const
     used = {"efficiency": f"attention_{kernel}", "ramp": "attention_ramp"}
     if kernel == "flash2" and gpu.family not in _AMPERE:
         of = {**dict.fromkeys(_AMD, "flash2_amd"), **dict.fromkeys(_BLACKWELL, "flash2_blackwell")}
-        used["of this GPU"] = of.get(gpu.family, "flash2_after_ampere")
+        used["after Ampere"] = of.get(gpu.family, "flash2_after_ampere")
     if head_dim <= 64:
         used["efficiency at 64"] = "head_dim_64"
     return {name: constant(each) for name, each in used.items()}

@@ -215,9 +215,7 @@ def stack_of_run(row: Row) -> str:
         compiled = [n for n in found if ("compiled" in n) == _flag(row, "compile", False)]
         if found:
             return (compiled or found)[0]
-    if _word(row, "sharding", "fsdp", _SHARDING) != "fsdp":
-        return "megatron-2023" if row["gpu"].startswith("a100") else "megatron-te"
-    return "fsdp2-2024"
+    return "pytorch" if _word(row, "sharding", "fsdp", _SHARDING) == "fsdp" else "megatron"
 
 
 def _word(row: Row, name: str, default: str, values: Mapping[str, Any]) -> Any:
