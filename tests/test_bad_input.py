@@ -279,7 +279,19 @@ CASES = [
         "the name of another library's option",
         given(LM_PLAN, activation_checkpointing="full"),
         Parallel3dError,
-        (r"activation_checkpointing is 'full'", r"True or False"),
+        (r"activation_checkpointing is 'full'", r"is True here", r'"selective", "offload"'),
+    ),
+    Case(
+        "a policy that can't be called",
+        given(LM_PLAN, activation_checkpointing=lambda op: True),
+        Parallel3dError,
+        (r"the function .*<lambda>, which can't be called", r"\(ctx, op, \*args, \*\*kwargs\)"),
+    ),
+    Case(
+        "activation offload on torch's engine",
+        given(LM_PLAN, activation_checkpointing="offload", engine="torch"),
+        Parallel3dError,
+        (r"activation_checkpointing='offload' is not possible", r'"selective"'),
     ),
 ]
 

@@ -100,10 +100,13 @@ class RotaryEmbedding(nn.Module):
         self.cos.copy_(angle.cos())
         self.sin.copy_(angle.sin())
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """(batch, heads, seq, head_dim) -> the same; computed in float32 at least."""
-        seq_len = x.shape[-2]
-        cos, sin = self.cos[:seq_len], self.sin[:seq_len]
+        if positions is None:
+            seq_len = x.shape[-2]
+            cos, sin = self.cos[:seq_len], self.sin[:seq_len]
+        else:
+            cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
         a, b = x.chunk(2, dim=-1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).type_as(x)
 
@@ -121,13 +124,13 @@ class Attention(nn.Module):
         self.wo = Linear(config.dim, config.dim, init_std=_residual_std(config))
         self.rope = RotaryEmbedding(config)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """(batch, seq, dim) -> (batch, seq, dim)."""
         q, k, v = (
             rearrange(project(x), "b s (h d) -> b h s d", d=self.head_dim)
             for project in (self.wq, self.wk, self.wv)
         )
-        q, k = self.rope(q), self.rope(k)
+        q, k = self.rope(q, positions), self.rope(k, positions)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.wo(rearrange(mixed, "b h s d -> b s (h d)"))
 
@@ -156,9 +159,9 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.feed_forward = FeedForward(config)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """(batch, seq, dim) -> (batch, seq, dim)."""
-        x = x + self.attention(self.attention_norm(x))
+        x = x + self.attention(self.attention_norm(x), positions)
         return x + self.feed_forward(self.ffn_norm(x))
 
 
@@ -181,11 +184,15 @@ class Llama(nn.Module):
         if not self.output.weight.is_meta:
             self.apply(self._init_weights)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """(batch, seq) token ids, seq at most ``max_seq_len`` -> (batch, seq, vocab) logits."""
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """(batch, seq) token ids, seq at most ``max_seq_len`` -> (batch, seq, vocab) logits.
+
+        positions: (batch or 1, seq), where a token is in its sequence, of which these may be a part; by
+        default 0, 1 and so on.
+        """
         x = self.tok_embeddings(tokens)
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x) if positions is None else layer(x, positions)
         return self.output(self.norm(x))
 
     @torch.no_grad()

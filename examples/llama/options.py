@@ -53,6 +53,15 @@ class Dtype(StrEnum):
 class Recompute(StrEnum):
     none = "none"
     full = "full"
+    selective = "selective"
+    offload = "offload"
+
+
+class CpAttention(StrEnum):
+    auto = "auto"
+    ulysses = "ulysses"
+    gather = "gather"
+    ring = "ring"
 
 
 class LossParallel(StrEnum):
@@ -70,7 +79,11 @@ class Options:
 
     replicate: Annotated[int, Option(group="mesh", help="Copies of the sharded model (HSDP).")] = 1
     shard: Annotated[int, Option(help="Ranks that share one copy; -1: all there are.")] = -1
+    cp: Annotated[int, Option(help="Ranks that share each sequence.")] = 1
     tp: Annotated[int, Option(help="Ranks that share each layer's computation.")] = 1
+    cp_attention: Annotated[CpAttention, Option(help="How attention communicates over cp.")] = (
+        CpAttention.auto
+    )
     steps: Annotated[int, Option(group="model and training", min=1, help="Optimizer steps.")] = 300
     size: Annotated[Size, Option(help="Size of the model.")] = Size.tiny
     seq_len: Annotated[
@@ -94,8 +107,15 @@ class Options:
     double: Annotated[bool, Option(help="The same as --dtype float64.")] = False
     mixed_precision: Annotated[bool, Option(help="Compute in bfloat16, reduce in float32.")] = False
     activation_checkpointing: Annotated[
-        Recompute, Option(help="Which layers' activations are computed again in backward.")
+        Recompute,
+        Option(
+            help="What layers keep for backward: all, their inputs (full), also matmuls and collectives "
+            "(selective), or all in the CPU's memory (offload)."
+        ),
     ] = Recompute.none
+    offload_gib: Annotated[
+        float, Option(help="Of the CPU's memory that a rank may use for that, GiB.")
+    ] = 8.0
     compile: Annotated[bool, Option(help="torch.compile each layer.")] = False
     sequence_parallel: Annotated[
         bool, Option(help="Split the sequence over tp between layers.")
@@ -193,6 +213,12 @@ class Options:
             raise UsageError(
                 f"--batch {self.batch} is not divisible by the {layout.data_size} data ranks "
                 f"(replicate x shard) of {layout}; the next that is: {nearest}"
+            )
+        length, parts = self.model.max_seq_len, 2 * layout.cp
+        if layout.cp > 1 and length % parts:
+            raise UsageError(
+                f"--seq-len {length} is not divisible by the {parts} parts that --cp {layout.cp} cuts "
+                f"sequences into; the next that is: {math.ceil(length / parts) * parts}"
             )
         rows = self.batch // layout.data_size
         if self.micro_batch is not None and rows % self.micro_batch:

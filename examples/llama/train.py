@@ -1,4 +1,4 @@
-"""Trains a small Llama on bytes of real text, on any (replicate, shard, tp) mesh.
+"""Trains a small Llama on bytes of real text, on any (replicate, shard, cp, tp) mesh.
 
     torchrun --nproc-per-node 8 examples/llama/train.py --replicate 2 --shard 2 --tp 2 --check
 
@@ -18,6 +18,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from starting import announce, is_first_rank, since_start
 
@@ -52,6 +53,8 @@ from parallel3d.observability import (
 from parallel3d.tools.dryrun import active, assume
 
 BF16 = p3d.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+EXAMPLE: Any = (torch.ones(2, 16, dtype=torch.int64), torch.arange(16).expand(2, -1)), {}
+"""Of the model's forward under cp: with positions, which shard_batch cuts as it does the tokens."""
 LOSS_PARALLEL: dict[str, bool | str] = {
     LossParallel.none: False,
     LossParallel.split_over_tp: True,
@@ -63,7 +66,7 @@ def main(options: Options) -> None:
     """Trains a byte-level language model; start it with torchrun to use several ranks."""
     # torch explains at length, on every rank, how it gathers a weight for the check.
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
-    layout = p3d.MeshLayout(options.replicate, options.shard, options.tp)
+    layout = p3d.MeshLayout(options.replicate, options.shard, options.tp, cp=options.cp)
     mesh = p3d.build_mesh(layout)
     layout = layout.resolve(mesh.size())
     rank, device = dist.get_rank(), torch.device(mesh.device_type)
@@ -97,6 +100,7 @@ def main(options: Options) -> None:
         schedule,
         micro_batch=options.micro_batch,
         accumulate=p3d.optim.accumulate,
+        cut=partial(p3d.cp.shard_batch, mesh=mesh) if layout.cp > 1 else None,
         before_micro_batch=lambda number: p3d.seed_step(
             mesh, seed=seed, step=run.step, micro_batch=number
         ),
@@ -195,11 +199,24 @@ def build_model(
         mp_policy=BF16 if options.mixed_precision else p3d.MixedPrecisionPolicy(),
         reshard_after_forward=not options.no_reshard,
         shard_optimizer_over_replicate=options.hfsdp,
-        activation_checkpointing=options.activation_checkpointing is Recompute.full,
+        activation_checkpointing=recomputed(options),
+        context_parallel=str(options.cp_attention),
+        example=EXAMPLE if options.cp > 1 else None,
         compile=options.compile,
         loss_parallel=LOSS_PARALLEL[options.loss_parallel],
     )
     return model, flops, resolved
+
+
+def recomputed(options: Options) -> Any:
+    """What ``parallelize`` takes for ``--activation-checkpointing``."""
+    kinds: dict[str, Any] = {
+        Recompute.none: False,
+        Recompute.selective: "selective",
+        Recompute.offload: p3d.ActivationOffload(pool_gib=options.offload_gib),
+        Recompute.full: True,
+    }
+    return kinds[options.activation_checkpointing]
 
 
 def make_metrics(

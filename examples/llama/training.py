@@ -14,6 +14,8 @@ __all__ = ["WARMUP_STEPS", "Schedule", "Trainer", "mean_loss"]
 
 WARMUP_STEPS = 20
 
+Cut = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -41,6 +43,8 @@ class Trainer:
         micro_batch: sequences per forward and backward; None: all that ``step`` is given.
         accumulate: ``accumulate(model, micro_batches)`` yields these: ``p3d.optim.accumulate`` for a model
             on a mesh, so that replicas exchange gradients once.
+        cut: gives a rank of cp its part of (inputs, targets, positions): ``p3d.cp.shard_batch`` with a mesh;
+            None: all of them.
         before_micro_batch: called with the number of each micro-batch before its forward.
         optimizer: makes it, of parameters and AdamW's options: ``partial(p3d.optim.local, AdamW)`` for a
             model on a mesh, so that it steps on a few plain tensors instead of all DTensors.
@@ -54,12 +58,13 @@ class Trainer:
         *,
         micro_batch: int | None = None,
         accumulate: Callable[[nn.Module, Iterable[Tensor]], Iterator[Tensor]] | None = None,
+        cut: Cut | None = None,
         before_micro_batch: Callable[[int], object] | None = None,
         optimizer: Callable[..., Optimizer] = torch.optim.AdamW,
     ) -> None:
         self.model, self.clip = model, clip
         self.micro_batch, self.accumulate = micro_batch, accumulate
-        self.before_micro_batch = before_micro_batch
+        self.cut, self.before_micro_batch = cut, before_micro_batch
         self.optimizer = optimizer(
             model.parameters(), lr=schedule.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
         )
@@ -88,19 +93,25 @@ class Trainer:
         for number, part in enumerate(parts):
             if self.before_micro_batch is not None:
                 self.before_micro_batch(number)
-            loss = mean_loss(self.model, part) * (len(part) / len(tokens))
+            loss = mean_loss(self.model, part, self.cut) * (len(part) / len(tokens))
             loss.backward()
             losses.append(loss.detach())
         return torch.stack(losses).sum()
 
 
-def mean_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+def mean_loss(model: nn.Module, tokens: Tensor, cut: Cut | None = None) -> Tensor:
     """(batch, seq + 1) token ids -> the mean cross entropy of the next tokens, in float64.
+
+    With ``cut`` it is that of this rank's part of every sequence, and the mean over the ranks the batch's.
 
     Each token's loss is computed in float32 at least, also of bfloat16 logits. Under loss parallel the
     logits are split over ``tp``, or never whole, and so is what is made of them here.
     """
-    logits = model(tokens[:, :-1])
+    inputs, targets, places = tokens[:, :-1], tokens[:, 1:], ()
+    if cut is not None:
+        positions = torch.arange(inputs.shape[1], device=tokens.device)[None]
+        inputs, targets, *places = cut((inputs, targets, positions))
+    logits = model(inputs, *places)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    losses = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
     return losses.double().mean()  # a sum in float32 would depend on how many ranks share it

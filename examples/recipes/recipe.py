@@ -39,9 +39,9 @@ _MODELS = {
     "70b": "llama-3.1-70b",
     "405b": "llama-3.1-405b",
 }
-_CLUSTER, _MESH = ("gpu", "nodes", "gpus_per_node"), ("replicate", "shard", "tp")
+_CLUSTER, _MESH = ("gpu", "nodes", "gpus_per_node"), ("replicate", "shard", "cp", "tp")
 _TRAIN = tuple(option.name for option in fields(Options) if option.name not in _MESH)
-_EXPECTED = ("memory_gib", "tokens_per_second_per_gpu", "mfu", "step_seconds")
+_EXPECTED = ("memory_gib", "host_gib", "tokens_per_second_per_gpu", "mfu", "step_seconds")
 _PRECISIONS = {"float32": "fp32", "bfloat16": "bf16"}
 
 
@@ -50,9 +50,9 @@ class Recipe:
     """One file.
 
     Attributes:
-        cluster: GPU's name, nodes, GPUs of a node. mesh: replicate, shard, tp. train: options of train.py.
-        expected: by the planner: ``memory_gib`` a GPU, ``tokens_per_second_per_gpu``, ``mfu``,
-            ``step_seconds``; empty before it was asked.
+        cluster: GPU's name, nodes, GPUs of a node. mesh: sizes of the axes. train: options of train.py.
+        expected: by the planner: ``memory_gib`` a GPU, ``host_gib`` of the CPU's memory that it uses,
+            ``tokens_per_second_per_gpu``, ``mfu``, ``step_seconds``; empty before it was asked.
 
     Raises:
         Parallel3dError: by ``prediction`` and ``expectation``: the planner doesn't know an option's value.
@@ -104,7 +104,6 @@ class Recipe:
             ("size", tuple(_MODELS)),
             ("dtype", tuple(_PRECISIONS)),
             ("double", (False,)),
-            ("loss_parallel", ("none", "split")),
             ("hfsdp", (False,)),
         ):
             value = getattr(train, option)
@@ -123,20 +122,30 @@ class Recipe:
             param_dtype=stored,
             checkpointing=str(train.activation_checkpointing),
             compile=train.compile,
+            cp_attention=str(train.cp_attention),
             sequence_parallel=train.sequence_parallel,
-            loss_parallel=train.loss_parallel == "split",
+            loss_parallel=train.loss_parallel != "none",
+            chunked_loss=train.loss_parallel == "chunked",
             reshard_after_forward=not train.no_reshard,
         )
         cluster = Cluster.of(
             self.cluster["gpu"], self.cluster["nodes"], self.cluster["gpus_per_node"]
         )
-        return predict(spec_from_hf_config(_MODELS[train.size]), layout, cluster, work)
+        found = predict(spec_from_hf_config(_MODELS[train.size]), layout, cluster, work)
+        if found.memory.host > train.offload_gib * _GIB:
+            raise p3d.Parallel3dError(
+                f"recipe {self.name}: offload_gib is {train.offload_gib}, and what layers keep takes "
+                f"{found.memory.host / _GIB:.1f} GiB of the CPU's memory; the planner does not know offload "
+                "of a part of it"
+            )
+        return found
 
     def expectation(self) -> dict[str, float]:
         """``expected`` as the planner has it now, rounded."""
         found = self.prediction()
         return {
             "memory_gib": round(found.memory.needed / _GIB, 1),
+            **({"host_gib": round(found.memory.host / _GIB, 1)} if found.memory.host else {}),
             "tokens_per_second_per_gpu": round(found.tokens_per_second_per_gpu),
             "mfu": round(found.mfu, 3),
             "step_seconds": round(found.step_seconds, 2),
@@ -145,7 +154,8 @@ class Recipe:
 
 def names() -> list[str]:
     """Of all recipes, the smallest first."""
-    return sorted((p.stem for p in FOLDER.glob("*.toml")), key=lambda n: read(n).world_size)
+    found = (path.stem for path in FOLDER.glob("*.toml"))
+    return sorted(found, key=lambda name: (read(name).world_size, name))
 
 
 def read(name: str) -> Recipe:

@@ -82,6 +82,7 @@ def fused_backward(
         grad, out, lse: of the whole attention, of which ``k`` and ``v`` may be a part of the keys; ``lse`` is
             finite.
     """
+    lse = lse.contiguous()  # of the other tensors the kernels take the strides
     if kernel == "flash":
         none = torch.empty(0, dtype=torch.int64, device=q.device)
         return _aten._scaled_dot_product_flash_attention_backward(

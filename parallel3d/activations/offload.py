@@ -41,7 +41,7 @@ class ActivationOffload:
         Parallel3dError: a size is negative.
     """
 
-    pool_gib: float = 8.0
+    pool_gib: float = 16.0
     min_kib: float = 256.0
 
     def __post_init__(self) -> None:
@@ -483,18 +483,23 @@ def attach(blocks: Sequence[nn.Module], settings: ActivationOffload) -> None:
         unit.observers.append(found)
 
 
+def counts_of(model: nn.Module) -> OffloadCounts | None:
+    """Returns the counts of ``model``; None: it offloads nothing."""
+    blocks = (vars(module).get(ATTRIBUTE) for module in model.modules())
+    found = next(filter(None, blocks), None)
+    return None if found is None else found.shared.counts
+
+
 def offload_counts(model: nn.Module) -> OffloadCounts:
     """Returns what offload has moved in ``model``, on this rank, so far.
 
     Raises:
         StateError: the model was not made with ``activation_checkpointing="offload"``.
     """
-    for module in model.modules():
-        found = vars(module).get(ATTRIBUTE)
-        if found is not None:
-            counts: OffloadCounts = found.shared.counts
-            return counts
-    raise StateError(
-        f"offload_counts: {type(model).__name__} moves no activations; it needs "
-        'parallelize(..., activation_checkpointing="offload")'
-    )
+    counts = counts_of(model)
+    if counts is None:
+        raise StateError(
+            f"offload_counts: {type(model).__name__} moves no activations; it needs "
+            'parallelize(..., activation_checkpointing="offload")'
+        )
+    return counts

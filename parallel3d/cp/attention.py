@@ -9,6 +9,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from parallel3d.cp.autocast import autocast_off, cast_by_autocast
 from parallel3d.cp.axis import CpAxis, Kind
 from parallel3d.cp.choose import choose
 from parallel3d.cp.collectives import gather_flags
@@ -47,11 +48,13 @@ def attention(
 
     What ``F.scaled_dot_product_attention`` computes from the whole sequences. Documents of ``sequence``
     apply, and padding is never attended to by what is none. A query that may attend to nothing gives zeros.
-    On an axis of one rank nothing is communicated.
+    On an axis of one rank nothing is communicated. Under autocast q, k and v are cast as there.
 
     Args:
         q: (B, Hq, rows, D): this rank's positions, in its order (``Sequence.parts``).
         k, v: (B, Hkv, rows, D) and (B, Hkv, rows, Dv); query head h attends to K/V head ``h // (Hq // Hkv)``.
+        axis: the ranks of ``cp``.
+        sequence: how the sequences lie on them.
         causal: whether a query sees no later key.
         window: query i sees key j only if ``i - window < j``; or (left, right): if ``i - left <= j <= i +
             right``.
@@ -74,6 +77,7 @@ def attention(
         PlanError: ``kind="ulysses"`` and fewer query heads than ranks.
     """
     _check(q, k, v, axis, sequence, key_mask, sinks)
+    q, k, v = (cast_by_autocast(x) for x in (q, k, v))
     left, right = _bounds(causal, window)
     if not 0 <= dropout_p <= 1:
         raise Parallel3dError(f"attention: dropout_p={dropout_p!r}: must be from 0 to 1")
@@ -106,7 +110,8 @@ def attention(
     if name not in _KINDS:
         kinds = ", ".join(map(repr, get_args(Kind)))
         raise Parallel3dError(f'attention: kind={name!r}: must be one of {kinds} or "auto"')
-    return _KINDS[name](q, k, v, sinks, rules, sequence, axis)
+    with autocast_off(q):
+        return _KINDS[name](q, k, v, sinks, rules, sequence, axis)
 
 
 def _bounds(causal: bool, window: int | tuple[int, int] | None) -> tuple[int | None, int | None]:

@@ -46,7 +46,9 @@ def bytes_per_layer(
     Where ranks differ (Ulysses with heads that ``size`` does not divide) it is the rank with most.
 
     Args:
+        kind: of attention.
         size: ranks of ``cp``.
+        batch: sequences.
         length: of the padded sequence.
         heads, kv_heads: of a rank, after tensor parallelism has taken its share.
         channels, value_channels: of a head of q and k, and of v; by default the same.

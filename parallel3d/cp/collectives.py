@@ -38,6 +38,10 @@ Heads = tuple[tuple[int, int], ...]
 """Of each rank: its first head, and how many it has."""
 
 
+Splits = Callable[[int], list[int]]
+"""Of a rank: elements for each rank, or from each."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """Which heads of each tensor each rank has, and how positions lie on the ranks.
@@ -94,15 +98,13 @@ class Rotation:
     """A message round the ring under way: this rank's to the next rank, the previous one's to this rank."""
 
     def __init__(self, x: Tensor, axis: CpAxis) -> None:
-        n = x.numel()
+        n, size = x.numel(), axis.size
+
+        def only(to: int) -> list[int]:
+            return [n if rank == to % size else 0 for rank in range(size)]
+
         self._received, self._work, self._kept = _exchange(
-            x.reshape(-1),
-            [
-                [n if j == (i + 1) % axis.size else 0 for j in range(axis.size)]
-                for i in range(axis.size)
-            ],
-            axis,
-            async_op=True,
+            x.reshape(-1), (lambda r: only(r + 1), lambda r: only(r - 1)), axis, async_op=True
         )
 
     def wait(self) -> Tensor:
@@ -167,7 +169,8 @@ def _to_heads(tensors: tuple[Tensor, ...], layout: Layout, axis: CpAxis) -> tupl
             for part, n, (b, s, d) in zip(by_rank, mine, shapes, strict=True)
         )
 
-    received, _, _ = _exchange(call_by_rank(pack, *tensors), _sizes(layout, shapes, size), axis)
+    splits = _splits(layout, shapes, size)
+    received, _, _ = _exchange(call_by_rank(pack, *tensors), splits, axis)
     return call_by_rank(unpack, received(), axis.rank)
 
 
@@ -186,9 +189,9 @@ def _to_positions(tensors: tuple[Tensor, ...], layout: Layout, axis: CpAxis) -> 
         joined = zip(found, layout.heads, layout.totals, strict=True)
         return tuple(_join_heads(parts, heads, total) for parts, heads, total in joined)
 
-    sizes = _sizes(layout, shapes, size)
-    transposed = [list(column) for column in zip(*sizes, strict=True)]
-    received, _, _ = _exchange(call_by_rank(_by_rank, sequence, *tensors), transposed, axis)
+    splits = _splits(layout, shapes, size)
+    back = None if splits is None else (splits[1], splits[0])
+    received, _, _ = _exchange(call_by_rank(_by_rank, sequence, *tensors), back, axis)
     return call_by_rank(unpack, received())
 
 
@@ -226,53 +229,61 @@ def _no_heads(x: Tensor) -> tuple[int, int, int]:
     return x.shape[0], x.shape[2], x.shape[3]
 
 
-def _sizes(layout: Layout, shapes: list[tuple[int, int, int]], size: int) -> list[list[int]]:
-    """``[i][j]``: the elements that rank i sends to rank j in ``to_heads``."""
-    row = [
+def _splits(
+    layout: Layout, shapes: list[tuple[int, int, int]], size: int
+) -> tuple[Splits, Splits] | None:
+    """What each rank sends to each in ``to_heads``, and what it gets from each; None: equal parts."""
+    elements = [
         sum(heads[to][1] * b * s * d for heads, (b, s, d) in zip(layout.heads, shapes, strict=True))
         for to in range(size)
     ]
-    return [row] * size
+    if len(set(elements)) == 1:
+        return None
+    return lambda rank: elements, lambda rank: [elements[rank]] * size
 
 
 def _exchange(
-    flat: Tensor, sizes: list[list[int]], axis: CpAxis, *, async_op: bool = False
+    flat: Tensor, splits: tuple[Splits, Splits] | None, axis: CpAxis, *, async_op: bool = False
 ) -> tuple[Callable[[], Tensor], Any, Tensor]:
-    """Issues an all-to-all in which rank i sends ``sizes[i][j]`` elements of ``flat`` to rank j.
+    """Issues an all-to-all of the elements of ``flat``.
+
+    Args:
+        splits: of a rank, how many elements it sends to each rank, and gets from each; None: equal parts.
 
     Returns: a function that returns what this rank gets, one rank after another; the work to wait for before
     it is called, None if not ``async_op``; and the tensor that is sent.
     """
     group, size = axis.group, axis.size
     async_op = async_op and not torch.compiler.is_compiling()  # which would break the graph
-    even = all(n == sizes[0][0] for row in sizes for n in row)
-    if even:
+    if splits is None:
         received = torch.empty_like(flat)
         work = dist.all_to_all_single(received, flat, group=group, async_op=async_op)
         return lambda: received, work, flat
+    sends, takes = splits
     if not isinstance(flat, LocalTensor):
-        takes = [row[axis.rank] for row in sizes]
-        received = flat.new_empty(sum(takes))
+        taken = takes(axis.rank)
+        received = flat.new_empty(sum(taken))
         work = dist.all_to_all_single(
-            received, flat, takes, sizes[axis.rank], group=group, async_op=async_op
+            received, flat, taken, sends(axis.rank), group=group, async_op=async_op
         )
         return lambda: received, work, flat
     # torch's simulated ranks all have the same sizes: each message is padded to the longest.
-    most = max(n for row in sizes for n in row)
+    most = max(n for rank in range(size) for n in sends(rank))
 
     def pad(flat: Tensor, rank: int) -> Tensor:
         padded = flat.new_zeros(size, most)
-        for row, part in zip(padded, flat.split(sizes[rank]), strict=True):
+        for row, part in zip(padded, flat.split(sends(rank)), strict=True):
             row[: part.shape[0]].copy_(part)
         return padded.view(-1)
 
     def trim(flat: Tensor, rank: int) -> Tensor:
-        return torch.cat([row[: sizes[i][rank]] for i, row in enumerate(flat.view(size, most))])
+        rows = zip(flat.view(size, most), takes(rank), strict=True)
+        return torch.cat([row[:number] for row, number in rows])
 
     padded = call_by_rank(pad, flat, axis.rank)
     received = torch.empty_like(padded)
-    totals = [sum(row) for row in sizes] + [sum(column) for column in zip(*sizes, strict=True)]
-    with issuing.messages_of("all_to_all", max(totals) * flat.element_size()):
+    total = max(sum(each(rank)) for each in (sends, takes) for rank in range(size))
+    with issuing.messages_of("all_to_all", total * flat.element_size()):
         work = dist.all_to_all_single(received, padded, group=group, async_op=async_op)
     return lambda: call_by_rank(trim, received, axis.rank), work, padded
 

@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from parallel3d._torch.simulated import call_by_rank
+from parallel3d.cp.autocast import autocast_off
 from parallel3d.cp.axis import CpAxis
-from parallel3d.cp.partial import Partial, add_blocks, add_gradients, start, wide
+from parallel3d.cp.partial import Partial, add_blocks, gradients
 from parallel3d.cp.rules import Rules
 from parallel3d.cp.sequence import Part, Sequence
 from parallel3d.cp.shares import Share
@@ -76,9 +77,10 @@ class _Attend(torch.autograd.Function):
         q, k, v, sinks, out, lse, kept = ctx.saved_tensors
         rules, _, axis, _ = ctx.how
         result = out, lse, kept
-        found = call_by_rank(
-            _backward, axis.rank, ctx.how, grad, q, k, v, sinks, result, *rules.tensors()
-        )
+        with autocast_off(q):
+            found = call_by_rank(
+                _backward, axis.rank, ctx.how, grad, q, k, v, sinks, result, *rules.tensors()
+            )
         return *found, None, None, None, None
 
 
@@ -92,10 +94,9 @@ def _forward(
     *masks: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     rules, sequence, at, share = _own(rank, how, masks)
-    partial = start(q, v)
     if share is not None and share.kv_of is not None:
         k, v = k[:, share.kv_of], v[:, share.kv_of]
-    add_blocks(partial, q, k, v, rules, at, sequence.whole())
+    partial = add_blocks(None, q, k, v, rules, at, sequence.whole())
     with_sinks(partial, _own_sinks(sinks, share))
     return partial.out.to(q.dtype), partial.lse, partial.kept_by(rules)
 
@@ -114,17 +115,16 @@ def _backward(
     rules, sequence, at, share = _own(rank, how, masks)
     out, lse, kept = result
     delta = (grad * out).sum(-1, dtype=lse.dtype)
-    grads = [torch.zeros(x.shape, dtype=wide(x.dtype), device=x.device) for x in (q, k, v)]
-    dq, dk, dv = grads
     kv_of = None if share is None else share.kv_of
-    if kv_of is not None:  # each query head has K/V of its own; their gradients are summed below
-        k, v = k[:, kv_of], v[:, kv_of]
-        grads = [dq, *(x.new_zeros(x.shape[0], len(kv_of), *x.shape[2:]) for x in (dk, dv))]
-    add_gradients(grads, grad, q, k, v, (out, lse, delta), kept, rules, at, sequence.whole())
-    if kv_of is not None:
+    own_k, own_v = (k, v) if kv_of is None else (k[:, kv_of], v[:, kv_of])
+    whole = out, lse, delta
+    dq, dk, dv = gradients(grad, q, own_k, own_v, whole, kept, rules, at, sequence.whole())
+    if kv_of is not None:  # the gradients of the heads that share one are summed
         index = torch.tensor(kv_of, device=q.device)
-        for total, each in zip((dk, dv), grads[1:], strict=True):
-            total.index_add_(1, index, each)
+        dk, dv = (
+            torch.zeros(x.shape, dtype=g.dtype, device=x.device).index_add_(1, index, g)
+            for x, g in ((k, dk), (v, dv))
+        )
     dsinks = None
     if sinks is not None:
         mine = slice(None) if share is None else slice(share.first, share.first + share.number)

@@ -217,7 +217,7 @@ class _Checker:
             return made
         total = marks[0]
         with_sequence = [x for x, y in given if self.layout((x, y)) is not None]
-        both = len({x.storage for x, _ in given if x.storage in self.marks}) > 1
+        both = sum(x.storage in self.marks for x, _ in given) > 1
         wrong = any(x.shape not in ((), (1,)) for x in clean_live) or with_sequence or (both and name in _PRODUCTS)
         linear = name in _LINEAR or name in _VIEWS or name in _FREE
         if wrong or not linear:
@@ -426,6 +426,12 @@ class _Checker:
             return self._mixes(op, live, "repeats the sequence, by")
         return None
 
+    def _pad(self, op: Op, given: list[Pair], made: list[Pair], live: bool) -> Mark | None:
+        layout = self.layout(given[0])
+        if layout is None or made[0][0].shape[layout.dim] == given[0][0].shape[layout.dim]:
+            return None
+        return self._mixes(op, live, "puts something before or after the sequence, by")
+
     def _loss(self, op: Op, given: list[Pair], made: list[Pair], live: bool) -> Mark | None:
         if _differing(made[0]):
             return None
@@ -544,7 +550,7 @@ _SHAPED = {
     *("expand", "zeros", "ones", "empty", "full", "rand", "randn", "new_empty", "new_zeros", "new_ones"),
     *("new_full", "arange", "linspace", "slice", "split", "split_with_sizes", "unsafe_split", "narrow"),
     *("repeat", "empty_strided", "new_empty_strided", "as_strided", "randint", "randperm", "chunk"),
-    *("unsafe_split_with_sizes", "attention", "tensor_split", "eye", "native_group_norm", "resize"),
+    *("constant_pad_nd", "unsafe_split_with_sizes", "attention", "tensor_split", "eye", "native_group_norm", "resize"),
 }
 _POSITIONS = {"arange", "linspace", "eye", "randperm", "tril_indices", "triu_indices", "logspace"}
 
@@ -598,6 +604,7 @@ _RULES: dict[str, Any] = {
     ),
     **dict.fromkeys(("tril", "triu"), _C._triangle),
     "repeat": _C._repeat,
+    "constant_pad_nd": _C._pad,
     **dict.fromkeys(
         (
             *("nll_loss_forward", "nll_loss2d_forward", "mse_loss", "smooth_l1_loss", "huber_loss"),

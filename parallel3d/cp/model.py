@@ -284,13 +284,13 @@ def _text(model: Any, length: int, labels: bool) -> tuple[tuple[Any, ...], dict[
 
 
 def _stretched(example: Any) -> tuple[Any, Any]:
-    """The example, and one whose sequences (dim 1 of each tensor) are half as long again."""
+    """The example, and one whose sequences (dim 1 of each tensor) are twice as long."""
     length = _length_of(example)
 
     def longer(t: Tensor) -> Tensor:
         if t.dim() < 2 or t.shape[1] != length:
             return t
-        return torch.cat([t, t[:, : (length + 1) // 2]], 1)
+        return torch.cat([t, t], 1)
 
     return example, map_tensors(longer, example)
 

@@ -46,21 +46,17 @@ class Partial:
             return None
         return torch.cat(self.kept or [self.out.new_empty(0, dtype=torch.bool)])
 
-    def join(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """Adds the result over further keys of the queries ``rows``."""
+    def join(self, rows: slice, out: Tensor, lse: Tensor, *, empty: bool) -> None:
+        """Adds the result over further keys of the queries ``rows``.
+
+        Args:
+            empty: whether one of them may have seen no key, before and in this result.
+        """
         old, before = self.lse[:, :, rows], self.out[:, :, rows]
-        total = torch.logaddexp(old, lse.to(old.dtype))
-        base = finite(total)
-        before.mul_(torch.exp(old - base)[..., None])
-        before.add_(out * torch.exp(lse - base)[..., None])
+        total = torch.logaddexp(old, lse)
+        share = torch.exp(lse - (finite(total) if empty else total))
+        before.lerp_(out.to(before.dtype), share[..., None])
         old.copy_(total)
-
-
-def start(q: Tensor, v: Tensor) -> Partial:
-    """Returns the result over no keys, in the dtype in which results are joined."""
-    shape, dtype = (*q.shape[:3], v.shape[3]), wide(q.dtype)
-    out = torch.zeros(shape, dtype=dtype, device=q.device)
-    return Partial(out, out.new_full(shape[:3], float("-inf")), [])
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -90,24 +86,27 @@ def blocks_of(q: Tensor, rules: Rules, q_parts: Parts, k_parts: Parts) -> list[B
 
 
 def add_blocks(
-    partial: Partial,
+    partial: Partial | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     rules: Rules,
     q_parts: Parts,
     k_parts: Parts,
-) -> None:
-    """Adds to ``partial`` the attention of the queries to these keys.
+) -> Partial:
+    """Returns ``partial`` with the attention of the queries to these keys added to it; it may be changed.
 
     Args:
+        partial: None: over no keys.
         q: (B, Hq, Q, D), rows as ``q_parts`` says.
         k, v: (B, Hkv, K, D or Dv), rows as ``k_parts`` says.
     """
+    begun = q.shape[2] if partial is not None else 0  # queries before this one have a result
     for block in blocks_of(q, rules, q_parts, k_parts):
         rows, keys = _rows(block)
         q_, k_, v_ = q[:, :, rows], k[:, :, keys], v[:, :, keys]
         mask, kernel = _mask_and_kernel(block, q_, k_, v_, rules)
+        keep = None
         if kernel is not None:
             causal = block.form is Form.CAUSAL
             out, lse = fused_forward(kernel, q_, k_, v_, mask, causal, rules.scale)
@@ -115,14 +114,31 @@ def add_blocks(
             weights, lse, _ = _weights(q_, k_, mask, rules, None)
             if rules.dropout:
                 keep = torch.rand_like(weights) >= rules.dropout
-                partial.kept.append(keep.flatten())
                 weights = _dropped(weights, keep, rules)
             out = _product(weights.to(v.dtype), v_)
-        partial.join(rows, out, lse)
+        if partial is None and block.q_rows == q.shape[2]:
+            partial = Partial(out.to(wide(q.dtype)), lse, [])
+        else:
+            partial = _start(q, v) if partial is None else partial
+            if block.q_row >= begun:
+                partial.out[:, :, rows] = out
+                partial.lse[:, :, rows] = lse
+            else:
+                partial.join(rows, out, lse, empty=rules.may_hide_all)
+        begun = max(begun, block.q_row + block.q_rows)
+        if keep is not None:
+            partial.kept.append(keep.flatten())
+    return _start(q, v) if partial is None else partial
 
 
-def add_gradients(
-    grads: Iterable[Tensor],
+def _start(q: Tensor, v: Tensor) -> Partial:
+    """The result over no keys."""
+    shape, dtype = (*q.shape[:3], v.shape[3]), wide(q.dtype)
+    out = torch.zeros(shape, dtype=dtype, device=q.device)
+    return Partial(out, out.new_full(shape[:3], float("-inf")), [])
+
+
+def gradients(
     grad: Tensor,
     q: Tensor,
     k: Tensor,
@@ -132,17 +148,21 @@ def add_gradients(
     rules: Rules,
     q_parts: Parts,
     k_parts: Parts,
-) -> None:
-    """Adds the gradients of these keys' part of the attention.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of ``q``, ``k`` and ``v`` by these keys' part of the attention.
+
+    Of several blocks they are in the dtype in which those are added.
 
     Args:
-        grads: what the gradients of ``q``, ``k`` and ``v`` are added to.
         grad: of the output.
         whole: the output and the log-sum-exp over all keys, and ``(grad * out).sum(-1)``.
         kept: what ``Partial.kept_by`` has returned of these blocks.
     """
     out, lse, delta = whole
-    lse, taken = finite(lse), 0
+    if rules.may_hide_all:
+        lse = finite(lse)
+    taken = 0
+    grads: list[Tensor] = []
     for block in blocks_of(q, rules, q_parts, k_parts):
         rows, keys = _rows(block)
         q_, k_, v_ = q[:, :, rows], k[:, :, keys], v[:, :, keys]
@@ -160,8 +180,17 @@ def add_gradients(
                 keep = kept.narrow(0, taken, math.prod(shape)).view(shape)
                 taken += keep.numel()
             found = _plain_backward(grad_, q_, k_, v_, lse_, delta[:, :, rows], mask, keep, rules)
+        if not grads and (block.q_rows, block.k_rows) == (q.shape[2], k.shape[2]):
+            return found  # there is no other
+        grads = grads or _zeros(q, k, v)
         for total, part, where in zip(grads, found, (rows, keys, keys), strict=True):
             total[:, :, where].add_(part)
+    dq, dk, dv = grads or _zeros(q, k, v)
+    return dq, dk, dv
+
+
+def _zeros(*tensors: Tensor) -> list[Tensor]:
+    return [torch.zeros(x.shape, dtype=wide(x.dtype), device=x.device) for x in tensors]
 
 
 def _rows(block: Block) -> tuple[slice, slice]:

@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from parallel3d._torch.simulated import call_by_rank
+from parallel3d.cp.autocast import autocast_off
 from parallel3d.cp.axis import CpAxis
 from parallel3d.cp.collectives import Rotation, rotate
 from parallel3d.cp.local import sinks_gradient, with_sinks
-from parallel3d.cp.partial import Partial, add_blocks, add_gradients, start, wide
+from parallel3d.cp.partial import Partial, add_blocks, gradients, wide
 from parallel3d.cp.rules import Rules
 from parallel3d.cp.sequence import Part, Sequence
 
@@ -51,13 +52,14 @@ class _Ring(torch.autograd.Function):
         ctx.how = how = rules, sequence, axis.size, k.shape, v.shape
         ctx.axis = axis
         masks, random = rules.tensors(), bool(rules.dropout)
-        out, lse = call_by_rank(_start, q, v)
-        pair, kept = call_by_rank(_pack, k, v), []
+        pair = call_by_rank(_pack, k, v)
+        out = lse = None
+        kept = []
         for step in range(axis.size):
             message = rotate(pair, axis) if step + 1 < axis.size else None
-            kept.append(
-                call_by_rank(_add, axis.rank, step, how, q, pair, out, lse, *masks, random=random)
-            )
+            state = q, pair, out, lse
+            out, lse, keep = call_by_rank(_add, axis.rank, step, how, *state, *masks, random=random)
+            kept.append(keep)
             pair = pair if message is None else message.wait()
         out, lse = call_by_rank(_finish, q, out, lse, sinks)
         ctx.save_for_backward(q, k, v, sinks, out, lse, *(kept if random else ()))
@@ -69,20 +71,21 @@ class _Ring(torch.autograd.Function):
         q, k, v, sinks, out, lse, *kept = ctx.saved_tensors
         axis, how = ctx.axis, ctx.how
         masks = how[0].tensors()
-        delta, dq, dsinks = call_by_rank(_start_backward, grad, q, out, lse, sinks)
-        pair = call_by_rank(_pack, k, v)
-        gradients: Rotation | None = None
-        for step in range(axis.size):
-            message = rotate(pair, axis) if step + 1 < axis.size else None
-            state = grad, q, pair, out, lse, delta, dq
-            mine = kept[step] if kept else None
-            own = call_by_rank(_add_gradients, axis.rank, step, how, state, mine, *masks)
-            arrived = None if gradients is None else gradients.wait()
-            # What the ranks before this one have added to these keys' gradients comes after the keys.
-            gradients = rotate(call_by_rank(_sum, own, arrived, pair), axis)
-            pair = pair if message is None else message.wait()
-        assert gradients is not None
-        dk, dv = call_by_rank(_unpack, gradients.wait(), k.shape, v.shape)
+        with autocast_off(q):
+            delta, dsinks = call_by_rank(_start_backward, grad, out, lse, sinks)
+            pair, dq = call_by_rank(_pack, k, v), None
+            of_pair: Rotation | None = None
+            for step in range(axis.size):
+                message = rotate(pair, axis) if step + 1 < axis.size else None
+                state = grad, q, pair, out, lse, delta, dq
+                keep = kept[step] if kept else None
+                dq, own = call_by_rank(_add_gradients, axis.rank, step, how, state, keep, *masks)
+                arrived = None if of_pair is None else of_pair.wait()
+                # What the ranks before this one have added to these keys' gradients comes after the keys.
+                of_pair = rotate(call_by_rank(_sum, own, arrived, pair), axis)
+                pair = pair if message is None else message.wait()
+        assert of_pair is not None
+        dk, dv = call_by_rank(_unpack, of_pair.wait(), k.shape, v.shape)
         return call_by_rank(Tensor.to, dq, q.dtype), dk, dv, dsinks, None, None, None
 
 
@@ -97,11 +100,6 @@ def _unpack(
     return k.view(k_shape), v.view(v_shape)
 
 
-def _start(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    partial = start(q, v)
-    return partial.out, partial.lse
-
-
 def _finish(q: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     partial = Partial(out, lse, [])
     with_sinks(partial, sinks)
@@ -114,43 +112,41 @@ def _add(
     how: Any,
     q: Tensor,
     pair: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    out: Tensor | None,
+    lse: Tensor | None,
     *masks: Tensor | None,
-) -> Tensor | None:
-    """Adds a step to ``out`` and ``lse``, in place; returns what dropout has kept."""
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns the result and log-sum-exp with a step added to them, and what dropout has kept."""
     rules, _, _, k_shape, v_shape = how
-    partial = Partial(out, lse, [])
     k, v = _unpack(pair, k_shape, v_shape)
-    add_blocks(partial, q, k, v, rules.of(*masks), *_parts(how, rank, step))
-    return partial.kept_by(rules)
+    before = None if out is None or lse is None else Partial(out, lse, [])
+    partial = add_blocks(before, q, k, v, rules.of(*masks), *_parts(how, rank, step))
+    return partial.out, partial.lse, partial.kept_by(rules)
 
 
 def _start_backward(
-    grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
     delta = (grad * out).sum(-1, dtype=lse.dtype)
-    dq = torch.zeros(q.shape, dtype=wide(q.dtype), device=q.device)
-    return delta, dq, None if sinks is None else sinks_gradient(sinks, lse, delta)
+    return delta, None if sinks is None else sinks_gradient(sinks, lse, delta)
 
 
 def _add_gradients(
     rank: int,
     step: int,
     how: Any,
-    state: tuple[Tensor, ...],
+    state: tuple[Any, ...],
     kept: Tensor | None,
     *masks: Tensor | None,
-) -> Tensor:
-    """Adds a step to ``dq``, in place; returns the gradients of the step's K and V, flat."""
+) -> tuple[Tensor, Tensor]:
+    """Returns ``dq`` with a step added to it, and the gradients of the step's K and V, flat."""
     grad, q, pair, out, lse, delta, dq = state
     rules, _, _, k_shape, v_shape = how
     k, v = _unpack(pair, k_shape, v_shape)
-    own = torch.zeros(pair.shape, dtype=wide(pair.dtype), device=pair.device)
-    grads = dq, *_unpack(own, k_shape, v_shape)
     places = _parts(how, rank, step)
-    add_gradients(grads, grad, q, k, v, (out, lse, delta), kept, rules.of(*masks), *places)
-    return own
+    own, dk, dv = gradients(grad, q, k, v, (out, lse, delta), kept, rules.of(*masks), *places)
+    dq = own.to(wide(q.dtype)) if dq is None else dq.add_(own)
+    return dq, _pack(dk, dv)
 
 
 def _sum(own: Tensor, arrived: Tensor | None, pair: Tensor) -> Tensor:

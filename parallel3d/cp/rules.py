@@ -53,6 +53,11 @@ class Rules:
         return not (self.documents is None and self.key_mask is None and self.mask_function is None)
 
     @property
+    def may_hide_all(self) -> bool:
+        """Whether there may be a query that sees no key, of all or of a block's."""
+        return self.dense or self.left is not None or self.right not in (None, 0)
+
+    @property
     def fusible(self) -> bool:
         """Whether fused kernels can compute it."""
         return self.softcap is None and not self.dropout

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn.functional import scaled_dot_product_attention
 
 from parallel3d.cp.axis import CpAxis
 from parallel3d.cp.collectives import Layout, to_heads, to_positions
@@ -40,7 +40,7 @@ def ulysses_attention(
     if _is_plain(rules, shares) and sinks is None:
         if not rules.causal:
             k, v = k[:, :, : rules.length], v[:, :, : rules.length]
-        out = F.scaled_dot_product_attention(
+        out = scaled_dot_product_attention(
             q,
             k,
             v,

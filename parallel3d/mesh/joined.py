@@ -9,7 +9,7 @@ from torch.distributed import DeviceMesh
 
 from parallel3d._torch.dtensor import concatenate_meshes, flatten_axes, root_axes, root_mesh
 from parallel3d.errors import MeshError
-from parallel3d.mesh.axes import Role, listed, names_of
+from parallel3d.mesh.axes import Role, axis_named, listed, names_of
 
 _CP, _SHARD = names_of(Role.CONTEXT), names_of(Role.SHARDED)
 _ATTRIBUTE = "_parallel3d_cache"  # of root meshes
@@ -45,16 +45,17 @@ def kept_with(mesh: DeviceMesh, key: Hashable, make: Callable[[], T]) -> T:
 def joined_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Returns the mesh that parameters lie on: with the axes shard and cp of ``mesh`` as one, ``shard_cp``.
 
-    Without cp, or where cp is the only axis, it is ``mesh``; a cp of one rank is left out. The first call for
-    a mesh makes process groups, which is collective, unless ``build_mesh`` made the mesh. Every call returns
-    the same object.
+    Without cp it is ``mesh``, as it is where cp is the only axis, or one of two whose other's name is not
+    known, which count by position. A cp of one rank is left out. The first call for a mesh makes process
+    groups, which is collective, unless ``build_mesh`` made the mesh. Every call returns the same object.
 
     Raises:
         MeshError: cp does not come right after shard.
     """
     names = mesh.mesh_dim_names or ()
     cp = next((i for i, name in enumerate(names) if name in _CP), None)
-    if cp is None or mesh.ndim == 1:
+    known = sum(axis_named(name) is not None for name in names)
+    if cp is None or (known == 1 and mesh.ndim <= 2):
         return mesh
     return kept_with(mesh, ("joined", mesh), lambda: _join(mesh, names, cp))
 

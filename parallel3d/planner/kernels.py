@@ -153,8 +153,15 @@ def gemms_of(
             found.append((each.name, "input gradient", (tokens, k, n)))
         found.append((each.name, "weight gradient", (n, k, tokens)))
     itemsize = 1 if work.float8 and unit.kind == "block" else work.compute_itemsize
-    times = [gemm_time(*sizes, gpu, itemsize, work.profile) for _, _, sizes in found]
-    return [(*each, seconds) for each, seconds in zip(found, times, strict=True)]
+    # Factors are cast before each product.
+    cast = constant("float8_cast").value / memory_rate(gpu) if itemsize == 1 else 0.0
+    return [
+        (
+            *(name, way, (m, n, k)),
+            gemm_time(m, n, k, gpu, itemsize, work.profile) + cast * (m * k + k * n),
+        )
+        for name, way, (m, n, k) in found
+    ]
 
 
 @lru_cache(maxsize=65536)
@@ -165,10 +172,8 @@ def gemm_time(
 
     start + (compute^p + memory^p)^(1/p): FLOPs / (peak * efficiency * (TFLOPs)^growth), bytes / rate.
 
-    In float8 at twice the peak, after both factors were read, for their largest values, and cast.
-
     Args:
-        itemsize: bytes of an element of what is multiplied; 1: float8.
+        itemsize: bytes of an element of what is multiplied; 1: float8, at twice the peak, results in bf16.
         stack: of the run; this library by default.
     """
     flops = 2.0 * m * n * k
@@ -176,9 +181,8 @@ def gemm_time(
     compute = flops * slower(gpu, itemsize) / (matmul_rate(gpu, stack) * growth)
     factors, result = m * k + k * n, m * n
     memory = (factors * itemsize + result * max(itemsize, 2)) / memory_rate(gpu)
-    cast = constant("float8_cast").value * factors / memory_rate(gpu) if itemsize == 1 else 0.0
     p = constant("roofline_power").value
-    return gpu.gemm_start_us * 1e-6 + (compute**p + memory**p) ** (1 / p) + cast
+    return gpu.gemm_start_us * 1e-6 + (compute**p + memory**p) ** (1 / p)
 
 
 def slower(gpu: Gpu, itemsize: int) -> float:
@@ -301,9 +305,10 @@ class Activations:
     Attributes:
         kept: of all units, at the end of forward.
         block: activations of one block that are computed again for its backward, or come from the host.
-        gathered: inputs that tensor parallelism gathers for a moment, or sums; buffers of attention over cp.
+        gathered: inputs that tensor parallelism gathers for a moment, or sums.
         logits: logits, loss and their gradients at the peak.
         host: of all blocks, in the host's memory.
+        gradients: of a block's activations, and buffers of attention over cp, for a moment of its backward.
     """
 
     kept: int
@@ -311,6 +316,7 @@ class Activations:
     gathered: int
     logits: int
     host: int = 0
+    gradients: int = 0
 
 
 def activations_of(
@@ -322,8 +328,9 @@ def activations_of(
     on its way. What the last block keeps stays.
     """
     tokens = micro_batch * work.local_tokens(cp)
-    kept = live = host = buffers = 0.0
+    kept = live = host = gradients = 0.0
     for unit in model.units:
+        gradients = max(gradients, _gradients(unit, model.hidden, work, tp, cp))
         whole = _whole(unit, gpu, work, tp, cp)
         mine = _kept(unit, whole, gpu, work, tp, cp)
         moved = offloaded(unit, gpu, work, tp, cp)
@@ -333,8 +340,6 @@ def activations_of(
         if unit.kind == "block":
             again = whole if work.checkpointing == "selective_layer" else max(whole - mine, 0.0)
             live = max(live, again + moved)
-        held = (context.working_bytes(a, work, tp, cp) for a in unit.attention)
-        buffers = max([buffers, *held])
     if work.checkpointing == "none":
         live = 0.0
     features = max((n for u in model.units for n in u.tp_inputs + u.tp_outputs), default=0)
@@ -349,10 +354,36 @@ def activations_of(
     return Activations(
         int(kept * tokens),
         int(live * tokens),
-        int(gathered + buffers * tokens),
+        int(gathered),
         int(logits),
         int(host * tokens),
+        int(gradients * tokens),
     )
+
+
+def _gradients(unit: Unit, hidden: int, work: Workload, tp: int, cp: int) -> float:
+    """Bytes a token that the backward of a block holds beyond the block's activations.
+
+    A branch that ends in ``hidden`` features (attention, MLP) has the gradients of its last matmul's input,
+    of the results that this was made from, and of the features between the blocks. Attention's comes last,
+    when the MLP's activations are free again, with the buffers of attention over ``cp``.
+    """
+    if unit.kind != "block":
+        return 0.0
+    of_attention = [0.0]
+    of_others, inside = [0.0], 0.0
+    between = hidden / share("sequence", work, tp)
+    for matmul in unit.matmuls:
+        n, k = local_sizes(matmul, tp)
+        if matmul.n != hidden:
+            inside += n
+            continue
+        branch = of_others if matmul.heads is None and unit.attention else of_attention
+        branch.append((inside + k + between) * work.compute_itemsize)
+        inside = 0.0
+    held = max((context.working_bytes(a, work, tp, cp) for a in unit.attention), default=0.0)
+    free = sum(a.elements for a in unit.activations if a.split == "tp" and not a.eager_only) / tp
+    return max(*of_others, max(of_attention) + held - free * work.compute_itemsize, 0.0)
 
 
 def offloaded(unit: Unit, gpu: Gpu, work: Workload, tp: int, cp: int) -> float:

@@ -195,6 +195,7 @@ def memory_of(step: Step) -> Memory:
             "kept": kept.kept,
             "computed again": kept.block,
             "gathered": kept.gathered,
+            "gradients of activations": kept.gradients,
             "checkpointing": work.checkpointing,
             **({"on the host": kept.host} if kept.host else {}),
         },
@@ -256,11 +257,11 @@ def _moments(
         "loss": (before, state.unsharded_at_loss, None, kept.kept + kept.gathered, kept.logits),
         "backward": (
             *(before, state.unsharded, state.buffers + state.waiting),
-            kept.kept + kept.block + kept.gathered,
+            kept.kept + kept.block + kept.gathered + kept.gradients,
         ),
         "end of backward": (
             *(state.gradients, state.unsharded, state.buffers + results),
-            kept.block + kept.gathered,
+            kept.block + kept.gathered + kept.gradients,
         ),
         "optimizer": (state.gradients, None, None, None, None, state.step),
     }
@@ -285,7 +286,7 @@ _FORMULAS = {
     "gradients": "as parameters at rest, between reduction and zero_grad",
     "unsharded parameters": "parameters of the units that are whole at the peak, compute dtype",
     "gather and reduce buffers": "of the units in flight",
-    "activations": "sum over units of what forward keeps + one block computed again + gathered inputs",
+    "activations": "sum over units of what forward keeps + one block computed again, its gradients, gathered",
     "logits and loss": "micro_batch * tokens of a sequence * vocab * bytes a logit / (tp if loss_parallel)",
     "optimizer's temporaries": "what the optimizer's step allocates",
 }

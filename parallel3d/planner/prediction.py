@@ -327,6 +327,7 @@ def _matmuls(prediction: Prediction, unit: Unit) -> Iterator[Term]:
 def _attention(prediction: Prediction, unit: Unit) -> Iterator[Term]:
     gpu, work, layout = prediction.cluster.gpu, prediction.workload, prediction.layout
     kernel, sizes = attention_kernel(gpu, work), (layout.tp, layout.cp)
+    beside = work.profile.constant("attention_time")
     for attention in unit.attention:
         both = attention_time(attention, gpu, work, layout.tp, prediction.micro_batch, layout.cp)
         share = share_of(attention, work, *sizes)
@@ -343,11 +344,16 @@ def _attention(prediction: Prediction, unit: Unit) -> Iterator[Term]:
                 formula = "4 b heads s^2 head_dim / matmul rate + bytes a score * b heads s^2 / memory rate"
                 inputs["bytes a score"] = constant(f"naive_{way}")
             else:
-                formula = "4 b heads s^2 head_dim (/ 2 if causal) / (peak efficiency s / (s + ramp))"
+                formula = (
+                    "4 b heads s^2 head_dim (/ 2 if causal) / (peak * power limit of so busy tensor cores * "
+                    "efficiency s / (s + ramp))"
+                )
                 inputs |= attention_constants(gpu, kernel, attention.head_dim)
                 if way == "backward":
                     formula += " * attention_backward"
                     inputs["attention_backward"] = constant("attention_backward")
+            if beside.value != 1:
+                formula, inputs["attention_time"] = f"{formula} * attention_time", beside
             if share.joins:
                 joined = dict(
                     zip(("forward", "backward"), joined_bytes(attention, work, *sizes), strict=True)
@@ -366,6 +372,7 @@ def _elementwise(prediction: Prediction, unit: Unit) -> Iterator[Term]:
     work, tp, micro_batch = prediction.workload, prediction.layout.tp, prediction.micro_batch
     cp = prediction.layout.cp
     kernels = kernels_of(unit, prediction.cluster.gpu, work, tp, micro_batch, cp)
+    beside = work.profile.constant("elementwise_time")
     sizes: dict[str, float] = {
         "tokens": micro_batch * work.local_tokens(cp),
         "bytes an element": work.compute_itemsize,
@@ -376,6 +383,8 @@ def _elementwise(prediction: Prediction, unit: Unit) -> Iterator[Term]:
             for e in unit.elementwise:
                 moved[f"elements of {e.name}"] += elements(e, unit, work, tp)[index]
             formula = "tokens * elements read and written * bytes an element / memory rate"
+            if beside.value != 1:
+                formula, sizes["elementwise_time"] = f"{formula} * elementwise_time", beside.value
             yield Term(
                 f"elementwise {way}", kernels.elementwise[index], formula, {**sizes, **moved}
             )
@@ -405,8 +414,11 @@ def _collectives(prediction: Prediction, unit: Unit) -> Iterator[Term]:
         calls.append(("reduce", "reduce_scatter", reduced, shard))
     if numel and replicate.size > 1:
         calls.append(("all-reduce", "all_reduce", reduced / shard.size, replicate))
+    beside = work.profile.constant("collective_time")
     for name, kind, nbytes, link in calls:
         formula, constants = describe_collective(kind, nbytes, link, cluster)
         group = {"bytes": nbytes, "ranks": link.size, "of them on a node": link.per_node}
-        seconds = collective_time(kind, nbytes, link, cluster)
+        seconds = collective_time(kind, nbytes, link, cluster) * beside.value
+        if beside.value != 1:
+            formula, constants = f"({formula}) * collective_time", {**constants, beside.name: beside}
         yield Term(name, seconds, formula, {**group, **constants})

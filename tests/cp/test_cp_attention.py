@@ -169,3 +169,44 @@ def check_compiled(kind: Any, backend: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_one_compiled_graph(kind: str, gloo_pool: GlooPool) -> None:
     gloo_pool.run(check_compiled, kind, "aot_eager", world_size=2)
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}], ids=["plain", "softcap"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_autocast_casts_what_comes_in(kind: Any, options: dict[str, Any]) -> None:
+    found = []
+    for autocast in (True, False):
+        with local_world(2) as world:
+            axis, sequence = axis_of(2), Sequence(16, 2, True)
+            with world.paused():
+                wholes = [sample(1, 4, 16, 8, seed=n).float() for n in range(3)]
+            parts = [part_of(world, axis, sequence, x).requires_grad_() for x in wholes]
+            given = parts if autocast else [part.bfloat16() for part in parts]
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                out = attention(*given, axis, sequence, causal=True, kind=kind, **options)
+                out.float().square().sum().backward()
+            results = [out, *(part.grad for part in parts)]
+            found.append([world.per_rank(x.detach()) for x in results])
+    assert found[0][0][0].dtype is torch.bfloat16
+    for ours, theirs in zip(*found, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_heads_may_come_from_a_view(kind: Any) -> None:
+    """(B, rows, heads, D) with heads and rows swapped, as models have them."""
+    found = []
+    for view in (True, False):
+        with local_world(2) as world:
+
+            def call(*args: Any, view: bool = view) -> torch.Tensor:
+                *tensors, axis, sequence = args
+                if view:
+                    tensors = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
+                return attention(*tensors, axis, sequence, causal=True, kind=kind)
+
+            found.append(run(world, call))
+    for ours, theirs in zip(*found, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)

@@ -1,5 +1,7 @@
 """What each kind communicates: the formulas, the recorder, and the choice between kinds."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -130,3 +132,14 @@ def test_auto(change: dict, kind: str, why: str) -> None:
 def test_one_rank_sends_nothing() -> None:
     for kind in KINDS:
         assert bytes_per_layer(kind, size=1, length=64, **LLAMA_8B) == (0, 0, 0)  # type: ignore[arg-type]
+
+
+def test_the_page_has_these_numbers() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "context_parallel.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| ([\d,]+) \| (.+) \| (.+) \| (.+) \|$", text, re.M)
+    assert len(rows) == 6
+    for size, length, *cells in rows:
+        for kind, cell in zip(KINDS, cells, strict=True):
+            sizes = {"size": int(size), "length": int(length.replace(",", "")), **LLAMA_8B}
+            traffic = bytes_per_layer(kind, **sizes)  # type: ignore[arg-type]
+            assert cell == f"{traffic.forward / 2**20:,.0f} + {traffic.backward / 2**20:,.0f}"

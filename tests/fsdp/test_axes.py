@@ -20,12 +20,15 @@ GOOD = {
     ("shard", "tp"): (None, 0, 1),
     ("replicate", "tp"): (0, None, 1),
     ("replicate", "shard", "tp"): (0, 1, 2),
+    ("replicate", "shard", "cp"): (0, 1, None),  # shard and cp as one
+    ("fsdp", "cp"): (0, 1, None),  # by position
 }
 BAD = {
     ("shard", "replicate"): "shard comes before replicate",
     ("tp",): "no axis to shard or replicate",
     ("tp", "shard"): "tp is not the innermost",
-    ("replicate", "shard", "cp"): "'cp' is not known",
+    ("replicate", "shard", "x"): "'x' is not known",
+    ("a", "cp", "tp"): "cp does not come right after shard",
     ("a", "b", "c"): "'a' is not known",
     ("dp", "tp"): "'dp' is not known",
     ("pp", "shard"): "'pp' is not one to shard",

@@ -89,7 +89,8 @@ def test_a_wrong_plan_is_noticed(gloo_pool, family, rule, instead, differs) -> N
 
 
 def test_the_page_says_what_the_tests_find() -> None:
-    """``docs/families.md`` has the families of ``refused.txt`` as refused, and all others as equal."""
+    """``docs/families.md`` has the families of ``refused.txt`` as refused, and all others as equal; in the
+    column of cp those of ``refused_cp.txt``."""
     from _support.hf.side_by_side_hf import CASES, refused_families
 
     page = (Path(__file__).resolve().parents[2] / "docs" / "families.md").read_text()
@@ -103,6 +104,10 @@ def test_the_page_says_what_the_tests_find() -> None:
     assert {
         name for name, found in verdicts.items() if found != {"equal"}
     } == refused_families().keys()
+    with_cp = {row[0]: row[2 + len(CASES)] for row in rows[2:]}
+    assert set(with_cp.values()) == {"equal", "refused"}
+    refused = {name for name, verdict in with_cp.items() if verdict == "refused"}
+    assert refused == refused_families("refused_cp.txt").keys()
 
 
 # Parameters without a gradient: what chooses (experts by bias, keys by an index), another modality, a state
@@ -121,6 +126,38 @@ def check_all_trains(name: str) -> None:
         grads = {path: p.grad for path, p in model.named_parameters()}
         without = [path for path, grad in grads.items() if grad is None or not grad.any()]
         assert not [path for path in without if not UNUSED.search(path)], (name, variant)
+
+
+WITH_CP = [("mixtral", "equal"), ("gemma3_text", "equal"), ("jamba", "refused")]
+
+
+@pytest.mark.slow
+def test_families_with_context_parallelism(gloo_pool) -> None:
+    from _support.hf.side_by_side_hf import CP_CASE
+
+    outcomes = run(gloo_pool, [(name, *CP_CASE) for name, _ in WITH_CP])
+    found = [(name, o.verdict) for (name, _), o in zip(WITH_CP, outcomes, strict=True)]
+    assert found == WITH_CP, [o.note for o in outcomes]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_family_with_context_parallelism(gloo_pool, part: int) -> None:
+    """Equal, or refused and in ``refused_cp.txt``."""
+    from _support.hf.side_by_side_hf import CP_CASE, refused_families
+    from _support.hf.tiny import families
+
+    refused = refused_families("refused_cp.txt")
+    assert refused.keys() <= set(families())
+    names = families()[part::PARTS]
+    wrong = []
+    for name, outcome in zip(
+        names, run(gloo_pool, [(n, *CP_CASE) for n in names]), strict=True
+    ):
+        verdict = "refused" if name in refused else "equal"
+        if outcome.verdict != verdict or refused.get(name, "") not in outcome.note:
+            wrong.append(f"{name}: {outcome.verdict}, {outcome.note}")
+    assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.full

@@ -83,6 +83,23 @@ def test_four_ranks_follow_the_plain_model_and_one_rank() -> None:
     assert abs(a["loss"] - b["loss"]) < 1e-4
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("--cp-attention", "ring", "--activation-checkpointing", "selective"),
+        ("--tp", "2", "--loss-parallel", "chunked", "--activation-checkpointing", "offload"),
+    ],
+    ids=["ring", "tp"],
+)
+def test_sequences_cut_over_cp_follow_the_plain_model(more: tuple[str, ...]) -> None:
+    shard = "1" if "--tp" in more else "2"
+    options = (*OPTIONS, *NANO, "--json", "--shard", shard, "--cp", "2", *more)
+    outputs = [text for _, text in launch(as_rank, options, ranks=4)]
+    found = result(outputs[0])
+    assert max(found["check_loss"], found["check_grad_norm"], found["check_weights"]) < 1e-4
+
+
 def test_the_screen() -> None:
     """Phases with their times, steps that fit, a verdict; with ``--show-plan`` each module of the plan."""
     outputs = [text for _, text in launch(as_rank, (*OPTIONS, *NANO, *MESH), ranks=4)]

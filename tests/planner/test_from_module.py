@@ -235,6 +235,18 @@ def test_eager_attention_is_attention():
         assert all(a.elements < 4 * 48 * 2 for a in unit.activations)
 
 
+def test_its_sequences_can_be_cut_over_cp():
+    """What blocks keep is divided, and attention communicates, as in a model from shapes."""
+    with torch.device("meta"):
+        model = Llama(LlamaConfig.named("small"))
+    spec = spec_from_module(model, seq_len=256)
+    work = Workload(seq_len=65536, micro_batch=1, cp_attention="ring")
+    whole, part = (activations_of(spec, H100.gpu, work, 1, 1, cp).kept for cp in (1, 4))
+    assert part == pytest.approx(whole / 4, rel=1e-3)
+    found = predict(spec, MeshLayout(1, 2, 1, cp=4), H100, work)
+    assert found.time.terms["context parallel"].value > 0
+
+
 @pytest.mark.parametrize(
     ("model", "example", "says"),
     [

@@ -1,5 +1,6 @@
 """parallel3d verify: exit codes, what it prints, and its documentation."""
 
+import itertools
 import json
 import os
 import re
@@ -62,6 +63,21 @@ def test_json_of_equal_models() -> None:
     assert data["equal"] and data["difference"] is None
     assert data["layout"] == {"replicate": 1, "shard": 1, "tp": 2}
     assert 0 <= data["largest"]["gradients"]["float64"] < 1e-12
+
+
+def test_cp() -> None:
+    """Each cp rank has its part of the tokens, by a function of the user's."""
+    words = {
+        "--cp": "2",
+        "--input": "_support.cp_axis:batch",
+        "--loss": "_support.cp_axis:loss",
+        "--shard-batch": "_support.cp_axis:shard_batch",
+    }
+    result = run("_support.cp_axis:build", *itertools.chain(*words.items()), "--json")
+    assert result.exit_code == 0, result.output
+    data = json.loads(result.stdout)
+    assert data["equal"] and data["layout"] == {"replicate": 1, "shard": 1, "cp": 2, "tp": 1}
+    assert 0 < data["largest"]["gradients"]["float64"] < 1e-12
 
 
 def test_json_of_a_difference() -> None:

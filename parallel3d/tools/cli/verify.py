@@ -55,6 +55,10 @@ def verify_command(
         str | None,
         _function_of("(model, mesh) -> model, to use instead of parallel3d.parallelize."),
     ] = None,
+    shard_batch: Annotated[
+        str | None,
+        _function_of("(inputs, mesh) -> a cp rank's part of its data rank's inputs, with --cp."),
+    ] = None,
     seed_of: Annotated[
         str | None,
         _function_of(
@@ -90,6 +94,7 @@ def verify_command(
         options |= {
             "loss": function_named("--loss", loss),
             "seed_of": function_named("--seed-of", seed_of),
+            "shard_batch": function_named("--shard-batch", shard_batch),
         }
         theirs = {
             "loss_parallel": loss_parallel,

@@ -30,7 +30,8 @@ class Held:
         module, phase, made_by: where that tensor was made, and by which operation.
         communicated: whether a collective has read or written it.
         lived_through_forward: whether it was alive when a backward began.
-        recomputed: whether a module made it within a backward (activation checkpointing).
+        recomputed: whether a module made it within a backward (activation checkpointing), or it was copied
+            from the CPU's memory (activation offload).
         kind, name: set if it belongs to a model or its optimizer.
         on_host: whether it is in the CPU's memory (CPU offload).
         size: bytes now.

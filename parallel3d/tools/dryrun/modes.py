@@ -291,6 +291,10 @@ class DryMode(RecordingMode):
         for tensor in written:
             if isinstance(tensor, FakeTensor):
                 self._held(tensor, name)
+        if work is not None and any(t.device == HOST_DEVICE for t in tensors):
+            for tensor in written:  # what was copied back from the CPU's memory
+                if (held := self.ledger.find(tensor)) is not None:
+                    held.recomputed = True
         if work is not None and self.races is not None:
             writes = [*tensors_in(out), *_mutated(func, args, kwargs)]
             self.races.operation(name, tensors, writes)

@@ -9,6 +9,7 @@ from statistics import median
 
 from torch import nn
 
+from parallel3d.activations.offload import counts_of
 from parallel3d.fsdp.inspect import units_of
 from parallel3d.mesh.axes import Role, axis_named, moves_activations
 from parallel3d.planner.constants import constant
@@ -157,6 +158,15 @@ def needed_bytes(run: DryRun) -> float:
 
 def not_simulated(models: Iterable[nn.Module]) -> Warnings:
     """Warns of what the models do and a dry run does not simulate."""
+    models = list(models)
+    for counts in filter(None, map(counts_of, models)):
+        yield DryRunWarning(
+            "activation offload not timed",
+            f"{in_bytes(counts.copied_out)} were copied to the CPU's memory and "
+            f"{in_bytes(counts.copied_back)} back: memory and streams show the copies, but they are timed as "
+            f"copies within the GPU. Of the pool of {in_bytes(counts.pool)}, {in_bytes(counts.pool_used)} "
+            f"were used; {in_bytes(counts.no_room)} found no room and stayed.",
+        )
     units = [unit for model in models for unit in units_of(model, recurse=True)]
     if any(bucket.offload is not None for unit in units for bucket in unit.group.buckets):
         yield DryRunWarning(

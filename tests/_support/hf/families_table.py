@@ -3,7 +3,8 @@
     python tests/_support/hf/families_table.py                # all; about ten minutes on two cores
     python tests/_support/hf/families_table.py llama doge     # some; only prints
 
-Exits with 1 where a family is unequal or failed, or refused without being in ``refused.txt``.
+Exits with 1 where a family is unequal or failed, or refused without being in ``refused.txt``, with cp in
+``refused_cp.txt``.
 """
 
 import re
@@ -26,6 +27,7 @@ if __name__ == "__main__":  # under pytest it is there already
 
 from _support.hf.side_by_side_hf import (  # noqa: E402
     CASES,
+    CP_CASE,
     Outcome,
     compare_cases,
     merged,
@@ -34,6 +36,7 @@ from _support.hf.side_by_side_hf import (  # noqa: E402
 from _support.hf.tiny import families, is_moe, tiny_model  # noqa: E402
 
 PAGE = ROOT / "docs" / "families.md"
+ALL_CASES = (*CASES, CP_CASE)
 AT_ONCE = 6  # families in one run of the pool
 BROKEN = Outcome("failed", "its processes ended or hung")
 
@@ -47,18 +50,22 @@ keys and values, 67 ids, tied, biases the other way round, the loss that balance
 mesh is (replicate, shard, tp). *held*: the largest share of the parameters that a tp rank holds, at tp 2. A
 text model that is a family of its own and part of a composite one (`gemma3_text` in `gemma3`) counts once.
 
+*cp*: *base* on two ranks of [context parallelism](context_parallel.md), which share each sequence; equal, or
+refused with the reason: what mixes positions outside attention can't run on parts of sequences.
+
 {counts}
 
-| family | kind | {columns} | held | note |
-|---|---|{rule}---|---|
+| family | kind | {columns} | cp | held | note |
+|---|---|{rule}---|---|---|
 """
 
 
 def main(names: list[str]) -> int:
     refused, rows, bad = refused_families(), [], []
+    refused_cp = refused_families("refused_cp.txt")
     counts: Counter[tuple[str, str]] = Counter()
     with GlooPool(4) as pool:
-        for name, found in in_turn(pool, names or families()):
+        for name, (*found, cp) in in_turn(pool, names or families()):
             worst = next(
                 (v for v in ("failed", "unequal", "refused") if v in [o.verdict for o in found]),
                 "equal",
@@ -67,15 +74,21 @@ def main(names: list[str]) -> int:
             counts[kind, worst] += 1
             if worst not in ("equal", "refused") or (worst == "refused") != (name in refused):
                 bad.append(name)
-            cells = [outcome.verdict for outcome in found]
+            if cp.verdict not in ("equal", "refused") or (cp.verdict == "refused") != (
+                name in refused_cp
+            ):
+                bad.append(f"{name} (cp)")
+            counts["cp", cp.verdict] += 1
+            cells = [outcome.verdict for outcome in (*found, cp)]
             notes = dict.fromkeys(outcome.note for outcome in found if outcome.note)
+            notes |= dict.fromkeys([short(cp.note)] if cp.note else [])
             held = f"{max(outcome.held for outcome in found):.2f}"
             said = "; ".join([*notes, *notes_of(name)]).replace("|", "/")[:300]
             rows.append("| " + " | ".join([name, kind, *cells, held, said]) + " |")
             print(rows[-1], flush=True)
     told = "\n".join(
         f"- {kind}: " + ", ".join(f"{n} {v}" for (k, v), n in sorted(counts.items()) if k == kind)
-        for kind in ("dense", "MoE")
+        for kind in ("dense", "MoE", "cp")
     )
     print(told)
     if not names:
@@ -99,21 +112,27 @@ def in_turn(pool, names):
         if outcomes is None:  # one broke the run: each by itself
             outcomes = {name: (run_some(pool, [name]) or {}).get(name) for name in few}
         for name in few:
-            yield name, outcomes[name] or [BROKEN] * len(CASES)
+            yield name, outcomes[name] or [BROKEN] * len(ALL_CASES)
 
 
 def run_some(pool, names):
     """Name -> outcomes; None where the run as a whole failed."""
     outcomes = {}
     for size in (2, 4):
-        cases = [(name, *case) for name in names for case in CASES if prod(case[1]) == size]
+        cases = [(name, *case) for name in names for case in ALL_CASES if prod(case[1]) == size]
         try:
             found = merged(pool.run(compare_cases, cases, world_size=size, timeout=600.0))
         except WorkerError as error:
             print(error, file=sys.stderr)
             return None
         outcomes.update(zip(cases, found, strict=True))
-    return {name: [outcomes[name, *case] for case in CASES] for name in names}
+    return {name: [outcomes[name, *case] for case in ALL_CASES] for name in names}
+
+
+def short(note: str) -> str:
+    """Why context parallelism is refused, without advice and folders."""
+    why = note.removeprefix("context parallelism: ").split(", but each rank has")[0]
+    return "cp: " + re.sub(r"/\S*/([^/\s]+\.py)", r"\1", why.split("; each rank has")[0])
 
 
 def notes_of(name: str) -> list[str]:

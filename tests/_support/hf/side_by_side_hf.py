@@ -15,21 +15,27 @@ from torch.distributed.tensor import DTensor
 
 from _support.hf.all_double import AllDouble
 from _support.hf.tiny import LENGTH, VARIANTS, tiny_model
-from parallel3d import MeshLayout, build_mesh, parallelize
+from parallel3d import MeshLayout, build_mesh, cp, parallelize
 from parallel3d.errors import PlanError
 from parallel3d.testing.parity import shards_of
 
-__all__ = ["CASES", "Case", "Outcome", "compare_cases", "merged", "plain_step", "refused_families"]
+__all__ = [
+    *("CASES", "CP_CASE", "Case", "Outcome", "compare_cases", "merged", "plain_step"),
+    "refused_families",
+]
 
-Sizes = tuple[int, int, int]
+Sizes = tuple[int, ...]
 
-# What each family is run as: the variant of its tiny config, and the sizes of the mesh.
+# What each family is run as: the variant of its tiny config, and the sizes of the mesh, (replicate, shard, tp)
+# or (replicate, shard, cp, tp).
 CASES: tuple[tuple[str, Sizes], ...] = (
     ("base", (1, 1, 2)),
     ("odd", (1, 1, 2)),
     ("odd", (1, 2, 2)),
     ("base", (2, 1, 2)),
 )
+
+CP_CASE: tuple[str, Sizes] = ("base", (1, 1, 2, 1))
 
 # Everything is float64 (AllDouble), so equal means equal but for the order of sums. Each tensor is
 # held to its own largest value; the second term is for tensors that would be zero exactly.
@@ -77,9 +83,9 @@ def merged(by_rank: list[list[Outcome]]) -> list[Outcome]:
     ]
 
 
-def refused_families() -> dict[str, str]:
-    """Family -> the beginning of the reason, from ``refused.txt``."""
-    lines = (Path(__file__).parent / "refused.txt").read_text().splitlines()
+def refused_families(file: str = "refused.txt") -> dict[str, str]:
+    """Family -> the beginning of the reason, from ``refused.txt``, or for cp ``refused_cp.txt``."""
+    lines = (Path(__file__).parent / file).read_text().splitlines()
     pairs = [line.split(": ", 1) for line in lines if line and not line.startswith("#")]
     return dict(pairs)
 
@@ -87,7 +93,7 @@ def refused_families() -> dict[str, str]:
 def _outcome(case: Case, plan: Plan, meshes: dict[Sizes, DeviceMesh]) -> Outcome:
     name, variant, sizes = case
     try:
-        layout = MeshLayout(*sizes)
+        layout = MeshLayout(*sizes[:2], sizes[-1], cp=sizes[2] if len(sizes) == 4 else 1)
         if sizes not in meshes:
             meshes[sizes] = build_mesh(layout, device_type="cpu")
         return _compare(name, variant, layout, meshes[sizes], plan)
@@ -112,12 +118,16 @@ def _compare(name: str, variant: str, layout: MeshLayout, mesh: DeviceMesh, plan
     batches = [_batch(variant, i) for i in range(layout.data_size)]
 
     with AllDouble(), torch.no_grad():
-        found.add("logits", *(_logits(m, batches[mine]) for m in (plain, parallel)))
+        found.add("logits", _logits(plain, batches[mine]), _logits(parallel, batches[mine], mesh))
     for rank, batch in enumerate(batches):
         loss = _step(plain, batch, rank, 1 / layout.data_size)
         if rank == mine:
             expected = loss
-    found.add("loss", expected, _step(parallel, batches[mine], mine, 1.0))
+    loss = _step(parallel, batches[mine], mine, 1.0, mesh)
+    if layout.cp > 1:
+        dist.all_reduce(loss, group=mesh.get_group("cp"))
+        loss /= layout.cp
+    found.add("loss", expected, loss)
 
     scale = max(float(p.grad.abs().max()) for p in plain.parameters() if p.grad is not None)
     for path, p, q in _pairs(plain, parallel):
@@ -146,15 +156,23 @@ def _batch(variant: str, sample: int) -> Tensor:
     return torch.randint(3, VARIANTS[variant]["vocab_size"], (2, LENGTH), generator=generator)
 
 
-def _logits(model: nn.Module, batch: Tensor) -> Tensor:
+def _logits(model: nn.Module, batch: Tensor, mesh: DeviceMesh | None = None) -> Tensor:
     torch.manual_seed(0)
-    return model(input_ids=batch, use_cache=False).logits
+    if mesh is None or "cp" not in mesh.mesh_dim_names:
+        return model(input_ids=batch, use_cache=False).logits
+    inputs = cp.shard_batch({"input_ids": batch}, mesh)
+    return cp.gather(model(**inputs, use_cache=False).logits, mesh, like=inputs)
 
 
-def _step(model: nn.Module, batch: Tensor, seed: int, share: float) -> Tensor:
+def _step(
+    model: nn.Module, batch: Tensor, seed: int, share: float, mesh: DeviceMesh | None = None
+) -> Tensor:
     torch.manual_seed(seed)  # for models that draw which expert a token goes to
+    inputs = {"input_ids": batch, "labels": batch}
+    if mesh is not None:
+        inputs = cp.shard_batch(inputs, mesh)
     with AllDouble():
-        loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+        loss = model(**inputs, use_cache=False).loss
         (loss * share).backward()
     return loss.detach()
 
