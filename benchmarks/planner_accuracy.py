@@ -1,6 +1,7 @@
 """How far the planner's predictions are from published runs.
 
-    python benchmarks/planner_accuracy.py RUNS.csv PREDICTIONS.csv [--models MODELS.csv] [--json PATH] [--residuals]
+    python benchmarks/planner_accuracy.py RUNS.csv PREDICTIONS.csv [--models MODELS.csv [--residuals]] \
+        [--json PATH]
 
 Scores a file that ``parallel3d predict --runs`` has written: error of tokens/s/GPU and of memory (median,
 90th percentile of the absolute relative error), the part of the runs in the intervals, fits or not, and
@@ -9,8 +10,8 @@ Spearman's rank correlation in each sweep (rows of one source and model, at leas
 
 With ``--models`` the headline is leave-one-out: each (source, GPU) is predicted with constants that were
 fitted to all others (planner_fit.py), its intervals are those of the others' errors (planner_intervals.py).
-And ``calibrate``: a stack is fitted to one row of each (source, GPU), and predicts the others. ``--residuals``
-writes the planner's table of intervals from it.
+And ``calibrate``: a stack is fitted to one row of each (source, GPU), and predicts the others.
+``--residuals`` writes the planner's table of intervals from it.
 """
 
 from __future__ import annotations
@@ -236,7 +237,9 @@ def headline(
         "p90": quantile(every, 0.9),
         "median_group": statistics.median(groups.values()),
         "groups": groups,
-        "ends": [quantile([-e for each in errors_after.values() for e in each], q) for q in (0.1, 0.9)],
+        "ends": [
+            quantile([-e for each in errors_after.values() for e in each], q) for q in (0.1, 0.9)
+        ],
     }
     print_table(
         f"fitted to one row, the others: median {percent(result['calibrated']['median'])}, "

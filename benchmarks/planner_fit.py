@@ -143,7 +143,7 @@ class Sensitivities:
         return [log(found / speed(row)) for found, row in zip(predicted, self.rows, strict=True)]
 
     def fit(self, without: Group | None = None) -> list[float]:
-        """A value for each constant: the least mean over the groups of the mean squared error, cut at ``_MOST``."""
+        """A value for each constant: the least mean, over the groups, of the mean squared error."""
         used = [i for i, row in enumerate(self.rows) if group_of(row) != without]
         groups: dict[Group, list[int]] = {}
         for i in used:
@@ -206,7 +206,9 @@ def left_out(rows: Sequence[Row], models: Models) -> dict[Group, LeftOut]:
                 each.set(value)
             predictions = {row["id"]: predict_run(row, models) for row in mine}
         names = [
-            each.name if each.tables[0] is constants.CONSTANTS else f"{each.name} of TransformerEngine"
+            each.name
+            if each.tables[0] is constants.CONSTANTS
+            else f"{each.name} of TransformerEngine"
             for each in free
         ]
         result[group] = LeftOut(dict(zip(names, values, strict=True)), predictions)

@@ -67,7 +67,7 @@ def ends_of(residuals: Sequence[Residual]) -> Interval:
 
 def table_of(residuals: Sequence[Residual]) -> dict[str, Interval]:
     """The ends by familiarity; a level of fewer than two groups has those of all runs."""
-    found = {}
+    found: dict[str, Interval] = {}
     for level in ("known", "apart", "new"):
         mine = [each for each in residuals if each.level == level]
         ends = ends_of(mine if len({each.group for each in mine}) > 1 else residuals)
@@ -137,8 +137,8 @@ def write(
     """
     speeds = {"measured": measured, **table_of(residuals)}
     lines = [
-        "# Errors of predictions of published (source, GPU) pairs that were left out of all fits: 10th and 90th percentile",
-        "# of ln(published / predicted). Written by",
+        "# Errors of predictions of published (source, GPU) pairs that were left out of all fits: 10th and",
+        "# 90th percentile of ln(published / predicted). Written by",
         f"#   {command}",
         f"verdict = {spread:.3f}",
         f"within = {within(residuals):.3f}",

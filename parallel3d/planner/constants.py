@@ -71,12 +71,12 @@ _SUSTAINED = (
     "weight gradients have a slower layout. Of GPUs up to power_density; see power_exponent"
 )
 _POWER = (
-    "at the limit power is clock * voltage^2, and voltage goes with clock: clock ~ power^(1/3). A V100 at 200 and 250 W "
-    "is 1.05 and 1.13 times as fast as at 175 W (0.34 to 0.37; bradrlaw/ai-server#32)"
+    "at the limit power is clock * voltage^2, and voltage goes with clock: clock ~ power^(1/3). A V100 at 200 "
+    "and 250 W is 1.05 and 1.13 times as fast as at 175 W (0.34 to 0.37; bradrlaw/ai-server#32)"
 )
 _HOPPER = (
-    "beside Ampere's, beyond the power limit: Hopper's matmuls keep their pace only from the largest tiles and beside no "
-    "other kernel. PyTorch's FSDP on H100 (llm-foundry, fms-fsdp, torchtitan)"
+    "beside Ampere's, beyond the power limit: Hopper's matmuls keep their pace only from the largest tiles and "
+    "beside no other kernel. PyTorch's FSDP on H100 (llm-foundry, fms-fsdp, torchtitan)"
 )
 _DENSITY = (
     "A100: 312 TFLOP/s at 400 W, where random data still reach 0.82 of the peak (254 to 257 TFLOP/s; Azure's "
@@ -87,8 +87,9 @@ _TP_WAIT = (
     "slowest rank, starting, no warm buffers. Aleph-Alpha's tp 2 to 8 (1.5 to 2.3) and SimuMax's tp 8 (1.4)"
 )
 _STOPS = (
-    "torch.utils.checkpoint(use_reentrant=False) stops when the last saved tensor is there, before the block's "
-    "last matmul (torch 2.1 and later): llm-foundry's recomputed runs are 7 % faster than with it on A100 and H100"
+    "torch.utils.checkpoint(use_reentrant=False) stops when the last saved tensor is there, before the "
+    "block's last matmul (torch 2.1 and later): llm-foundry's recomputed runs are 7 % faster than with it, on "
+    "A100 and on H100"
 )
 _GROWTH = (
     "larger matmuls are more efficient: medians of NVIDIA's H200 table rise from 0.63 (16 to 64 GFLOP) "
@@ -104,10 +105,7 @@ _SCORES = "five kernels that read and write bf16 scores: scale, mask, softmax, d
 _FLOAT8 = "a bf16 factor is read for its largest value, read again and written as float8"
 _ONE = "1 unless measured steps of a machine say otherwise (calibrate)"
 _HOST = "pinned copies reach 25 to 26 GB/s of PCIe 4's 31, 52 to 55 of PCIe 5's 63 (bandwidthTest)"
-_FRAGMENTATION = (
-    "reserved beyond allocated where the GPU has room: 3 to 8 % (SimuMax, allocated and reserved printed), 14 % "
-    "(torchtitan), 13 % (Nemotron4-15B)"
-)
+_FRAGMENTATION = "reserved beyond allocated where the GPU has room: 3 to 8 % (SimuMax prints both), 14 % (torchtitan), 13 % (Nemotron4-15B)"
 _LEAST = "what is left of it when the allocator has freed its caches and tried again, near the GPU's limit"
 _GATHERED = "bf16 parameters copied out of the gathered buffer: read and written"
 
@@ -130,7 +128,11 @@ _TABLE: dict[str, tuple[Any, ...]] = {
     "attention_triton": (0.345, "of peak", f"0.40 and less; {_FLASH2}", (_LF,)),
     "attention_flash2": (0.60, "of peak", _FLASH2),
     "flash2_after_ampere": (0.62, "", f"370 of 989 TFLOP/s; {_FLASH3}"),
-    "flash2_blackwell": (0.26, "", f"374 of 2,500 TFLOP/s, GB200, head dim 128, 8k tokens; {_AZURE}"),
+    "flash2_blackwell": (
+        0.26,
+        "",
+        f"374 of 2,500 TFLOP/s, GB200, head dim 128, 8k tokens; {_AZURE}",
+    ),
     "flash2_amd": (0.54, "", f"329 of 1,307 TFLOP/s, MI300X, head dim 64, 8k tokens; {_AZURE}"),
     "attention_flash3": (0.62, "of peak", f"610 to 650 of 989 TFLOP/s; {_FLASH3}"),
     "attention_cudnn": (0.60, "of peak", f"600 of 989 TFLOP/s; {_FLASH3}"),
@@ -151,8 +153,16 @@ _TABLE: dict[str, tuple[Any, ...]] = {
         "of a node's memory for pools; a fifth is left to programs, loaders and files",
     ),
     "launch": (6e-6, "s", "host time to start one eager op (5 to 7 us)"),
-    "host_unit": (0.00034, "s", "of the engine, in forward and backward each; 673 us a unit and step: benchmarks/host_time.py"),
-    "host_tp": (0.00012, "s", "the same more with tp; 231 us a unit and step: benchmarks/host_time.py"),
+    "host_unit": (
+        0.00034,
+        "s",
+        "of the engine, in forward and backward each; 673 us a unit and step: benchmarks/host_time.py",
+    ),
+    "host_tp": (
+        0.00012,
+        "s",
+        "the same more with tp; 231 us a unit and step: benchmarks/host_time.py",
+    ),
     "tp_wait": (1.4, "", _TP_WAIT, (_AA, _SM)),
     "tp_exposed": (1.0, "", "part of tensor parallelism's collectives that compute waits for"),
     "last_matmul_again": (0.0, "", _STOPS),

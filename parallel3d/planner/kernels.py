@@ -165,9 +165,7 @@ def gemms_of(
 
 
 @lru_cache(maxsize=65536)
-def gemm_time(
-    m: int, n: int, k: int, gpu: Gpu, itemsize: int, stack: Stack | None = None
-) -> float:
+def gemm_time(m: int, n: int, k: int, gpu: Gpu, itemsize: int, stack: Stack | None = None) -> float:
     """Seconds of one product.
 
     start + (compute^p + memory^p)^(1/p): FLOPs / (peak * efficiency * (TFLOPs)^growth), bytes / rate.
@@ -214,7 +212,9 @@ def attention_time(
     whole = 4 * scores * attention.head_dim * work.profile.value("attention_time")
     kernel = attention_kernel(gpu, work)
     if kernel == "naive":
-        rate = matmul_rate(gpu, work.profile) / (1 if work.compute_itemsize == 2 else gpu.fp32_slowdown)
+        rate = matmul_rate(gpu, work.profile) / (
+            1 if work.compute_itemsize == 2 else gpu.fp32_slowdown
+        )
         memory = scores * work.compute_itemsize / 2 / memory_rate(gpu)
         forward = constant("naive_forward").value * memory
         backward = constant("naive_backward").value * memory
@@ -235,7 +235,9 @@ def attention_rate(gpu: Gpu, kernel: str, seq: int, head_dim: int, itemsize: int
     ramp = constants.pop("ramp").value
     efficiency = prod(each.value for each in constants.values()) * (seq / (seq + ramp))
     wide = gpu.fp32_slowdown if itemsize > 2 else 1
-    return efficiency * gpu.peak * 1e12 * power_limited(gpu, efficiency / gpu.gemm_efficiency) / wide
+    return (
+        efficiency * gpu.peak * 1e12 * power_limited(gpu, efficiency / gpu.gemm_efficiency) / wide
+    )
 
 
 _AMPERE = ("a100", "a800")  # whose flash2 and flash1 are measured forward and backward together

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from math import exp, log
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -60,7 +61,8 @@ def read_run(path: str | PathLike[str]) -> LoggedRun:
     Raises:
         PlanningError: it can't be read, has no start line, or too few steps.
     """
-    start, steps = None, []
+    start: dict[str, Any] | None = None
+    steps: list[dict[str, Any]] = []
     try:
         for record in read_json_lines(path):
             if record.get("event") == "start":
@@ -153,7 +155,9 @@ def write_stack(stack: Stack, path: str | PathLike[str]) -> Path:
     def quoted(text: str) -> str:
         return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
-    kernels = ", ".join(f"{family} = {quoted(kernel)}" for family, kernel in stack.attention.items())
+    kernels = ", ".join(
+        f"{family} = {quoted(kernel)}" for family, kernel in stack.attention.items()
+    )
     lines = [f"[stack.{quoted(stack.name)}]", f"attention = {{ {kernels} }}"]
     lines += [f"{key} = {quoted(getattr(stack, key))}" for key in ("what", "measured_on")]
     lines += [

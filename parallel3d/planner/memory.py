@@ -157,10 +157,10 @@ class Memory:
         terms: by component, at the moment of the peak; they add up to ``allocated``.
         beyond: what is needed beyond them.
         moment: "loss", "backward", "end of backward" or "optimizer".
-        reserved: what the caching allocator holds if it has room: ``allocated``, its fragmentation, workspaces.
+        reserved: what the caching allocator holds if it has room: ``allocated``, fragmentation, workspaces.
         upper: an upper bound of ``reserved``: more fragmentation, and allocations that are not modelled.
-        needed: what must fit: what is allocated with the least fragmentation, workspaces, the device's context
-            and communicators.
+        needed: what must fit: what is allocated, the least fragmentation, workspaces, the device's context and
+            communicators.
         capacity: the GPU's memory.
         host: activations of this GPU in the host's memory.
         host_capacity: what the GPU's part of that memory has for them (``host_part``).
@@ -218,8 +218,7 @@ def memory_of(step: Step) -> Memory:
     }
     allocated = sum(term.value for term in terms.values())
     fragmentation, least, workspace, context = (
-        constant(name)
-        for name in ("fragmentation", "fragmentation_least", "workspace", "context")
+        constant(name) for name in ("fragmentation", "fragmentation_least", "workspace", "context")
     )
     lost = allocated * least.value
     reserved = allocated * (1 + fragmentation.value) + workspace.value

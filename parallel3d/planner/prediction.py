@@ -78,7 +78,7 @@ class Prediction(Step):
 
     @property
     def fits_probability(self) -> float:
-        """That it fits, from published verdicts; 0.5 where ``memory.needed`` is the capacity, 0 on a full host."""
+        """That it fits, from published verdicts: 0.5 where ``memory.needed`` is the capacity."""
         memory = self.memory
         if memory.host > memory.host_capacity:
             return 0.0
@@ -420,5 +420,8 @@ def _collectives(prediction: Prediction, unit: Unit) -> Iterator[Term]:
         group = {"bytes": nbytes, "ranks": link.size, "of them on a node": link.per_node}
         seconds = collective_time(kind, nbytes, link, cluster) * beside.value
         if beside.value != 1:
-            formula, constants = f"({formula}) * collective_time", {**constants, beside.name: beside}
+            formula, constants = (
+                f"({formula}) * collective_time",
+                {**constants, beside.name: beside},
+            )
         yield Term(name, seconds, formula, {**group, **constants})

@@ -113,7 +113,8 @@ def predict_run(row: Row, models: Models) -> Prediction:
     that the library chooses for ``cp_attention``; a fused norm;
     full resharding; no sequence or loss parallelism.
     The loss is fused where norms are, unless ``loss_parallel`` is blank. Gradients are reduced, and under
-    ZeRO-1 kept, as the notes say ("reduce bf16", "fp32 gradient reduce"); else in fp32 if that fits, else bf16.
+    ZeRO-1 kept, as the notes say ("reduce bf16", "fp32 gradient reduce"); else in fp32 if that fits, else in
+    bf16.
 
     Raises:
         PlanningError: a cell that can't be read; the message names the row.

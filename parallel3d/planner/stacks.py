@@ -71,7 +71,9 @@ def stack_of(stack: str | Stack) -> Stack:
         return stack
     known = _built_in()
     if not isinstance(stack, str) or stack not in known:
-        raise PlanningError(f"there is no stack {stack!r}; the nearest: {nearest(str(stack), known)}")
+        raise PlanningError(
+            f"there is no stack {stack!r}; the nearest: {nearest(str(stack), known)}"
+        )
     return known[stack]
 
 

@@ -370,9 +370,7 @@ class _Timing:
         """Copies in and out of buffers, exposed communication, accumulation."""
         n, numel, rate = self.accumulation, self.numel(), self.rate
         shard, is_fsdp = self.links["shard"].size, self.work.sharding == "fsdp"
-        gather, reduce, add = map(
-            self.stack.constant, ("gather_copy", "reduce_copy", "accumulate")
-        )
+        gather, reduce, add = map(self.stack.constant, ("gather_copy", "reduce_copy", "accumulate"))
         gathered = numel + (self.numel("block") if self.work.reshard_after_forward else 0)
         copied = gather.value * gathered + reduce.value * numel if is_fsdp and shard > 1 else 0.0
         copies = {each.name: each for each in (gather, reduce)}

@@ -94,11 +94,13 @@ def memory_interval(reserved: float) -> Interval:
 
 
 def fits_probability(needed: float, capacity: float) -> float:
-    """That a run which is predicted to need ``needed`` bytes fits into ``capacity``: 0.5 where they are equal."""
+    """That a run predicted to need ``needed`` bytes fits into ``capacity``: 0.5 where they are equal."""
     return verdict_part(log(capacity / needed) / residuals().verdict) if needed > 0 else 1.0
 
 
-_OTHERWISE = 0.06  # of published verdicts: by what a row doesn't say, not by how near the limit it is
+_OTHERWISE = (
+    0.06  # of published verdicts: by what a row doesn't say, not by how near the limit it is
+)
 
 
 def verdict_part(z: float) -> float:

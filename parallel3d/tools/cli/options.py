@@ -45,7 +45,9 @@ Profile = Annotated[Path | None, _cluster("A TOML file with more GPUs, in hardwa
 
 StackName = Annotated[
     str,
-    _work(f"The software that trains: {', '.join(stacks())}; or a file of calibrate --run, name.toml."),
+    _work(
+        f"The software that trains: {', '.join(stacks())}; or a file of calibrate --run, name.toml."
+    ),
 ]
 SeqLen = Annotated[int | None, _work("Tokens per sequence; by default the config's, 8192 at most.")]
 GlobalBatch = Annotated[int | None, _work("Sequences per optimizer step; by default 4M tokens.")]

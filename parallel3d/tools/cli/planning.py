@@ -393,11 +393,14 @@ def _calibrate_runs(logs: list[Path], out: Path, name: str, options: Mapping[str
             per_node = min(per_node or resolve_gpu(options["gpu"], options["profile"]).node, count)
             given = {**options, "nodes": count // per_node, "gpus_per_node": per_node}
             given |= {"global_batch": None, "micro_batch": options["micro_batch"] or 1}
-            spec, cluster, work, _ = _setup(given, options["checkpointing"], options["reshard"], False)
+            spec, cluster, work, _ = _setup(
+                given, options["checkpointing"], options["reshard"], False
+            )
             batch, left = divmod(found.tokens_per_step, work.seq_len)
             if left:
                 raise PlanningError(
-                    f"{log}: {found.tokens_per_step} tokens a step are no multiple of --seq-len {work.seq_len}"
+                    f"{log}: {found.tokens_per_step} tokens a step are no multiple of --seq-len "
+                    f"{work.seq_len}"
                 )
             work = replace(work, global_batch=batch, micro_batch=options["micro_batch"])
             measured.append(
@@ -416,8 +419,8 @@ def _calibrate_runs(logs: list[Path], out: Path, name: str, options: Mapping[str
         work = replace(before.workload, stack=fitted)
         after = predict(before.model, before.layout, before.cluster, work)
         typer.echo(
-            f"{log}, {before.layout}, {counted(count, 'step')}: measured {speed:,.1f} tokens/s/GPU, predicted "
-            f"{before.tokens_per_second_per_gpu:,.1f} before and {after.tokens_per_second_per_gpu:,.1f} now"
+            f"{log}, {before.layout}, {counted(count, 'step')}: measured {speed:,.1f} tokens/s/GPU, "
+            f"predicted {before.tokens_per_second_per_gpu:,.1f} before and {after.tokens_per_second_per_gpu:,.1f} now"
         )
     typer.echo(f"wrote {out}: parallel3d predict --stack {out} ...", err=True)
 
@@ -453,8 +456,8 @@ def _show_plan(plan: MeshPlan, top: int, explain: bool, chosen: str) -> None:
         console.print(_ranked(plan, top, console.width >= 112))
         if len(plan.close) > 1:
             console.print(
-                f"The first {len(plan.close)} can't be told apart: their speeds differ by less than predictions "
-                "of one machine err."
+                f"The first {len(plan.close)} can't be told apart: their speeds differ by less than "
+                "predictions of one machine err."
             )
     if plan.refused:
         console.print(_refused(plan))
