@@ -2,6 +2,7 @@
 
     python benchmarks/planner_accuracy.py RUNS.csv PREDICTIONS.csv [--models MODELS.csv [--residuals]] \
         [--json PATH]
+    python benchmarks/planner_accuracy.py LONG.csv PREDICTIONS.csv --long [--json PATH]
 
 Scores a file that ``parallel3d predict --runs`` has written: error of tokens/s/GPU and of memory (median,
 90th percentile of the absolute relative error), the part of the runs in the intervals, fits or not, and
@@ -11,7 +12,8 @@ Spearman's rank correlation in each sweep (rows of one source and model, at leas
 With ``--models`` the headline is leave-one-out: each (source, GPU) is predicted with constants that were
 fitted to all others (planner_fit.py), its intervals are those of the others' errors (planner_intervals.py).
 And ``calibrate``: a stack is fitted to one row of each (source, GPU), and predicts the others.
-``--residuals`` writes the planner's table of intervals from it.
+``--residuals`` writes the planner's table of intervals from it. With ``--long`` each row beside its
+prediction: the long-context runs, which are too few and too different for medians to say much.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from typing import Any
 
 import planner_intervals as intervals
 from measure import print_table
-from planner_fit import Group, LeftOut, group_of, groups_of, left_out, source_of
+from planner_fit import Group, LeftOut, group_of, groups_of, left_out
 
 from parallel3d.planner.measured import fit_stack
 from parallel3d.planner.prediction import Prediction, predict
@@ -180,6 +182,71 @@ def _again(prediction: Prediction, work: Any) -> float:
     return found.tokens_per_second_per_gpu
 
 
+def each_run(runs: Sequence[Row], found: Mapping[str, Row]) -> list[dict[str, Any]]:
+    """Of every row what was published and predicted, and the relative error; None: nothing was printed."""
+    result = []
+    for row in runs:
+        mine = found[row["id"]]
+        each: dict[str, Any] = {
+            "id": row["id"],
+            "url": row["url"],
+            "run": f"{row['model']}, {int(row['seq_len']):,} tokens, {row['gpu_count']} x {row['gpu']}",
+            "layout": " x ".join(row[axis] or "1" for axis in ("replicate", "shard", "cp", "tp")),
+            "kind": row["cp_attention"] if row["cp"] != "1" else "",
+            "fits": [row["fits"], mine["fits"]],
+        }
+        for name in ("tokens_per_s_per_gpu", "memory_gib"):
+            published, predicted = number(row, name), number(mine, name)
+            assert predicted is not None, f"{row['id']} has no {name}"
+            error = None if published is None else predicted / published - 1
+            each[name] = [published, predicted, error]
+        result.append(each)
+    return result
+
+
+def report_long(runs: Sequence[Row], found: Mapping[str, Row]) -> dict[str, Any]:
+    """Prints a row for each run, and a summary by source; returns their numbers."""
+    rows = each_run(runs, found)
+    head = [
+        "run",
+        "layout",
+        "kind",
+        "tokens/s/GPU",
+        "predicted",
+        "",
+        "GiB",
+        "predicted",
+        "",
+        "fits",
+    ]
+    shown = []
+    for row in rows:
+        cells = [row["run"], row["layout"], row["kind"]]
+        for name, style in (("tokens_per_s_per_gpu", ",.0f"), ("memory_gib", ".1f")):
+            published, predicted, error = row[name]
+            cells += ["" if published is None else f"{published:{style}}", f"{predicted:{style}}"]
+            cells.append("" if error is None else f"{error:+.1%}")
+        shown.append([*cells, "right" if row["fits"][0] == row["fits"][1] else "wrong"])
+    print_table("published long-context runs", head, shown)
+    groups = groups_of(runs)
+    summaries = {" ".join(name): summary(each, found) for name, each in groups.items()}
+    print_table(
+        "errors by source",
+        ["source", "speeds", "median", "signed", "memory", "median", "fits", "right"],
+        [_summary_row(name, s) for name, s in {"all": summary(runs, found), **summaries}.items()],
+    )
+    return {"long": rows, "errors": {"all": summary(runs, found), **summaries}}
+
+
+def _summary_row(name: str, s: Mapping[str, Any]) -> list[Any]:
+    speed, memory, fits = s["speed"], s["memory"], s["fits"]
+    return [
+        name,
+        *(speed["rows"], percent(speed["median"]), percent(speed["signed"])),
+        *(memory["rows"], percent(memory["median"]), fits["rows"], percent(fits["right"])),
+    ]
+
+
 def percent(value: float | None) -> str:
     """Of a part of one."""
     return "" if value is None else f"{100 * value:.1f} %"
@@ -257,7 +324,10 @@ def main() -> None:
     parser.add_argument("predictions", type=Path)
     parser.add_argument("--models", type=Path)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--residuals", action="store_true")
+    parser.add_argument(
+        "--residuals", action="store_true", help="Write the planner's table of errors."
+    )
+    parser.add_argument("--long", action="store_true", help="Each run beside its prediction.")
     given = parser.parse_args()
     with given.runs.open(newline="", encoding="utf-8") as file:
         runs: list[Row] = list(csv.DictReader(file))
@@ -279,13 +349,12 @@ def main() -> None:
                 f"python benchmarks/planner_accuracy.py {given.runs} PREDICTIONS.csv --models {given.models} "
                 "--residuals",
             )
-    result |= report("the predictions given", runs, found)
+    result |= (
+        report_long(runs, found) if given.long else report("the predictions given", runs, found)
+    )
     if given.json:
         given.json.write_text(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":
     main()
-
-
-__all__ = ["number", "percent", "source_of"]

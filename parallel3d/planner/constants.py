@@ -71,12 +71,12 @@ _SUSTAINED = (
     "weight gradients have a slower layout. Of GPUs up to power_density; see power_exponent"
 )
 _POWER = (
-    "at the limit power is clock * voltage^2, and voltage goes with clock: clock ~ power^(1/3). A V100 at 200 "
-    "and 250 W is 1.05 and 1.13 times as fast as at 175 W (0.34 to 0.37; bradrlaw/ai-server#32)"
+    "at the limit power is clock * voltage^2, and voltage goes with clock: clock ~ power^(1/3). A V100 at "
+    "200 and 250 W is 1.05 and 1.13 times as fast as at 175 W (0.34 to 0.37; bradrlaw/ai-server#32)"
 )
 _HOPPER = (
-    "beside Ampere's, beyond the power limit: Hopper's matmuls keep their pace only from the largest tiles and "
-    "beside no other kernel. PyTorch's FSDP on H100 (llm-foundry, fms-fsdp, torchtitan)"
+    "beside Ampere's, beyond the power limit: Hopper's matmuls keep their pace only from the largest tiles "
+    "and beside no other kernel. PyTorch's FSDP on H100 (llm-foundry, fms-fsdp, torchtitan)"
 )
 _DENSITY = (
     "A100: 312 TFLOP/s at 400 W, where random data still reach 0.82 of the peak (254 to 257 TFLOP/s; Azure's "
@@ -88,8 +88,8 @@ _TP_WAIT = (
 )
 _STOPS = (
     "torch.utils.checkpoint(use_reentrant=False) stops when the last saved tensor is there, before the "
-    "block's last matmul (torch 2.1 and later): llm-foundry's recomputed runs are 7 % faster than with it, on "
-    "A100 and on H100"
+    "block's last matmul (torch 2.1 and later): llm-foundry's recomputed runs are 7 % faster than with it, "
+    "on A100 and on H100"
 )
 _GROWTH = (
     "larger matmuls are more efficient: medians of NVIDIA's H200 table rise from 0.63 (16 to 64 GFLOP) "
@@ -105,7 +105,10 @@ _SCORES = "five kernels that read and write bf16 scores: scale, mask, softmax, d
 _FLOAT8 = "a bf16 factor is read for its largest value, read again and written as float8"
 _ONE = "1 unless measured steps of a machine say otherwise (calibrate)"
 _HOST = "pinned copies reach 25 to 26 GB/s of PCIe 4's 31, 52 to 55 of PCIe 5's 63 (bandwidthTest)"
-_FRAGMENTATION = "reserved beyond allocated where the GPU has room: 3 to 8 % (SimuMax prints both), 14 % (torchtitan), 13 % (Nemotron4-15B)"
+_FRAGMENTATION = (
+    "reserved beyond allocated where the GPU has room: 3 to 8 % (SimuMax prints both), 14 % (torchtitan), "
+    "13 % (Nemotron4-15B)"
+)
 _LEAST = "what is left of it when the allocator has freed its caches and tried again, near the GPU's limit"
 _GATHERED = "bf16 parameters copied out of the gathered buffer: read and written"
 
@@ -172,7 +175,7 @@ _TABLE: dict[str, tuple[Any, ...]] = {
     "accumulate": (10.0, "B/param", "a bf16 gradient added to an fp32 sum"),
     "workspace": (0.5 * 2**30, "B", "of cuBLAS, cuDNN and attention kernels"),
     "fragmentation": (0.08, "", _FRAGMENTATION),
-    "fragmentation_least": (0.02, "", _LEAST),
+    "fragmentation_least": (0.04, "", _LEAST),
     "fragmentation_upper": (0.14, "", "the upper bound of the same, with what isn't modelled"),
     "context": (1.5 * 2**30, "B", "CUDA context (0.5 to 2 GiB) and NCCL's buffers (0.4 GiB)"),
 }

@@ -159,7 +159,7 @@ class Memory:
         moment: "loss", "backward", "end of backward" or "optimizer".
         reserved: what the caching allocator holds if it has room: ``allocated``, fragmentation, workspaces.
         upper: an upper bound of ``reserved``: more fragmentation, and allocations that are not modelled.
-        needed: what must fit: what is allocated, the least fragmentation, workspaces, the device's context and
+        needed: what must fit: what is allocated, the least fragmentation, workspaces, the context and
             communicators.
         capacity: the GPU's memory.
         host: activations of this GPU in the host's memory.

@@ -420,7 +420,8 @@ def _calibrate_runs(logs: list[Path], out: Path, name: str, options: Mapping[str
         after = predict(before.model, before.layout, before.cluster, work)
         typer.echo(
             f"{log}, {before.layout}, {counted(count, 'step')}: measured {speed:,.1f} tokens/s/GPU, "
-            f"predicted {before.tokens_per_second_per_gpu:,.1f} before and {after.tokens_per_second_per_gpu:,.1f} now"
+            f"predicted {before.tokens_per_second_per_gpu:,.1f} before and "
+            f"{after.tokens_per_second_per_gpu:,.1f} now"
         )
     typer.echo(f"wrote {out}: parallel3d predict --stack {out} ...", err=True)
 
