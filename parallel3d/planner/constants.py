@@ -175,7 +175,7 @@ _TABLE: dict[str, tuple[Any, ...]] = {
     "accumulate": (10.0, "B/param", "a bf16 gradient added to an fp32 sum"),
     "workspace": (0.5 * 2**30, "B", "of cuBLAS, cuDNN and attention kernels"),
     "fragmentation": (0.08, "", _FRAGMENTATION),
-    "fragmentation_least": (0.04, "", _LEAST),
+    "fragmentation_least": (0.025, "", _LEAST),
     "fragmentation_upper": (0.14, "", "the upper bound of the same, with what isn't modelled"),
     "context": (1.5 * 2**30, "B", "CUDA context (0.5 to 2 GiB) and NCCL's buffers (0.4 GiB)"),
 }

@@ -332,7 +332,7 @@ def activations_of(
     tokens = micro_batch * work.local_tokens(cp)
     kept = live = host = gradients = 0.0
     for unit in model.units:
-        gradients = max(gradients, _gradients(unit, model.hidden, work, tp, cp))
+        gradients = max(gradients, _gradients(unit, model.hidden, gpu, work, tp, cp))
         whole = _whole(unit, gpu, work, tp, cp)
         mine = _kept(unit, whole, gpu, work, tp, cp)
         moved = offloaded(unit, gpu, work, tp, cp)
@@ -363,12 +363,13 @@ def activations_of(
     )
 
 
-def _gradients(unit: Unit, hidden: int, work: Workload, tp: int, cp: int) -> float:
+def _gradients(unit: Unit, hidden: int, gpu: Gpu, work: Workload, tp: int, cp: int) -> float:
     """Bytes a token that the backward of a block holds beyond the block's activations.
 
     A branch that ends in ``hidden`` features (attention, MLP) has the gradients of its last matmul's input,
     of the results that this was made from, and of the features between the blocks. Attention's comes last,
-    when the MLP's activations are free again, with the buffers of attention over ``cp``.
+    when the MLP's activations are free again, with the buffers of attention over ``cp``, and with the gradients
+    of scores if these are in memory: of the probabilities, and of what softmax was given.
     """
     if unit.kind != "block":
         return 0.0
@@ -384,6 +385,9 @@ def _gradients(unit: Unit, hidden: int, work: Workload, tp: int, cp: int) -> flo
         branch.append((inside + k + between) * work.compute_itemsize)
         inside = 0.0
     held = max((context.working_bytes(a, work, tp, cp) for a in unit.attention), default=0.0)
+    if attention_kernel(gpu, work) == "naive":
+        rows = (local_heads(a, tp).query for a in unit.attention)
+        held += 2 * max(rows, default=0) * work.seq_len * work.compute_itemsize
     free = sum(a.elements for a in unit.activations if a.split == "tp" and not a.eager_only) / tp
     return max(*of_others, max(of_attention) + held - free * work.compute_itemsize, 0.0)
 
