@@ -368,8 +368,8 @@ def _gradients(unit: Unit, hidden: int, gpu: Gpu, work: Workload, tp: int, cp: i
 
     A branch that ends in ``hidden`` features (attention, MLP) has the gradients of its last matmul's input,
     of the results that this was made from, and of the features between the blocks. Attention's comes last,
-    when the MLP's activations are free again, with the buffers of attention over ``cp``, and with the gradients
-    of scores if these are in memory: of the probabilities, and of what softmax was given.
+    when the MLP's activations are free again, with the buffers of attention over ``cp``, and with the
+    gradients of scores if these are in memory: of the probabilities, and of what softmax was given.
     """
     if unit.kind != "block":
         return 0.0
