@@ -13,6 +13,7 @@ sys.path.append(str(RECIPES))
 
 from recipe import read  # noqa: E402
 
+EXPECTED = {"memory_gib", "tokens_per_second_per_gpu", "mfu", "step_seconds"}
 MINE = """\
 why = "mine, which [expected] nothing"
 
@@ -53,7 +54,7 @@ def test_what_to_expect_is_written(mine: Path, monkeypatch: pytest.MonkeyPatch) 
     """Also where nothing was expected before, and a table comes after it."""
     assert run(monkeypatch, mine, "--expect") == 0
     expected = read(str(mine)).expected
-    assert set(expected) == {"memory_gib", "tokens_per_second_per_gpu", "mfu", "step_seconds"}
+    assert set(expected) == EXPECTED
     assert mine.read_text().startswith(MINE)
     head, cluster = MINE.split("[cluster]")
     cluster, rest = cluster.split("[mesh]")
@@ -92,7 +93,6 @@ def test_a_file_that_is_wrong(mine: Path, old: str, new: str, text: str) -> None
     ("option", "text"),
     [
         ("hfsdp = true", "hfsdp = True"),
-        ('loss_parallel = "chunked"', "loss_parallel = 'chunked'"),
         ('dtype = "float64"', "dtype = 'float64'"),
     ],
 )
@@ -100,6 +100,20 @@ def test_what_the_planner_does_not_know(mine: Path, option: str, text: str) -> N
     mine.write_text(f"{MINE}{option}\n")
     with pytest.raises(Parallel3dError, match=f"the planner does not know {text}"):
         read(str(mine)).prediction()
+
+
+def test_a_pool_that_is_too_small(mine: Path) -> None:
+    """A loss in chunks is known, and offload with a pool for all that layers keep."""
+    more = 'loss_parallel = "chunked"\nactivation_checkpointing = "offload"\noffload_gib = '
+    mine.write_text(f"{MINE}{more}4.0\n")
+    with pytest.raises(
+        Parallel3dError, match=r"offload_gib is 4\.0, and what layers keep takes \d"
+    ):
+        read(str(mine)).prediction()
+    mine.write_text(f"{MINE}{more}64.0\n")
+    found = read(str(mine)).prediction()
+    assert found.workload.chunked_loss and 4 * 2**30 < found.memory.host < 64 * 2**30
+    assert set(read(str(mine)).expectation()) == {"host_gib", *EXPECTED}
 
 
 def test_options_left_out_are_train_pys(mine: Path) -> None:
