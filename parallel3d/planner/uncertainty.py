@@ -16,8 +16,8 @@ from parallel3d.planner.stacks import Stack
 FAMILIARITY = {
     "measured": "the stack was fitted to measured steps on this GPU",
     "known": "published runs have this stack on this GPU",
-    "apart": "published runs have this stack and this family of GPUs, but not together",
-    "new": "no published run has this stack, or this family of GPUs",
+    "apart": "published runs have this stack, and this family of GPUs with several others, but not together",
+    "new": "no published run has this stack, or at most one other stack has this family of GPUs",
 }
 
 
@@ -63,8 +63,9 @@ def familiarity(pairs: Iterable[tuple[str, str]], stack: str, gpu: str) -> str:
         return "known"
     family = gpu.partition("-")[0]
     has_stack = any(name == stack for name, _ in seen)
-    has_gpu = any(name.partition("-")[0] == family for _, name in seen)
-    return "apart" if has_stack and has_gpu else "new"
+    # Of one stack alone it isn't known what is the stack's and what the GPU's.
+    on_family = {name for name, of in seen if of.partition("-")[0] == family}
+    return "apart" if has_stack and len(on_family) > 1 else "new"
 
 
 @lru_cache(maxsize=1)

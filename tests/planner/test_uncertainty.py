@@ -20,7 +20,7 @@ from parallel3d.planner.uncertainty import (
 
 LLAMA = spec_from_hf_config("llama-3.1-8b")
 WORK = Workload(seq_len=4096, micro_batch=1)
-PAIRS = [("a", "a100-80gb-sxm"), ("b", "h100-80gb-sxm")]
+PAIRS = [("a", "a100-80gb-sxm"), ("b", "a100-80gb-sxm"), ("c", "h100-80gb-sxm")]
 
 
 def found(work: Workload = WORK, name: str = "h100", shard: int = 8):
@@ -36,8 +36,9 @@ def width(interval: Interval) -> float:
     [
         ("a", "a100-80gb-sxm", "known"),
         ("a", "a100-40gb-sxm", "apart"),
-        ("b", "a100-80gb-sxm", "apart"),
-        ("c", "a100-80gb-sxm", "new"),
+        ("c", "a100-80gb-sxm", "apart"),
+        ("d", "a100-80gb-sxm", "new"),
+        ("a", "h100-80gb-sxm", "new"),  # of which only c is known
         ("a", "mi300x", "new"),
     ],
 )
