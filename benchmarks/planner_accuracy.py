@@ -1,14 +1,19 @@
 """How far the planner's predictions are from published runs.
 
-    python benchmarks/planner_accuracy.py RUNS.csv PREDICTIONS.csv [--models MODELS.csv] [--json PATH]
+    python benchmarks/planner_accuracy.py RUNS.csv PREDICTIONS.csv [--models MODELS.csv [--residuals]] \
+        [--json PATH]
     python benchmarks/planner_accuracy.py LONG.csv PREDICTIONS.csv --long [--json PATH]
 
 Scores a file that ``parallel3d predict --runs`` has written: error of tokens/s/GPU and of memory (median,
-90th percentile of the absolute relative error), fits or not, and Spearman's rank correlation in each sweep
-(rows of one source and model, at least 8 with a speed, the fastest 1.25 times as fast as the slowest).
-With ``--models`` also leave-one-source-out: the constants that have no published value (``FREE``) are fitted
-to all other sources, and score on the one that was left out. With ``--long`` each row beside its prediction:
-the long-context runs, which are too few and too different for medians to say much.
+90th percentile of the absolute relative error), the part of the runs in the intervals, fits or not, and
+Spearman's rank correlation in each sweep (rows of one source and model, at least 8 with a speed, the fastest
+1.25 times as fast as the slowest). Of runs that the constants were fitted to, that is in-sample.
+
+With ``--models`` the headline is leave-one-out: each (source, GPU) is predicted with constants that were
+fitted to all others (planner_fit.py), its intervals are those of the others' errors (planner_intervals.py).
+And ``calibrate``: a stack is fitted to one row of each (source, GPU), and predicts the others.
+``--residuals`` writes the planner's table of intervals from it. With ``--long`` each row beside its
+prediction: the long-context runs, which are too few and too different for medians to say much.
 """
 
 from __future__ import annotations
@@ -19,29 +24,21 @@ import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import exp, log
 from pathlib import Path
 from typing import Any
 
+import planner_intervals as intervals
 from measure import print_table
+from planner_fit import Group, LeftOut, group_of, groups_of, left_out
 
-from parallel3d.planner import constants, kernels
-from parallel3d.planner.runs import Models, predict_run, read_models
+from parallel3d.planner.measured import fit_stack
+from parallel3d.planner.prediction import Prediction, predict
+from parallel3d.planner.runs import COLUMNS, Models, cells_of, predict_run, read_models
+from parallel3d.planner.uncertainty import Interval
 
-FREE = {
-    "gemm_sustained": (0.80, 0.84, 0.88, 0.92, 0.96, 1.0),
-    "attention_flash1": (0.15, 0.20, 0.25, 0.30),
-    "attention_triton": (0.27, 0.33, 0.40),
-    "naive_forward": (19.0, 29.0, 39.0),
-    "naive_backward": (18.0, 28.0, 38.0),
-}
 Row = Mapping[str, str]
-
-
-def source_of(row: Row) -> str:
-    """Short: the repository or page, without commit and file."""
-    name = row["source"].partition("@")[0].partition(":_posts")[0]
-    by_gpu = "llm-foundry" in name or "NeMo" in name
-    return f"{name} {row['gpu']}" if by_gpu else name
+_MOST_FITS = 12  # rows of a group that a stack is fitted to, evenly spread
 
 
 def quantile(values: Sequence[float], part: float) -> float:
@@ -78,19 +75,30 @@ def errors(runs: Sequence[Row], found: Mapping[str, Row], name: str) -> list[flo
     return result
 
 
+def covered(runs: Sequence[Row], found: Mapping[str, Row], name: str) -> float | None:
+    """The part of the published values of ``name`` that lie in their intervals."""
+    inside = []
+    for row in runs:
+        published = number(row, name)
+        low, high = (number(found[row["id"]], f"{name}_{end}") for end in ("low", "high"))
+        if published is not None and low is not None and high is not None:
+            inside.append(low <= published <= high)
+    return sum(inside) / len(inside) if inside else None
+
+
 def summary(runs: Sequence[Row], found: Mapping[str, Row]) -> dict[str, Any]:
     """Of some rows."""
-    speed = errors(runs, found, "tokens_per_s_per_gpu")
-    memory = errors(runs, found, "memory_gib")
     right = [found[row["id"]]["fits"] == row["fits"] for row in runs if row["fits"]]
     result: dict[str, Any] = {"rows": len(runs)}
-    for name, values in (("speed", speed), ("memory", memory)):
+    for name, column in (("speed", "tokens_per_s_per_gpu"), ("memory", "memory_gib")):
+        values = errors(runs, found, column)
         sizes = [abs(v) for v in values]
         result[name] = {
             "rows": len(values),
             "median": statistics.median(sizes) if sizes else None,
             "p90": quantile(sizes, 0.9) if sizes else None,
             "signed": statistics.median(values) if values else None,
+            "covered": covered(runs, found, column),
         }
     result["fits"] = {"rows": len(right), "right": sum(right) / len(right) if right else None}
     return result
@@ -113,66 +121,65 @@ def sweeps(runs: Sequence[Row], found: Mapping[str, Row]) -> dict[str, tuple[int
     return result
 
 
-def left_out(runs: Sequence[Row], models: Models) -> dict[str, dict[str, Any]]:
-    """Source -> (the constants fitted without it, its median and 90th percentile error)."""
-    sources = sorted({source_of(r) for r in runs if number(r, "tokens_per_s_per_gpu")})
+def without_itself(
+    runs: Sequence[Row], left: Mapping[Group, LeftOut]
+) -> tuple[dict[str, Row], list[intervals.Residual]]:
+    """(what was predicted of each row by constants and intervals of the other groups, the residuals)."""
+    residuals = intervals.residuals_of(runs, left)
+    found: dict[str, Row] = {}
+    for group, mine in groups_of(runs).items():
+        table = intervals.table_of([each for each in residuals if each.group != group])
+        levels = [each.level for each in residuals if each.group == group] or ["new"]
+        memory = intervals.ends_of(memory_residuals(runs, left, without=group))
+        for row in mine:
+            prediction = left[group].predictions[row["id"]]
+            cells = dict(zip(COLUMNS, [row["id"], *cells_of(row, prediction)], strict=True))
+            for name, ends in (("tokens_per_s_per_gpu", table[levels[0]]), ("memory_gib", memory)):
+                value = float(cells[name])
+                for end, by in zip(("low", "high"), ends, strict=True):
+                    cells[f"{name}_{end}"] = f"{value * exp(by):.4f}"
+            found[row["id"]] = cells
+    return found, residuals
+
+
+def memory_residuals(
+    runs: Sequence[Row], left: Mapping[Group, LeftOut], without: Group | None = None
+) -> list[intervals.Residual]:
+    """ln(published / predicted) of memory."""
+    found = []
+    for row in runs:
+        published, group = number(row, "memory_gib"), group_of(row)
+        if published is not None and group != without:
+            cells = cells_of(row, left[group].predictions[row["id"]])
+            predicted = float(cells[COLUMNS.index("memory_gib") - 1])
+            found.append(intervals.Residual(group, "", log(published / predicted)))
+    return found
+
+
+def calibrated(runs: Sequence[Row], models: Models) -> dict[Group, list[float]]:
+    """Group -> predicted / published - 1 of all other rows, for each row that a stack was fitted to.
+
+    Rows of the same stack are fitted: eager and compiled runs of one source are different ones.
+    """
     result = {}
-    kept = dict(constants.CONSTANTS)
-    for source in sources:
-        others = [r for r in runs if source_of(r) != source]
-        fitted = fit(others, models)
-        mine = [abs(e) for e in speed_errors([r for r in runs if source_of(r) == source], models)]
-        result[source] = {
-            "constants": fitted,
-            "rows": len(mine),
-            "median": statistics.median(mine),
-            "p90": quantile(mine, 0.9),
-        }
-        constants.CONSTANTS.update(kept)
-        forget()
+    for group, rows in groups_of([r for r in runs if number(r, "tokens_per_s_per_gpu")]).items():
+        known = [(predict_run(r, models), number(r, "tokens_per_s_per_gpu") or 0.0) for r in rows]
+        found: list[float] = []
+        for at in range(0, len(known), max(1, -(-len(known) // _MOST_FITS))):
+            fitted = fit_stack([known[at]])
+            stack = known[at][0].workload.profile
+            for index, (prediction, published) in enumerate(known):
+                if index != at and prediction.workload.profile == stack:
+                    work = replace(prediction.workload, stack=fitted)
+                    found.append(_again(prediction, work) / published - 1)
+        if found:
+            result[group] = found
     return result
 
 
-def fit(runs: Sequence[Row], models: Models) -> dict[str, float]:
-    """Coordinate search over ``FREE``: the least mean of the sources' median errors; leaves them set."""
-    groups: dict[str, list[Row]] = {}
-    for row in runs:
-        groups.setdefault(source_of(row), []).append(row)
-
-    def loss() -> float:
-        forget()
-        each = [speed_errors(rows, models) for rows in groups.values()]
-        return statistics.mean(statistics.median(map(abs, e)) for e in each if e)
-
-    best = loss()
-    for _ in range(2):
-        for name, grid in FREE.items():
-            kept = constants.CONSTANTS[name]
-            for value in grid:
-                constants.CONSTANTS[name] = replace(constants.CONSTANTS[name], value=value)
-                found = loss()
-                if found < best - 1e-9:
-                    best, kept = found, constants.CONSTANTS[name]
-            constants.CONSTANTS[name] = kept
-    forget()
-    return {name: constants.CONSTANTS[name].value for name in FREE}
-
-
-def forget() -> None:
-    """What was computed with other constants."""
-    kernels.kernels_of.cache_clear()
-    kernels.gemm_time.cache_clear()
-
-
-def speed_errors(runs: Sequence[Row], models: Models) -> list[float]:
-    """Predicts anew."""
-    result = []
-    for row in runs:
-        published = number(row, "tokens_per_s_per_gpu")
-        if published:
-            predicted = predict_run(row, models).tokens_per_second_per_gpu
-            result.append(predicted / published - 1)
-    return result
+def _again(prediction: Prediction, work: Any) -> float:
+    found = predict(prediction.model, prediction.layout, prediction.cluster, work)
+    return found.tokens_per_second_per_gpu
 
 
 def each_run(runs: Sequence[Row], found: Mapping[str, Row]) -> list[dict[str, Any]]:
@@ -221,10 +228,8 @@ def report_long(runs: Sequence[Row], found: Mapping[str, Row]) -> dict[str, Any]
             cells.append("" if error is None else f"{error:+.1%}")
         shown.append([*cells, "right" if row["fits"][0] == row["fits"][1] else "wrong"])
     print_table("published long-context runs", head, shown)
-    groups: dict[str, list[Row]] = {}
-    for run in runs:
-        groups.setdefault(source_of(run), []).append(run)
-    summaries = {name: summary(each, found) for name, each in groups.items()}
+    groups = groups_of(runs)
+    summaries = {" ".join(name): summary(each, found) for name, each in groups.items()}
     print_table(
         "errors by source",
         ["source", "speeds", "median", "signed", "memory", "median", "fits", "right"],
@@ -247,14 +252,12 @@ def percent(value: float | None) -> str:
     return "" if value is None else f"{100 * value:.1f} %"
 
 
-def report(runs: Sequence[Row], found: Mapping[str, Row]) -> dict[str, Any]:
+def report(title: str, runs: Sequence[Row], found: Mapping[str, Row]) -> dict[str, Any]:
     """Prints the tables; returns their numbers."""
-    groups: dict[str, list[Row]] = {}
-    for row in runs:
-        groups.setdefault(source_of(row), []).append(row)
+    groups = groups_of(runs)
     result = {
         "all": summary(runs, found),
-        **{name: summary(r, found) for name, r in groups.items()},
+        **{" ".join(name): summary(r, found) for name, r in groups.items()},
     }
     rows = [
         [
@@ -263,6 +266,7 @@ def report(runs: Sequence[Row], found: Mapping[str, Row]) -> dict[str, Any]:
             percent(r["speed"]["median"]),
             percent(r["speed"]["p90"]),
             percent(r["speed"]["signed"]),
+            percent(r["speed"]["covered"]),
             r["memory"]["rows"],
             percent(r["memory"]["median"]),
             r["fits"]["rows"],
@@ -270,13 +274,47 @@ def report(runs: Sequence[Row], found: Mapping[str, Row]) -> dict[str, Any]:
         ]
         for name, r in result.items()
     ]
-    head = ["source", "speeds", "median", "p90", "signed", "memory", "median", "fits", "right"]
-    print_table("errors of predictions", head, rows)
+    head = ["source", "speeds", "median", "p90", "signed", "in interval"]
+    print_table(title, [*head, "memory", "median", "fits", "right"], rows)
     ranks = sweeps(runs, found)
+    middle = statistics.median(rank for _, rank in ranks.values()) if ranks else None
     print_table(
-        "rank correlation", ["sweep", "rows", "Spearman"], [[n, *v] for n, v in ranks.items()]
+        f"{title}: rank correlation, {middle or 0:.3f} in the median sweep",
+        ["sweep", "rows", "Spearman"],
+        [[n, *v] for n, v in ranks.items()],
     )
-    return {"errors": result, "sweeps": ranks}
+    return {"errors": result, "sweeps": ranks, "median_sweep": middle}
+
+
+def headline(
+    runs: Sequence[Row], models: Models
+) -> tuple[dict[str, Any], list[intervals.Residual], dict[Group, LeftOut]]:
+    """Prints and returns what holds for runs that the constants weren't fitted to."""
+    left = left_out(runs, models)
+    found, residuals = without_itself(runs, left)
+    result = report("each (source, GPU) left out", runs, found)
+    result["constants"] = {" ".join(group): each.constants for group, each in left.items()}
+    errors_after = calibrated(runs, models)
+    every = [abs(e) for each in errors_after.values() for e in each]
+    groups = {
+        " ".join(group): statistics.median(map(abs, each)) for group, each in errors_after.items()
+    }
+    result["calibrated"] = {
+        "median": statistics.median(every),
+        "p90": quantile(every, 0.9),
+        "median_group": statistics.median(groups.values()),
+        "groups": groups,
+        "ends": [
+            quantile([-e for each in errors_after.values() for e in each], q) for q in (0.1, 0.9)
+        ],
+    }
+    print_table(
+        f"fitted to one row, the others: median {percent(result['calibrated']['median'])}, "
+        f"p90 {percent(result['calibrated']['p90'])}",
+        ["source", "median"],
+        [[name, percent(value)] for name, value in groups.items()],
+    )
+    return result, residuals, left
 
 
 def main() -> None:
@@ -286,6 +324,9 @@ def main() -> None:
     parser.add_argument("predictions", type=Path)
     parser.add_argument("--models", type=Path)
     parser.add_argument("--json", type=Path)
+    parser.add_argument(
+        "--residuals", action="store_true", help="Write the planner's table of errors."
+    )
     parser.add_argument("--long", action="store_true", help="Each run beside its prediction.")
     given = parser.parse_args()
     with given.runs.open(newline="", encoding="utf-8") as file:
@@ -294,14 +335,23 @@ def main() -> None:
         found: dict[str, Row] = {row["id"]: row for row in csv.DictReader(file)}
     if missing := [row["id"] for row in runs if row["id"] not in found]:
         parser.error(f"{given.predictions} lacks {len(missing)} rows, the first {missing[0]}")
-    result = report_long(runs, found) if given.long else report(runs, found)
+    result: dict[str, Any] = {}
     if given.models:
-        result["left_out"] = left_out(runs, read_models(given.models))
-        rows = [
-            [name, r["rows"], percent(r["median"]), percent(r["p90"])]
-            for name, r in result["left_out"].items()
-        ]
-        print_table("leave one source out", ["source", "rows", "median", "p90"], rows)
+        result["left_out"], residuals, left = headline(runs, read_models(given.models))
+        if given.residuals:
+            timed = [row for row in runs if number(row, "tokens_per_s_per_gpu")]
+            intervals.write(
+                residuals,
+                {intervals.pair_of(left[group_of(r)].predictions[r["id"]]) for r in timed},
+                intervals.ends_of(memory_residuals(runs, left)),
+                intervals.verdict(runs, left),
+                Interval(*result["left_out"]["calibrated"]["ends"]),
+                f"python benchmarks/planner_accuracy.py {given.runs} PREDICTIONS.csv --models {given.models} "
+                "--residuals",
+            )
+    result |= (
+        report_long(runs, found) if given.long else report("the predictions given", runs, found)
+    )
     if given.json:
         given.json.write_text(json.dumps(result, indent=1))
 

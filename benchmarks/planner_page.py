@@ -13,7 +13,8 @@ from math import log10
 from pathlib import Path
 from typing import Any
 
-from planner_accuracy import number, percent, source_of
+from planner_accuracy import number, percent
+from planner_fit import source_of
 from svg import Drawing
 from tables import replace_between, table
 
@@ -25,27 +26,49 @@ COLORS = (  # Okabe and Ito's, which people who are colour-blind tell apart
 SIZE, LEFT, TOP = 440, 76, 26
 
 
-def errors_table(result: dict[str, Any]) -> str:
-    """A row for each source."""
+def headline_table(result: dict[str, Any]) -> str:
+    """What holds for runs that nothing was fitted to, and for all of them."""
+    left = result["left_out"]
+    both = [(each["errors"]["all"], each["median_sweep"]) for each in (left, result)]
+    after = left["calibrated"]
     rows = [
-        [
-            name,
-            str(r["speed"]["rows"] or ""),
-            percent(r["speed"]["median"]),
-            percent(r["speed"]["p90"]),
-            percent(r["speed"]["signed"]),
-            str(r["memory"]["rows"] or ""),
-            percent(r["memory"]["median"]),
-            f"{percent(r['fits']['right'])} of {r['fits']['rows']}",
-        ]
-        for name, r in result["errors"].items()
+        ["tokens/s, median error", *(percent(r["speed"]["median"]) for r, _ in both)],
+        ["tokens/s, 90th percentile", *(percent(r["speed"]["p90"]) for r, _ in both)],
+        ["tokens/s in their interval", *(percent(r["speed"]["covered"]) for r, _ in both)],
+        ["memory, median error", *(percent(r["memory"]["median"]) for r, _ in both)],
+        ["verdicts on fits", *(percent(r["fits"]["right"]) for r, _ in both)],
+        ["Spearman, median sweep", *(f"{rank:.2f}" for _, rank in both)],
+        ["after `calibrate` on one run, the others: median error", percent(after["median"]), ""],
+        ["the same, the source in the middle", percent(after["median_group"]), ""],
     ]
-    head = [
-        "source",
-        "speeds",
-        "median",
-        "90th percentile",
-        "signed median",
+    return table(["", "each (source, GPU) left out", "in-sample"], rows)
+
+
+def errors_table(result: dict[str, Any]) -> str:
+    """A row for each source and GPU, left out."""
+    after, rows = result["left_out"]["calibrated"]["groups"], []
+    for name, r in result["left_out"]["errors"].items():
+        inside = result["errors"][name]["speed"]
+        rows.append(
+            [
+                name,
+                str(r["speed"]["rows"] or ""),
+                percent(r["speed"]["median"]),
+                percent(r["speed"]["p90"]),
+                percent(r["speed"]["signed"]),
+                percent(r["speed"]["covered"]),
+                percent(inside["median"]),
+                percent(after.get(name)),
+                str(r["memory"]["rows"] or ""),
+                percent(r["memory"]["median"]),
+                f"{percent(r['fits']['right'])} of {r['fits']['rows']}",
+            ]
+        )
+    head = ["source and GPU, left out", "speeds", "median", "90th percentile", "signed median"]
+    head += [
+        "in interval",
+        "in-sample median",
+        "calibrated on one run",
         "memory",
         "median",
         "fits right",
@@ -54,24 +77,21 @@ def errors_table(result: dict[str, Any]) -> str:
 
 
 def sweeps_table(result: dict[str, Any]) -> str:
-    """A row for each sweep."""
-    rows = [[name, str(count), f"{rank:.2f}"] for name, (count, rank) in result["sweeps"].items()]
+    """A row for each sweep, left out."""
+    sweeps = result["left_out"]["sweeps"]
+    rows = [[name, str(count), f"{rank:.2f}"] for name, (count, rank) in sweeps.items()]
     return table(["sweep", "rows", "Spearman"], rows)
 
 
-def left_out_table(result: dict[str, Any]) -> str:
-    """A row for each source that was left out."""
+def constants_table(result: dict[str, Any]) -> str:
+    """What each fitted constant is, and was without each source and GPU."""
+    without = result["left_out"]["constants"]
+    names = list(next(iter(without.values())))
     rows = [
-        [
-            name,
-            str(r["rows"]),
-            percent(r["median"]),
-            percent(r["p90"]),
-            ", ".join(f"{k} {v:g}" for k, v in r["constants"].items()),
-        ]
-        for name, r in result["left_out"].items()
+        [name, *(f"{end(each[name] for each in without.values()):.3g}" for end in (min, max))]
+        for name in names
     ]
-    return table(["left out", "rows", "median", "90th percentile", "fitted to the others"], rows)
+    return table(["constant", "least, one (source, GPU) left out", "most"], rows)
 
 
 def long_table(result: dict[str, Any]) -> str:
@@ -150,11 +170,12 @@ def main(accuracy: str, runs_path: str, predictions: str) -> None:
     picture(runs, found, DOCS / "planner_accuracy.svg")
     page = DOCS / "planner.md"
     text = page.read_text()
-    text = replace_between(text, "errors", errors_table(result))
-    text = replace_between(text, "sweeps", sweeps_table(result))
-    if "left_out" in result:  # planner_accuracy.py --models fits a minute for it
-        text = replace_between(text, "left out", left_out_table(result))
-    page.write_text(text)
+    if "left_out" in result:  # planner_accuracy.py --models fits two minutes for it
+        text = replace_between(text, "headline", headline_table(result))
+        text = replace_between(text, "errors", errors_table(result))
+        text = replace_between(text, "sweeps", sweeps_table(result))
+        text = replace_between(text, "constants", constants_table(result))
+        page.write_text(text)
 
 
 if __name__ == "__main__":

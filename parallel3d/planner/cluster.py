@@ -35,7 +35,7 @@ class Gpu:
         host: GB/s to and from the memory of its host.
         host_gib: GiB of that memory: a GPU's part of its node's.
         domain: GPUs that the fast links reach, if more than a node's.
-        power: the power limit over that of the measurements.
+        watts: its power limit; without one its clock is not limited.
         fp32_slowdown: how many times as long matmuls take in float32.
         mesh_links: links of a GPU if they go to single peers (xGMI); 0: a switch.
         collectives: operation -> GPUs -> (start us, GB/s, ramp MB), as measured; else derived from ``link``.
@@ -54,7 +54,7 @@ class Gpu:
     host: float = 31.0
     host_gib: float = 119.0
     domain: int = 0
-    power: float = 1.0
+    watts: float = 1e6
     fp32_slowdown: float = 8.0
     mesh_links: int = 0
     collectives: Table = field(default_factory=dict, hash=False, compare=False, repr=False)

@@ -21,6 +21,7 @@ from parallel3d.planner.model_spec import (
     Unit,
 )
 from parallel3d.planner.recompute import KINDS
+from parallel3d.planner.stacks import OURS, Stack, stack_of
 from parallel3d.planner.workload import Workload
 
 
@@ -66,6 +67,7 @@ def kernels_of(
     attention = [attention_time(a, gpu, work, tp, micro_batch, cp) for a in unit.attention]
     counted = [elements(e, unit, work, tp) for e in unit.elementwise]
     size = micro_batch * work.local_tokens(cp) * work.compute_itemsize / memory_rate(gpu)
+    size *= work.profile.value("elementwise_time")
     matmul = sum(each), sum(seconds for _, way, _, seconds in gemms if way != "forward")
     attended = sum(a[0] for a in attention), sum(a[1] for a in attention)
     elementwise = sum(e[0] for e in counted) * size, sum(e[1] for e in counted) * size
@@ -80,12 +82,16 @@ def kernels_of(
     backward_flops = 2 * sum(flops) + scored * constant("attention_backward").value
     started = [(1, 1) if work.compile else e.kernels for e in unit.elementwise]
     started += [(1, 2)] * (len(unit.matmuls) + len(unit.attention))
-    host = constant("launch").value
+    host, engine = work.profile.value("launch"), work.profile.value("host_unit")
+    engine += work.profile.value("host_tp") if tp > 1 else 0.0
     again = again_flops = 0.0
     if unit.kind == "block":
         kind = KINDS[work.checkpointing]
         again = kind.again(forward, each, elementwise[0])
         again_flops = kind.again(all_flops, flops, 0.0)
+        if each:
+            left = kind.blocks * (1 - work.profile.value("last_matmul_again"))
+            again, again_flops = again - left * each[-1], again_flops - left * flops[-1]
     elif unit.kind == "tail" and work.chunked_loss:
         again, again_flops = matmul[0], sum(flops)
     return Kernels(
@@ -94,7 +100,7 @@ def kernels_of(
         elementwise,
         again,
         (all_flops, backward_flops, again_flops),
-        (sum(n for n, _ in started) * host, sum(n for _, n in started) * host),
+        (sum(n for n, _ in started) * host + engine, sum(n for _, n in started) * host + engine),
     )
 
 
@@ -103,9 +109,27 @@ def memory_rate(gpu: Gpu) -> float:
     return gpu.bandwidth * 1e12 * constant("memory_efficiency").value
 
 
-def matmul_rate(gpu: Gpu) -> float:
+def power_limited(gpu: Gpu, busy: float = 1.0) -> float:
+    """The part of its clock that a GPU keeps under matmuls: (power_density / (peak / watts))^power_exponent.
+
+    Args:
+        busy: how busy a kernel's efficiency keeps the tensor cores, beside a matmul's.
+    """
+    density = gpu.peak / gpu.watts * busy
+    return min(1.0, (constant("power_density").value / density) ** constant("power_exponent").value)
+
+
+def matmul_rate(gpu: Gpu, stack: Stack | None = None) -> float:
     """FLOP/s of large matmuls in training."""
-    return gpu.peak * 1e12 * gpu.gemm_efficiency * gpu.power * constant("gemm_sustained").value
+    rate = gpu.peak * 1e12 * gpu.gemm_efficiency * power_limited(gpu)
+    return rate * prod(each.value for each in sustained(gpu, stack).values())
+
+
+def sustained(gpu: Gpu, stack: Stack | None = None) -> dict[str, Constant]:
+    """What a stack's matmuls reach of a GPU's."""
+    before = gpu.family in _AMPERE or gpu.name == "cpu"
+    names = ["gemm_sustained"] if before else ["gemm_sustained", "gemm_hopper"]
+    return {name: (stack or stack_of(OURS)).constant(name) for name in names}
 
 
 def local_sizes(matmul: Matmul, tp: int) -> tuple[int, int]:
@@ -132,23 +156,27 @@ def gemms_of(
     # Factors are cast before each product.
     cast = constant("float8_cast").value / memory_rate(gpu) if itemsize == 1 else 0.0
     return [
-        (name, way, (m, n, k), gemm_time(m, n, k, gpu, itemsize) + cast * (m * k + k * n))
+        (
+            *(name, way, (m, n, k)),
+            gemm_time(m, n, k, gpu, itemsize, work.profile) + cast * (m * k + k * n),
+        )
         for name, way, (m, n, k) in found
     ]
 
 
 @lru_cache(maxsize=65536)
-def gemm_time(m: int, n: int, k: int, gpu: Gpu, itemsize: int) -> float:
+def gemm_time(m: int, n: int, k: int, gpu: Gpu, itemsize: int, stack: Stack | None = None) -> float:
     """Seconds of one product.
 
     start + (compute^p + memory^p)^(1/p): FLOPs / (peak * efficiency * (TFLOPs)^growth), bytes / rate.
 
     Args:
         itemsize: bytes of an element of what is multiplied; 1: float8, at twice the peak, results in bf16.
+        stack: of the run; this library by default.
     """
     flops = 2.0 * m * n * k
     growth = (flops / 1e12) ** constant("gemm_growth").value
-    compute = flops * slower(gpu, itemsize) / (matmul_rate(gpu) * growth)
+    compute = flops * slower(gpu, itemsize) / (matmul_rate(gpu, stack) * growth)
     factors, result = m * k + k * n, m * n
     memory = (factors * itemsize + result * max(itemsize, 2)) / memory_rate(gpu)
     p = constant("roofline_power").value
@@ -162,7 +190,8 @@ def slower(gpu: Gpu, itemsize: int) -> float:
 
 def attention_kernel(gpu: Gpu, work: Workload) -> str:
     """The kernel that the workload names, or the best that there is for this GPU."""
-    return work.attention or best_attention(gpu)
+    usual = work.profile.attention
+    return work.attention or usual.get(gpu.family) or usual.get("other") or best_attention(gpu)
 
 
 def best_attention(gpu: Gpu) -> str:
@@ -180,10 +209,12 @@ def attention_time(
     joining = [
         tokens * each / memory_rate(gpu) for each in context.joined_bytes(attention, work, tp, cp)
     ]
-    whole = 4 * scores * attention.head_dim
+    whole = 4 * scores * attention.head_dim * work.profile.value("attention_time")
     kernel = attention_kernel(gpu, work)
     if kernel == "naive":
-        rate = matmul_rate(gpu) / (1 if work.compute_itemsize == 2 else gpu.fp32_slowdown)
+        rate = matmul_rate(gpu, work.profile) / (
+            1 if work.compute_itemsize == 2 else gpu.fp32_slowdown
+        )
         memory = scores * work.compute_itemsize / 2 / memory_rate(gpu)
         forward = constant("naive_forward").value * memory
         backward = constant("naive_backward").value * memory
@@ -204,17 +235,22 @@ def attention_rate(gpu: Gpu, kernel: str, seq: int, head_dim: int, itemsize: int
     ramp = constants.pop("ramp").value
     efficiency = prod(each.value for each in constants.values()) * (seq / (seq + ramp))
     wide = gpu.fp32_slowdown if itemsize > 2 else 1
-    return efficiency * gpu.peak * 1e12 * gpu.power / wide
+    return (
+        efficiency * gpu.peak * 1e12 * power_limited(gpu, efficiency / gpu.gemm_efficiency) / wide
+    )
 
 
-_AMPERE = ("a100", "mi300x")  # whose flash2 and flash1 are measured forward and backward together
+_AMPERE = ("a100", "a800")  # whose flash2 and flash1 are measured forward and backward together
+_AMD = ("mi300x", "mi325x", "mi355x")
+_BLACKWELL = ("b200", "gb200", "b300")
 
 
 def attention_constants(gpu: Gpu, kernel: str, head_dim: int) -> dict[str, Constant]:
     """The ramp of a fused attention ``kernel``, and what its efficiency is the product of."""
     used = {"efficiency": f"attention_{kernel}", "ramp": "attention_ramp"}
     if kernel == "flash2" and gpu.family not in _AMPERE:
-        used["after Ampere"] = "flash2_after_ampere"
+        of = {**dict.fromkeys(_AMD, "flash2_amd"), **dict.fromkeys(_BLACKWELL, "flash2_blackwell")}
+        used["after Ampere"] = of.get(gpu.family, "flash2_after_ampere")
     if head_dim <= 64:
         used["efficiency at 64"] = "head_dim_64"
     return {name: constant(each) for name, each in used.items()}
@@ -296,7 +332,7 @@ def activations_of(
     tokens = micro_batch * work.local_tokens(cp)
     kept = live = host = gradients = 0.0
     for unit in model.units:
-        gradients = max(gradients, _gradients(unit, model.hidden, work, tp, cp))
+        gradients = max(gradients, _gradients(unit, model.hidden, gpu, work, tp, cp))
         whole = _whole(unit, gpu, work, tp, cp)
         mine = _kept(unit, whole, gpu, work, tp, cp)
         moved = offloaded(unit, gpu, work, tp, cp)
@@ -327,12 +363,13 @@ def activations_of(
     )
 
 
-def _gradients(unit: Unit, hidden: int, work: Workload, tp: int, cp: int) -> float:
+def _gradients(unit: Unit, hidden: int, gpu: Gpu, work: Workload, tp: int, cp: int) -> float:
     """Bytes a token that the backward of a block holds beyond the block's activations.
 
     A branch that ends in ``hidden`` features (attention, MLP) has the gradients of its last matmul's input,
     of the results that this was made from, and of the features between the blocks. Attention's comes last,
-    when the MLP's activations are free again, with the buffers of attention over ``cp``.
+    when the MLP's activations are free again, with the buffers of attention over ``cp``, and with the
+    gradients of scores if these are in memory: of the probabilities, and of what softmax was given.
     """
     if unit.kind != "block":
         return 0.0
@@ -348,6 +385,9 @@ def _gradients(unit: Unit, hidden: int, work: Workload, tp: int, cp: int) -> flo
         branch.append((inside + k + between) * work.compute_itemsize)
         inside = 0.0
     held = max((context.working_bytes(a, work, tp, cp) for a in unit.attention), default=0.0)
+    if attention_kernel(gpu, work) == "naive":
+        rows = (local_heads(a, tp).query for a in unit.attention)
+        held += 2 * max(rows, default=0) * work.seq_len * work.compute_itemsize
     free = sum(a.elements for a in unit.activations if a.split == "tp" and not a.eager_only) / tp
     return max(*of_others, max(of_attention) + held - free * work.compute_itemsize, 0.0)
 

@@ -155,11 +155,12 @@ class Memory:
 
     Attributes:
         terms: by component, at the moment of the peak; they add up to ``allocated``.
-        beyond: what is reserved and needed beyond them.
+        beyond: what is needed beyond them.
         moment: "loss", "backward", "end of backward" or "optimizer".
-        reserved: what the caching allocator holds: ``allocated`` and its fragmentation.
+        reserved: what the caching allocator holds if it has room: ``allocated``, fragmentation, workspaces.
         upper: an upper bound of ``reserved``: more fragmentation, and allocations that are not modelled.
-        needed: ``reserved``, the device's context and communicators: what must fit.
+        needed: what must fit: what is allocated, the least fragmentation, workspaces, the context and
+            communicators.
         capacity: the GPU's memory.
         host: activations of this GPU in the host's memory.
         host_capacity: what the GPU's part of that memory has for them (``host_part``).
@@ -216,19 +217,19 @@ def memory_of(step: Step) -> Memory:
         for name, value in moments[moment].items()
     }
     allocated = sum(term.value for term in terms.values())
-    fragmentation, workspace, context = (
-        constant(name) for name in ("fragmentation", "workspace", "context")
+    fragmentation, least, workspace, context = (
+        constant(name) for name in ("fragmentation", "fragmentation_least", "workspace", "context")
     )
-    lost = allocated * fragmentation.value
-    reserved = allocated + lost + workspace.value
+    lost = allocated * least.value
+    reserved = allocated * (1 + fragmentation.value) + workspace.value
     return Memory(
         terms=terms,
         beyond=(
             Term(
                 "fragmentation",
                 lost,
-                "fragmentation * allocated",
-                {"fragmentation": fragmentation, "allocated": allocated},
+                "fragmentation_least * allocated",
+                {"fragmentation_least": least, "allocated": allocated},
                 "B",
             ),
             Term("workspace", workspace.value, "workspace", {"workspace": workspace}, "B"),
@@ -238,7 +239,7 @@ def memory_of(step: Step) -> Memory:
         allocated=allocated,
         reserved=reserved,
         upper=reserved + allocated * (constant("fragmentation_upper").value - fragmentation.value),
-        needed=reserved + context.value,
+        needed=allocated + lost + workspace.value + context.value,
         capacity=gpu.capacity_gib * 2**30,
         host=float(kept.host),
         host_capacity=gpu.host_gib * 2**30 * constant("host_part").value,

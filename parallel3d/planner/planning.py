@@ -17,6 +17,7 @@ from parallel3d.planner.context import why_not_ulysses
 from parallel3d.planner.model_spec import ModelSpec
 from parallel3d.planner.prediction import Prediction, predict
 from parallel3d.planner.recompute import OWN
+from parallel3d.planner.uncertainty import count_close
 from parallel3d.planner.workload import CHECKPOINTING, Workload
 
 # MeshPlan: what plan has found, and the questions that one asks of it.
@@ -83,6 +84,12 @@ class MeshPlan:
         for prediction in self.candidates:
             fastest.setdefault(prediction.layout, prediction)
         return tuple(fastest.values())
+
+    @property
+    def close(self) -> tuple[Prediction, ...]:
+        """Those of ``layouts`` whose speeds can't be told apart from the fastest's, which is the first."""
+        found = self.layouts
+        return found[: count_close([each.tokens_per_second_per_gpu for each in found])]
 
     def of(self, layout: MeshLayout) -> Prediction:
         """The fastest prediction of ``layout``, also where it doesn't fit.
@@ -173,6 +180,7 @@ class MeshPlan:
             "gpu": self.cluster.gpu.name,
             "nodes": self.cluster.nodes,
             "candidates": [each.as_dict() for each in self.candidates[:most]],
+            "close": len(self.close),
             "refused": [{"layout": r.layout.as_dict(), "reason": r.reason} for r in self.refused],
         }
 

@@ -35,12 +35,22 @@ from parallel3d.planner.kernels import (
     kernels_of,
     matmul_rate,
     memory_rate,
+    power_limited,
     slower,
+    sustained,
 )
 from parallel3d.planner.memory import Memory, memory_of
 from parallel3d.planner.model_spec import ModelSpec, Unit
 from parallel3d.planner.recompute import KINDS
+from parallel3d.planner.stacks import Stack
 from parallel3d.planner.step_time import StepTime, local_numel, step_time, tp_collectives
+from parallel3d.planner.uncertainty import (
+    Interval,
+    fits_probability,
+    memory_interval,
+    residuals,
+    speed_interval,
+)
 from parallel3d.planner.workload import Step, Workload
 
 _GIB = 2**30
@@ -65,6 +75,35 @@ class Prediction(Step):
     def fits(self) -> bool:
         """Whether ``memory.needed`` is at most the GPU's capacity."""
         return self.memory.fits
+
+    @property
+    def fits_probability(self) -> float:
+        """That it fits, from published verdicts: 0.5 where ``memory.needed`` is the capacity."""
+        memory = self.memory
+        if memory.host > memory.host_capacity:
+            return 0.0
+        return fits_probability(memory.needed, memory.capacity)
+
+    @property
+    def reserve(self) -> float:
+        """Bytes of the GPU's memory beyond ``memory.needed``; below 0: what is missing."""
+        return self.memory.capacity - self.memory.needed
+
+    @property
+    def familiarity(self) -> str:
+        """A key of ``uncertainty.FAMILIARITY``: how near published runs are to this stack and GPU."""
+        return residuals().familiarity(self.workload.profile, self.cluster.gpu)
+
+    @property
+    def speed_interval(self) -> Interval:
+        """10th and 90th percentile of ``tokens_per_second_per_gpu``."""
+        gpu, speed = self.cluster.gpu, self.tokens_per_second_per_gpu
+        return speed_interval(speed, self.workload.profile, gpu)
+
+    @property
+    def memory_interval(self) -> Interval:
+        """10th and 90th percentile of ``memory.reserved``."""
+        return memory_interval(self.memory.reserved)
 
     @property
     def step_seconds(self) -> float:
@@ -125,7 +164,10 @@ class Prediction(Step):
             "accumulation": self.accumulation,
             "checkpointing": self.workload.checkpointing,
             **({"cp_attention": self.workload.cp_attention} if self.layout.cp > 1 else {}),
+            "stack": self.workload.profile.name,
             "fits": self.fits,
+            "fits_probability": self.fits_probability,
+            "reserve_gib": self.reserve / _GIB,
             "memory_gib": {name: term.value / _GIB for name, term in memory.terms.items()},
             "peak": memory.moment,
             **{f"{name}_gib": getattr(memory, name) / _GIB for name in gib},
@@ -133,6 +175,9 @@ class Prediction(Step):
             "step_seconds": time.total,
             "seconds": {name: term.value for name, term in time.terms.items()},
             **{name: getattr(self, name) for name in rates},
+            "familiarity": self.familiarity,
+            "tokens_per_second_per_gpu_interval": list(self.speed_interval),
+            "reserved_gib_interval": [end / _GIB for end in self.memory_interval],
         }
 
 
@@ -215,7 +260,7 @@ def _explanation(prediction: Prediction) -> Iterator[str]:
     yield f"step: {shown(prediction.step_seconds, 's')}"
     for term in prediction.time.terms.values():
         yield from explained(term, "  ")
-    for term in _rates(gpu):
+    for term in _rates(gpu, prediction.workload.profile):
         yield from explained(term)
     for unit in model.units:
         yield f"one unit of {unit.count} {unit.name}, one micro-batch"
@@ -229,8 +274,8 @@ def unit_terms(prediction: Prediction, unit: Unit) -> Iterator[Term]:
         yield from terms(prediction, unit)
 
 
-def _rates(gpu: Gpu) -> Iterator[Term]:
-    units = {"bandwidth": "TB/s", "peak": "TFLOP/s", "gemm_efficiency": "", "power": ""}
+def _rates(gpu: Gpu, stack: Stack) -> Iterator[Term]:
+    units = {"bandwidth": "TB/s", "peak": "TFLOP/s", "gemm_efficiency": "", "watts": "W"}
     own = {n: Constant(n, getattr(gpu, n), unit, gpu.source) for n, unit in units.items()}
     inputs = {
         "bandwidth": own.pop("bandwidth"),
@@ -238,8 +283,13 @@ def _rates(gpu: Gpu) -> Iterator[Term]:
     }
     formula = "bandwidth * memory_efficiency"
     yield Term("memory rate", memory_rate(gpu), formula, inputs, "B/s")
-    inputs = {**own, "gemm_sustained": constant("gemm_sustained")}
-    yield Term("matmul rate", matmul_rate(gpu), " * ".join(inputs), inputs, "FLOP/s")
+    limit = {name: constant(name) for name in ("power_density", "power_exponent")}
+    limit["watts"] = own.pop("watts")
+    formula = "min(1, (power_density * watts / peak)^power_exponent)"
+    yield Term("power limit", power_limited(gpu), formula, {**limit, "peak": own["peak"]}, "")
+    rates: dict[str, float | str | Constant] = {**own, "power limit": power_limited(gpu)}
+    rates |= sustained(gpu, stack)
+    yield Term("matmul rate", matmul_rate(gpu, stack), " * ".join(rates), rates, "FLOP/s")
 
 
 def _matmuls(prediction: Prediction, unit: Unit) -> Iterator[Term]:
@@ -277,6 +327,7 @@ def _matmuls(prediction: Prediction, unit: Unit) -> Iterator[Term]:
 def _attention(prediction: Prediction, unit: Unit) -> Iterator[Term]:
     gpu, work, layout = prediction.cluster.gpu, prediction.workload, prediction.layout
     kernel, sizes = attention_kernel(gpu, work), (layout.tp, layout.cp)
+    beside = work.profile.constant("attention_time")
     for attention in unit.attention:
         both = attention_time(attention, gpu, work, layout.tp, prediction.micro_batch, layout.cp)
         share = share_of(attention, work, *sizes)
@@ -293,11 +344,16 @@ def _attention(prediction: Prediction, unit: Unit) -> Iterator[Term]:
                 formula = "4 b heads s^2 head_dim / matmul rate + bytes a score * b heads s^2 / memory rate"
                 inputs["bytes a score"] = constant(f"naive_{way}")
             else:
-                formula = "4 b heads s^2 head_dim (/ 2 if causal) / (peak power efficiency s / (s + ramp))"
+                formula = (
+                    "4 b heads s^2 head_dim (/ 2 if causal) / (peak * power limit of so busy tensor cores * "
+                    "efficiency s / (s + ramp))"
+                )
                 inputs |= attention_constants(gpu, kernel, attention.head_dim)
                 if way == "backward":
                     formula += " * attention_backward"
                     inputs["attention_backward"] = constant("attention_backward")
+            if beside.value != 1:
+                formula, inputs["attention_time"] = f"{formula} * attention_time", beside
             if share.joins:
                 joined = dict(
                     zip(("forward", "backward"), joined_bytes(attention, work, *sizes), strict=True)
@@ -316,6 +372,7 @@ def _elementwise(prediction: Prediction, unit: Unit) -> Iterator[Term]:
     work, tp, micro_batch = prediction.workload, prediction.layout.tp, prediction.micro_batch
     cp = prediction.layout.cp
     kernels = kernels_of(unit, prediction.cluster.gpu, work, tp, micro_batch, cp)
+    beside = work.profile.constant("elementwise_time")
     sizes: dict[str, float] = {
         "tokens": micro_batch * work.local_tokens(cp),
         "bytes an element": work.compute_itemsize,
@@ -326,6 +383,8 @@ def _elementwise(prediction: Prediction, unit: Unit) -> Iterator[Term]:
             for e in unit.elementwise:
                 moved[f"elements of {e.name}"] += elements(e, unit, work, tp)[index]
             formula = "tokens * elements read and written * bytes an element / memory rate"
+            if beside.value != 1:
+                formula, sizes["elementwise_time"] = f"{formula} * elementwise_time", beside.value
             yield Term(
                 f"elementwise {way}", kernels.elementwise[index], formula, {**sizes, **moved}
             )
@@ -355,8 +414,14 @@ def _collectives(prediction: Prediction, unit: Unit) -> Iterator[Term]:
         calls.append(("reduce", "reduce_scatter", reduced, shard))
     if numel and replicate.size > 1:
         calls.append(("all-reduce", "all_reduce", reduced / shard.size, replicate))
+    beside = work.profile.constant("collective_time")
     for name, kind, nbytes, link in calls:
         formula, constants = describe_collective(kind, nbytes, link, cluster)
         group = {"bytes": nbytes, "ranks": link.size, "of them on a node": link.per_node}
-        seconds = collective_time(kind, nbytes, link, cluster)
+        seconds = collective_time(kind, nbytes, link, cluster) * beside.value
+        if beside.value != 1:
+            formula, constants = (
+                f"({formula}) * collective_time",
+                {**constants, beside.name: beside},
+            )
         yield Term(name, seconds, formula, {**group, **constants})

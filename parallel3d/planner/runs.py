@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -18,9 +19,15 @@ from parallel3d.planner.cluster import Cluster, gpus
 from parallel3d.planner.hf_config import known_models, spec_from_hf_config
 from parallel3d.planner.model_spec import ModelSpec, spec_from_shapes
 from parallel3d.planner.prediction import Prediction, predict
+from parallel3d.planner.stacks import stacks
+from parallel3d.planner.uncertainty import memory_interval
 from parallel3d.planner.workload import Workload
 
-COLUMNS = ("id", "tokens_per_s_per_gpu", "memory_gib", "memory_upper_gib", "fits")
+COLUMNS = (
+    *("id", "tokens_per_s_per_gpu", "memory_gib", "memory_upper_gib", "fits"),
+    *("tokens_per_s_per_gpu_low", "tokens_per_s_per_gpu_high", "memory_gib_low", "memory_gib_high"),
+    *("fits_probability", "stack"),
+)
 _GIB = 2**30
 _SHAPES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab")
 
@@ -106,7 +113,8 @@ def predict_run(row: Row, models: Models) -> Prediction:
     that the library chooses for ``cp_attention``; a fused norm;
     full resharding; no sequence or loss parallelism.
     The loss is fused where norms are, unless ``loss_parallel`` is blank. Gradients are reduced, and under
-    ZeRO-1 kept, in fp32 if that fits, else in bf16.
+    ZeRO-1 kept, as the notes say ("reduce bf16", "fp32 gradient reduce"); else in fp32 if that fits, else in
+    bf16.
 
     Raises:
         PlanningError: a cell that can't be read; the message names the row.
@@ -118,7 +126,7 @@ def predict_run(row: Row, models: Models) -> Prediction:
         work, cluster = _workload(row, layout), _cluster(row, layout.world_size)
         model = models.spec(model_name.strip(), work.seq_len)
         prediction = predict(model, layout, cluster, work)
-        if not prediction.fits:
+        if not prediction.fits and _reduce_dtype(row) is None:
             prediction = predict(model, layout, cluster, replace(work, reduce_dtype="bf16"))
         return prediction
     except KeyError as error:
@@ -181,7 +189,34 @@ def _workload(row: Row, layout: MeshLayout) -> Workload:
         loss_parallel=_flag(row, "loss_parallel", False),
         reshard_after_forward=_flag(row, "reshard_after_forward", True),
         sharding=_word(row, "sharding", "fsdp", _SHARDING),
+        reduce_dtype=_reduce_dtype(row) or "fp32",
+        stack=stack_of_run(row),
     )
+
+
+def _reduce_dtype(row: Row) -> str | None:
+    """What the notes say of the dtype of gradients in reductions."""
+    found = re.search(
+        r"reduce (bf16|fp32)|(bf16|fp32) (?:gradient )?reduc", row.get("notes", "").lower()
+    )
+    return (found[1] or found[2]) if found else None
+
+
+def stack_of_run(row: Row) -> str:
+    """The stack of a row: by ``stack``, or by words of its source, else of its notes, else by what it shards.
+
+    A source of several softwares is told apart by ``compile``: the first stack of its words that compiles, or
+    doesn't, as the row does.
+    """
+    if row.get("stack"):
+        return row["stack"]
+    known = {name: stack for name, stack in stacks().items() if stack.words}
+    for cell in (row.get("source", ""), row.get("notes", "")):
+        found = [n for n, s in known.items() if any(word in cell.lower() for word in s.words)]
+        compiled = [n for n in found if ("compiled" in n) == _flag(row, "compile", False)]
+        if found:
+            return (compiled or found)[0]
+    return "pytorch" if _word(row, "sharding", "fsdp", _SHARDING) == "fsdp" else "megatron"
 
 
 def _word(row: Row, name: str, default: str, values: Mapping[str, Any]) -> Any:
@@ -215,16 +250,24 @@ def predict_runs(rows: Iterable[Row], models: Models) -> list[dict[str, str]]:
     for row in rows:
         cells = [row.get("id", "")]
         try:
-            prediction = predict_run(row, models)
-            memory, kind = prediction.memory, (row.get("memory_kind") or "").strip().lower()
-            shown = memory.allocated if kind in ("allocated", "peak_active") else memory.reserved
-            cells.append(f"{prediction.tokens_per_second_per_gpu:.2f}")
-            cells += [f"{size / _GIB:.3f}" for size in (shown, memory.upper)]
-            cells.append(str(int(prediction.fits)))
+            cells += cells_of(row, predict_run(row, models))
         except PlanningError as error:
             warnings.warn(str(error), stacklevel=2)
         predicted.append(dict(zip_longest(COLUMNS, cells, fillvalue="")))
     return predicted
+
+
+def cells_of(row: Row, prediction: Prediction) -> list[str]:
+    """The cells of ``COLUMNS`` after the first, for the prediction of ``row``."""
+    memory, kind = prediction.memory, (row.get("memory_kind") or "").strip().lower()
+    shown = memory.allocated if kind in ("allocated", "peak_active") else memory.reserved
+    sizes = [f"{size / _GIB:.3f}" for size in (shown, memory.upper, *memory_interval(shown))]
+    speeds = prediction.tokens_per_second_per_gpu, *prediction.speed_interval
+    speed, *ends = (f"{each:.2f}" for each in speeds)
+    probability = f"{prediction.fits_probability:.3f}"
+    verdict = str(int(prediction.fits))
+    name = prediction.workload.profile.name
+    return [speed, *sizes[:2], verdict, *ends, *sizes[2:], probability, name]
 
 
 def write_predictions(

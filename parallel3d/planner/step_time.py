@@ -192,6 +192,7 @@ class _Timing:
     def __init__(self, step: Step) -> None:
         self.step, self.work, self.layout = step, step.workload, step.layout
         self.gpu, self.accumulation = step.cluster.gpu, step.accumulation
+        self.stack = step.workload.profile
         self.units, self.rate = step.model.units, memory_rate(self.gpu)
         axes = "replicate", "cp", "tp"
         self.links = {axis: link_of(self.layout, axis, step.cluster) for axis in axes}
@@ -209,11 +210,13 @@ class _Timing:
             Term(
                 "tensor parallel",
                 tp_total * self.accumulation,
-                "accumulation * sum of the units' collectives over tp, none of them hidden",
+                "accumulation * tp_exposed * tp_wait * sum of the units' collectives over tp",
                 {
                     "accumulation": self.accumulation,
                     "tp": tp,
-                    "collectives of a micro-batch": tp_total,
+                    "of a micro-batch": tp_total,
+                    "tp_exposed": self.stack.constant("tp_exposed"),
+                    "tp_wait": self.stack.constant("tp_wait"),
                     "tokens": tokens,
                 },
             ),
@@ -238,14 +241,16 @@ class _Timing:
         return sum(u.count * local_numel(u, self.layout.tp) for u in units)
 
     def collective(self, kind: str, nbytes: float, axis: str) -> float:
-        return collective_time(kind, nbytes, self.links[axis], self.step.cluster)
+        seconds = collective_time(kind, nbytes, self.links[axis], self.step.cluster)
+        return seconds * self.stack.value("collective_time")
 
     def tp_time(self, unit: Unit) -> tuple[float, float]:
         """(forward, backward) seconds of the collectives over ``tp`` of one unit."""
         total = {"forward": 0.0, "backward": 0.0}
         link, micro_batch = self.links["tp"], self.step.micro_batch
+        wait = self.stack.value("tp_wait") * self.stack.value("tp_exposed")
         for way, kind, nbytes in tp_collectives(unit, self.work, micro_batch, link, self.layout.cp):
-            total[way] += self.collective(kind, nbytes, "tp")
+            total[way] += self.collective(kind, nbytes, "tp") * wait
         return self.with_repeated(unit, total)
 
     def with_repeated(self, unit: Unit, total: dict[str, float]) -> tuple[float, float]:
@@ -365,7 +370,7 @@ class _Timing:
         """Copies in and out of buffers, exposed communication, accumulation."""
         n, numel, rate = self.accumulation, self.numel(), self.rate
         shard, is_fsdp = self.links["shard"].size, self.work.sharding == "fsdp"
-        gather, reduce, add = map(constant, ("gather_copy", "reduce_copy", "accumulate"))
+        gather, reduce, add = map(self.stack.constant, ("gather_copy", "reduce_copy", "accumulate"))
         gathered = numel + (self.numel("block") if self.work.reshard_after_forward else 0)
         copied = gather.value * gathered + reduce.value * numel if is_fsdp and shard > 1 else 0.0
         copies = {each.name: each for each in (gather, reduce)}
@@ -407,7 +412,7 @@ class _Timing:
         )
 
     def stragglers(self, others: float) -> Term:
-        straggler, nodes = constant("straggler"), self.step.cluster.nodes
+        straggler, nodes = self.stack.constant("straggler"), self.step.cluster.nodes
         return Term(
             "stragglers",
             straggler.value * log2(nodes) * others,

@@ -10,6 +10,7 @@ from parallel3d.planner.arguments import check_choice, check_size
 from parallel3d.planner.cluster import Cluster
 from parallel3d.planner.model_spec import ModelSpec
 from parallel3d.planner.recompute import KINDS
+from parallel3d.planner.stacks import OURS, Stack, stack_of
 
 CHECKPOINTING = tuple(KINDS)
 """What ``Workload.checkpointing`` may be: which activations are recomputed in backward."""
@@ -61,6 +62,7 @@ class Workload:
         sequence_parallel: norms and residuals are divided over ``tp``.
         loss_parallel: logits and loss are divided over ``tp``.
         reshard_after_forward: parameters are freed between forward and backward.
+        stack: the software that trains, by its name in stacks.toml, or a ``Stack``; this library by default.
         sharding: "fsdp" over ``shard``; "zero1": parameters unsharded, the optimizer's state sharded over
             ``replicate``; "ddp": nothing sharded.
 
@@ -87,6 +89,7 @@ class Workload:
     loss_parallel: bool = True
     reshard_after_forward: bool = True
     sharding: str = "fsdp"
+    stack: str | Stack = OURS
 
     def __post_init__(self) -> None:
         for name, known in _CHOICES.items():
@@ -96,9 +99,15 @@ class Workload:
             if isinstance(field.default, bool) and type(value) is not bool:
                 raise PlanningError(f"{field.name} is {value!r}; it must be True or False")
         check_size("seq_len", self.seq_len)
+        stack_of(self.stack)
         for name in ("micro_batch", "global_batch"):
             if getattr(self, name) is not None:
                 check_size(name, getattr(self, name))
+
+    @property
+    def profile(self) -> Stack:
+        """The ``Stack`` of ``stack``."""
+        return stack_of(self.stack)
 
     def local_tokens(self, cp: int) -> int:
         """Tokens of a sequence on one rank of ``cp``, padding included: two of 2 cp equal parts."""

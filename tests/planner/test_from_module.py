@@ -115,7 +115,8 @@ def test_as_the_closed_form_of_hugging_face_models(kind, values):
         closed.blocks,
     )
     for tp in (1, 2):
-        work = Workload(seq_len=1024, micro_batch=4)
+        # So many tokens that the host, which starts other kernels in each, is not what a step waits for.
+        work = Workload(seq_len=1024, micro_batch=16)
         for each in (work, dataclasses.replace(work, compile=True)):
             assert kept(spec, each, tp) == pytest.approx(kept(closed, each, tp), rel=0.10)
             assert speed(spec, each, tp) == pytest.approx(speed(closed, each, tp), rel=0.10)

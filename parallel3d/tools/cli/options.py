@@ -12,6 +12,7 @@ import typer
 
 from parallel3d.errors import Parallel3dError
 from parallel3d.planner.recompute import OWN
+from parallel3d.planner.stacks import stacks
 from parallel3d.planner.workload import ATTENTION, CHECKPOINTING, CP_ATTENTION, SHARDING
 
 
@@ -42,6 +43,12 @@ GpusPerNode = Annotated[int | None, _cluster("The usual number for the GPU if no
 Nic = Annotated[float | None, _cluster("GB/s from each GPU to other nodes, one direction.")]
 Profile = Annotated[Path | None, _cluster("A TOML file with more GPUs, in hardware.toml's form.")]
 
+StackName = Annotated[
+    str,
+    _work(
+        f"The software that trains: {', '.join(stacks())}; or a file of calibrate --run, name.toml."
+    ),
+]
 SeqLen = Annotated[int | None, _work("Tokens per sequence; by default the config's, 8192 at most.")]
 GlobalBatch = Annotated[int | None, _work("Sequences per optimizer step; by default 4M tokens.")]
 MicroBatch = Annotated[

@@ -21,6 +21,7 @@ from parallel3d._util.arguments import counted
 from parallel3d.errors import PlanningError
 from parallel3d.mesh import MeshLayout
 from parallel3d.planner.cluster import Cluster, Gpu
+from parallel3d.planner.cluster import gpu as resolve_gpu
 from parallel3d.planner.constants import Term
 from parallel3d.planner.hf_config import spec_from_hf_config
 from parallel3d.planner.model_spec import ModelSpec, spec_from_shapes
@@ -36,6 +37,8 @@ from parallel3d.planner.planning import (
 from parallel3d.planner.prediction import Prediction, predict
 from parallel3d.planner.recompute import KINDS, OWN
 from parallel3d.planner.runs import write_predictions
+from parallel3d.planner.stacks import OURS, Stack, read_stack_file
+from parallel3d.planner.uncertainty import FAMILIARITY
 from parallel3d.planner.workload import Workload
 from parallel3d.tools.cli import options as o
 from parallel3d.tools.terminal import Busy, output, titled_table
@@ -107,8 +110,14 @@ def _setup(
             chosen["micro_batch"] = 1
             said.append("--micro-batch 1")
     own = {"checkpointing": checkpointing, "reshard_after_forward": reshard}
+    own["stack"] = _stack(options["stack"])
     work = Workload(**{**o.fields_among(Workload, options), **own, **chosen})
     return model, cluster, work, ", ".join(said)
+
+
+def _stack(text: str) -> str | Stack:
+    """A name, or the stack of a file."""
+    return read_stack_file(text) if text.endswith(".toml") else text
 
 
 def _usual_batch(seq_len: int, ranks: int) -> int:
@@ -164,6 +173,7 @@ def plan_command(
     loss_parallel: o.LossParallel = Workload.loss_parallel,
     reshard: o.ReshardOrBoth = None,
     sharding: o.Sharding = Workload.sharding,
+    stack: o.StackName = OURS,
     replicate: o.Sizes = None,
     shard: o.Sizes = None,
     cp: o.CpSizes = None,
@@ -259,6 +269,7 @@ def predict_command(
     loss_parallel: o.LossParallel = Workload.loss_parallel,
     reshard: o.Reshard = Workload.reshard_after_forward,
     sharding: o.Sharding = Workload.sharding,
+    stack: o.StackName = OURS,
     replicate: o.Replicate = 1,
     shard: o.Shard = -1,
     cp: o.Cp = 1,
@@ -298,14 +309,55 @@ def _predict_runs(runs: Path | None, models: Path | None, out: Path | None, as_j
         typer.echo(f"{count} predictions in {out}")
 
 
+_log = o.panel("From a run's log instead")
+
+
 def calibrate_command(
+    ctx: typer.Context,
     out: Annotated[Path, o.plain("The profile to write.")] = Path("profile.toml"),
-    name: Annotated[str | None, o.plain("The GPU's name; the device's own by default.")] = None,
+    name: Annotated[
+        str | None, o.plain("Of the GPU, the device's own by default; of the stack, calibrated.")
+    ] = None,
     device: Annotated[str | None, o.plain("cuda or cpu; the device there is by default.")] = None,
     largest: Annotated[int, o.plain("Rows of the largest matmul.", min=512)] = 8192,
     seconds: Annotated[float, o.plain("Seconds after which no more matmuls are measured.")] = 60.0,
+    run: Annotated[
+        list[Path] | None,
+        _log(
+            "A log of observability's JsonLines: a stack is fitted to its steps. Several of one machine by "
+            "repeating it. The options below say what the log doesn't, the same for all."
+        ),
+    ] = None,
+    model: o.ModelName = None,
+    gpu: o.GpuName = None,
+    gpus_per_node: o.GpusPerNode = None,
+    nic: o.Nic = None,
+    profile: o.Profile = None,
+    seq_len: o.SeqLen = None,
+    micro_batch: o.MicroBatch = None,
+    precision: o.Precision = Workload.precision,
+    param_dtype: o.ParamDtype = Workload.param_dtype,
+    reduce_dtype: o.ReduceDtype = Workload.reduce_dtype,
+    optimizer: o.Optimizer = Workload.optimizer,
+    checkpointing: o.Checkpointing = Workload.checkpointing,
+    compile: o.Compile = Workload.compile,
+    attention: o.AttentionKernel = None,
+    cp_attention: o.CpAttention = Workload.cp_attention,
+    fused_loss: o.FusedLoss = Workload.fused_loss,
+    chunked_loss: o.ChunkedLoss = Workload.chunked_loss,
+    sequence_parallel: o.SequenceParallel = Workload.sequence_parallel,
+    loss_parallel: o.LossParallel = Workload.loss_parallel,
+    reshard: o.Reshard = Workload.reshard_after_forward,
+    sharding: o.Sharding = Workload.sharding,
+    stack: o.StackName = OURS,
 ) -> None:
-    """Measures matmuls and memory; under torchrun (-m parallel3d calibrate) collectives too."""
+    """Measures matmuls and memory; under torchrun (-m parallel3d calibrate) collectives too.
+
+    With --run it fits a stack to measured steps of a run of yours, so that other layouts are predicted.
+    """
+    if run:
+        _calibrate_runs(run, out, name or "calibrated", ctx.params)
+        return
     with Busy("importing torch"):
         from torch import distributed as dist
 
@@ -326,6 +378,52 @@ def calibrate_command(
     finally:
         if joined:
             dist.destroy_process_group()
+
+
+def _calibrate_runs(logs: list[Path], out: Path, name: str, options: Mapping[str, Any]) -> None:
+    with Busy("fitting a stack"):
+        from parallel3d.planner.measured import fit_stack, read_run, write_stack
+
+        if not options["gpu"]:
+            raise PlanningError(_ASKED["gpu"])
+        measured, steps = [], []
+        for log in logs:
+            found = read_run(log)
+            count, per_node = found.layout.world_size, options["gpus_per_node"]
+            per_node = min(per_node or resolve_gpu(options["gpu"], options["profile"]).node, count)
+            given = {**options, "nodes": count // per_node, "gpus_per_node": per_node}
+            given |= {"global_batch": None, "micro_batch": options["micro_batch"] or 1}
+            spec, cluster, work, _ = _setup(
+                given, options["checkpointing"], options["reshard"], False
+            )
+            batch, left = divmod(found.tokens_per_step, work.seq_len)
+            if left:
+                raise PlanningError(
+                    f"{log}: {found.tokens_per_step} tokens a step are no multiple of --seq-len "
+                    f"{work.seq_len}"
+                )
+            work = replace(work, global_batch=batch, micro_batch=options["micro_batch"])
+            measured.append(
+                (predict(spec, found.layout, cluster, work), found.tokens_per_second_per_gpu)
+            )
+            steps.append(found.steps)
+        fitted = fit_stack(measured, name)
+        base = measured[0][0].workload.profile
+        write_stack(fitted, out)
+    table = titled_table(f"{name}: {base.name} fitted to measured steps", "constant", "was", "is")
+    for key, each in fitted.own.items():
+        if each != base.constant(key):
+            table.add_row(key, f"{base.value(key):.4g}", f"{each.value:.4g}")
+    output().print(table)
+    for (before, speed), log, count in zip(measured, logs, steps, strict=True):
+        work = replace(before.workload, stack=fitted)
+        after = predict(before.model, before.layout, before.cluster, work)
+        typer.echo(
+            f"{log}, {before.layout}, {counted(count, 'step')}: measured {speed:,.1f} tokens/s/GPU, "
+            f"predicted {before.tokens_per_second_per_gpu:,.1f} before and "
+            f"{after.tokens_per_second_per_gpu:,.1f} now"
+        )
+    typer.echo(f"wrote {out}: parallel3d predict --stack {out} ...", err=True)
 
 
 def _show_gpu(found: Gpu) -> None:
@@ -357,6 +455,11 @@ def _show_plan(plan: MeshPlan, top: int, explain: bool, chosen: str) -> None:
     console.print(_heading(plan.model, plan.cluster, plan.workload, chosen))
     if plan.candidates:
         console.print(_ranked(plan, top, console.width >= 112))
+        if len(plan.close) > 1:
+            console.print(
+                f"The first {len(plan.close)} can't be told apart: their speeds differ by less than "
+                "predictions of one machine err."
+            )
     if plan.refused:
         console.print(_refused(plan))
     if not plan.candidates:
@@ -488,12 +591,14 @@ def _refused(plan: MeshPlan) -> Table:
 def _details(console: Console, each: Prediction, lead: str) -> None:
     memory, layout = each.memory, each.layout
     mesh = f"\n{lead}{', '.join(f'{axis} {n}' for axis, n in layout.as_dict().items())}"
+    low, high = each.speed_interval
     kind = f", attention over cp: {each.workload.cp_attention}" if layout.cp > 1 else ""
     console.print(
         Text.assemble(
             (mesh, "bold"),
             f"; micro-batch {each.micro_batch} x {each.accumulation}, checkpointing {setting(each)}{kind}: ",
             (f"{each.tokens_per_second_per_gpu:,.0f} tokens/s/GPU", "bold"),
+            f" ({low:,.0f} to {high:,.0f} in 8 of 10 runs)",
             f", MFU {each.mfu:.1%} (HFU {each.hfu:.1%}, by 6N {each.mfu_6n:.1%})",
             f", {each.step_seconds:,.3f} s a step",
         )
@@ -501,13 +606,22 @@ def _details(console: Console, each: Prediction, lead: str) -> None:
     beyond = {term.name: term for term in memory.beyond}
     title = f"memory at its peak ({memory.moment})"
     sizes = _components(title, "GiB", {**memory.terms, **beyond}, _GIB)
-    verdict = Text("fits" if each.fits else "does not fit", "green" if each.fits else "bold red")
+    verdict = Text(
+        f"{'fits' if each.fits else 'does not fit'} ({each.fits_probability:.0%} that it does; "
+        f"{abs(each.reserve) / _GIB:.1f} GiB {'to spare' if each.reserve >= 0 else 'too much'})",
+        "green" if each.fits else "bold red",
+    )
+    reserved = [f"{end / _GIB:.1f}" for end in each.memory_interval]
     sizes.add_section()
     sizes.add_row(
         Text.assemble("needed of ", f"{memory.capacity / _GIB:.1f}: ", verdict),
         f"{memory.needed / _GIB:.3f}",
         f"{memory.needed / memory.capacity:.0%}",
         _bar(memory.needed / memory.capacity),
+    )
+    sizes.add_row(
+        f"reserved, if there is room ({' to '.join(reserved)} in 8 of 10 runs)",
+        *(f"{memory.reserved / _GIB:.3f}", "", ""),
     )
     sizes.add_row("upper bound of reserved", f"{memory.upper / _GIB:.3f}", "", "")
     if memory.host:
@@ -516,6 +630,9 @@ def _details(console: Console, each: Prediction, lead: str) -> None:
         sizes.add_row(of, f"{memory.host / _GIB:.3f}", f"{part:.0%}", _bar(part))
     console.print(sizes)
     console.print(_components("step", "ms", each.time.terms, 1e-3))
+    console.print(
+        f"stack {each.workload.profile.name}; {FAMILIARITY[each.familiarity]}", markup=False
+    )
 
 
 def _components(title: str, unit: str, terms: Mapping[str, Term], scale: float) -> Table:

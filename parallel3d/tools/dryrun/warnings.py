@@ -153,7 +153,7 @@ _CHANGES = {
 def needed_bytes(run: DryRun) -> float:
     """Returns the peak with what a dry run doesn't see: fragmentation, workspaces, context."""
     beside = constant("workspace").value + constant("context").value
-    return run.peak.bytes * (1 + constant("fragmentation").value) + beside
+    return run.peak.bytes * (1 + constant("fragmentation_least").value) + beside
 
 
 def not_simulated(models: Iterable[nn.Module]) -> Warnings:

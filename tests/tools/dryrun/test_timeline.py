@@ -187,7 +187,8 @@ def test_kernels_are_the_planners() -> None:
     assert seconds("matmul", flops=flops, dtype="bfloat16") == pytest.approx(half, rel=0.1)
     assert seconds("elementwise", moved=GB, dtype="float32") == GB / memory_rate(gpu)
     assert seconds("attention", flops=1e12, dtype="bfloat16") == pytest.approx(
-        1e12 / (0.6 * 989e12), rel=0.1
+        1e12 / (0.6 * 989e12 * 0.9),
+        rel=0.1,  # the power limit leaves 0.9 of its clock
     )
     assert seconds("attention", flops=0.0, moved=GB, dtype="bfloat16") == GB / memory_rate(gpu)
     short = seconds("attention", flops=1e12, sizes=(32, 128, 128), dtype="bfloat16")

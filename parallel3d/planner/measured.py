@@ -1,0 +1,169 @@
+"""Measured steps of a machine: read from a run's log, and the stack that is fitted to them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import exp, log
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from parallel3d._util.arguments import counted
+from parallel3d.errors import Parallel3dError, PlanningError
+from parallel3d.mesh import MeshLayout
+from parallel3d.observability.sinks import read_json_lines
+from parallel3d.planner.prediction import Prediction, predict
+from parallel3d.planner.stacks import Stack
+
+# Constant -> (what its logarithm is off by, as a standard deviation; whether more is faster). What one step
+# leaves open, the machine's matmuls, attention, small kernels or network, is shared by how unsure each was.
+_PRIORS = {
+    "gemm_sustained": (0.12, True),
+    "attention_time": (0.2, False),
+    "elementwise_time": (0.15, False),
+    "collective_time": (0.25, False),
+}
+_NOISE = 0.03  # of a step's logarithm
+_WARM_UP = 3  # steps that compile, allocate and warm up
+
+
+@dataclass(frozen=True)
+class LoggedRun:
+    """What a log of ``JsonLines`` says of its last run.
+
+    Attributes:
+        layout: of the mesh.
+        tokens_per_step: over all ranks.
+        step_seconds: median over the steps after the first three.
+        steps: how many these are.
+        memory_reserved: bytes, the most of any of them; None on a CPU.
+    """
+
+    layout: MeshLayout
+    tokens_per_step: int
+    step_seconds: float
+    steps: int
+    memory_reserved: float | None = None
+
+    @property
+    def tokens_per_second_per_gpu(self) -> float:
+        """Tokens a second and rank."""
+        return self.tokens_per_step / self.step_seconds / self.layout.world_size
+
+
+def read_run(path: str | PathLike[str]) -> LoggedRun:
+    """The last run in a log that ``JsonLines`` wrote.
+
+    Raises:
+        PlanningError: it can't be read, has no start line, or too few steps.
+    """
+    start: dict[str, Any] | None = None
+    steps: list[dict[str, Any]] = []
+    try:
+        for record in read_json_lines(path):
+            if record.get("event") == "start":
+                start, steps = record, []
+            elif record.get("step_seconds"):
+                steps.append(record)
+    except (OSError, UnicodeDecodeError, Parallel3dError) as error:
+        raise PlanningError(f"the log {path} can't be read: {error}") from error
+    if start is None or not isinstance(start.get("mesh"), dict):
+        raise PlanningError(f"{path} has no start line with a mesh; it must be a log of JsonLines")
+    if not start.get("tokens_per_step"):
+        raise PlanningError(f"{path}: the run's tokens_per_step is not known; give it to Metrics")
+    if len(steps) <= _WARM_UP:
+        raise PlanningError(
+            f"{path}: its last run has {len(steps)} steps; it must have more than {_WARM_UP}, the first "
+            f"{_WARM_UP} are left out"
+        )
+    sizes = {name.removeprefix("dp_"): size for name, size in start["mesh"].items()}
+    if unknown := sorted(set(sizes) - {"replicate", "shard", "cp", "tp"}):
+        raise PlanningError(f"{path}: its mesh has an axis {unknown[0]!r}, which the planner lacks")
+    axes = (sizes.get(axis, 1) for axis in ("replicate", "shard", "tp"))
+    reserved = [r["memory_reserved_peak"] for r in steps if r.get("memory_reserved_peak")]
+    return LoggedRun(
+        MeshLayout(*axes, cp=sizes.get("cp", 1)),
+        start["tokens_per_step"],
+        statistics.median(r["step_seconds"] for r in steps[_WARM_UP:]),
+        len(steps) - _WARM_UP,
+        max(reserved, default=None),
+    )
+
+
+def fit_stack(measured: Sequence[tuple[Prediction, float]], name: str = "calibrated") -> Stack:
+    """The stack of a machine with which predictions come nearest to what was measured on it.
+
+    Four constants move: the rates of matmuls, attention and small kernels, and the time of collectives. One
+    step can't tell them apart: each moves by how unsure it was and by how much of the step it is (the most
+    probable values under normal distributions of their logarithms). More steps of other layouts tell more.
+
+    Args:
+        measured: predictions of one machine and stack, and the tokens/s/GPU that were measured.
+
+    Raises:
+        PlanningError: none is given, they are of several GPUs or stacks, or a speed isn't positive.
+    """
+    if not measured:
+        raise PlanningError("measured is empty; give at least one measured step")
+    first = measured[0][0]
+    gpu, base = first.cluster.gpu, first.workload.profile
+    for prediction, speed in measured:
+        if prediction.cluster.gpu != gpu or prediction.workload.profile != base:
+            raise PlanningError("measured has steps of several GPUs or stacks; fit each by itself")
+        if not speed > 0:
+            raise PlanningError(f"a measured speed is {speed!r}; it must be above 0")
+    wanted = np.array([log(speed) for _, speed in measured])
+    spread = np.array([sigma for sigma, _ in _PRIORS.values()])
+    source = f"fitted to {counted(len(measured), 'measured run')} on {gpu.name}"
+
+    def stack(moved: np.ndarray) -> Stack:
+        values = {
+            constant: base.value(constant) * exp(by if more_is_faster else -by)
+            for (constant, (_, more_is_faster)), by in zip(_PRIORS.items(), moved, strict=True)
+        }
+        return replace(base.with_values(name, values, source), measured_on=gpu.name)
+
+    def speeds(moved: np.ndarray) -> np.ndarray:
+        tried = stack(moved)
+        return np.array([log(_speed_with(prediction, tried)) for prediction, _ in measured])
+
+    moved = np.zeros(len(_PRIORS))
+    for _ in range(4):  # Gauss-Newton
+        now = speeds(moved)
+        slopes = np.stack(
+            [(speeds(moved + step) - now) / 0.01 for step in np.eye(len(_PRIORS)) * 0.01], axis=1
+        )
+        target = wanted - now + slopes @ moved
+        variance = (slopes * spread**2) @ slopes.T + _NOISE**2 * np.eye(len(wanted))
+        moved = spread**2 * (slopes.T @ np.linalg.solve(variance, target))
+    return stack(moved)
+
+
+def _speed_with(prediction: Prediction, stack: Stack) -> float:
+    work = replace(prediction.workload, stack=stack)
+    found = predict(prediction.model, prediction.layout, prediction.cluster, work)
+    return found.tokens_per_second_per_gpu
+
+
+def write_stack(stack: Stack, path: str | PathLike[str]) -> Path:
+    """Writes a file for ``Workload(stack=read_stack_file(path))``; returns its path."""
+
+    def quoted(text: str) -> str:
+        return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+    kernels = ", ".join(
+        f"{family} = {quoted(kernel)}" for family, kernel in stack.attention.items()
+    )
+    lines = [f"[stack.{quoted(stack.name)}]", f"attention = {{ {kernels} }}"]
+    lines += [f"{key} = {quoted(getattr(stack, key))}" for key in ("what", "measured_on")]
+    lines += [
+        f"{name} = {{ value = {each.value:.6g}, source = {quoted(each.source)} }}"
+        for name, each in stack.own.items()
+    ]
+    found = Path(path)
+    found.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return found
