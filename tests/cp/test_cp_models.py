@@ -31,7 +31,8 @@ FAST = {("llama", (1, 1, 2, 1), "gather", "documents")}
 CASES = [
     *itertools.product(HF, ((1, 1, 2, 1), (1, 1, 2, 2)), KINDS, ("uneven", "documents", "padding")),
     *itertools.product(("llama",), MESHES, ("auto",), ("uneven", "documents")),
-    *itertools.product(("gpt_oss", "gemma2"), MESHES[3:], ("auto",), ("uneven",)),
+    # gpt-oss, whose routing differs by data rank, is on real processes (tests/integration).
+    *itertools.product(("gemma2",), MESHES[3:], ("auto",), ("uneven",)),
 ]
 
 

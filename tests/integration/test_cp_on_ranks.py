@@ -16,7 +16,8 @@ def train_hf(name: str, sizes: tuple[int, int, int, int], options: dict) -> dict
     from _support.hf.all_double import AllDouble
 
     with AllDouble():
-        batch = batches(16, documents=(3, 7, 6))
+        # transformers' gpt-oss doesn't tell its masks of documents.
+        batch = batches(13) if name == "gpt_oss" else batches(16, documents=(3, 7, 6))
         return parity(lambda: hf_model(name), batch, sizes, **options).grads
 
 
@@ -38,7 +39,11 @@ def test_readme_model(gloo_pool, kind, sizes) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "sizes"), [("llama", MESHES[2]), ("gemma2", MESHES[0])], ids=str)
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [("llama", MESHES[2]), ("gemma2", MESHES[0]), ("gpt_oss", MESHES[1])],
+    ids=str,
+)
 def test_transformers_models(gloo_pool, name, sizes) -> None:
     pytest.importorskip("transformers")
     size = sizes[0] * sizes[1] * sizes[2] * sizes[3]
