@@ -7,6 +7,7 @@ operation of the list, whatever it consists of, and so is a module that is known
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 
 from parallel3d._torch.autograd import TorchDispatchMode
 from parallel3d._torch.simulated import simulation_off
@@ -232,10 +234,31 @@ class Functions(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
+        check_not_recomputed_alone(self.recorder.where)
         shape = (*query.shape[:-1], value.shape[-1])
         return self.recorder.attention(
-            "sdpa", query, key, value, attn_mask, shape, is_causal=is_causal
+            "sdpa", query, key, value, attn_mask, shape, is_causal=is_causal, scaling=scale
         )
+
+
+def check_not_recomputed_alone(path: str) -> None:
+    """Raises PlanError if a part of a module's forward with its attention is checkpointed.
+
+    Its recomputation would not go through the module's forward, in which attention is that of all ranks.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code is nn.Module._call_impl.__code__ or code.co_qualname.startswith("_with_sdpa"):
+            return
+        if code.co_filename == checkpoint.__file__:
+            raise PlanError(
+                f"context parallelism: {path!r} gives torch.utils.checkpoint a function that calls "
+                "F.scaled_dot_product_attention. Its recomputation in backward would attend to this rank's part "
+                "of the sequence only: checkpoint modules instead (the one that calls attention, or one "
+                "around it), or use parallelize(activation_checkpointing=...)"
+            )
+        frame = frame.f_back  # type: ignore[assignment]
 
 
 def map_refs(fn: Callable[[Tensor], Any], value: Any) -> Any:
