@@ -254,8 +254,8 @@ def check_not_recomputed_alone(path: str) -> None:
         if code.co_filename == checkpoint.__file__:
             raise PlanError(
                 f"context parallelism: {path!r} gives torch.utils.checkpoint a function that calls "
-                "F.scaled_dot_product_attention. Its recomputation in backward would attend to this rank's part "
-                "of the sequence only: checkpoint modules instead (the one that calls attention, or one "
+                "F.scaled_dot_product_attention. Its recomputation in backward would attend to this rank's "
+                "part of the sequence only: checkpoint modules instead (the one that calls attention, or one "
                 "around it), or use parallelize(activation_checkpointing=...)"
             )
         frame = frame.f_back  # type: ignore[assignment]

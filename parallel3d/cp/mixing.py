@@ -78,8 +78,8 @@ def check(first: Flow, second: Flow, lengths: tuple[int, int]) -> None:
         mark = checker.marks.get(ref.storage)
         if mark is not None and mark.kind == "sum" and ref.shape not in ((), (1,)):
             raise PlanError(
-                f"context parallelism: {mark.text}, and the model returns it, {ref.shape}; each rank has only "
-                "a part of every sequence. Return what each position has, and join it by p3d.cp.gather (for "
+                f"context parallelism: {mark.text}, and the model returns it, {ref.shape}; each rank has "
+                "only a part of every sequence. Return what each position has, and join it by p3d.cp.gather (for "
                 "metrics), or compute a loss of each position"
             )
 

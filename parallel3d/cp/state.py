@@ -135,9 +135,9 @@ class CpState:
         names = ", ".join(map(repr, sorted(checked.inputs)))
         if new:
             raise StateError(
-                f"the model gets {', '.join(map(repr, sorted(new)))}, and was checked with {names} only: what "
-                "it does with the rest may mix positions. Give parallelize an example=(args, kwargs) with all "
-                "of them"
+                f"the model gets {', '.join(map(repr, sorted(new)))}, and was checked with {names} only: "
+                "what it does with the rest may mix positions. Give parallelize an example=(args, kwargs) "
+                "with all of them"
             )
         missing = checked.needed - given
         if "inputs_embeds" in given:
@@ -156,9 +156,9 @@ class CpState:
             )
         if checked.hugging_face and "labels" in given and _LOSS[2] not in checked.needed:
             raise StateError(
-                f"{type(module).__name__} doesn't read num_items_in_batch: its loss is the mean over the labels "
-                "of this rank's part, which is not the batch's where ranks have other numbers of labels. Call "
-                "it without labels, and compute the loss from the logits: the sum over labels / "
+                f"{type(module).__name__} doesn't read num_items_in_batch: its loss is the mean over the "
+                "labels of this rank's part, which is not the batch's where ranks have other numbers of "
+                "labels. Call it without labels, and compute the loss from the logits: the sum over labels / "
                 "num_items_in_batch, or p3d.optim.global_mean"
             )
         known = inspect.signature(module.forward).parameters

@@ -75,7 +75,7 @@ def test_transformers_loss_that_is_a_mean_over_a_part(world) -> None:
     parallel, cut = parallel_and_batch(world, build)
     names = ("input_ids", "position_ids", "attention_mask")
     parallel(**{name: cut[name] for name in names}, use_cache=False)
-    with pytest.raises(StateError, match="doesn't read num_items_in_batch.*without labels"):
+    with pytest.raises(StateError, match=r"doesn't read num_items_in_batch.*without labels"):
         parallel(**cut, use_cache=False)
 
 
@@ -96,7 +96,7 @@ def test_a_call_without_what_the_example_has(world) -> None:
     parallel = p3d.parallelize(model, world.mesh, example=((ids, ids), {}))
     cut = p3d.cp.shard_batch((ids, ids), world.mesh)
     parallel(*cut)
-    with pytest.raises(StateError, match="without 'targets'.*an example=.* without them"):
+    with pytest.raises(StateError, match=r"without 'targets'.*an example=.* without them"):
         parallel(cut[0])
     with pytest.raises(StateError, match="gets last=True, and was checked with False"):
         parallel(*cut, last=True)
