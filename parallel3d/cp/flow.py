@@ -152,6 +152,8 @@ class Recorder(TorchDispatchMode):
             named |= {a.name: v for a, v in zip(schema.arguments, args, strict=False)}
             named |= kwargs
             name = schema.name.removeprefix("aten::")
+            if name == "lift_fresh" and not args[0].is_meta and args[0].numel() == 1:
+                named["value"] = args[0].item()  # torch.tensor(length)
             if schema.overload_name:
                 name = f"{name}.{schema.overload_name}"
             self.add(name, named, result, torch.Tag.pointwise in func.tags)
