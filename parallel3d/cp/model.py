@@ -323,7 +323,8 @@ def _text(
         "position_ids": torch.arange(length).expand(rows, -1),
         "use_cache": False,
     }
-    known = inspect.signature(model.forward).parameters
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # of peft
+    known = inspect.signature(inner.forward).parameters
     anything = any(p.kind is p.VAR_KEYWORD for p in known.values())
     if labels and "labels" in known:
         inputs |= {"labels": ids.clone(), "shift_labels": torch.full_like(ids, IGNORED)}

@@ -5,7 +5,8 @@ import math
 
 import pytest
 import torch
-from _support.cp.models import HIDDEN, VOCABULARY, Block, Lm, batches, hf_model
+from _support.cp.models import HIDDEN, VOCABULARY, Block, Lm, batches, hf_model, parity
+from _support.hf.all_double import AllDouble
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -77,6 +78,22 @@ def test_transformers_loss_that_is_a_mean_over_a_part(world) -> None:
     parallel(**{name: cut[name] for name in names}, use_cache=False)
     with pytest.raises(StateError, match=r"doesn't read num_items_in_batch.*without labels"):
         parallel(**cut, use_cache=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", [None, "CAUSAL_LM"])
+def test_lora_of_peft(task) -> None:
+    """Its model takes any arguments: the base model's are meant."""
+    pytest.importorskip("transformers")
+    peft = pytest.importorskip("peft")
+
+    def build():
+        options = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+        config = peft.LoraConfig(**options, task_type=task)
+        return peft.get_peft_model(hf_model("llama"), config).double()
+
+    with AllDouble():
+        parity(build, batches(13), (1, 1, 2, 1), tp_plan=None)
 
 
 class Targets(Lm):
