@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 
 from parallel3d._torch.autograd import TorchDispatchMode
 from parallel3d._torch.simulated import simulation_off
@@ -151,6 +152,8 @@ class Recorder(TorchDispatchMode):
             named |= {a.name: v for a, v in zip(schema.arguments, args, strict=False)}
             named |= kwargs
             name = schema.name.removeprefix("aten::")
+            if name == "lift_fresh" and not args[0].is_meta and args[0].numel() == 1:
+                named["value"] = args[0].item()  # torch.tensor(length)
             if schema.overload_name:
                 name = f"{name}.{schema.overload_name}"
             self.add(name, named, result, torch.Tag.pointwise in func.tags)
@@ -233,9 +236,10 @@ class Functions(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
+        check_not_recomputed_alone(self.recorder.where)
         shape = (*query.shape[:-1], value.shape[-1])
         return self.recorder.attention(
-            "sdpa", query, key, value, attn_mask, shape, is_causal=is_causal
+            "sdpa", query, key, value, attn_mask, shape, is_causal=is_causal, scaling=scale
         )
 
 
@@ -245,6 +249,26 @@ def _is_called_from(file: str) -> bool:
     while frame is not None and frame.f_code.co_filename != file:
         frame = frame.f_back  # type: ignore[assignment]
     return frame is not None
+
+
+def check_not_recomputed_alone(path: str) -> None:
+    """Raises PlanError if a part of a module's forward with its attention is checkpointed.
+
+    Its recomputation would not go through the module's forward, in which attention is that of all ranks.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code is nn.Module._call_impl.__code__ or code.co_qualname.startswith("_with_sdpa"):
+            return
+        if code.co_filename == checkpoint.__file__:
+            raise PlanError(
+                f"context parallelism: {path!r} gives torch.utils.checkpoint a function that calls "
+                "F.scaled_dot_product_attention. Its recomputation in backward would attend to this rank's "
+                "part of the sequence only: checkpoint modules instead (the one that calls attention, or one "
+                "around it), or use parallelize(activation_checkpointing=...)"
+            )
+        frame = frame.f_back  # type: ignore[assignment]
 
 
 def map_refs(fn: Callable[[Tensor], Any], value: Any) -> Any:

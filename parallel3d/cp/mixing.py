@@ -74,6 +74,14 @@ def check(first: Flow, second: Flow, lengths: tuple[int, int]) -> None:
         longer = max(first.ops, second.ops, key=len)
         op = longer[min(len(first.ops), len(second.ops))]
         checker.fail(op, "runs other operations when sequences are longer, from", "")
+    for ref in first.outputs:
+        mark = checker.marks.get(ref.storage)
+        if mark is not None and mark.kind == "sum" and ref.shape not in ((), (1,)):
+            raise PlanError(
+                f"context parallelism: {mark.text}, and the model returns it, {ref.shape}; each rank has "
+                "only a part of every sequence. Return what each position has, and join it by p3d.cp.gather "
+                "(for metrics), or compute a loss of each position"
+            )
 
 
 def output_layouts(first: Flow, second: Flow, lengths: tuple[int, int]) -> list[int | None]:
@@ -270,6 +278,8 @@ class _Checker:
     ) -> Mark | None:
         """Fails if the operation mixes positions; returns the mark of its result, if it makes one."""
         differs = name not in _SHAPED and _plain(a.args) != _plain(b.args)
+        if name in ("full", "new_full"):
+            differs = a.args["fill_value"] != b.args["fill_value"]
         if differs:
             if live:
                 self.fail(a, "computes with a number that depends on the length, by", "")

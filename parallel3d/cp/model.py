@@ -22,11 +22,19 @@ from parallel3d._util.trees import map_tensors, tensors_in
 from parallel3d.cp import hf, mixing
 from parallel3d.cp.axis import CpAxis, Kind
 from parallel3d.cp.batch import IGNORED, Batch
-from parallel3d.cp.flow import AttentionCall, Flow, Recorder, record
+from parallel3d.cp.flow import (
+    AttentionCall,
+    Flow,
+    Recorder,
+    check_not_recomputed_alone,
+    record,
+)
 from parallel3d.cp.state import (
+    Checked,
     CpState,
     Tracing,
     input_names,
+    named_arguments,
     path_of,
     set_path,
     set_state,
@@ -86,13 +94,13 @@ class CpPlan:
     """The attention of a model: path of a module -> its calls. ``apply`` makes it context-parallel.
 
     Attributes:
-        inputs: names of the tensors with which the model was run to find it.
+        checked: the call with which the model was run to find it.
         counts: whether the model asks for positions.
     """
 
     options: ContextParallel
     attention: dict[str, list[AttentionCall]]
-    inputs: frozenset[str]
+    checked: Checked
     counts: bool = False
 
     def apply(self, model: nn.Module, mesh: DeviceMesh) -> None:
@@ -104,7 +112,7 @@ class CpPlan:
         chunked = any(c.options.get("chunked") for calls in self.attention.values() for c in calls)
         state = CpState(
             CpAxis(mesh, self.options.kind),
-            inputs=self.inputs,
+            checked=self.checked,
             chunked=chunked,
             any_parts=not (self.attention or self.counts),
         )
@@ -168,8 +176,7 @@ def plan_cp(model: nn.Module, options: ContextParallel, example: Any = None) -> 
                 raise PlanError(
                     f"{path!r} calls several kinds of attention, which is not supported"
                 )
-        inputs = input_names(model, *pair[0])
-        return CpPlan(options, calls, frozenset(inputs), tracings[0].counts)
+        return CpPlan(options, calls, _checked(model, pair[0], flows[0]), tracings[0].counts)
     where = f" with {describe(tried)}" if tried is not None else ""
     raise PlanError(
         f"context parallelism: the model could not be run on the meta device{where}, which shows whether "
@@ -177,6 +184,20 @@ def plan_cp(model: nn.Module, options: ContextParallel, example: Any = None) -> 
         "of its forward, name what it can't run in context_parallel=p3d.cp.ContextParallel(position_wise="
         "...), or use cp=1"
     ) from first_error
+
+
+def _checked(model: nn.Module, example: Any, flow: Flow) -> Checked:
+    names = input_names(model, *example)
+    read = {ref.storage for op in flow.ops for ref in mixing.refs_in(op.args)}
+    needed = {name for name, ref in zip(names, flow.inputs, strict=True) if ref.storage in read}
+    if _is_text(model):  # without a mask it looks for packed documents in its part of the positions
+        needed |= {"attention_mask"} & set(names)
+    return Checked(
+        frozenset(names),
+        frozenset(needed),
+        dict(named_arguments(model, *example)),
+        _is_text(model),
+    )
 
 
 # ---- one run ----
@@ -272,7 +293,7 @@ _LENGTHS = (8, 12)
 
 def _examples(model: nn.Module, example: Any) -> Iterator[tuple[Any, Any]]:
     """Yields pairs of inputs that may fit the model, of two lengths."""
-    text = hf.is_hugging_face(model) and getattr(model, "main_input_name", "") == "input_ids"
+    text = _is_text(model)
     if example is not None:
         args, kwargs = check_example(example)
         if text and "input_ids" in kwargs:  # with what shard_batch adds
@@ -294,6 +315,10 @@ def _examples(model: nn.Module, example: Any) -> Iterator[tuple[Any, Any]]:
             yield _stretched((args, kwargs))
 
 
+def _is_text(model: nn.Module) -> bool:
+    return hf.is_hugging_face(model) and getattr(model, "main_input_name", "") == "input_ids"
+
+
 def _text(
     model: Any, length: int, labels: bool, rows: int = 2
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -305,7 +330,8 @@ def _text(
         "position_ids": torch.arange(length).expand(rows, -1),
         "use_cache": False,
     }
-    known = inspect.signature(model.forward).parameters
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # of peft
+    known = inspect.signature(inner.forward).parameters
     anything = any(p.kind is p.VAR_KEYWORD for p in known.values())
     if labels and "labels" in known:
         inputs |= {"labels": ids.clone(), "shift_labels": torch.full_like(ids, IGNORED)}
@@ -362,6 +388,7 @@ class _Attend(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
+        check_not_recomputed_alone(self.path)
         key_mask = self.key_mask
         if attn_mask is not None:
             if attn_mask.dtype != torch.bool or attn_mask.shape[1:-1] != (1, 1):

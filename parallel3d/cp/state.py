@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,6 +30,27 @@ class Made:
     sizes: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Checked:
+    """The call of a model with which its operations were checked.
+
+    Attributes:
+        inputs: names of the arguments that were, or had, tensors.
+        needed: those of them that the model reads. Without one it may make its own, from its part.
+        choices: values of other arguments.
+        hugging_face: whether it was what ``shard_batch`` gives to a model of transformers.
+    """
+
+    inputs: frozenset[str]
+    needed: frozenset[str] = frozenset()
+    choices: Mapping[str, Any] = field(default_factory=dict)
+    hugging_face: bool = False
+
+
+_LOSS = ("labels", "shift_labels", "num_items_in_batch")
+_HARMLESS = ("use_cache", "return_dict", "output_hidden_states", "output_attentions", *_LOSS)
+
+
 class CpState:
     """Of one model; every module of it has it.
 
@@ -37,7 +58,7 @@ class CpState:
         axis: the axis cp.
         forward: the batch whose forward runs.
         backward: the batch whose backward runs, in which blocks may be recomputed.
-        inputs: names of the tensors with which the model's operations were checked.
+        checked: the call with which the model's operations were checked.
         any_parts: whether the model computes each position from itself alone, so that it needs not know how
             sequences were cut.
         chunked: whether masks have chunks, which begin after padding on the left.
@@ -48,13 +69,13 @@ class CpState:
         self,
         axis: CpAxis,
         *,
-        inputs: frozenset[str],
+        checked: Checked,
         chunked: bool = False,
         any_parts: bool = False,
     ) -> None:
         self.axis = axis
         self.any_parts = any_parts
-        self.inputs = inputs
+        self.checked = checked
         self.forward: Batch | None = None
         self.backward: Batch | None = None
         self.chunked = chunked
@@ -62,7 +83,7 @@ class CpState:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CpState:
         return CpState(
-            self.axis, inputs=self.inputs, chunked=self.chunked, any_parts=self.any_parts
+            self.axis, checked=self.checked, chunked=self.chunked, any_parts=self.any_parts
         )
 
     def running(self) -> Batch:
@@ -118,15 +139,51 @@ class CpState:
 
     def _check_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Raises StateError for inputs with which the model may run other code than was checked."""
-        new = set(input_names(module, args, kwargs)) - self.inputs
-        if "input_ids" in self.inputs:
+        checked = self.checked
+        given = set(input_names(module, args, kwargs))
+        new = given - checked.inputs
+        if "input_ids" in checked.inputs:
             new.discard("inputs_embeds")
+        names = ", ".join(map(repr, sorted(checked.inputs)))
         if new:
             raise StateError(
-                f"the model gets {', '.join(map(repr, sorted(new)))}, and was checked with "
-                f"{', '.join(map(repr, sorted(self.inputs)))} only: what it does with the rest may mix "
-                "positions. Give parallelize an example=(args, kwargs) with all of them"
+                f"the model gets {', '.join(map(repr, sorted(new)))}, and was checked with {names} only: "
+                "what it does with the rest may mix positions. Give parallelize an example=(args, kwargs) "
+                "with all of them"
             )
+        missing = checked.needed - given
+        if "inputs_embeds" in given:
+            missing -= {"input_ids"}
+        if checked.hugging_face and "labels" not in given:
+            missing -= set(_LOSS)
+        if missing:
+            raise StateError(
+                f"the model is called without {', '.join(map(repr, sorted(missing)))}, and was checked with "
+                f"{names}: what it makes in their place is of this rank's part of the sequence. "
+                + (
+                    "Give the model all that p3d.cp.shard_batch returns for a dict: model(**batch)"
+                    if checked.hugging_face
+                    else "Give the model all of them, or parallelize an example=(args, kwargs) without them"
+                )
+            )
+        if checked.hugging_face and "labels" in given and _LOSS[2] not in checked.needed:
+            raise StateError(
+                f"{type(module).__name__} doesn't read num_items_in_batch: its loss is the mean over the "
+                "labels of this rank's part, which is not the batch's where ranks have other numbers of "
+                "labels. Call it without labels, and compute the loss from the logits: the sum over labels / "
+                "num_items_in_batch, or p3d.optim.global_mean"
+            )
+        known = inspect.signature(module.forward).parameters
+        for name, value in named_arguments(module, args, kwargs):
+            if not isinstance(value, (bool, str, int) if checked.hugging_face else (bool, str)):
+                continue
+            default = known[name].default if name in known else None
+            expected = checked.choices.get(name, default)
+            if name not in _HARMLESS and value != expected and (value or expected):
+                raise StateError(
+                    f"the model gets {name}={value!r}, and was checked with {expected!r}: what it does then "
+                    "may mix positions. Give parallelize an example=(args, kwargs) with it"
+                )
 
     @untraced
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -214,12 +271,17 @@ class Tracing:
         return self
 
 
-def input_names(module: nn.Module, args: Any, kwargs: Any) -> list[str]:
-    """Returns the names of the forward's arguments that are, or have, tensors."""
+def named_arguments(module: nn.Module, args: Any, kwargs: Any) -> list[tuple[str, Any]]:
+    """Returns the forward's arguments with their names."""
     names = [name for name in inspect.signature(module.forward).parameters if name != "self"]
     positional = (names[i] if i < len(names) else f"argument {i}" for i in range(len(args)))
-    given = [*zip(positional, args, strict=True), *kwargs.items()]
-    return [name for name, value in given if next(tensors_in(value), None) is not None]
+    return [*zip(positional, args, strict=True), *kwargs.items()]
+
+
+def input_names(module: nn.Module, args: Any, kwargs: Any) -> list[str]:
+    """Returns the name of the forward's argument that each tensor in them is, or is in."""
+    given = named_arguments(module, args, kwargs)
+    return [name for name, value in given for _ in tensors_in(value)]
 
 
 def state_of(module: nn.Module) -> CpState | Tracing | None:

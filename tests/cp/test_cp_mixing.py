@@ -53,6 +53,18 @@ REFUSED = {
         lambda m, x: x + m.places(torch.arange(x.shape[1], device=x.device)),
         r"makes positions by arange.*'places' goes on with it by embedding.*p3d.cp.positions",
     ),
+    "tensor of the length": (
+        lambda m, x: x * torch.tensor(float(x.shape[1])),
+        "makes numbers by lift_fresh",
+    ),
+    "full of the length": (
+        lambda m, x: x * torch.full((1,), float(x.shape[1]), device=x.device),
+        "makes numbers by full",
+    ),
+    "new_full of the length": (
+        lambda m, x: x * x.new_full((x.shape[1], 1), float(x.shape[1])),
+        "makes numbers by new_full|computes with a number that depends on the length",
+    ),
     "table": (
         lambda m, x: x + m.table[: x.shape[1]],
         "as many rows of a table as its part is long",
