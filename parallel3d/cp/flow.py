@@ -146,7 +146,7 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if not self._paused:
+        if not self._paused and func.namespace != "prim":  # questions about a fake tensor's device
             schema = func._schema
             named = {a.name: a.default_value for a in schema.arguments}
             named |= {a.name: v for a, v in zip(schema.arguments, args, strict=False)}

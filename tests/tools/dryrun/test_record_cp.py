@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from _support.cp_axis import Sizes, batch, build, layout_of, loss, plan_of, shard_batch
+from _support.cp_axis import Sizes, batch, build, layout_of, loss, plan_of
 from torch import distributed as dist
 
 import parallel3d as p3d
@@ -18,7 +18,7 @@ def program(sizes: Sizes) -> Callable[[], None]:
         model = p3d.parallelize(build(), mesh, plan_of(sizes))
         optimizer = torch.optim.AdamW(model.parameters())
         for step in range(2):
-            (ids,) = shard_batch((batch(step),), mesh)
+            (ids,) = p3d.cp.shard_batch((batch(step),), mesh, balanced=False)
             # In the place of what attention exchanges.
             dist.all_reduce(torch.ones(4, device=ids.device), group=mesh.get_group("cp"))
             loss(model, ids).backward()
