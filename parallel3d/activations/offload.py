@@ -358,7 +358,11 @@ class Offload:
         storage = x.untyped_storage()
         key = id(storage), x._version
         known = self._known.get(key)
-        if known is not None and known.origin() is storage and same_version_counter(x, known.counter):
+        if (
+            known is not None
+            and known.origin() is storage
+            and same_version_counter(x, known.counter)
+        ):
             return known
         pool, copies = self._prepare(x.device)
         piece = pool.take(storage.nbytes())
