@@ -53,7 +53,7 @@ def load(path: str, sizes: Sizes, saved_on: Sizes, want: Whole) -> None:
     model, optimizer, mesh = made(sizes)
     info = p3d.checkpoint.load(path, model, optimizer)
     assert info.mesh == layout_of(saved_on).as_dict()
-    assert info.rng == ("restored" if sizes == saved_on else "left"), (info.rng, sizes, saved_on)
+    assert (info.rng == "restored") == (sizes == saved_on), (info.rng, sizes, saved_on)
     for name, value in whole(model, optimizer).items():
         assert torch.equal(value, want[name]), name
     for name, value in trained(sizes, model, optimizer, mesh, 1).items():
