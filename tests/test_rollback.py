@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from parallel3d import MeshLayout, build_mesh, parallelize
+from parallel3d.activations import kinds
 from parallel3d.fsdp import fully_shard
 from parallel3d.fsdp.inspect import Bucket
 from parallel3d.testing import fake_world
@@ -64,7 +65,8 @@ def test_failure_in_any_fully_shard_is_rolled_back(monkeypatch, number: int, lay
 @pytest.mark.parametrize("number", [1, 3, 4, 6])
 def test_failure_in_a_new_forward_is_rolled_back(monkeypatch, number: int) -> None:
     failing = failing_on_call(number, implementation.wrap_forward)
-    monkeypatch.setattr(implementation, "wrap_forward", failing)
+    for module in (implementation, kinds):
+        monkeypatch.setattr(module, "wrap_forward", failing)
     check_rolled_back(TWO_BY_TWO, compile="eager", activation_checkpointing=True)
 
 

@@ -161,7 +161,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """(batch, seq, dim) -> (batch, seq, dim)."""
-        x = x + self.attention(self.attention_norm(x), positions)
+        places = () if positions is None else (positions,)
+        x = x + self.attention(self.attention_norm(x), *places)
         return x + self.feed_forward(self.ffn_norm(x))
 
 

@@ -444,13 +444,14 @@ def _unchanged(block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with noted_saves(lambda tensor: saved.append((tensor, tensor._version))):
             return block(*args, **kwargs)
     finally:  # torch ends a recomputation by an exception
-        for tensor, version in saved:
-            if tensor._version != version:
-                raise StateError(
-                    f"a tensor that backward needs, {tuple(tensor.shape)} {tensor.dtype}, is modified by an "
-                    "inplace operation of its block after it was saved; change a copy (x = x + y, not "
-                    "x += y)"
-                )
+        changed = next((t for t, version in saved if t._version != version), None)
+        # Its graph has the hooks, which have this list: a cycle that no garbage collector sees.
+        saved.clear()
+        if changed is not None:
+            raise StateError(
+                f"a tensor that backward needs, {tuple(changed.shape)} {changed.dtype}, is modified by an "
+                "inplace operation of its block after it was saved; change a copy (x = x + y, not x += y)"
+            )
 
 
 def partly_recomputed(policy: Policy) -> Callable[[Forward], Forward]:

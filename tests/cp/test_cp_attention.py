@@ -37,7 +37,7 @@ def test_equal_on_four_simulated_ranks(name: str, kind: str) -> None:
     check(local_world, 4, name, kind, True)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("cp", "balanced"), [(2, True), (2, False), (3, True), (4, False), (5, True)]
 )

@@ -15,11 +15,16 @@ KINDS_OF_BATCHES = {
 }
 
 
+def sampled(number: int) -> pytest.MarkDecorator:
+    """One case of seven runs in .ci/run, all in the longer run."""
+    return pytest.mark.full if number % 7 else pytest.mark.slow
+
+
 @pytest.mark.parametrize(
     ("sizes", "kind", "length"),
     [
-        pytest.param(*case, marks=() if case in (((1, 1, 2, 1), "ring", 13),) else pytest.mark.slow)
-        for case in itertools.product(MESHES, KINDS, (16, 13))
+        pytest.param(*case, marks=() if case == ((1, 1, 2, 1), "ring", 13) else sampled(number))
+        for number, case in enumerate(itertools.product(MESHES, KINDS, (16, 13)))
     ],
     ids=str,
 )
@@ -39,8 +44,8 @@ CASES = [
 @pytest.mark.parametrize(
     ("name", "sizes", "kind", "batch"),
     [
-        pytest.param(*case, marks=() if case in FAST else pytest.mark.slow)
-        for case in CASES
+        pytest.param(*case, marks=() if case in FAST else sampled(number))
+        for number, case in enumerate(CASES)
         # transformers' gpt-oss doesn't tell its masks of documents.
         if case[0] != "gpt_oss" or case[3] != "documents"
     ],
