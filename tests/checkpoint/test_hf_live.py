@@ -310,7 +310,9 @@ def growths(buffer_mib: float) -> dict[str, float]:
     with freed_memory_given_back():
         for to in ("all", 0):
             all_of(small, to)  # what is made once
-            found[str(to)] = script.growth(partial(all_of, model, to)) / 2**20
+            # What else grows meanwhile (gloo's buffers, another thread's) does so once.
+            grown = [script.growth(partial(all_of, model, to)) for _ in range(3)]
+            found[str(to)] = min(grown) / 2**20
     return found
 
 

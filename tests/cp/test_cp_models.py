@@ -46,8 +46,9 @@ CASES = [
     [
         pytest.param(*case, marks=() if case in FAST else sampled(number))
         for number, case in enumerate(CASES)
-        # transformers' gpt-oss doesn't tell its masks of documents.
-        if case[0] != "gpt_oss" or case[3] != "documents"
+        # transformers' gpt-oss doesn't tell its masks of documents; and simulated ranks can't send other
+        # numbers of tokens to an expert: tests/integration/test_cp_on_ranks.py has it on real ones.
+        if case[0] != "gpt_oss" or case[3] == "uneven"
     ],
     ids=str,
 )

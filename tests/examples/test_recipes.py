@@ -102,7 +102,12 @@ def test_a_dry_run_on_all_its_gpus(name):
 
 
 @pytest.mark.parametrize(
-    "name", [ALL[2], *(pytest.param(n, marks=pytest.mark.slow) for n in (ALL[3], *LONG))]
+    "name",
+    [
+        ALL[2],
+        pytest.param(ALL[3], marks=pytest.mark.slow),
+        *(pytest.param(name, marks=pytest.mark.full) for name in LONG),
+    ],
 )
 def test_some_layers_on_all_its_gpus(name, monkeypatch):
     """Of the large ones; all their layers take minutes (-m full)."""
