@@ -93,7 +93,7 @@ def parallelize(
             ShardingStrategy says otherwise. The final norm and head never are.
         shard_optimizer_over_replicate: HFSDP, see ``fully_shard``.
         activation_checkpointing: True: recompute each block in backward. ``"selective"``: but for matmuls,
-            attention and the collectives of tp, which are kept; a policy function, torch's
+            attention and the collectives of tp and cp, which are kept; a policy function, torch's
             ``(ctx, op, *args, **kwargs) -> CheckpointPolicy``: but for what it names, and collectives.
             ``"offload"``, or ``ActivationOffload`` with its settings: keep what blocks save in the CPU's
             memory until their backward. See ``docs/activations.md``.
