@@ -20,6 +20,7 @@ from parallel3d.cp.sequence import Sequence
 from parallel3d.errors import MeshError, Parallel3dError, StateError
 from parallel3d.mesh.axes import Role, names_of
 from parallel3d.mesh.joined import kept_with
+from parallel3d.tp.same_batch import check_first_cut
 
 BatchT = TypeVar("BatchT")
 
@@ -102,6 +103,7 @@ def shard_batch(
     key_mask: Tensor | None = None,
     balanced: bool = True,
     shift: bool = True,
+    check_same_batch: bool = True,
 ) -> BatchT:
     """Returns this rank's part of every sequence in ``batch``.
 
@@ -137,8 +139,11 @@ def shard_batch(
         balanced: whether each rank gets a chunk from the head and one from the tail, which gives all ranks
             the same work under a causal mask; otherwise a contiguous part.
         shift: whether ``labels`` are those of a causal model, to be shifted by one.
+        check_same_batch: whether the ranks of cp compare a digest of the first batch on this mesh: those that
+            read other samples would train, silently, on a mixture.
 
     Raises:
+        AgreementError: they have other batches; on every rank, with the first difference.
         Parallel3dError: a tensor has another length, a key is not known, or a padding value is missing.
         MeshError: ``mesh`` is no mesh.
     """
@@ -149,6 +154,10 @@ def shard_batch(
             f"batch is {type(batch).__name__}; shard_batch takes a dict, a tuple, a list or a tensor"
         )
     items, rebuild = _items(batch)
+    if axis_mesh is not None and as_bool("check_same_batch", check_same_batch):
+        beside = {"seq_lens": seq_lens, "documents": documents, "key_mask": key_mask}
+        named = {str(name): value for name, value in (items | beside).items()}
+        check_first_cut(mesh, (axis_mesh.mesh_dim_names or ("",))[0], (), named)
     if isinstance(batch, Mapping):
         for name in _LENGTHS:
             seq_lens = items.get(name, seq_lens) if seq_lens is None else seq_lens

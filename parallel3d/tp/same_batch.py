@@ -1,9 +1,10 @@
-"""check_same_batch: whether the ranks of each tp group got the same batch.
+"""check_same_batch: whether the ranks of each tp group, or cp group, got the same batch.
 
-They share each layer's computation, so they must read the same samples. Where they don't, nothing fails: the
-loss is that of a mixture of batches, and decreases more slowly. The check compares inputs before every
-forward, by collectives on tensors alone, so that it works on simulated ranks too. ``parallelize`` checks the
-first training forward, in which a digest of the inputs is enough unless it differs.
+They share each layer's computation, or each sequence, so they must read the same samples. Where they don't,
+nothing fails: the loss is that of a mixture of batches, and decreases more slowly. The check compares inputs
+before every forward, by collectives on tensors alone, so that it works on simulated ranks too.
+``parallelize`` checks the first training forward over tp, and ``shard_batch`` the first batch over cp, in
+which a digest of the inputs is enough unless it differs.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from parallel3d._util.arguments import as_bool
 from parallel3d._util.trace import issuing
 from parallel3d._util.trees import tensors_in
 from parallel3d.errors import AgreementError, MeshError, Parallel3dError
+from parallel3d.mesh.joined import kept_with
 from parallel3d.mesh.store import others
 
 _HANDLE = "_parallel3d_same_batch"
@@ -81,8 +83,20 @@ def check_first_batch(model: nn.Module, mesh: DeviceMesh) -> None:
     """
     names = mesh.mesh_dim_names or ()
     if "tp" in names and mesh.size(names.index("tp")) > 1:
-        hook = _FirstCheck(mesh, names.index("tp"))
+        hook = _FirstForward(mesh, names.index("tp"))
         hook.handle = model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+
+
+def check_first_cut(mesh: DeviceMesh, cp: str, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Compares whole batches over the axis ``cp`` of ``mesh``, once for each mesh, by digests too."""
+    axis = (mesh.mesh_dim_names or ()).index(cp)
+
+    def compare() -> bool:
+        _FirstCheck(mesh, axis).compare(_named_inputs(args, kwargs))
+        return True
+
+    if not dry_run.active() and (others() is not None or ranks_are_simulated()):
+        kept_with(mesh, ("first batch", cp), compare)
 
 
 class _Check:
@@ -90,18 +104,22 @@ class _Check:
 
     more = ""  # the end of its error
 
-    def __init__(self, mesh: DeviceMesh, tp: int) -> None:
+    def __init__(self, mesh: DeviceMesh, axis: int) -> None:
         self.mesh = mesh
-        self.tp = tp
+        self.axis = axis
+        self.name = (mesh.mesh_dim_names or ())[axis]
         self.device = torch.device(mesh.device_type)
 
     def __deepcopy__(self, memo: dict) -> _Check:
         return self  # a mesh can't be copied
 
     @untraced
-    @torch.no_grad()
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        named = _named_inputs(args, kwargs)
+        self.compare(_named_inputs(args, kwargs))
+
+    @torch.no_grad()
+    def compare(self, named: list[tuple[str, torch.Tensor]]) -> None:
+        """Raises on every rank of the mesh if these differ within a group of the axis."""
         number = self.filled(len(named))
         self.check_kinds(number.view(1), "the number of input tensors", [])
         kinds = [number.new_empty(0), *(self.kind(tensor) for _, tensor in named)]
@@ -143,7 +161,7 @@ class _Check:
         """Returns the record of input ``index``, compared with the first rank of this tp group."""
         mine = _flat(tensor.to(self.device))
         first = mine.clone()
-        dist.broadcast(first, group_src=0, group=self.mesh.get_group(self.tp))
+        dist.broadcast(first, group_src=0, group=self.mesh.get_group(self.axis))
         differs = (mine != first) & ~((mine != mine) & (first != first))
         ones = torch.ones_like(mine, dtype=torch.int64)
         places = torch.where(differs, ones.cumsum(0) - 1, _NEVER)
@@ -177,7 +195,7 @@ class _Check:
         """Compares numbers that must be equal on all ranks of a tp group."""
         if not kinds.numel():
             return
-        first = self.rows(kinds, self.tp)[0]
+        first = self.rows(kinds, self.axis)[0]
         differs = kinds != first
         at = differs.to(torch.int64).argmax()
         got, want = (x.index_select(0, at.view(1)) for x in (kinds, first))
@@ -198,42 +216,32 @@ class _Check:
     def fail(self, rank: int, what: str, got: object, want: object) -> NoReturn:
         """Raises, naming the rank and the first of its tp group."""
         grid = next(inner_tensors(self.mesh.mesh))
-        group = grid.movedim(self.tp, -1).reshape(-1, grid.shape[self.tp])
+        group = grid.movedim(self.axis, -1).reshape(-1, grid.shape[self.axis])
         first = int(group[(group == rank).any(dim=1)][0, 0])
         raise AgreementError(
-            f"rank {rank} has another batch than rank {first}, the first of its tp group: {what} is {got} on "
-            f"rank {rank} and {want} on rank {first}. Ranks of one tp group must read the same samples: give "
-            f"each rank the part of the data that MeshLayout.data_rank(rank) says{self.more}"
+            f"rank {rank} has another batch than rank {first}, the first of its {self.name} group: {what} is "
+            f"{got} on rank {rank} and {want} on rank {first}. Ranks of one {self.name} group must read "
+            "the same samples: give each rank the part of the data that MeshLayout.data_rank(rank) says"
+            f"{self.more}"
         )
 
 
 class _FirstCheck(_Check):
-    """The hook of ``check_first_batch``, which removes itself."""
+    """Compares digests, and all values only where these differ."""
 
-    more = "; or leave this check out: parallelize(..., check_same_batch=False)"
-    handle: RemovableHandle | None = None
+    more = "; or leave this check out: check_same_batch=False"
 
-    @untraced
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if self.handle is None or not (module.training and torch.is_grad_enabled()):
-            return
-        self.handle.remove()
-        self.handle = None
-        if dry_run.active() or (others() is None and not ranks_are_simulated()):
-            return
-        # Some ranks may still have another model's, for which guards would raise.
-        issuing.unit = ""
-        with torch.no_grad():
-            rows = self.rows(self.digest([t for _, t in _named_inputs(args, kwargs)]), self.tp)
-            exact = (rows[:, :_EXACT] != rows[:1, :_EXACT]).any()
-            about = rows[:, _EXACT:].view(torch.float64)
-            differ = (exact | ((about - about[:1]).abs() > _ABOUT).any()).to(torch.int64).view(1)
-            for axis in range(self.mesh.ndim):
-                if axis != self.tp and self.mesh.size(axis) > 1:
-                    differ = self.rows(differ, axis).amax(0)
-            differs = bool(next(inner_tensors(differ)).item())
-        if differs:
-            super().__call__(module, args, kwargs)
+    @torch.no_grad()
+    def compare(self, named: list[tuple[str, torch.Tensor]]) -> None:
+        rows = self.rows(self.digest([tensor for _, tensor in named]), self.axis)
+        exact = (rows[:, :_EXACT] != rows[:1, :_EXACT]).any()
+        about = rows[:, _EXACT:].view(torch.float64)
+        differ = (exact | ((about - about[:1]).abs() > _ABOUT).any()).to(torch.int64).view(1)
+        for axis in range(self.mesh.ndim):
+            if axis != self.axis and self.mesh.size(axis) > 1:
+                differ = self.rows(differ, axis).amax(0)
+        if bool(next(inner_tensors(differ)).item()):
+            super().compare(named)
 
     def digest(self, tensors: list[torch.Tensor]) -> torch.Tensor:
         """Returns int64 (8): the number of tensors, hashes of their kinds and of the integers; then, as bits
@@ -259,6 +267,24 @@ class _FirstCheck(_Check):
             scale, signed = scale + norm.log(), signed + products / norm
         exact = torch.stack([self.filled(len(tensors)), _hash(kinds, 0), whole])
         return torch.cat([exact, torch.cat([scale.view(1), signed]).view(torch.int64)])
+
+
+class _FirstForward(_FirstCheck):
+    """The hook of ``check_first_batch``, which removes itself."""
+
+    handle: RemovableHandle | None = None
+
+    @untraced
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if self.handle is None or not (module.training and torch.is_grad_enabled()):
+            return
+        self.handle.remove()
+        self.handle = None
+        if dry_run.active() or (others() is None and not ranks_are_simulated()):
+            return
+        # Some ranks may still have another model's, for which guards would raise.
+        issuing.unit = ""
+        self.compare(_named_inputs(args, kwargs))
 
 
 _EXACT = 3  # the first numbers of a digest must be equal

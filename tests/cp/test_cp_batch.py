@@ -187,3 +187,37 @@ def test_gather(world, dim) -> None:
     tokens = cut((same(world, whole(7)),), world.mesh, pad=0)
     joined = gather(tokens[0] * 2, world.mesh, like=tokens)
     assert world.per_rank(joined)[0][1].tolist() == [2 * n for n in range(17, 24)]
+
+
+def test_other_samples_on_a_rank_of_cp() -> None:
+    """(1, 2, 2): the cp groups are ranks 0, 1 and 2, 3; rank 3 reads another token."""
+    with local_world(4) as world:
+
+        def of(rank: int, odd: int | None) -> torch.Tensor:
+            tokens = whole(8) + 100 * (rank // 2)
+            if rank == odd:
+                tokens[1, 5] = 7
+            return tokens
+
+        right = world.map(lambda rank: of(rank, None))
+        wrong = world.map(lambda rank: of(rank, 3))
+        said = (
+            r"rank 3 has another batch than rank 2, the first of its cp group: input 'input_ids', "
+            r"element \[1, 5\] is 7 on rank 3 and 123 on rank 2"
+        )
+
+        def mesh() -> object:
+            return p3d.build_mesh(MeshLayout(1, 2, cp=2), device_type="cpu")
+
+        with pytest.raises(p3d.AgreementError, match=said):
+            cut({"input_ids": wrong}, mesh())
+        with pytest.raises(
+            p3d.AgreementError, match="the size of dim 1 of input '0' is 9 on rank 1"
+        ):
+            cut(world.map(lambda rank: whole(8 + (rank == 1))), mesh())
+        cut({"input_ids": wrong}, mesh(), check_same_batch=False)
+        checked = mesh()
+        cut({"input_ids": right}, checked)
+        with p3d.testing.record_collectives() as recorded:
+            cut({"input_ids": right}, checked)  # the first batch only
+        assert recorded.calls == []
