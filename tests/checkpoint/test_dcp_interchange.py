@@ -111,7 +111,7 @@ def goes_on(model: Any, optimizer: Any, found: Any, loaded: Any) -> None:
 @pytest.mark.parametrize(
     ("form", "layout"),
     [
-        ("usual", LAYOUTS[0]),
+        pytest.param("usual", LAYOUTS[0], marks=pytest.mark.slow),
         pytest.param("titan", LAYOUTS[1], marks=FULL),
         pytest.param("tutorial", LAYOUTS[2], marks=FULL),
         pytest.param("raw", LAYOUTS[0], marks=FULL),
@@ -165,7 +165,7 @@ INTO = {
 @pytest.mark.parametrize(
     ("form", "layout"),
     [
-        ("usual", LAYOUTS[0]),
+        pytest.param("usual", LAYOUTS[0], marks=pytest.mark.slow),
         pytest.param("titan", LAYOUTS[2], marks=FULL),
         pytest.param("tutorial", LAYOUTS[1], marks=FULL),
     ],

@@ -41,7 +41,11 @@ def load(path: str, kind: str, layout: MeshLayout) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["packed", *(pytest.param(k, marks=pytest.mark.full) for k in ("tied", "frozen"))]
+    "kind",
+    [
+        pytest.param("packed", marks=pytest.mark.slow),
+        *(pytest.param(k, marks=pytest.mark.full) for k in ("tied", "frozen")),
+    ],
 )
 def test_kinds(gloo_pool, tmp_path: Path, kind: str) -> None:
     path = str(tmp_path)

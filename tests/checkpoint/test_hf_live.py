@@ -40,7 +40,14 @@ MESHES = [*((sizes, list(CONFIGS)) for sizes in FOUR), ((4, 1, 1), ["tied"]), ((
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sizes", "kinds"), MESHES, ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "kinds"),
+    [
+        pytest.param(*each, marks=[pytest.mark.full] * (1 < at < 4))
+        for at, each in enumerate(MESHES)
+    ],
+    ids=str,
+)
 def test_equal_to_save_hf(
     gloo_pool: GlooPool, tmp_path: Path, sizes: Sizes, kinds: list[str]
 ) -> None:

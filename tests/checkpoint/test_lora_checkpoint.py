@@ -130,7 +130,7 @@ MESHES = [(1, 2, 2), (2, 2, 1), None]
 @pytest.mark.parametrize(
     "sizes",
     [
-        MESHES[0],
+        pytest.param(MESHES[0], marks=pytest.mark.slow),
         pytest.param(MESHES[1], marks=pytest.mark.full),
         pytest.param(MESHES[2], marks=pytest.mark.slow),
     ],

@@ -40,12 +40,12 @@ def receive(*signals: int) -> None:
 @pytest.mark.parametrize(
     ("signals", "code"),
     [
-        pytest.param((signal.SIGINT, signal.SIGINT), 130, marks=pytest.mark.slow),
+        pytest.param((signal.SIGINT, signal.SIGINT), 130, marks=pytest.mark.full),
         # torchrun's answer to the second Ctrl-C
         pytest.param((signal.SIGINT, signal.SIGTERM), 130, marks=pytest.mark.slow),
-        pytest.param((signal.SIGTERM, signal.SIGINT), 130, marks=pytest.mark.slow),
-        ((signal.SIGTERM, signal.SIGTERM), 0),
-        pytest.param((signal.SIGINT, signal.SIGUSR1), 0, marks=pytest.mark.slow),
+        pytest.param((signal.SIGTERM, signal.SIGINT), 130, marks=pytest.mark.full),
+        pytest.param((signal.SIGTERM, signal.SIGTERM), 0, marks=pytest.mark.slow),
+        pytest.param((signal.SIGINT, signal.SIGUSR1), 0, marks=pytest.mark.full),
     ],
 )
 def test_a_second_ctrl_c_ends_the_process_at_once(signals: tuple[int, ...], code: int) -> None:

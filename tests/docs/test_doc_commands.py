@@ -47,7 +47,7 @@ QUICKER = {
 }
 """Command line -> options added to it, or with ``--no-`` left out with their values, for a quick run."""
 
-SLOW = {"dryrun.md", "planner.md", "ten_minutes.md"}
+SLOW = {"activations.md", "dryrun.md", "planner.md", "ten_minutes.md"}
 PER_PAGE = [(page, commands(page)) for page in PAGES]
 SCRIPT = re.compile(r"(?:(?:benchmarks|examples|tests)/)[\w/]+\.py")
 

@@ -15,7 +15,9 @@ ON_RANKS = [section for section in SECTIONS if section.world == "gloo"]
 # Their loops train beside the plain model, for seconds each; README, ten_minutes.md and others stay.
 SLOW = {
     "README.md",  # eight processes
+    "context_parallel.md",
     "from_accelerate.md",
+    "from_fsdp2.md",
     "from_megatron_fsdp.md",
     "from_torchtitan.md",
     "index.md",

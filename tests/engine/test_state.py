@@ -180,6 +180,7 @@ def test_tensor_parallel(on_ranks, shape) -> None:
     on_ranks(tensor_parallel, shape, {}, size=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parity("argument: reshard_after_forward=int")
 @pytest.mark.torch_fails("refused", match="not finished after")
 def test_reshard_to_a_smaller_world_with_tensor_parallelism(on_ranks) -> None:

@@ -104,7 +104,7 @@ def test_a_dry_run_on_all_its_gpus(name):
 @pytest.mark.parametrize(
     "name",
     [
-        ALL[2],
+        pytest.param(ALL[2], marks=pytest.mark.slow),
         pytest.param(ALL[3], marks=pytest.mark.slow),
         *(pytest.param(name, marks=pytest.mark.full) for name in LONG),
     ],

@@ -144,7 +144,7 @@ def compare(case: Case) -> None:
 
 
 CASES = [
-    Case("parallelize"),
+    pytest.param(Case("parallelize"), marks=pytest.mark.slow),
     pytest.param(Case("parallelize", checkpointing=True, tp=2, bf16=True), marks=pytest.mark.slow),
     Case("whole"),
     *(

@@ -174,10 +174,11 @@ def clone_all(model: nn.Module) -> None:
     model._apply(torch.clone)  # DTensor sums what is partial
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("convert", [to_float_and_back, clone_all])
 @pytest.mark.parametrize(
     "switch",
-    ["set_requires_gradient_sync", pytest.param("set_requires_all_reduce", marks=pytest.mark.slow)],
+    ["set_requires_gradient_sync", "set_requires_all_reduce"],
 )
 def test_sums_that_wait_survive_a_conversion(switch, convert):
     """It makes new buffers and new ``.grad`` objects, which are still what they were."""

@@ -35,6 +35,16 @@ def run(folder: Path, *arguments: str, **variables: str) -> tuple[int, dict[str,
     return done.returncode, {part["name"]: part for part in found["parts"]}
 
 
+def test_one_process_and_the_races(tmp_path: Path) -> None:
+    code, parts = run(tmp_path, "--worlds", "1")
+    assert [each for part in parts.values() for each in part["failed"]] == []
+    assert code == 0
+    assert len(parts["truth"]["rows"]) >= 10
+    assert {row[-1] for row in parts["truth"]["rows"]} == {"ok"}
+    assert {row[-1] for row in parts["races"]["rows"]} == {"ok", "control", "control seen"}
+
+
+@pytest.mark.full
 def test_all_parts(tmp_path: Path) -> None:
     code, parts = run(tmp_path)
     assert list(parts) == ["truth", "races"]

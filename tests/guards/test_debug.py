@@ -96,6 +96,7 @@ def told_from_the_store() -> tuple[str, str]:
     return found.divergence, str(found)
 
 
+@pytest.mark.slow
 def test_diagnosis_from_the_store(gloo_pool) -> None:
     for divergence, report in gloo_pool.run(told_from_the_store, world_size=4):
         assert divergence.startswith("rank 2 differs from the rest:")

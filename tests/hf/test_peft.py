@@ -96,6 +96,7 @@ def test_on_three_axes() -> None:
     parity(SOME, {}, {}, (2, 2, 2))
 
 
+@pytest.mark.slow
 def test_uneven_heads_on_real_ranks(gloo_pool: GlooPool) -> None:
     gloo_pool.run(parity, ALL, {"heads": 3, "kv": 3}, {}, (1, 1, 2), world_size=2)
 

@@ -76,6 +76,7 @@ def stops_and_saves(folder: Path, python: list[str], forked: bool) -> None:
     assert "Traceback" not in job.said and "Signal" not in job.said
 
 
+@pytest.mark.slow
 def test_once_saves_and_ends(tmp_path: Path, python: list[str]) -> None:
     stops_and_saves(tmp_path, python, forked=True)
 

@@ -71,7 +71,13 @@ def test_nothing_is_wrong_with_any(gloo_pool: GlooPool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", around_optimizers.AROUND)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.full] * (place % 4 > 0))
+        for place, name in enumerate(around_optimizers.AROUND)
+    ],
+)
 def test_around_optimizers(gloo_pool: GlooPool, name: str) -> None:
     """Schedules, averages and wrappers: the plain weights and averages; Lookahead raises."""
     found = gloo_pool.run(around_optimizers.outcomes, [name], world_size=2, timeout=120)[0][name]

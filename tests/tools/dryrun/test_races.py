@@ -31,10 +31,7 @@ from parallel3d.tools.dryrun import record
 from parallel3d.tools.dryrun.as_json import from_json, to_json
 from parallel3d.tools.dryrun.result import DryRun, Race
 
-QUICK = (
-    *("HSDP", "tp with sequence parallel", "offload, one rank", "a backward that raises"),
-    *("recomputed selectively, sequence", "activations offloaded, HSDP"),
-)
+QUICK = ("HSDP", "activations offloaded, HSDP")
 
 
 def checked(fn: Callable[[], object], world_size: int = 4) -> DryRun:
@@ -58,8 +55,17 @@ def told(found: tuple[Race, ...]) -> str:
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in CASES]
 )
 def test_the_engine_is_clean(name: str) -> None:
-    found = races_of(CASES[name])
-    assert not found, told(found)
+    """No race. Without offload or an error no value is read and no stream waited for by the host, and a step
+    allocates as often as the one before."""
+    program = CASES[name]
+    run = checked(lambda: train(program), program.world_size)
+    assert run.races == (), told(run.races or ())
+    if program.offload or program.raises:
+        return
+    counts = run.step_counts[: program.steps]
+    assert [(each.reads, each.host_waits) for each in counts] == [(0, 0)] * program.steps
+    second, third = (each.allocations for each in counts[1:3])
+    assert third <= second
 
 
 SHOWN_BY = {
@@ -115,9 +121,7 @@ def test_every_wait_is_listed() -> None:
 def test_what_is_taken_out_is_found(mutant: Mutant) -> None:
     """A wait of a stream, or a reference that keeps memory while a stream uses it."""
     with mutant.in_place():
-        found = races_of(CASES[name_of(mutant)])
-    assert found
-    assert not races_of(CASES[name_of(mutant)])
+        assert races_of(CASES[name_of(mutant)])
 
 
 @pytest.mark.full
@@ -131,7 +135,7 @@ def test_random_programs_are_clean(first: int) -> None:
 
 @pytest.mark.slow
 def test_a_few_random_programs_are_clean() -> None:
-    for seed in range(1000, 1003):
+    for seed in range(1000, 1002):
         assert not races_of(random_program(seed)), seed
 
 
@@ -492,23 +496,6 @@ def plain_training() -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * (name != "tp"))
-        for name, program in CASES.items()
-        if not program.offload and not program.raises
-    ],
-)
-def test_the_host_never_waits(name: str) -> None:
-    """No value is read and no stream waited for by the host; a step allocates as often as the one before."""
-    program = CASES[name]
-    counts = record(lambda: train(program), program.world_size).step_counts[: program.steps]
-    assert [(each.reads, each.host_waits) for each in counts] == [(0, 0)] * program.steps
-    second, third = (each.allocations for each in counts[1:3])
-    assert third <= second
 
 
 @pytest.mark.slow

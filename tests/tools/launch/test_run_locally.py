@@ -27,7 +27,7 @@ def parallel3d(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
     [
         pytest.param(0, "", marks=pytest.mark.slow),
         pytest.param(2, "", marks=pytest.mark.slow),
-        (7, "rank 0 ended first, with exit code 7\n"),
+        pytest.param(7, "rank 0 ended first, with exit code 7\n", marks=pytest.mark.slow),
     ],
     ids=str,
 )
