@@ -25,7 +25,17 @@ from parallel3d.testing.differences.fit import WHOLE, Comparison, Gap, Group
 from parallel3d.testing.differences.forward import Backward, Difference, Forward, owner_of
 from parallel3d.testing.differences.record import Recorder, Trace, Values, merged
 from parallel3d.testing.differences.state import State, gathered, joined
-from parallel3d.testing.parity import Case, Parity, Run, Setup, ShardBatch, compare, inside, runs_of
+from parallel3d.testing.parity import (
+    Case,
+    Parity,
+    Run,
+    Setup,
+    ShardBatch,
+    compare,
+    default_shard_batch,
+    inside,
+    runs_of,
+)
 from parallel3d.testing.samples import LossFn, Samples, errors_named
 
 SeedOf = Callable[[MeshLayout, int, int], int]
@@ -124,7 +134,7 @@ def verify(
         micro_batches,
         "all_reduce" if apply is None else "nothing",
         seed,
-        shard_batch,
+        shard_batch or default_shard_batch(layout, apply),
     )
     runs = runs_of(tolerance, fp32)
     _check_plain(setup, runs[0])

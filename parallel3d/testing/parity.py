@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from parallel3d import cp
 from parallel3d._layout.packed import PackedDTensor, packed_boxes
 from parallel3d._torch.dtensor import dtensor_shard_box, get_local_tensor, root_axes, root_mesh
 from parallel3d._torch.simulated import ranks_are_simulated, tensors_by_rank
@@ -140,8 +141,9 @@ def assert_parity(
             (``set_requires_gradient_sync``) or ``"nothing"``.
         apply: makes the model parallel; by default ``parallelize(model, mesh, **options)``.
         shard_batch: ``shard_batch(inputs, mesh)`` returns a cp rank's part of its data rank's inputs: of the
-            tuple of them, or of the dict. Without it each of the cp ranks gets all. The plain model's loss is
-            compared with the mean of their losses.
+            tuple of them, or of the dict; by default ``p3d.cp.shard_batch`` where ``parallelize`` makes the
+            attention of a model that of all cp ranks; with ``apply`` each of them gets all. The plain model's
+            loss is compared with the mean of their losses.
         fp32: whether to run in float32 too.
         tolerance: of loss and gradients in float64; that of weights is ten times as large. Above 1e-8, for
             models that compute something in float32 themselves, the float64 run uses SGD too.
@@ -152,11 +154,17 @@ def assert_parity(
         AssertionError: naming the tensor, rank and difference that are out of tolerance.
         Parallel3dError: ``batch`` can't be what the model trains on.
     """
+    shard_batch = shard_batch or default_shard_batch(layout, apply)
     apply = apply or (lambda model, mesh: parallelize(model, mesh, **options))
     samples = Samples(batch, build, layout.data_size * micro_batches)
     loss = samples.loss_of(loss)
     setup = Setup(build, samples, layout, loss, apply, micro_batches, defer, seed, shard_batch)
     return compare(setup, runs_of(tolerance, fp32), steps)
+
+
+def default_shard_batch(layout: MeshLayout, apply: Any) -> ShardBatch | None:
+    """``shard_batch`` where none is given."""
+    return cp.shard_batch if apply is None and layout.cp > 1 else None
 
 
 def outside(world: LocalWorld | None) -> AbstractContextManager[None]:

@@ -82,6 +82,22 @@ def test_cp() -> None:
     assert 0 < data["largest"]["gradients"]["float64"] < 1e-12
 
 
+def test_cp_of_what_parallelize_made() -> None:
+    """Each cp rank has its part of the tokens, by ``p3d.cp.shard_batch``, and keeps what costs most."""
+    result = run(
+        *("_support.cp.models:Lm", "--cp", "2", "--input", "_support.cp.models:samples"),
+        *(
+            "--loss",
+            "_support.cp.models:lm_loss",
+            "--activation-checkpointing",
+            "selective",
+            "--json",
+        ),
+    )
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["equal"]
+
+
 def test_json_of_a_difference() -> None:
     """A function of the user's that makes the model parallel, and forgets a bias."""
     result = run(

@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from enum import StrEnum
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,6 +26,18 @@ if TYPE_CHECKING:
 _what, _layout, _how = map(panel, ("What", "Layout", "How"))
 _NAME = "PACKAGE.MODULE:NAME"
 _function_of = partial(_what, metavar=_NAME)
+
+
+class Recompute(StrEnum):
+    """Kinds of activation checkpointing."""
+
+    none, full, selective, offload = "none", "full", "selective", "offload"
+
+
+_RECOMPUTED = {each: each.value for each in Recompute} | {
+    Recompute.none: False,
+    Recompute.full: True,
+}
 _NAMES = 4  # parameters to name, before "more"
 
 
@@ -57,7 +70,10 @@ def verify_command(
     ] = None,
     shard_batch: Annotated[
         str | None,
-        _function_of("(inputs, mesh) -> a cp rank's part of its data rank's inputs, with --cp."),
+        _function_of(
+            "(inputs, mesh) -> a cp rank's part of its data rank's inputs, with --cp; by default "
+            "parallel3d.cp.shard_batch."
+        ),
     ] = None,
     seed_of: Annotated[
         str | None,
@@ -78,8 +94,8 @@ def verify_command(
         bool, _how("parallelize(loss_parallel=True).", "--loss-parallel")
     ] = False,
     activation_checkpointing: Annotated[
-        bool, _how("Recompute blocks in backward.", "--activation-checkpointing")
-    ] = False,
+        Recompute, _how("What blocks keep for backward: parallelize(activation_checkpointing=).")
+    ] = Recompute.none,
     seed: Annotated[int, _how("Seed of the initial weights.")] = 0,
     as_json: Json = False,
 ) -> None:
@@ -98,7 +114,7 @@ def verify_command(
         }
         theirs = {
             "loss_parallel": loss_parallel,
-            "activation_checkpointing": activation_checkpointing,
+            "activation_checkpointing": _RECOMPUTED[activation_checkpointing],
         }
         if parallelize is None:
             options |= {"tp_plan": _plan(plan, tp), **theirs}

@@ -13,7 +13,18 @@ from parallel3d import MeshLayout
 from parallel3d.testing import assert_parity
 from parallel3d.testing.parity import Parity
 
-__all__ = ["HF", "MESHES", "Block", "Encoder", "Lm", "batches", "hf_model", "layout_of", "parity"]
+__all__ = [
+    "HF",
+    "MESHES",
+    "Block",
+    "Encoder",
+    "Lm",
+    "batches",
+    "hf_model",
+    "layout_of",
+    "parity",
+    "samples",
+]
 
 VOCABULARY, HIDDEN = 64, 32
 
@@ -154,6 +165,12 @@ def batches(
     return batch
 
 
+def samples() -> dict[str, Tensor]:
+    """Two rows of 16 tokens and labels."""
+    ids = torch.arange(32).view(2, 16) % VOCABULARY
+    return {"input_ids": ids, "labels": ids}
+
+
 def hf_loss(model: nn.Module, **inputs: Tensor) -> Tensor:
     """The loss of a model of transformers."""
     return model(**inputs, use_cache=False).loss
@@ -181,7 +198,6 @@ def parity(
         batch,
         layout_of(sizes),
         loss=loss,
-        shard_batch=p3d.cp.shard_batch,
         fp32=False,
         **({"tp_plan": "auto"} | options),
     )
