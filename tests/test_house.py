@@ -64,7 +64,8 @@ def test_sizes() -> None:
 def test_a_plain_step_runs_no_option() -> None:
     ran = house.step()
     assert [name for name in ran if name.startswith("fsdp/options/")] == []
-    assert len(ran) <= 9, sorted(ran)  # FSDP2 runs 6
+    own = [name for name in ran if not name.startswith("_torch/")]
+    assert len(own) <= 9, sorted(own)  # FSDP2 runs 6; a wrapper of an older torch is not counted
 
 
 def test_options_are_there_without_being_asked_for() -> None:
