@@ -110,7 +110,13 @@ _FRAGMENTATION = (
     "13 % (Nemotron4-15B)"
 )
 _LEAST = "what is left of it when the allocator has freed its caches and tried again, near the GPU's limit"
-_GATHERED = "bf16 parameters copied out of the gathered buffer: read and written"
+_FREED = (
+    "when half of a unit's large gradients are there compute waits for the reduction before, frees its input "
+    "and issues the next gather (fsdp/context.py); 0 where gathers do not wait for that"
+)
+_GATHERED = (
+    "parameters are views of the gathered buffer; 4 where they are copied out of it (FSDP1, FSDP2)"
+)
 
 # The published sources that some values were fitted to.
 _LF, _FMS = "mosaicml/llm-foundry", "foundation-model-stack/fms-fsdp"
@@ -168,9 +174,26 @@ _TABLE: dict[str, tuple[Any, ...]] = {
     ),
     "tp_wait": (1.4, "", _TP_WAIT, (_AA, _SM)),
     "tp_exposed": (1.0, "", "part of tensor parallelism's collectives that compute waits for"),
+    "tp_packed": (
+        2.0,
+        "",
+        "how often parts of several sequences, (batch, sequence), are read and written",
+    ),
+    "tp_beside": (
+        1.0,
+        "",
+        "the weight gradients that hide the sum of an input's gradients (tp/overlap.py)",
+    ),
     "last_matmul_again": (0.0, "", _STOPS),
     "straggler": (0.00625, "per doubling of nodes", _STRAGGLER),
-    "gather_copy": (4.0, "B/param", _GATHERED),
+    "split_logit": (
+        6.0,
+        "B/logit",
+        "held by parallel3d.tp.vocab_parallel: bf16 logits, their gradient, chunks",
+    ),
+    "split_loss": (64.0, "B/logit", "what the kernels of parallel3d.tp.vocab_parallel move"),
+    "freed_after": (0.4, "of a unit's backward", _FREED),
+    "gather_copy": (0.0, "B/param", _GATHERED),
     "reduce_copy": (6.0, "B/param", "bf16 gradients copied into an fp32 reduce buffer"),
     "accumulate": (10.0, "B/param", "a bf16 gradient added to an fp32 sum"),
     "workspace": (0.5 * 2**30, "B", "of cuBLAS, cuDNN and attention kernels"),

@@ -66,11 +66,13 @@ def kernels_of(
     each = [seconds for _, way, _, seconds in gemms if way == "forward"]
     attention = [attention_time(a, gpu, work, tp, micro_batch, cp) for a in unit.attention]
     counted = [elements(e, unit, work, tp) for e in unit.elementwise]
-    size = micro_batch * work.local_tokens(cp) * work.compute_itemsize / memory_rate(gpu)
+    tokens = micro_batch * work.local_tokens(cp)
+    size = tokens * work.compute_itemsize / memory_rate(gpu)
     size *= work.profile.value("elementwise_time")
     matmul = sum(each), sum(seconds for _, way, _, seconds in gemms if way != "forward")
     attended = sum(a[0] for a in attention), sum(a[1] for a in attention)
-    elementwise = sum(e[0] for e in counted) * size, sum(e[1] for e in counted) * size
+    beyond = _own_loss(unit, work, tp, tokens) / memory_rate(gpu)
+    elementwise = sum(e[0] for e in counted) * size, sum(e[1] for e in counted) * size + beyond
     forward = matmul[0] + attended[0] + elementwise[0]
     flops = [2.0 * m * n * k for _, way, (m, n, k), _ in gemms if way == "forward"]
     scored = 0.0
@@ -102,6 +104,33 @@ def kernels_of(
         (all_flops, backward_flops, again_flops),
         (sum(n for n, _ in started) * host + engine, sum(n for _, n in started) * host + engine),
     )
+
+
+def chunk_rows(tokens: int, hidden: int, classes: int) -> int:
+    """Tokens of a chunk of logits: see ``tp/vocab_parallel/rows.py``."""
+    return min(max(tokens * hidden // max(classes, 1), _LEAST_ROWS), tokens)
+
+
+def _own_loss(unit: Unit, work: Workload, tp: int, tokens: int) -> float:
+    """Bytes that a loss over split logits, or in chunks, moves beyond one of whole logits.
+
+    Its softmax is made by an operation each, and each chunk's gradient of the head is added to an fp32 sum.
+    """
+    heads = [local_sizes(m, tp) for m in unit.matmuls]
+    is_split = tp > 1 and work.loss_parallel
+    if unit.kind != "tail" or not heads or not (work.chunked_loss or is_split):
+        return 0.0
+    classes, hidden = max(heads)
+    whole = _LOSS_FUSED if work.compile else _LOSS_EAGER
+    moved = tokens * classes * max(work.profile.value("split_loss") - whole, 0.0)
+    if work.chunked_loss:
+        chunks = ceil(tokens / chunk_rows(tokens, hidden, classes))
+        moved += chunks * classes * hidden * (work.compute_itemsize + 8)
+    return moved
+
+
+_LOSS_EAGER, _LOSS_FUSED = 36, 12
+"""Bytes that the elementwise kernels of a loss of whole logits move for each, see ``loss_work``."""
 
 
 def memory_rate(gpu: Gpu) -> float:
@@ -155,13 +184,16 @@ def gemms_of(
     itemsize = 1 if work.float8 and unit.kind == "block" else work.compute_itemsize
     # Factors are cast before each product.
     cast = constant("float8_cast").value / memory_rate(gpu) if itemsize == 1 else 0.0
-    return [
-        (
-            *(name, way, (m, n, k)),
-            gemm_time(m, n, k, gpu, itemsize, work.profile) + cast * (m * k + k * n),
-        )
-        for name, way, (m, n, k) in found
-    ]
+
+    def seconds(name: str, way: str, m: int, n: int, k: int) -> float:
+        if not (work.chunked_loss and unit.kind == "tail"):
+            return gemm_time(m, n, k, gpu, itemsize, work.profile) + cast * (m * k + k * n)
+        classes, hidden = max(local_sizes(each, tp) for each in unit.matmuls)
+        rows = chunk_rows(tokens, hidden, classes)
+        sizes = (m, n, rows) if way == "weight gradient" else (rows, n, k)
+        return ceil(tokens / rows) * gemm_time(*sizes, gpu, itemsize, work.profile)
+
+    return [(name, way, sizes, seconds(name, way, *sizes)) for name, way, sizes in found]
 
 
 @lru_cache(maxsize=65536)
@@ -222,10 +254,7 @@ def attention_time(
     flops = whole / 2 if attention.causal else whole
     rate = attention_rate(gpu, kernel, share.length, attention.head_dim, work.compute_itemsize)
     forward = flops / rate
-    backward = forward * prod(
-        each.value if each.name == "attention_backward" else 1 / each.value
-        for each in backward_constants(gpu).values()
-    )
+    backward = forward * constant("attention_backward").value / backward_rate(gpu)
     return forward + joining[0], backward + joining[1]
 
 
@@ -262,6 +291,13 @@ def backward_constants(gpu: Gpu) -> dict[str, Constant]:
     if gpu.family not in _AMPERE:
         used["rate after Ampere"] = "backward_after_ampere"
     return {name: constant(each) for name, each in used.items()}
+
+
+def backward_rate(gpu: Gpu) -> float:
+    """The FLOP/s of a fused attention kernel's backward beside its forward's."""
+    return prod(
+        each.value for each in backward_constants(gpu).values() if each.name != "attention_backward"
+    )
 
 
 def elements(each: Elementwise, unit: Unit, work: Workload, tp: int) -> tuple[float, float]:
@@ -347,12 +383,12 @@ def activations_of(
     features = max((n for u in model.units for n in u.tp_inputs + u.tp_outputs), default=0)
     gathered = 3 * features * tokens * work.compute_itemsize if tp > 1 else 0
     classes = ceil(model.vocab / share("loss", work, tp))
-    logits = classes * tokens * logit_bytes(work)
+    logits = classes * tokens * logit_bytes(work, tp)
     if (
         work.chunked_loss
     ):  # of a chunk, see tp/vocab_parallel/rows.py; and the sum of the weight's gradient
-        rows = min(max(tokens * model.hidden // max(classes, 1), _LEAST_ROWS), tokens)
-        logits = classes * (rows * logit_bytes(work) + 4 * model.hidden)
+        rows = chunk_rows(tokens, model.hidden, classes)
+        logits = classes * (rows * logit_bytes(work, tp) + 4 * model.hidden)
     return Activations(
         int(kept * tokens),
         int(live * tokens),
@@ -367,7 +403,8 @@ def _gradients(unit: Unit, hidden: int, gpu: Gpu, work: Workload, tp: int, cp: i
     """Bytes a token that the backward of a block holds beyond the block's activations.
 
     A branch that ends in ``hidden`` features (attention, MLP) has the gradients of its last matmul's input,
-    of the results that this was made from, and of the features between the blocks. Attention's comes last,
+    which take the place of that, or of the results that it was made from, and of the features between the
+    blocks. Attention's comes last,
     when the MLP's activations are free again, with the buffers of attention over ``cp``, and with the
     gradients of scores if these are in memory: of the probabilities, and of what softmax was given.
     """
@@ -382,7 +419,7 @@ def _gradients(unit: Unit, hidden: int, gpu: Gpu, work: Workload, tp: int, cp: i
             inside += n
             continue
         branch = of_others if matmul.heads is None and unit.attention else of_attention
-        branch.append((inside + k + between) * work.compute_itemsize)
+        branch.append((max(inside, k) + between) * work.compute_itemsize)
         inside = 0.0
     held = max((context.working_bytes(a, work, tp, cp) for a in unit.attention), default=0.0)
     if attention_kernel(gpu, work) == "naive":
@@ -401,8 +438,11 @@ def offloaded(unit: Unit, gpu: Gpu, work: Workload, tp: int, cp: int) -> float:
     return _entry(unit, work, tp) if work.checkpointing == "full_offload" else 0.0
 
 
-def logit_bytes(work: Workload) -> int:
+def logit_bytes(work: Workload, tp: int) -> float:
     """Bytes a logit at the peak of the loss."""
+    if tp > 1 and work.loss_parallel and not work.fused_loss:
+        whole = _LOGIT["compiled" if work.compile else "eager"]
+        return min(work.profile.value("split_logit"), whole)
     return _LOGIT["fused" if work.fused_loss else "compiled" if work.compile else "eager"]
 
 

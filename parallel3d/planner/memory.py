@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
@@ -66,22 +67,30 @@ def state_memory(
     """
     if work.sharding != "fsdp":
         return _unsharded_state(model, layout, work)
-    widths = Widths(work.param_itemsize, work.compute_itemsize, work.reduce_itemsize)
+    hybrid = work.is_hybrid(layout.replicate)
+    rest = work.compute_itemsize if hybrid else work.param_itemsize  # what is gathered
+    widths = Widths(rest, work.compute_itemsize, work.reduce_itemsize)
+    if hybrid:  # whose parameters are all copied in and out
+        zero_copy_bytes = sys.maxsize
     sizes = layout.shard * layout.cp, layout.tp, widths.rest
     layouts = tuple(
         unit_layout(u, *sizes, work.sequence_parallel, zero_copy_bytes) for u in model.units
     )
     unsharded, buffers, at_loss = run_backward(layouts, widths, work.reshard_after_forward, streams)
     buckets = [(unit.count, bucket) for unit in layouts for bucket in unit.buckets]
-    numel = sum(count * bucket.numel for count, bucket in buckets)
-    trained = sum(count * bucket.numel for count, bucket in buckets if bucket.trainable)
+    ranks = layout.replicate if hybrid else 1
+    copied = sum(count * bucket.numel for count, bucket in buckets) * hybrid
+    numel = sum(count * ceil(bucket.numel / ranks) for count, bucket in buckets)
+    trained = sum(
+        count * ceil(bucket.numel / ranks) for count, bucket in buckets if bucket.trainable
+    )
     # AdamW's foreach implementation, which is the default on accelerators, makes the square roots of all
     # second moments at once; SGD's step allocates nothing.
     step = work.param_itemsize if work.optimizer in ("adam", "adamw") else 0
     tied = [p.numel for u in model.units if u.kind == "root" for p in u.parameters if p.trainable]
     blocks = [unit.unsharded_numel for unit in layouts if unit.kind == "block"]
     return StateMemory(
-        parameters=numel * work.param_itemsize,
+        parameters=numel * work.param_itemsize + copied * work.compute_itemsize,
         gradients=trained * work.param_itemsize,
         optimizer=trained * work.optimizer_bytes,
         unsharded=unsharded,
@@ -97,6 +106,7 @@ def state_memory(
             "shard": layout.shard,
             **({"cp": layout.cp} if layout.cp > 1 else {}),
             "tp": layout.tp,
+            **({"copied, in the compute dtype": copied} if hybrid else {}),
             "unsharded block": max(blocks, default=0),
         },
     )
@@ -188,7 +198,7 @@ def memory_of(step: Step) -> Memory:
     layout = step.layout
     state = state_memory(model, layout, work)
     kept = activations_of(model, gpu, work, layout.tp, step.micro_batch, layout.cp)
-    moments = _moments(state, kept, step.accumulation)
+    moments = _moments(state, kept, step.accumulation, _last(model))
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     inputs: dict[str, Mapping[str, float | str]] = {
         "activations": {
@@ -203,7 +213,7 @@ def memory_of(step: Step) -> Memory:
             "micro_batch": step.micro_batch,
             "tokens of a sequence": work.local_tokens(layout.cp),
             "vocab": model.vocab,
-            "bytes a logit": logit_bytes(work),
+            "bytes a logit": logit_bytes(work, layout.tp),
             "loss_parallel": str(work.loss_parallel),
             **(
                 {"chunked": "a chunk's logits and the fp32 sum of the head's gradient"}
@@ -247,9 +257,13 @@ def memory_of(step: Step) -> Memory:
 
 
 def _moments(
-    state: StateMemory, kept: Activations, accumulation: int
+    state: StateMemory, kept: Activations, accumulation: int, last: float
 ) -> dict[str, dict[str, float]]:
-    """The components at each moment that can be the peak, in the order of ``_FORMULAS``."""
+    """The components at each moment that can be the peak, in the order of ``_FORMULAS``.
+
+    Args:
+        last: the part of the parameters whose gradients come after all activations but the first block's.
+    """
     before = state.gradients if accumulation > 1 or state.keeps_gradients else 0
     results = state.results_again if accumulation > 1 else state.results
     moments: dict[str, tuple[float | None, ...]] = {
@@ -258,9 +272,16 @@ def _moments(
             *(before, state.unsharded, state.buffers + state.waiting),
             kept.kept + kept.block + kept.gathered + kept.gradients,
         ),
-        "end of backward": (
-            *(state.gradients, state.unsharded, state.buffers + results),
+        "the first block's backward": (
+            max(before, state.gradients * (1 - last)),
+            *(state.unsharded, state.buffers + results),
             kept.block + kept.gathered + kept.gradients,
+        ),
+        "end of backward": (
+            state.gradients,
+            state.unsharded,
+            state.buffers + results,
+            kept.gathered,
         ),
         "optimizer": (state.gradients, None, None, None, None, state.step),
     }
@@ -274,6 +295,15 @@ def _moments(
         }
         for moment, values in moments.items()
     }
+
+
+def _last(model: ModelSpec) -> float:
+    """The part of the parameters that is in one block and before the blocks."""
+    of_blocks = [unit.numel for unit in model.units if unit.kind == "block"]
+    before = sum(
+        unit.count * unit.numel for unit in model.units if unit.kind in ("root", "embedding")
+    )
+    return (before + min(of_blocks, default=0)) / max(model.numel, 1)
 
 
 _CHUNKS = (

@@ -17,6 +17,7 @@ from parallel3d.planner.context import why_not_ulysses
 from parallel3d.planner.model_spec import ModelSpec
 from parallel3d.planner.prediction import Prediction, predict
 from parallel3d.planner.recompute import OWN
+from parallel3d.planner.stacks import OURS, stacks
 from parallel3d.planner.uncertainty import count_close
 from parallel3d.planner.workload import CHECKPOINTING, Workload
 
@@ -186,8 +187,7 @@ class MeshPlan:
 
 
 def _named(prediction: Prediction) -> str:
-    sizes, checkpointing = prediction.layout.sizes, prediction.workload.checkpointing
-    return f"{sizes} micro-batch {prediction.micro_batch}, {checkpointing}"
+    return f"{prediction.layout.sizes} micro-batch {prediction.micro_batch}, {setting(prediction)}"
 
 
 def _per_token(prediction: Prediction) -> dict[str, float]:
@@ -252,6 +252,8 @@ def _context_refusal(model: ModelSpec, layout: MeshLayout, work: Workload) -> st
 
 
 _MOST_MICRO = 64
+MUCH = 0.15
+"""The part of the memory that logits and loss may be, before a loss in chunks is tried."""
 _LEAST_TOKENS = 16384
 """Of a sequence on one rank of cp, where no sizes of cp are asked for: with less, exchanges cost more."""
 
@@ -267,6 +269,8 @@ def plan(
     cp: int | Iterable[int] | None = None,
     checkpointing: str | Sequence[str] | None = None,
     reshard_after_forward: bool | Sequence[bool] | None = None,
+    chunked_loss: bool | None = None,
+    shard_optimizer_over_replicate: bool | None = None,
     memory_limit_gib: float | None = None,
 ) -> MeshPlan:
     """Predicts every legal layout of ``model`` on ``cluster``, the fastest that fits first.
@@ -278,6 +282,9 @@ def plan(
         checkpointing: kinds to try. By default the workload's own if that isn't "none", else all that
             ``parallelize`` has; ``planner.CHECKPOINTING`` are all that are known.
         reshard_after_forward: the same; the workload's own by default.
+        chunked_loss, shard_optimizer_over_replicate: whether to have them. None: what the workload has; and
+            where it hasn't, of layouts that don't fit without, and of those of which logits and loss are
+            much of the memory, a chunked loss is tried as well, and of those with several replicas HFSDP.
         memory_limit_gib: what a GPU may use, of what it has.
 
     Returns:
@@ -296,6 +303,13 @@ def plan(
     if memory_limit_gib is not None:
         check_number("memory_limit_gib", memory_limit_gib)
     own = OWN if workload.checkpointing == "none" else (workload.checkpointing,)
+    if chunked_loss is not None:
+        workload = replace(workload, chunked_loss=chunked_loss)
+    if (hfsdp := shard_optimizer_over_replicate) is not None:
+        workload = replace(workload, shard_optimizer_over_replicate=hfsdp)
+    ours = workload.profile.name == OURS or workload.profile.name not in stacks()
+    chunks = ours and chunked_loss is None and not workload.chunked_loss and model.vocab > 0
+    hybrids = ours and shard_optimizer_over_replicate is None and workload.sharding == "fsdp"
     kinds = tuple(checkpointing or own)
     for kind in kinds:
         check_choice("checkpointing", kind, CHECKPOINTING)
@@ -331,6 +345,11 @@ def plan(
             for size, kind, reshard in combined
         ]
         tried = [predict(model, layout, cluster, work) for work in works]
+        if hybrids and layout.replicate > 1 and not workload.shard_optimizer_over_replicate:
+            tried += _again(tried, limit, shard_optimizer_over_replicate=True)
+        if chunks:
+            heavy = [p for p in tried if memory_groups(p)["logits, loss"] > MUCH * p.memory.needed]
+            tried += [_with(p, chunked_loss=True) for p in heavy]
         fitting = [p for p in tried if p.memory.needed <= limit and p.fits]
         candidates += fitting
         if not fitting:
@@ -347,6 +366,19 @@ def plan(
             refused.append(Refused(layout, why, least))
     candidates.sort(key=lambda p: -p.tokens_per_second_per_gpu)
     return MeshPlan(model, cluster, workload, tuple(candidates), tuple(refused))
+
+
+def _with(prediction: Prediction, **changes: Any) -> Prediction:
+    """The same, with another workload."""
+    work = replace(prediction.workload, micro_batch=prediction.micro_batch, **changes)
+    return predict(prediction.model, prediction.layout, prediction.cluster, work)
+
+
+def _again(tried: Sequence[Prediction], limit: float, **changes: Any) -> list[Prediction]:
+    """With ``changes``: the fastest that fits, and those that don't fit."""
+    fitting = [p for p in tried if p.memory.needed <= limit and p.fits]
+    fastest = sorted(fitting, key=lambda p: -p.tokens_per_second_per_gpu)[:1]
+    return [_with(p, **changes) for p in tried if p in fastest or p not in fitting]
 
 
 def _sizes(name: str, sizes: int | Iterable[int] | None) -> frozenset[int] | None:
@@ -445,11 +477,15 @@ def sizes_of(layout: MeshLayout, between: str) -> str:
 
 
 def setting(prediction: Prediction) -> str:
-    """Checkpointing, and whether parameters are kept between forward and backward."""
-    kind = prediction.workload.checkpointing.replace("_", " ")
-    layout = prediction.layout
-    keeps = not prediction.workload.reshard_after_forward and layout.shard * layout.cp > 1
-    return f"{kind}, keep" if keeps else kind
+    """Checkpointing, whether parameters are kept between forward and backward, chunked loss, HFSDP."""
+    work, layout = prediction.workload, prediction.layout
+    said = {
+        "keep": not work.reshard_after_forward and layout.shard * layout.cp > 1,
+        "chunked loss": work.chunked_loss,
+        "HFSDP": work.is_hybrid(layout.replicate),
+    }
+    kind = work.checkpointing.replace("_", " ")
+    return ", ".join([kind, *(word for word, is_so in said.items() if is_so)])
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import log2, prod
 
 from parallel3d.planner.cluster import AxisLink, Gpu, collective_time, link_of, shard_link
@@ -13,6 +14,7 @@ from parallel3d.planner.engine import tp_cut
 from parallel3d.planner.kernels import (
     Kernels,
     attention_time,
+    gemms_of,
     kernels_of,
     memory_rate,
     offloaded,
@@ -56,9 +58,9 @@ class UnitTimes:
     offload: float = 0.0
 
     @property
-    def waits_for_host(self) -> float:
-        """Seconds that its forward and backward wait for copies, which run beside other units'."""
-        return max(0.0, self.offload - self.forward) + max(0.0, self.offload - self.backward)
+    def waits_for_host(self) -> tuple[float, float]:
+        """Seconds that its (forward, backward) waits for copies, which run beside other units'."""
+        return max(0.0, self.offload - self.forward), max(0.0, self.offload - self.backward)
 
 
 @dataclass
@@ -77,13 +79,36 @@ class Exposed:
     slowdown: float = 0.0
     hidden: float = 0.0
 
-    def wait(self, times: int, compute: float, gather: float, reduce: float, extra: float) -> None:
-        """Adds ``times`` times ``compute`` seconds with three collectives beside it."""
+    @property
+    def lost(self) -> float:
+        """Seconds by which compute ends later."""
+        return self.gather + self.reduce + self.all_reduce + self.slowdown
+
+    def wait(
+        self,
+        times: int,
+        compute: float,
+        gather: float,
+        reduce: float,
+        extra: float,
+        freed: float = 0.0,
+        idle: float = 0.0,
+    ) -> None:
+        """Adds ``times`` times ``compute`` seconds with three collectives beside it.
+
+        Args:
+            idle: seconds beside it in which compute waits for something else.
+            freed: after which part of it the reduction must have ended, and the gather begins; 0: any time.
+        """
         together = gather + reduce + extra
         if not together:
             return
         slowed = compute + constant("overlap_slowdown").value * min(together, compute)
-        left = max(0.0, together - slowed)
+        room = slowed + idle
+        left = max(0.0, together - room)
+        if freed and reduce:
+            parts = reduce - freed * room, gather - (1 - freed) * room
+            left = max(left, sum(max(0.0, part) for part in parts))
         self.slowdown += times * (slowed - compute)
         self.hidden += times * (together - left)
         self.gather += times * left * gather / together
@@ -91,25 +116,60 @@ class Exposed:
         self.all_reduce += times * left * extra / together
 
 
-def fsdp_exposed(units: Sequence[UnitTimes], *, all_reduce: bool) -> Exposed:
-    """One forward and backward; ``all_reduce``: whether HSDP's all-reduce runs in this micro-batch."""
+def fsdp_exposed(
+    units: Sequence[UnitTimes],
+    *,
+    all_reduce: bool,
+    freed: float = 0.0,
+    apart: bool = False,
+    later: bool = False,
+) -> Exposed:
+    """One forward and backward; ``all_reduce``: whether HSDP's all-reduce runs in this micro-batch.
+
+    Args:
+        freed: of a unit's backward, as in ``Exposed.wait``.
+        apart: whether all-reduces are on other links than the collectives over ``shard``: then they are late
+            only where one waits for the one before, up to the end of backward.
+        later: whether a unit's all-reduce is issued when the backward of the next unit ends.
+    """
     exposed = Exposed()
     if not units:
         return exposed
-    if not all_reduce:
-        units = [replace(unit, all_reduce=0.0) for unit in units]
+    summed = [unit.all_reduce if all_reduce else 0.0 for unit in units]
+    units = [
+        replace(unit, all_reduce=0.0 if apart else each)
+        for unit, each in zip(units, summed, strict=True)
+    ]
     exposed.gather += units[0].gather  # nothing runs before it
     nothing = UnitTimes(0, 0.0, 0.0)
     around = list(zip([nothing, *units], units, [*units[1:], nothing], strict=False))
     for _, unit, after in around:
-        exposed.wait(unit.count - 1, unit.forward, unit.gather, 0.0, 0.0)
+        idle, _ = unit.waits_for_host
+        exposed.wait(unit.count - 1, unit.forward, unit.gather, 0.0, 0.0, idle=idle)
         exposed.wait(1, unit.forward, after.gather, 0.0, 0.0)
-    for before, unit, after in reversed(around):
+    now, reduced = 0.0, []  # since backward began; (when a unit's is, its all-reduce)
+    for each, (before, unit, after) in zip(reversed(summed), reversed(around), strict=True):
+        lost = exposed.lost
+        crossing = before.gather_again, after.reduce, after.all_reduce
+        exposed.wait(1, unit.backward, *crossing, freed)
+        now += unit.backward + exposed.lost - lost
+        reduced.append((now + unit.reduce, each))
+        lost, others = exposed.lost, unit.count - 1
+        _, idle = unit.waits_for_host
         beside = unit.gather_again, unit.reduce, unit.all_reduce
-        exposed.wait(unit.count - 1, unit.backward, *beside)
-        exposed.wait(1, unit.backward, before.gather_again, after.reduce, after.all_reduce)
+        exposed.wait(others, unit.backward, *beside, freed, idle)
+        for _ in range(others):
+            now += unit.backward + (exposed.lost - lost) / others
+            reduced.append((now + unit.reduce, each))
     exposed.reduce += units[0].reduce  # after the last backward
     exposed.all_reduce += units[0].all_reduce
+    if apart:
+        ended = 0.0
+        begins = reduced[1:] + reduced[-1:] if later else reduced
+        for (begin, _), (_, seconds) in zip(begins, reduced, strict=True):
+            ended = max(ended, begin) + seconds
+        exposed.all_reduce += max(0.0, ended - reduced[-1][0]) if any(summed) else 0.0
+        exposed.hidden += sum(n * u.count for n, u in zip(summed, units, strict=True))
     return exposed
 
 
@@ -194,6 +254,7 @@ class _Timing:
         self.gpu, self.accumulation = step.cluster.gpu, step.accumulation
         self.stack = step.workload.profile
         self.units, self.rate = step.model.units, memory_rate(self.gpu)
+        self.hybrid = step.workload.is_hybrid(step.layout.replicate)
         axes = "replicate", "cp", "tp"
         self.links = {axis: link_of(self.layout, axis, step.cluster) for axis in axes}
         self.links["shard"] = shard_link(self.layout, step.cluster)
@@ -249,14 +310,39 @@ class _Timing:
         total = {"forward": 0.0, "backward": 0.0}
         link, micro_batch = self.links["tp"], self.step.micro_batch
         wait = self.stack.value("tp_wait") * self.stack.value("tp_exposed")
+        beside = self.weight_gradients(unit) * self.stack.value("tp_beside")
+        # Of several sequences the parts that ranks have don't follow one another.
+        packed = {"forward": ("all_gather",), "backward": ("all_gather", "reduce_scatter")}
+        last = 0.0  # of forward: what the block's last matmul is followed by
         for way, kind, nbytes in tp_collectives(unit, self.work, micro_batch, link, self.layout.cp):
-            total[way] += self.collective(kind, nbytes, "tp") * wait
-        return self.with_repeated(unit, total)
+            seconds = self.collective(kind, nbytes, "tp") * wait
+            if micro_batch > 1 and self.work.sequence_parallel and kind in packed.get(way, ()):
+                seconds += self.stack.value("tp_packed") * nbytes / self.rate
+            if way == "backward" and kind in ("reduce_scatter", "all_reduce"):
+                seconds = max(seconds - beside, 0.0)
+            total[way] += seconds
+            last = seconds if way == "forward" else last
+        return self.with_repeated(unit, total, last)
 
-    def with_repeated(self, unit: Unit, total: dict[str, float]) -> tuple[float, float]:
-        """(forward, backward) seconds of collectives, with those that recomputation repeats."""
+    def weight_gradients(self, unit: Unit) -> float:
+        """Seconds of the weight gradients of the colwise layers of one shared input."""
+        work, layout, micro_batch = self.work, self.layout, self.step.micro_batch
+        colwise = {matmul.name for matmul in unit.matmuls if matmul.split == "n"}
+        gemms = gemms_of(unit, self.gpu, work, layout.tp, micro_batch, layout.cp)
+        found = (s for name, way, _, s in gemms if name in colwise and way == "weight gradient")
+        return sum(found) / max(len(unit.tp_inputs), 1)
+
+    def with_repeated(
+        self, unit: Unit, total: dict[str, float], last: float = 0.0
+    ) -> tuple[float, float]:
+        """(forward, backward) seconds of collectives, with those that recomputation repeats.
+
+        Args:
+            last: of one that is repeated with the block's last matmul only.
+        """
         again = KINDS[self.work.checkpointing].collectives if unit.kind == "block" else 0.0
-        return total["forward"], total["backward"] + again * total["forward"]
+        repeated = total["forward"] - last * (1 - self.stack.value("last_matmul_again"))
+        return total["forward"], total["backward"] + again * repeated
 
     def cp_time(self, unit: Unit) -> tuple[float, float]:
         """(forward, backward) seconds that one unit's attention waits for, or is slower for, over ``cp``.
@@ -291,24 +377,73 @@ class _Timing:
             gather = self.collective("all_gather", numel * work.compute_itemsize, "shard")
             reduce = self.collective("reduce_scatter", numel * work.reduce_itemsize, "shard")
             part = numel * work.reduce_itemsize / shard
-            summed = self.collective("all_reduce", part, "replicate")
-            again = gather if unit.kind == "block" and work.reshard_after_forward else 0.0
-            if shard > 1:
-                copy = constant("gather_copy").value * numel / self.rate
-                copied = constant("reduce_copy").value * numel / self.rate
-                forward += copy
-                backward += copied + (copy if again else 0.0)
+            over_replicate = "reduce_scatter" if self.hybrid else "all_reduce"
+            summed = self.collective(over_replicate, part, "replicate")
+            again = gather if self.is_gathered_again(unit) else 0.0
+            copy, copied = (each / self.rate for each in self.copied(unit))
+            forward += copy
+            backward += copied + (copy if self.is_gathered_again(unit) else 0.0)
         return UnitTimes(
             *(unit.count, forward, backward, gather, again, reduce, summed),
             *(tp_forward, tp_backward, cp_forward, cp_backward),
             offload=moved / host_rate(self.gpu),
         )
 
+    def is_gathered_again(self, unit: Unit) -> bool:
+        """Whether the parameters of ``unit`` are gathered, or cast, in backward too."""
+        return unit.kind == "block" and self.work.reshard_after_forward
+
+    def copied(self, unit: Unit) -> tuple[float, float]:
+        """Bytes that the computation's stream moves around an all-gather of ``unit``, and a reduction.
+
+        Of several shards: out of the gathered buffer, and into that of gradients; twice where rows can't be
+        shared evenly, so that shards are padded. Of one: casts, where parameters are computed with, or
+        gradients reduced, in another dtype.
+        """
+        work, tp, shard = self.work, self.layout.tp, self.links["shard"].size
+        numel, dense = local_numel(unit, tp), self.dense_gradient(unit)
+        if shard == 1:
+            sizes = work.param_itemsize, work.compute_itemsize, work.reduce_itemsize
+            cast, reduced = ((a + b) * numel if a != b else 0 for a, b in pairwise(sizes))
+            return cast, reduced + dense
+        gather, reduce = (self.stack.value(name) for name in ("gather_copy", "reduce_copy"))
+        parts = (tp_cut(p, tp)[1] for p in unit.parameters)
+        padded = sum(prod(part) for part in parts if part and part[0] % shard)
+        copied = max(
+            gather, 2 * work.compute_itemsize
+        )  # out of the buffer: padded, and all of HFSDP
+        out = numel if self.hybrid else padded
+        return (
+            copied * out + gather * (numel - out),
+            reduce * (numel + padded) + dense,
+        )
+
+    def dense_gradient(self, unit: Unit) -> float:
+        """Bytes moved for the gradient of an embedding's whole table: zeros, and with a tied head the sum."""
+        is_tied = unit.kind == "root" and self.step.model.tied
+        if unit.kind != "embedding" and not is_tied:
+            return 0.0
+        table = max((prod(tp_cut(p, self.layout.tp)[1]) for p in unit.parameters), default=0)
+        return table * self.work.compute_itemsize * (4 if is_tied else 1)
+
     def exposed(self, times: list[UnitTimes]) -> tuple[Exposed, Exposed]:
         """(of every micro-batch but the last, of the last one)."""
         work, numel = self.work, self.numel()
         if work.sharding == "fsdp":
-            return fsdp_exposed(times, all_reduce=False), fsdp_exposed(times, all_reduce=True)
+            freed = self.stack.value("freed_after")
+            apart = self.links["shard"].nodes == 1
+            each, last = (
+                fsdp_exposed(
+                    times, all_reduce=reduces, freed=freed, apart=apart, later=self.layout.tp > 1
+                )
+                for reduces in (False, True)
+            )
+            if self.hybrid:  # the copy is renewed before each forward
+                renewed = numel * work.compute_itemsize / self.links["shard"].size
+                renewal = self.collective("all_gather", renewed, "replicate")
+                each.gather += renewal
+                last.gather += renewal
+            return each, last
         kind, gathered = "all_reduce", 0
         if work.sharding == "zero1":
             kind, gathered = "reduce_scatter", numel * work.compute_itemsize
@@ -353,7 +488,7 @@ class _Timing:
         )
         away = [max(t.count - 1, 0) for t in times]  # what the last block keeps stays
         copied = sum(n * t.offload for n, t in zip(away, times, strict=True))
-        exposed = sum(n * t.waits_for_host for n, t in zip(away, times, strict=True))
+        exposed = sum(n * sum(t.waits_for_host) for n, t in zip(away, times, strict=True))
         yield Term(
             "exposed offload",
             exposed * accumulation,
@@ -370,15 +505,21 @@ class _Timing:
         """Copies in and out of buffers, exposed communication, accumulation."""
         n, numel, rate = self.accumulation, self.numel(), self.rate
         shard, is_fsdp = self.links["shard"].size, self.work.sharding == "fsdp"
-        gather, reduce, add = map(self.stack.constant, ("gather_copy", "reduce_copy", "accumulate"))
-        gathered = numel + (self.numel("block") if self.work.reshard_after_forward else 0)
-        copied = gather.value * gathered + reduce.value * numel if is_fsdp and shard > 1 else 0.0
-        copies = {each.name: each for each in (gather, reduce)}
+        add = self.stack.constant("accumulate")
+        copied = 0.0
+        for unit in self.units if is_fsdp else ():
+            gathered, reduced = self.copied(unit)
+            copied += unit.count * (gathered * (1 + self.is_gathered_again(unit)) + reduced)
         yield Term(
             "copies",
             copied / rate * n,
-            "accumulation * (gather_copy * gathered + reduce_copy * parameters) / memory rate",
-            {"accumulation": n, "parameters": numel, **copies, "memory rate": rate},
+            "accumulation * bytes / memory rate",
+            {
+                "accumulation": n,
+                "bytes": copied,
+                **{name: self.stack.constant(name) for name in ("gather_copy", "reduce_copy")},
+                "memory rate": rate,
+            },
         )
         slowdown = constant("overlap_slowdown")
         for name, what in _EXPOSED.items():
@@ -401,7 +542,8 @@ class _Timing:
         """Parameters, gradients and state are read, parameters and state written."""
         work, numel, rate = self.work, self.numel(), self.rate
         sharded = self.links["shard"].size
-        ranks = {"fsdp": sharded, "zero1": self.layout.replicate, "ddp": 1}[work.sharding]
+        hybrid = sharded * (self.layout.replicate if self.hybrid else 1)
+        ranks = {"fsdp": hybrid, "zero1": self.layout.replicate, "ddp": 1}[work.sharding]
         per = 3 * work.param_itemsize + 2 * work.optimizer_bytes
         return Term(
             "optimizer",

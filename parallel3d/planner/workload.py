@@ -62,6 +62,8 @@ class Workload:
         sequence_parallel: norms and residuals are divided over ``tp``.
         loss_parallel: logits and loss are divided over ``tp``.
         reshard_after_forward: parameters are freed between forward and backward.
+        shard_optimizer_over_replicate: HFSDP: parameters, gradients and optimizer state are sharded over
+            replicate as well, and a copy in the compute dtype over shard alone.
         stack: the software that trains, by its name in stacks.toml, or a ``Stack``; this library by default.
         sharding: "fsdp" over ``shard``; "zero1": parameters unsharded, the optimizer's state sharded over
             ``replicate``; "ddp": nothing sharded.
@@ -88,6 +90,7 @@ class Workload:
     sequence_parallel: bool = True
     loss_parallel: bool = True
     reshard_after_forward: bool = True
+    shard_optimizer_over_replicate: bool = False
     sharding: str = "fsdp"
     stack: str | Stack = OURS
 
@@ -108,6 +111,10 @@ class Workload:
     def profile(self) -> Stack:
         """The ``Stack`` of ``stack``."""
         return stack_of(self.stack)
+
+    def is_hybrid(self, replicate: int) -> bool:
+        """Whether HFSDP shards something over ``replicate``."""
+        return self.shard_optimizer_over_replicate and self.sharding == "fsdp" and replicate > 1
 
     def local_tokens(self, cp: int) -> int:
         """Tokens of a sequence on one rank of ``cp``, padding included: two of 2 cp equal parts."""

@@ -15,7 +15,7 @@ from parallel3d.tools.dryrun.world import script
 EXAMPLE = Path(__file__).parents[2] / "examples" / "llama"
 sys.path.append(str(EXAMPLE))
 
-LENGTH, LAYERS = 131072, 2
+LENGTH, LAYERS = 131072, 8
 
 
 def dry_run(cp: int, checkpointing: str):
@@ -55,6 +55,6 @@ def test_the_activations_are_an_eighth(checkpointing: str, monkeypatch: pytest.M
         assert run.peak.bytes == pytest.approx(first_step, rel=0.08)
     held = {cp: run.peak.by_kind for cp, run in runs.items()}
     # Selectively, what cp's collectives have received is kept too, so that nothing is sent again.
-    ratio = 8 if checkpointing == "full" else 7.49
+    ratio = 8 if checkpointing == "full" else 6.92
     assert held[1]["activations"] / held[8]["activations"] == pytest.approx(ratio, rel=0.02)
     assert held[1]["parameters"] == held[8]["parameters"]

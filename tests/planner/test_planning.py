@@ -9,6 +9,7 @@ import pytest
 from parallel3d.errors import PlanningError
 from parallel3d.mesh import MeshLayout
 from parallel3d.planner import CHECKPOINTING, Cluster, Workload, plan, predict, spec_from_shapes
+from parallel3d.planner.planning import memory_groups
 
 LLAMA_70B = spec_from_shapes(
     layers=80, hidden=8192, heads=64, kv_heads=8, ffn=28672, vocab=128256, name="llama-70b"
@@ -22,7 +23,9 @@ H100 = Cluster.of("h100", 2)
 @pytest.fixture(scope="module")
 def found():
     work = Workload(seq_len=8192, global_batch=64)
-    return plan(LLAMA_8B, H100, work, checkpointing=CHECKPOINTING)
+    return plan(
+        LLAMA_8B, H100, work, checkpointing=CHECKPOINTING, shard_optimizer_over_replicate=False
+    )
 
 
 class TestPlan:
@@ -219,3 +222,52 @@ def test_wrong_workloads(changes: dict, said: str) -> None:
 def test_a_cluster_by_the_name_of_its_gpu_is_an_error_that_says_how() -> None:
     with pytest.raises(PlanningError, match=r"Cluster.of\('h100-80gb-sxm', nodes=2\)"):
         Cluster(gpu="h100-80gb-sxm", nodes=2)
+
+
+WORK = Workload(seq_len=8192, global_batch=64)
+
+
+class TestWhatIsTriedBeside:
+    """A chunked loss, and HFSDP."""
+
+    def test_hfsdp_is_tried_where_there_are_replicas(self) -> None:
+        found = plan(LLAMA_8B, H100, WORK)
+        hybrid = [p for p in found.candidates if p.workload.shard_optimizer_over_replicate]
+        assert hybrid and all(p.layout.replicate > 1 for p in hybrid)
+        without = plan(LLAMA_8B, H100, WORK, shard_optimizer_over_replicate=False)
+        assert not any(p.workload.shard_optimizer_over_replicate for p in without.candidates)
+
+    def test_hfsdp_holds_a_part_of_the_optimizer_and_a_copy(self) -> None:
+        work = dataclasses.replace(WORK, micro_batch=1, global_batch=None)
+        layout, cluster = MeshLayout(4, 4, 1), H100
+        plain, hybrid = (
+            predict(
+                LLAMA_8B,
+                layout,
+                cluster,
+                dataclasses.replace(work, shard_optimizer_over_replicate=each),
+            )
+            for each in (False, True)
+        )
+        held, less = plain.memory.terms, hybrid.memory.terms
+        assert less["optimizer"].value == pytest.approx(held["optimizer"].value / 4, rel=1e-3)
+        # fp32 over 16 ranks, and a bf16 copy over 4
+        wanted = held["parameters"].value * (1 / 4 + 1 / 2)
+        assert less["parameters"].value == pytest.approx(wanted, rel=1e-3)
+        assert hybrid.time.terms["optimizer"].value < plain.time.terms["optimizer"].value
+
+    def test_a_chunked_loss_is_tried_where_logits_are_much(self) -> None:
+        work = dataclasses.replace(WORK, micro_batch=8, global_batch=None)
+        found = plan(LLAMA_8B, H100, work, shard=16)
+        chunked = [p for p in found.candidates if p.workload.chunked_loss]
+        assert chunked and all(memory_groups(p)["logits, loss"] < 8 * 2**30 for p in chunked)
+        without = plan(LLAMA_8B, H100, work, shard=16, chunked_loss=False)
+        assert not any(p.workload.chunked_loss for p in without.candidates)
+
+    def test_other_stacks_have_neither(self) -> None:
+        work = dataclasses.replace(WORK, stack="fsdp2-2024", micro_batch=8, global_batch=None)
+        found = plan(LLAMA_8B, H100, work)
+        every = [*found.candidates, *(r.prediction for r in found.refused if r.prediction)]
+        assert not any(
+            p.workload.chunked_loss or p.workload.shard_optimizer_over_replicate for p in every
+        )

@@ -77,6 +77,24 @@ FusedLoss = Annotated[bool, _work("No fp32 copies of the logits.")]
 ChunkedLoss = Annotated[
     bool, _work('The logits of some tokens at a time: parallelize(loss_parallel="chunked").')
 ]
+ChunkedLossOrBoth = Annotated[
+    bool | None,
+    _work(
+        'The logits of some tokens at a time: parallelize(loss_parallel="chunked"); tried where logits are '
+        "much of the memory if not given."
+    ),
+]
+_HFSDP = "--hfsdp/--no-hfsdp"
+Hybrid = Annotated[
+    bool, _work("Parameters at rest and the optimizer's state sharded over replicate too.", _HFSDP)
+]
+HybridOrBoth = Annotated[
+    bool | None,
+    _work(
+        "Parameters at rest and the optimizer's state sharded over replicate too; tried if not given.",
+        _HFSDP,
+    ),
+]
 SequenceParallel = Annotated[bool, _work("Norms and residuals sharded over tp.")]
 LossParallel = Annotated[bool, _work("Logits and loss sharded over tp.")]
 Reshard = Annotated[bool, _work("Free parameters between forward and backward.")]

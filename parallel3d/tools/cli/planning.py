@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from configparser import ConfigParser
 from dataclasses import replace
 from difflib import get_close_matches
-from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import Annotated, Any
@@ -111,7 +110,10 @@ def _setup(
             said.append("--micro-batch 1")
     own = {"checkpointing": checkpointing, "reshard_after_forward": reshard}
     own["stack"] = _stack(options["stack"])
-    work = Workload(**{**o.fields_among(Workload, options), **own, **chosen})
+    given = o.fields_among(Workload, options)
+    tried = ("chunked_loss", "shard_optimizer_over_replicate")
+    given |= {name: False for name in tried if given[name] is None}
+    work = Workload(**{**given, **own, **chosen})
     return model, cluster, work, ", ".join(said)
 
 
@@ -168,7 +170,8 @@ def plan_command(
     attention: o.AttentionKernel = None,
     cp_attention: o.CpAttention = Workload.cp_attention,
     fused_loss: o.FusedLoss = Workload.fused_loss,
-    chunked_loss: o.ChunkedLoss = Workload.chunked_loss,
+    chunked_loss: o.ChunkedLossOrBoth = None,
+    shard_optimizer_over_replicate: o.HybridOrBoth = None,
     sequence_parallel: o.SequenceParallel = Workload.sequence_parallel,
     loss_parallel: o.LossParallel = Workload.loss_parallel,
     reshard: o.ReshardOrBoth = None,
@@ -187,25 +190,26 @@ def plan_command(
     """Predicts every legal layout on a cluster and ranks them: memory, speed, what is refused and why."""
     kinds = checkpointing or list(OWN)
     spec, cluster, work, chosen = _setup(ctx.params, kinds[0], reshard is not False, several=True)
-    planned = partial(
-        plan,
+    found = plan(
         spec,
         cluster,
+        work,
         replicate=replicate or None,
         shard=shard or None,
         cp=cp or None,
         tp=tp or None,
         checkpointing=kinds,
         reshard_after_forward=(True, False) if reshard is None else None,
+        chunked_loss=chunked_loss,
+        shard_optimizer_over_replicate=shard_optimizer_over_replicate,
         memory_limit_gib=memory_limit,
     )
-    found = planned(work)
     if as_json:
         _echo_json(_as_json(found, top, explain))
     else:
         _show_plan(found, top, explain, chosen)
         if found.candidates:
-            _show_next(found, planned)
+            _show_next(found)
     _write_page(found, html)
     if not found.candidates:
         _ = found.best  # raises an error that names the closest layout
@@ -265,6 +269,7 @@ def predict_command(
     cp_attention: o.CpAttention = Workload.cp_attention,
     fused_loss: o.FusedLoss = Workload.fused_loss,
     chunked_loss: o.ChunkedLoss = Workload.chunked_loss,
+    shard_optimizer_over_replicate: o.Hybrid = Workload.shard_optimizer_over_replicate,
     sequence_parallel: o.SequenceParallel = Workload.sequence_parallel,
     loss_parallel: o.LossParallel = Workload.loss_parallel,
     reshard: o.Reshard = Workload.reshard_after_forward,
@@ -345,6 +350,7 @@ def calibrate_command(
     cp_attention: o.CpAttention = Workload.cp_attention,
     fused_loss: o.FusedLoss = Workload.fused_loss,
     chunked_loss: o.ChunkedLoss = Workload.chunked_loss,
+    shard_optimizer_over_replicate: o.Hybrid = Workload.shard_optimizer_over_replicate,
     sequence_parallel: o.SequenceParallel = Workload.sequence_parallel,
     loss_parallel: o.LossParallel = Workload.loss_parallel,
     reshard: o.Reshard = Workload.reshard_after_forward,
@@ -446,9 +452,6 @@ _GIB = 2**30
 _BAR = 24
 
 
-_MUCH = 0.15  # of the memory, in logits and loss
-
-
 def _show_plan(plan: MeshPlan, top: int, explain: bool, chosen: str) -> None:
     """Prints the ranked layouts, the refused ones, the best in detail, and what would change it."""
     console = output()
@@ -475,20 +478,9 @@ def _show_plan(plan: MeshPlan, top: int, explain: bool, chosen: str) -> None:
             console.print(Text(plan.explain(best, other)), soft_wrap=True)
 
 
-def _show_next(found: MeshPlan, planned: Callable[[Workload], MeshPlan]) -> None:
-    """Prints what a chunked loss would gain, if logits are much of the memory, and how to run the best."""
-    best, cluster, console = found.best, found.cluster, output()
-    logits = memory_groups(best)["logits, loss"] / best.memory.needed
-    if logits > _MUCH and not found.workload.chunked_loss:
-        other = planned(replace(found.workload, chunked_loss=True)).best
-        speed = other.tokens_per_second_per_gpu
-        console.print(
-            f"\n{logits:.0%} of its memory is logits and loss. With a loss in chunks (--chunked-loss; "
-            f'parallelize(loss_parallel="chunked")) the fastest is {short(other)}, {setting(other)}: '
-            f"{speed:,.0f} tokens/s/GPU ({speed / best.tokens_per_second_per_gpu - 1:+.1%})",
-            highlight=False,
-            markup=False,
-        )
+def _show_next(found: MeshPlan) -> None:
+    """Prints how to run the best."""
+    best, cluster = found.best, found.cluster
     mesh = " ".join(f"--{axis} {n}" for axis, n in best.layout.as_dict().items())
     arguments = "".join(f"      {name}={value},\n" for name, value in _arguments(best).items())
     many, each = cluster.nodes > 1, cluster.gpus_per_node
@@ -514,6 +506,8 @@ def _arguments(best: Prediction) -> dict[str, str]:
         found["context_parallel"] = repr(work.cp_attention)
     if work.chunked_loss:
         found["loss_parallel"] = '"chunked"'
+    if work.is_hybrid(layout.replicate):
+        found["shard_optimizer_over_replicate"] = "True"
     return found
 
 

@@ -98,6 +98,14 @@ _FREE = (
     *("detach", "alias", "lift_fresh", "is_same_size", "_local_scalar_dense"),
 )
 _LOOKUPS = ("embedding", "index", "index_select", "gather")
+_COPIES = ("copy_", "_to_copy")
+_OVERWRITES = (
+    "copy_",
+    "fill_",
+    "zero_",
+    "_foreach_copy_",
+    "_foreach_zero_",
+)  # they don't read what they write to
 
 
 def _work(func: Any, args: Any, read: list[Tensor], written: list[Tensor]) -> dict[str, Any] | None:
@@ -109,7 +117,10 @@ def _work(func: Any, args: Any, read: list[Tensor], written: list[Tensor]) -> di
         known = {id(t.untyped_storage()) for t in read}
         if all(id(t.untyped_storage()) in known for t in written):
             return None
+    read = read[len(written) :] if name in _OVERWRITES else read
     moved = sum(map(_bytes, written)) + sum(map(_bytes, read))
+    if name in _COPIES and len({t.device == HOST_DEVICE for t in (*read, *written)}) == 2:
+        return {"kind": "host_copy", "moved": sum(map(_bytes, written))}
     if name in _PRODUCTS and len(read) >= 2:
         a, b = [t for t in read if t.ndim >= 2][-2:] if name.endswith("addmm") else read[:2]
         m, n, k = prod(a.shape[:-1]), b.shape[-1], a.shape[-1]
@@ -123,6 +134,10 @@ def _work(func: Any, args: Any, read: list[Tensor], written: list[Tensor]) -> di
         return {"kind": "attention", "moved": moved, **_attention(func, args, read)}
     if name in _LOOKUPS:
         moved = 2 * sum(map(_bytes, written)) + sum(map(_bytes, read[1:]))
+    if name == "nll_loss_forward":  # one element a row
+        moved = 2 * _bytes(read[1])
+    if name == "nll_loss_backward":  # zeros, and one element a row
+        moved = sum(map(_bytes, written)) + _bytes(read[2])
     return {"kind": "elementwise", "moved": moved}
 
 
@@ -284,7 +299,7 @@ class DryMode(RecordingMode):
     def _note(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], out: Any) -> None:
         written = [t for t in tensors_in(out) if isinstance(t, FakeTensor) or not t.is_meta]
         if not written and func._schema.is_mutable:  # _foreach_add_ and the like return nothing
-            written = tensors[:1]
+            written = _mutated(func, args, kwargs) or tensors[:1]
         name = func.overloadpacket.__name__
         if (work := _work(func, args, tensors, written)) is not None:
             self._add(name=name, dtype=dtype_name(written[0]), **work)
@@ -313,8 +328,9 @@ class DryMode(RecordingMode):
         operation = Operation(kind, name, place.module, place.phase, place.steps, **more)
         self.operations.append(operation)
 
-    def _wait(self, index: int, after: tuple[int, ...] = ()) -> None:
-        self._add("wait", self.recorder.calls[index].op, collective=index, after=after)
+    def _wait(self, index: int | None, after: tuple[int, ...] = ()) -> None:
+        name = "copies" if index is None else self.recorder.calls[index].op
+        self._add("wait", name, collective=index, after=after)
 
     def _scalar(self, tensor: Tensor) -> float:
         """torch itself needs the value, for which NaN is enough if it is a floating-point one."""
@@ -408,7 +424,10 @@ class DryMode(RecordingMode):
 
 
 def _mutated(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The tensors among ``args`` and ``kwargs`` that ``func`` writes to."""
+    """The tensors among ``args`` and ``kwargs`` that ``func`` writes to.
+
+    A fused optimizer may write to gradients, but does so under a gradient scaler only.
+    """
     if not func._schema.is_mutable:
         return []
     arguments = func._schema.arguments
@@ -417,6 +436,7 @@ def _mutated(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
         tensor
         for argument in arguments
         if argument.alias_info is not None and argument.alias_info.is_write
+        if argument.name != "grads"
         for tensor in tensors_in(values.get(argument.name))
     ]
 

@@ -19,6 +19,7 @@ from parallel3d._util import dry_run
 from parallel3d._util.users_code import raised_at
 from parallel3d.errors import DryRunError, StateError
 from parallel3d.testing.worlds import check_no_group, check_rank
+from parallel3d.tools.dryrun.fused import as_on_gpu
 from parallel3d.tools.dryrun.host_memory import moves_played
 from parallel3d.tools.dryrun.memory import (
     Held,
@@ -105,7 +106,8 @@ def record(
     )
     with world, dry_run.running(accelerator, place.unrecorded):
         moves = nullcontext() if mode.races is None else moves_played(mode.races)
-        with _errors_explained(), place.following(), reading, moves, mode:
+        norms = as_on_gpu(place) if backend == "nccl" else nullcontext()
+        with _errors_explained(), place.following(), reading, norms, moves, mode:
             fn()
         name_kinds(place.roots, place.optimizers, mode.ledger)
         mode.ledger.closed = True

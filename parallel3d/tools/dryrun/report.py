@@ -48,6 +48,7 @@ _BARS: dict[str, tuple[str, page.Fill]] = {
     "matmul": ("matmul", (page.BLUE, False)),
     "attention": ("attention", (page.SKY, False)),
     "elementwise": ("elementwise", (page.GREEN, False)),
+    "host_copy": ("copies to and from the CPU", (page.GREEN, True)),
     COMPUTE: ("computation, several kinds", (page.GREY, False)),
     "collective": ("collectives", (page.ORANGE, False)),
     "wait": ("waiting", (page.VERMILION, False)),

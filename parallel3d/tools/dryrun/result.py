@@ -18,8 +18,8 @@ class Operation:
     """One operation of the rank, in the order of the program.
 
     Attributes:
-        kind: ``matmul``, ``attention``, ``elementwise``, ``collective`` (it is issued) or ``wait`` (the
-            computation waits for it).
+        kind: ``matmul``, ``attention``, ``elementwise``, ``host_copy`` (between the GPU's memory and the
+            CPU's), ``collective`` (it is issued) or ``wait`` (the computation waits for it).
         name: name of the torch operation, or ``all_gather`` and so on.
         module: path of the innermost module that runs, ``""`` outside all.
         phase: ``forward``, ``backward``, ``optimizer`` or ``other``.
@@ -28,7 +28,8 @@ class Operation:
         moved: bytes read and written.
         sizes: (m, n, k) of a matmul, with the batch in m; (batch * heads, sequence, head dim) of attention.
         dtype: dtype of its output, such as ``bfloat16``.
-        collective: index among ``DryRun.collectives``, of a collective and of its wait.
+        collective: index among ``DryRun.collectives``, of a collective and of its wait; None for a wait for
+            what ``after`` names.
         stream: the stream that the program puts it on; 0 is the computation's.
         after: indices of operations on other streams that come before. What is not on stream 0 also comes
             after everything put on stream 0 before.

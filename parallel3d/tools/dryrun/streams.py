@@ -14,11 +14,11 @@ class PlayedStreams(Streams):
     Operations are put on the current stream. A collective is on its communicator's own stream, which waits
     for the current one when the collective is issued; the stream on which its work is waited for comes after
     it. ``on_wait`` is called when the computation begins to wait for a collective, with its index among the
-    collectives and the indices of the operations on other streams that come before; ``on_host_wait`` when
-    the host waits for a stream.
+    collectives and the indices of the operations on other streams that come before, or, with None, for such
+    operations alone; ``on_host_wait`` when the host waits for a stream.
     """
 
-    def __init__(self, on_wait: Callable[[int, tuple[int, ...]], None]) -> None:
+    def __init__(self, on_wait: Callable[[int | None, tuple[int, ...]], None]) -> None:
         super().__init__()
         self.on_wait = on_wait
         self.on_host_wait: Callable[[], None] | None = None
@@ -84,6 +84,8 @@ class PlayedStreams(Streams):
             join(stream.clock, clock)
             for index in found:
                 self.on_wait(index, after if index == found[-1] else ())
+            if after and not found:
+                self.on_wait(None, after)
         else:
             join(stream.clock, clock)
 

@@ -13,7 +13,15 @@ from parallel3d._util.recorder import Collective
 from parallel3d.mesh.axes import is_data_axis
 from parallel3d.planner.cluster import AxisLink, Cluster, Gpu, collective_time
 from parallel3d.planner.constants import constant
-from parallel3d.planner.kernels import attention_rate, best_attention, gemm_time, memory_rate
+from parallel3d.planner.kernels import (
+    attention_rate,
+    backward_rate,
+    best_attention,
+    gemm_time,
+    memory_rate,
+)
+from parallel3d.planner.stacks import OURS, stack_of
+from parallel3d.planner.step_time import host_rate
 from parallel3d.tools.dryrun.result import DryRun, Operation
 
 COMPUTE = "compute"
@@ -96,6 +104,8 @@ def kernel_seconds(operation: Operation, gpu: Gpu) -> float:
     with its ``flops`` those that are computed (half, if it is causal). Everything else takes as long as
     moving its bytes.
     """
+    if operation.kind == "host_copy":
+        return operation.moved / host_rate(gpu)
     itemsize = _ITEMSIZES.get(operation.dtype, 1 if operation.dtype.startswith("float8") else 4)
     if operation.kind == "matmul" and (operation.sizes or operation.flops):
         side = round((operation.flops / 2) ** (1 / 3)) or 1
@@ -105,6 +115,8 @@ def kernel_seconds(operation: Operation, gpu: Gpu) -> float:
     if operation.kind == "attention":
         _, seq, head = operation.sizes or (0, _USUAL_SEQUENCE, _USUAL_HEAD)
         rate = attention_rate(gpu, best_attention(gpu), max(seq, 1), head, itemsize)
+        if "backward" in operation.name:  # its products are among the FLOPs
+            rate *= backward_rate(gpu)
         return max(operation.flops / rate, moved)
     return moved
 
@@ -172,6 +184,7 @@ class _Schedule:
         self.host: list[float] = []
         self._launch = constant("launch").value
         self._slowdown = constant("overlap_slowdown").value
+        self._tp_wait = stack_of(OURS).value("tp_wait")
         self._launched = self._compute = 0.0
         self._streams: dict[str, float] = defaultdict(float)
         self._axes: dict[object, float] = defaultdict(float)
@@ -195,12 +208,13 @@ class _Schedule:
             self._launched += self._launch
         if operation.kind not in ("wait", "collective"):
             self._calculate(position, operation)
-        elif (index := operation.collective) is not None:
-            if operation.kind == "collective":
-                self._issue(position, operation, index)
-            else:
-                end = max(self._ends.get(index, 0.0), self._before(operation))
-                self._wait(position, operation, end)
+        elif operation.kind == "wait":
+            ended = (
+                0.0 if operation.collective is None else self._ends.get(operation.collective, 0.0)
+            )
+            self._wait(position, operation, max(ended, self._before(operation)))
+        elif operation.collective is not None:
+            self._issue(position, operation, operation.collective)
 
     def _calculate(self, position: int, operation: Operation) -> None:
         start = max(self._compute, self._launched)
@@ -224,8 +238,11 @@ class _Schedule:
 
     def _issue(self, position: int, operation: Operation, index: int) -> None:
         call = self._run.collectives[index]
-        stream, axis = stream_of(call), call.axis or (call.group_size, "")
-        reduces = is_data_axis(call.axis)
+        stream, reduces = stream_of(call), is_data_axis(call.axis)
+        link = link_of(self._run, call, self._cluster)
+        axis: object = call.axis or (call.group_size, "")
+        if reduces and link.nodes > 1:
+            axis = "network"  # of which each rank has one card
         start = max(
             self._compute,
             self._launched,
@@ -234,8 +251,10 @@ class _Schedule:
             self._reduced.get(call.unit, 0.0) if reduces and call.op == "all_reduce" else 0.0,
             self._before(operation),
         )
-        link = link_of(self._run, call, self._cluster)
-        end = start + collective_seconds(call, link, self._cluster)
+        seconds = collective_seconds(call, link, self._cluster)
+        if call.axis == "tp":  # whose ranks come one after the other
+            seconds *= self._tp_wait
+        end = start + seconds
         self._streams[stream] = self._axes[axis] = self._ends[index] = self._beside[position] = end
         if operation.stream:
             self._names[operation.stream] = stream
@@ -342,7 +361,8 @@ def timeline(run: DryRun, cluster: Cluster | str | None = None) -> Timeline:
 
     Computation runs in the program's order, no operation before the host has launched it. A collective begins
     when it is issued, its stream is free and no other collective of its axis runs, as NCCL runs those of one
-    communicator one after another. An all-reduce over ``replicate`` starts after the reduce-scatter of the
+    communicator one after another; collectives of parameters and gradients between nodes, of whatever axis,
+    take turns on the network card. An all-reduce over ``replicate`` starts after the reduce-scatter of the
     same unit. Blocking collectives and waits hold the computation, and under collectives it is slower by the
     planner's ``overlap_slowdown``. All other ranks are as fast, and none is late.
 

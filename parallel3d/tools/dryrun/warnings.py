@@ -161,18 +161,17 @@ def not_simulated(models: Iterable[nn.Module]) -> Warnings:
     models = list(models)
     for counts in filter(None, map(counts_of, models)):
         yield DryRunWarning(
-            "activation offload not timed",
+            "activation offload",
             f"{in_bytes(counts.copied_out)} were copied to the CPU's memory and "
-            f"{in_bytes(counts.copied_back)} back: memory and streams show the copies, but they are timed as "
-            f"copies within the GPU. Of the pool of {in_bytes(counts.pool)}, {in_bytes(counts.pool_used)} "
-            f"were used; {in_bytes(counts.no_room)} found no room and stayed.",
+            f"{in_bytes(counts.copied_back)} back. Of the pool of {in_bytes(counts.pool)}, "
+            f"{in_bytes(counts.pool_used)} were used; {in_bytes(counts.no_room)} found no room and stayed.",
         )
     units = [unit for model in models for unit in units_of(model, recurse=True)]
     if any(bucket.offload is not None for unit in units for bucket in unit.group.buckets):
         yield DryRunWarning(
-            "offload not timed",
-            "the model offloads to the CPU: copies between the two memories are timed as copies within the "
-            "GPU, and the optimizer as if it ran there. Memory is the GPU's alone.",
+            "optimizer not timed",
+            "the model offloads to the CPU: the optimizer is timed as if it ran on the GPU. Memory is the "
+            "GPU's alone.",
         )
 
 

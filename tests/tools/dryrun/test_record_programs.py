@@ -345,4 +345,4 @@ def test_offload_that_is_not_timed_is_a_warning(policy):
 
     found = all_warnings(run(program))
     kinds = [each.kind for each in found]
-    assert ("offload not timed" in kinds) == isinstance(policy, CPUOffloadPolicy)
+    assert ("optimizer not timed" in kinds) == isinstance(policy, CPUOffloadPolicy)
