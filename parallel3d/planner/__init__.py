@@ -9,11 +9,11 @@ if TYPE_CHECKING:
     from parallel3d.planner.cluster import Gpu as Gpu
     from parallel3d.planner.cluster import gpu as gpu
     from parallel3d.planner.cluster import gpus as gpus
+    from parallel3d.planner.decoder import spec_from_shapes as spec_from_shapes
     from parallel3d.planner.from_module import spec_from_module as spec_from_module
     from parallel3d.planner.hf_config import known_models as known_models
     from parallel3d.planner.hf_config import spec_from_hf_config as spec_from_hf_config
     from parallel3d.planner.model_spec import ModelSpec as ModelSpec
-    from parallel3d.planner.model_spec import spec_from_shapes as spec_from_shapes
     from parallel3d.planner.planning import MeshPlan as MeshPlan
     from parallel3d.planner.planning import plan as plan
     from parallel3d.planner.prediction import Prediction as Prediction

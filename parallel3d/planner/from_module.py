@@ -178,9 +178,12 @@ class _Work:
             rows, n, k = op.sizes
             if op.kind == "matmul" and rows and self.label in (None, op.label):
                 name = op.weight.removesuffix(".weight").removeprefix(prefix) or op.name
-                scaled = max(1, round(n * rows / self.tokens))
+                scaled = n if op.experts else max(1, round(n * rows / self.tokens))
+                chosen = max(1, round(rows / self.tokens))
+                experts = (op.experts, chosen) if op.experts else None
                 heads, kv = self.plan.heads.get(op.weight), op.weight in self.plan.kv
-                matmuls.append(Matmul(name, scaled, k, op.way, op.input_gradient, heads, kv))
+                gradient = op.input_gradient
+                matmuls.append(Matmul(name, scaled, k, op.way, gradient, heads, kv, experts))
         return tuple(matmuls)
 
     def _attention(self, batch: int, kv_heads: int | None, fused: bool) -> tuple[Attention, ...]:
@@ -559,6 +562,14 @@ class _Builder:
         units.append(_joined(tail, "tail"))
         return units
 
+    def _used(self, name: str, recording: OpRecorder | None) -> float:
+        """The part of the parameter ``name`` that a token goes through: of experts the chosen ones."""
+        tokens = self.batch * self.seq_len
+        for op in recording.forward_ops if recording is not None else ():
+            if op.experts and op.weight == name:
+                return min(1.0, round(op.sizes[0] / tokens) / op.experts)
+        return 1.0
+
     def _unit(self, name: str, kind: str, module: nn.Module, count: int = 1) -> Unit:
         recording = self.recordings.get(_kind_of(module))
         parameters = self._parameters(list(module.parameters()), recording, f"{name}.")
@@ -591,6 +602,7 @@ class _Builder:
                 plan.heads.get(name),
                 name in plan.kv,
                 plan.partial.get(name, plan.unplanned),
+                self._used(name, recording),
             )
             for param in params
             for name in [names[id(param)]]

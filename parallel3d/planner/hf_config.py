@@ -14,7 +14,9 @@ from typing import Any
 
 from parallel3d.errors import PlanningError
 from parallel3d.planner.arguments import check_size, nearest
-from parallel3d.planner.model_spec import GATED, Decoder, ModelSpec, spec_from_shapes
+from parallel3d.planner.decoder import GATED, Decoder, spec_from_shapes
+from parallel3d.planner.experts import Experts
+from parallel3d.planner.model_spec import ModelSpec
 
 # What families call the same size.
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -22,6 +24,7 @@ _HIDDEN = ("hidden_size", "n_embd", "d_model", "n_embed")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _FFN = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
 _POSITIONS = ("n_positions", "max_position_embeddings", "max_seq_len")
+_COUNT = ("num_local_experts", "num_experts")
 # A value above 0 (1 for experts) of one of these: not a dense decoder.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _OTHER = {
@@ -35,11 +38,12 @@ _ELSEWHERE = "spec_from_module reads any model: build it on the meta device and 
 _ACTIVATIONS = {"relu2": "relu2", "relu": "relu", "silu": "silu", "swish": "silu", "gelu": "gelu"}
 _FOUR_TIMES = ("gpt2", "gpt_bigcode", "gpt_neo", "gptj", "codegen", "bloom")
 # Keys of a family that are not fields of ``Decoder``.
-_NO_OPTIONS = ("defaults", "refuse", "position_extra")
+_NO_OPTIONS = ("defaults", "refuse", "position_extra", "experts")
 
 
 def spec_from_hf_config(config: Any, *, name: str | None = None) -> ModelSpec:
-    """The model that a Hugging Face config of a dense decoder describes, parameter for parameter.
+    """The model that a Hugging Face config of a decoder describes, dense or with experts in every block,
+    parameter for parameter.
 
     Needs neither torch nor transformers. Sliding windows are ignored: attention is taken as causal over the
     whole sequence.
@@ -51,7 +55,7 @@ def spec_from_hf_config(config: Any, *, name: str | None = None) -> ModelSpec:
 
     Raises:
         PlanningError: no such name or file, a family that isn't in ``families.toml``, a model that isn't a
-            dense decoder (mixture of experts, encoder-decoder, several modalities), or missing sizes.
+            decoder (encoder-decoder, several modalities), experts in some blocks only, or missing sizes.
     """
     if isinstance(config, (str, PathLike)):
         return _from_text(config, name)
@@ -97,7 +101,10 @@ def _from_text(text: str | PathLike[str], name: str | None) -> ModelSpec:
     if path.is_dir():
         path = path / "config.json"
     if not path.is_file():
-        near = nearest(str(text).lower().rpartition("/")[2], _models())
+        last = str(text).lower().rpartition("/")[2]
+        if last in _models():  # as on the hub: mistralai/Mistral-7B-v0.1
+            return _from_text(last, name)
+        near = nearest(last, _models())
         raise PlanningError(
             f"{str(text)!r} is no file and no model that is known by name; the nearest: {near}"
         )
@@ -133,6 +140,7 @@ def _from_dict(config: Mapping[str, Any], name: str, source: str) -> ModelSpec:
     times_hidden = "expansion_ratio" in told or told.get("model_type") in _FOUR_TIMES
     if times_hidden and not any(key in told for key in _FFN):
         told["intermediate_size"] = _size(told, ("expansion_ratio",), 4) * hidden
+    experts = _experts(told, family["experts"]) if "experts" in family else None
     options = {option: value for option, value in family.items() if option not in _NO_OPTIONS}
     for option, value in options.items():
         if isinstance(value, str) and value.startswith("."):
@@ -146,12 +154,31 @@ def _from_dict(config: Mapping[str, Any], name: str, source: str) -> ModelSpec:
         heads=heads,
         kv=kv,
         dim=_size(told, ("head_dim",), hidden // heads),
-        ffn=_size(told, _FFN),
+        ffn=experts.ffn if experts else _size(told, _FFN),
+        experts=experts,
         vocab=_size(told, ("vocab_size",)),
         tied=bool(told.get("tie_word_embeddings", False)),
         **{**options, "mlp": _mlp(told, family)},
     )
     return replace(decoder.spec(name, source), seq_len=longest(told))
+
+
+def _experts(told: Mapping[str, Any], keys: Mapping[str, Any]) -> Experts:
+    """The experts of every block; ``keys``: the names of their sizes in the family's configs.
+
+    Raises:
+        PlanningError: only some blocks have them.
+    """
+    if told.get("mlp_only_layers") or told.get("decoder_sparse_step", 1) != 1:
+        raise PlanningError(
+            f"mlp_only_layers is {told.get('mlp_only_layers')!r} and decoder_sparse_step "
+            f"{told.get('decoder_sparse_step', 1)}: only models whose blocks all have experts can be read"
+        )
+    count, chosen = _size(told, _COUNT), _size(told, ("num_experts_per_tok",))
+    if chosen > count:
+        raise PlanningError(f"num_experts_per_tok is {chosen}; there are {count} experts")
+    shared = _size(told, (keys["shared"],)) if "shared" in keys else 0
+    return Experts(count, chosen, _size(told, (keys["ffn"],)), shared, shared_gate=shared > 0)
 
 
 def longest(config: Mapping[str, Any]) -> int:
@@ -162,10 +189,11 @@ def longest(config: Mapping[str, Any]) -> int:
 
 def _family_of(config: Mapping[str, Any]) -> dict[str, Any]:
     kind, families = config.get("model_type"), _toml("families.toml")
+    has_experts = "experts" in families.get(str(kind), {})
     problems = [
-        f"is a mixture of experts ({key} is {config[key]}); only dense decoders can be read from a config; "
+        f"is a mixture of experts ({key} is {config[key]}) of a family that isn't known here; "
         for key in _EXPERTS
-        if isinstance(config.get(key), int) and config[key] > 1
+        if isinstance(config.get(key), int) and config[key] > 1 and not has_experts
     ]
     problems += [
         f"has {what} ({k} is {config[k]}); " for k, what in _OTHER.items() if config.get(k)

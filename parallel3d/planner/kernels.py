@@ -174,18 +174,26 @@ def gemms_of(
 ) -> list[tuple[str, str, tuple[int, int, int], float]]:
     """(name, "forward", "input gradient" or "weight gradient", (m, n, k), seconds) of one unit's matmuls."""
     tokens = micro_batch * work.local_tokens(cp)
-    found = []
+    found, experts = [], {}
     for each in unit.matmuls:
         n, k = local_sizes(each, tp)
-        found.append((each.name, "forward", (tokens, n, k)))
+        rows = tokens * each.times
+        if each.experts is not None:
+            experts[each.name] = min(each.experts[0], rows)
+        found.append((each.name, "forward", (rows, n, k)))
         if each.input_gradient:
-            found.append((each.name, "input gradient", (tokens, k, n)))
-        found.append((each.name, "weight gradient", (n, k, tokens)))
+            found.append((each.name, "input gradient", (rows, k, n)))
+        found.append((each.name, "weight gradient", (n, k, rows)))
     itemsize = 1 if work.float8 and unit.kind == "block" else work.compute_itemsize
     # Factors are cast before each product.
     cast = constant("float8_cast").value / memory_rate(gpu) if itemsize == 1 else 0.0
 
     def seconds(name: str, way: str, m: int, n: int, k: int) -> float:
+        if (groups := experts.get(name, 1)) > 1:  # one kernel of a product for each expert
+            m, k = (m, ceil(k / groups)) if way == "weight gradient" else (ceil(m / groups), k)
+            start = gpu.gemm_start_us * 1e-6
+            each = gemm_time(m, n, k, gpu, itemsize, work.profile) - start
+            return start + groups * (each + cast * (m * k + k * n))
         if not (work.chunked_loss and unit.kind == "tail"):
             return gemm_time(m, n, k, gpu, itemsize, work.profile) + cast * (m * k + k * n)
         classes, hidden = max(local_sizes(each, tp) for each in unit.matmuls)
@@ -414,7 +422,7 @@ def _gradients(unit: Unit, hidden: int, gpu: Gpu, work: Workload, tp: int, cp: i
     of_others, inside = [0.0], 0.0
     between = hidden / share("sequence", work, tp)
     for matmul in unit.matmuls:
-        n, k = local_sizes(matmul, tp)
+        n, k = (size * matmul.times for size in local_sizes(matmul, tp))
         if matmul.n != hidden:
             inside += n
             continue
@@ -473,7 +481,9 @@ def _kept(unit: Unit, whole: float, gpu: Gpu, work: Workload, tp: int, cp: int) 
         # Of a rowwise matmul, whose result is only summed over tp, the sum is kept; of a colwise one also
         # the input that tp gathers.
         split = {"n": 1.0, "k": float(sequence)}
-        results = sum(local_sizes(m, tp)[0] / split.get(m.split or "", 1.0) for m in unit.matmuls)
+        results = sum(
+            m.times * local_sizes(m, tp)[0] / split.get(m.split or "", 1.0) for m in unit.matmuls
+        )
         results += sum(unit.tp_inputs) if sequence > 1 else 0
         results += sum(context.kept(a, work, tp, cp).received for a in unit.attention)
     else:

@@ -48,6 +48,7 @@ class Op:
         sizes: (rows, n, k) of a matmul.
         weight: name of the parameter in a matmul.
         way: what the plan shards of a matmul: "n" or "k".
+        experts: how many matrices a grouped matmul has, of which each row goes through one; 0: it is plain.
         read_by: indices of the ops of the same way that read what it writes; -1: one of backward.
     """
 
@@ -61,6 +62,7 @@ class Op:
     sizes: tuple[int, int, int] = (0, 0, 0)
     weight: str = ""
     way: str | None = None
+    experts: int = 0
     input_gradient: bool = True
     read_by: list[int] = field(default_factory=list)
 
@@ -188,6 +190,8 @@ class OpRecorder(TorchDispatchMode):
         tensors = [a for a in args if isinstance(a, Tensor)]
         if name in _PRODUCTS:
             self._note_product(name, tensors, writes[0])
+        elif name == "_grouped_mm":
+            self._note_grouped(name, tensors, writes[0])
         elif name == "convolution":
             weight, rows = args[1], writes[0].numel() // args[1].shape[0]
             title = self.params.get(storage_of(weight), ("convolution",))[0]
@@ -260,6 +264,33 @@ class OpRecorder(TorchDispatchMode):
             self.split.difference_update(key for key, _ in op.writes)
             op.split = False
             self.summed.append(reads[0].shape[-1])
+
+    def _note_grouped(self, name: str, inputs: list[Tensor], out: Tensor) -> None:
+        """A product of rows with the weights of their experts, (experts, k, n)."""
+        rows, weights = inputs[0], inputs[1]
+        known = self.params.get(storage_of(weights))
+        if known is None or rows.ndim != 2 or weights.ndim != 3:
+            self.note(name, "matmul", inputs, [out])  # in backward
+            return
+        title, param, dim = known
+        straight = weights.stride() == param.stride()
+        way = None if dim in (None, 0) else "n" if (dim == 2) == straight else "k"
+        if self.in_forward and way == "n" and storage_of(rows) not in self.split:
+            self.gathered.setdefault(storage_of(rows), rows.shape[-1])
+        if self.in_forward and way == "k":
+            self.summed.append(weights.shape[2])
+        self.note(
+            name,
+            "matmul",
+            inputs,
+            [out],
+            split=way == "n",
+            sizes=(rows.shape[0], weights.shape[2], weights.shape[1]),
+            experts=weights.shape[0],
+            weight=title,
+            way=way,
+            input_gradient=rows.requires_grad,
+        )
 
     def _note_product(self, name: str, inputs: list[Tensor], out: Tensor) -> None:
         a, b = inputs[-2:]

@@ -137,13 +137,14 @@ class Prediction(Step):
 
     @property
     def mfu_6n(self) -> float:
-        """By the common convention: 6 N + 12 L h s FLOPs a token (PaLM, arXiv:2204.02311, appendix B)."""
+        """By the common convention: 6 N + 12 L h s FLOPs a token (PaLM, arXiv:2204.02311, appendix B); of
+        experts N has those that a token goes through."""
         attention = sum(
             12 * u.count * a.heads * a.head_dim * self.workload.seq_len
             for u in self.model.units
             for a in u.attention
         )
-        flops = 6 * self.model.numel + attention
+        flops = 6 * self.model.active_numel + attention
         return flops * self.tokens_per_second_per_gpu / (self.cluster.gpu.peak * 1e12)
 
     def explain(self) -> str:

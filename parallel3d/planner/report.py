@@ -317,7 +317,7 @@ def write_report(plan: MeshPlan, path: str | PathLike[str]) -> None:
     work, cluster, each = plan.workload, plan.cluster, _shown(plan)
     batch = f", global batch {work.global_batch:,}" if work.global_batch else ""
     setup = (
-        f"{plan.model.numel / 1e9:,.2f} B parameters; {counted(cluster.nodes, 'node')} of "
+        f"{plan.model.size}; {counted(cluster.nodes, 'node')} of "
         f"{cluster.gpus_per_node}, {cluster.nic:g} GB/s a GPU between them; sequences of "
         f"{work.seq_len:,}{batch}; {work.precision}, parameters at rest {work.param_dtype}, "
         f"reduced in {work.reduce_dtype}; {work.optimizer}{'; compiled' if work.compile else ''}"

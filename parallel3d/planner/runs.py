@@ -16,8 +16,9 @@ from typing import Any
 from parallel3d.errors import PlanningError
 from parallel3d.mesh import MeshLayout
 from parallel3d.planner.cluster import Cluster, gpus
+from parallel3d.planner.decoder import spec_from_shapes
 from parallel3d.planner.hf_config import known_models, spec_from_hf_config
-from parallel3d.planner.model_spec import ModelSpec, spec_from_shapes
+from parallel3d.planner.model_spec import ModelSpec
 from parallel3d.planner.prediction import Prediction, predict
 from parallel3d.planner.stacks import stacks
 from parallel3d.planner.uncertainty import memory_interval

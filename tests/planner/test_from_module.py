@@ -54,7 +54,7 @@ def hugging_face(kind, **values):
 
 
 def flops(spec):
-    return sum(2 * m.n * m.k * u.count for u in spec.units for m in u.matmuls)
+    return sum(2 * m.times * m.n * m.k * u.count for u in spec.units for m in u.matmuls)
 
 
 def kept(spec, work, tp=1):
@@ -92,6 +92,7 @@ MODELS = [
         | {"vocab_size": 8192, "bos_token_id": 1, "eos_token_id": 2},
     ),
     ("mpt", {"n_layers": 4, "d_model": 512, "n_heads": 8, "vocab_size": 8192}),
+    ("mixtral", WIDER | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     pytest.param("mistral", HF, marks=pytest.mark.full),
 ]
 

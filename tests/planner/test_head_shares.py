@@ -6,9 +6,9 @@ from _support.planner.specs import spec_of, tp_plan
 from llama import Llama, LlamaConfig
 
 from parallel3d.planner import Cluster, Workload, spec_from_module, spec_from_shapes
+from parallel3d.planner.decoder import Decoder
 from parallel3d.planner.heads import head_share, local_heads
 from parallel3d.planner.kernels import activations_of, kernels_of, local_sizes
-from parallel3d.planner.model_spec import Decoder
 from parallel3d.planner.step_time import local_numel
 from parallel3d.tp import resolve_plan
 

@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from parallel3d.errors import PlanningError
-from parallel3d.planner import known_models, spec_from_hf_config
+from parallel3d.mesh import MeshLayout
+from parallel3d.planner import Cluster, Workload, known_models, predict, spec_from_hf_config
 
 SMALL = {
     "num_hidden_layers": 3,
@@ -30,6 +31,7 @@ OLD = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 FAMILIES = [
     ("llama", SMALL),
     ("llama", SMALL | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
@@ -86,6 +88,10 @@ FAMILIES = [
     ("seed_oss", SMALL | {"head_dim": 32}),
     ("helium", SMALL | {"head_dim": 16}),
     ("arcee", SMALL),
+    ("mixtral", SMALL | {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    ("qwen2_moe", SMALL | EXPERTS | {"shared_expert_intermediate_size": 72}),
+    ("qwen3_moe", SMALL | EXPERTS | {"head_dim": 32}),
+    ("olmoe", SMALL | {"num_experts": 6, "num_experts_per_tok": 2}),
 ]
 
 
@@ -98,7 +104,7 @@ def built(kind: str, values: dict):
 
 
 QUICK = {"llama", "mistral", "qwen2", "qwen3", "gemma2", "gpt2", "gpt_neox", "gptj", "phi", "phi3"}
-QUICK |= {"olmo2", "mpt", "bloom", "opt", "cohere", "glm4"}
+QUICK |= {"mixtral", "qwen2_moe", "qwen3_moe", "olmo2", "mpt", "bloom", "opt", "cohere", "glm4"}
 
 
 @pytest.mark.parametrize(
@@ -139,7 +145,15 @@ def test_reads_a_file_its_folder_and_a_dict(tmp_path):
     ("config", "says"),
     [
         ("llama-3.1-80b", "llama-3.1-8b"),
-        ({"model_type": "mixtral", "num_local_experts": 8}, "mixture of experts.*spec_from_module"),
+        ({"model_type": "deepseek", "n_routed_experts": 8}, "mixture of experts.*spec_from_module"),
+        (
+            {"model_type": "qwen3_moe", **SMALL, **EXPERTS, "mlp_only_layers": [0]},
+            "mlp_only_layers is \\[0\\].*all have experts",
+        ),
+        (
+            {"model_type": "mixtral", **SMALL, "num_local_experts": 2, "num_experts_per_tok": 3},
+            "num_experts_per_tok is 3; there are 2",
+        ),
         ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "MLA"),
         ({"model_type": "t5", "is_encoder_decoder": True}, "encoder-decoder"),
         ({"model_type": "gemma3", "text_config": {}}, "config.text_config"),
@@ -171,3 +185,43 @@ def test_needs_neither_torch_nor_transformers():
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_names_of_the_hub() -> None:
+    assert spec_from_hf_config("mistralai/Mixtral-8x7B-v0.1") == spec_from_hf_config("mixtral-8x7b")
+
+
+def test_experts_are_used_in_part() -> None:
+    """46.7 B parameters, of which a token goes through 12.9 B (arXiv:2401.04088); work is by these."""
+    mixtral = spec_from_hf_config("mixtral-8x7b")
+    assert mixtral.active_numel / 1e9 == pytest.approx(12.9, abs=0.05)
+    config = known_models()["mixtral-8x7b"]["config"]
+    plain = {key: value for key, value in config.items() if "experts" not in key}
+    dense = spec_from_hf_config({**plain, "model_type": "mistral", "intermediate_size": 2 * 14336})
+    assert dense.numel == pytest.approx(mixtral.active_numel, rel=1e-3)
+    assert dense.active_numel == dense.numel
+    work = Workload(seq_len=4096, micro_batch=2)
+    one, other = (
+        predict(m, MeshLayout(), Cluster.of("h100", 1, 1), work) for m in (mixtral, dense)
+    )
+    assert one.time.model_flops == pytest.approx(other.time.model_flops, rel=1e-3)
+    # Products of fewer rows for each expert, and tokens that are copied to and fro, take longer.
+    assert (
+        1 < one.time.terms["matmul forward"].value / other.time.terms["matmul forward"].value < 1.2
+    )
+    assert (
+        one.time.terms["elementwise forward"].value > other.time.terms["elementwise forward"].value
+    )
+    assert one.memory.terms["parameters"].value == 4 * mixtral.numel
+
+
+def test_every_expert_is_split_over_tp() -> None:
+    mixtral = spec_from_hf_config("mixtral-8x7b")
+    work = Workload(seq_len=4096, micro_batch=1)
+    cluster = Cluster.of("h100", 1, 8)
+    whole, split = (predict(mixtral, MeshLayout(1, 8 // n, n), cluster, work) for n in (1, 8))
+    for term in ("matmul forward", "matmul backward"):
+        assert split.time.terms[term].value < whole.time.terms[term].value / 6
+    assert split.memory.terms["optimizer"].value == pytest.approx(8 * mixtral.numel / 8, rel=0.01)
+    assert split.time.terms["tensor parallel"].value > 0
+    assert split.mfu_6n < split.mfu * 1.1  # by active parameters

@@ -8,6 +8,7 @@ from llama import Llama, LlamaConfig
 
 from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh, parallelize
 from parallel3d.fsdp import param
+from parallel3d.fsdp.inspect import units_of
 from parallel3d.planner import Workload, spec_from_hf_config, spec_from_module
 from parallel3d.planner.memory import StateMemory, state_memory
 from parallel3d.testing import fake_world
@@ -110,3 +111,20 @@ def test_hugging_face_models_with_uneven_heads(kind, more, tp, monkeypatch):
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     engine = held(model, layout, "auto", monkeypatch)
     assert engine == (found.unsharded_at_loss, found.unsharded + found.buffers, found.gradients)
+
+
+@pytest.mark.parametrize("layout", [layout for layout, _ in LAYOUTS[:3]], ids=str)
+def test_experts(layout):
+    """Four experts, of which every rank of tp has a part: as the engine holds them, at rest."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 72, "vocab_size": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_local_experts": 4}
+    config = transformers.MixtralConfig(**sizes, **heads)
+    spec = spec_from_hf_config(config)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    found = on_cpu(spec, layout, False)
+    with fake_world(0, layout.world_size):
+        mesh = build_mesh(layout, device_type="cpu")
+        parallelize(model, mesh, "auto" if layout.tp > 1 else None, mp_policy=MIXED)
+        buckets = [b for unit in units_of(model, recurse=True) for b in unit.group.buckets]
+        assert sum(bucket.flat.nbytes for bucket in buckets) == found.parameters

@@ -22,8 +22,9 @@ from parallel3d.mesh import MeshLayout
 from parallel3d.planner.cluster import Cluster, Gpu
 from parallel3d.planner.cluster import gpu as resolve_gpu
 from parallel3d.planner.constants import Term
+from parallel3d.planner.decoder import spec_from_shapes
 from parallel3d.planner.hf_config import spec_from_hf_config
-from parallel3d.planner.model_spec import ModelSpec, spec_from_shapes
+from parallel3d.planner.model_spec import ModelSpec
 from parallel3d.planner.planning import (
     MeshPlan,
     memory_groups,
@@ -528,7 +529,7 @@ def _heading(model: ModelSpec, cluster: Cluster, work: Workload, chosen: str) ->
     batch = f", global batch {work.global_batch:,}" if work.global_batch else ""
     return Text.assemble(
         (model.name, "bold"),
-        f" ({model.numel / 1e9:,.2f} B parameters) on ",
+        f" ({model.size}) on ",
         (f"{cluster.world_size:,} x {cluster.gpu.name}", "bold"),
         f" ({counted(cluster.nodes, 'node')}), sequences of {work.seq_len:,}{batch}",
         f", {work.optimizer}",

@@ -1,0 +1,323 @@
+"""Decoder: a ModelSpec from the sizes of a decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from parallel3d.errors import PlanningError
+from parallel3d.planner.arguments import check_choice, check_size
+from parallel3d.planner.experts import Experts
+from parallel3d.planner.model_spec import (
+    Activation,
+    Attention,
+    Elementwise,
+    Matmul,
+    ModelSpec,
+    Parameter,
+    Unit,
+    loss_work,
+)
+
+# The parts of a decoder, from its sizes: parameters, matmuls, elementwise work and what autograd keeps.
+
+GATED = ("swiglu", "geglu", "gated_relu")
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """``layers`` equal blocks: attention and an MLP, each with a residual, between an embedding and a head.
+
+    Attributes:
+        kv: key and value heads.
+        dim: features of a head.
+        mlp, positions: as in ``spec_from_shapes``.
+        position_rows: rows of a learned table of positions.
+        norm: "rmsnorm", "layernorm" or "none" (it normalizes, but has no parameters).
+        norm_bias: whether norms have a bias.
+        norms: norms of a block: 1 (attention and MLP side by side), 2 or 4 (after each as well as before).
+        qk_norm: "head": norms of queries and keys with weights of one head; "full": of all heads; "": none.
+        qkv_bias, o_bias, mlp_bias, head_bias: whether these linear layers have a bias.
+        fused_qkv, fused_gate: one matrix for queries, keys and values; for both halves of a gated MLP.
+        embed_norm: whether a norm follows the embedding.
+        experts: in the place of the MLP.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    kv: int
+    dim: int
+    ffn: int
+    vocab: int
+    mlp: str = "swiglu"
+    positions: str = "rope"
+    position_rows: int = 1
+    norm: str = "rmsnorm"
+    norm_bias: bool = False
+    norms: int = 2
+    qk_norm: str = ""
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    head_bias: bool = False
+    fused_qkv: bool = False
+    fused_gate: bool = False
+    embed_norm: bool = False
+    tied: bool = False
+    experts: Experts | None = None
+
+    @property
+    def gated(self) -> bool:
+        return self.mlp in GATED
+
+    def spec(self, name: str, source: str) -> ModelSpec:
+        """The whole model: the root with tied weights, embeddings, blocks, the final norm and head."""
+        hidden = self.hidden
+        embeddings = [Parameter("embed.weight", (self.vocab, hidden), 0)]
+        if self.positions == "learned":
+            embeddings.append(Parameter("positions.weight", (self.position_rows, hidden)))
+        root = embeddings[:1] if self.tied else []
+        if self.embed_norm:
+            root += self._norm_parameters("embed_norm")
+        if self.tied and self.head_bias:
+            root.append(Parameter("head.bias", (self.vocab,), 0))
+        units = [Unit("root", "root", tuple(root))] if root else []
+        for p in embeddings[self.tied :]:
+            units.append(Unit(p.name.partition(".")[0], "embedding", (p,)))
+        # The lookup is work of the first unit, whichever has the parameters.
+        lookup = Elementwise("lookup", (2 * hidden, 3 * hidden), (2 * hidden, 3 * hidden))
+        units[0] = replace(units[0], elementwise=(lookup,), tp_outputs=(hidden,))
+        return ModelSpec(
+            name=name,
+            units=(*units, self._block(), self._final_norm_and_head()),
+            hidden=hidden,
+            vocab=self.vocab,
+            heads=self.heads,
+            kv_heads=self.kv,
+            head_dim=self.dim,
+            tied=self.tied,
+            source=source,
+        )
+
+    def _linears(self) -> Iterator[tuple[str, int, int, str, bool]]:
+        """(name, output, input, split, bias) of a block's linear layers, in the order in which they run."""
+        hidden, ffn = self.hidden, self.ffn
+        query, pair = self.heads * self.dim, self.kv * self.dim
+        if self.fused_qkv:
+            yield "attn.qkv", query + 2 * pair, hidden, "n", self.qkv_bias
+        else:
+            for name, n in (("q", query), ("k", pair), ("v", pair)):
+                yield f"attn.{name}", n, hidden, "n", self.qkv_bias
+        yield "attn.o", hidden, query, "k", self.o_bias
+        if self.experts is not None:
+            return
+        if self.gated and self.fused_gate:
+            yield "mlp.gate_up", 2 * ffn, hidden, "n", self.mlp_bias
+        else:
+            for name in ["gate", "up"] if self.gated else ["up"]:
+                yield f"mlp.{name}", ffn, hidden, "n", self.mlp_bias
+        yield "mlp.down", hidden, ffn, "k", self.mlp_bias
+
+    def _block_parameters(self) -> Iterator[Parameter]:
+        """The parameters of a block, in the order in which forward uses them."""
+        yield from self._norm_parameters("norm1")
+        for name, n, k, split, bias in self._linears():
+            if name == "attn.o" and self.qk_norm:
+                for norm, heads in (("q_norm", self.heads), ("k_norm", self.kv)):
+                    features = self.dim * (1 if self.qk_norm == "head" else heads)
+                    yield Parameter(f"attn.{norm}.weight", (features,), tp_partial="always")
+            heads_kv, pair = self._heads_of(name)
+            cut = 0 if split == "n" else 1
+            yield Parameter(f"{name}.weight", (n, k), cut, heads=heads_kv, kv=pair)
+            if bias:
+                yield Parameter(f"{name}.bias", (n,), None if cut else 0, heads=heads_kv, kv=pair)
+            if name == "attn.o" and self.norms > 1:
+                yield from self._norm_parameters("norm2")
+                if self.norms == 4:
+                    yield from self._norm_parameters("norm3")
+        if self.experts is not None:
+            yield from self.experts.parameters(self.hidden)
+        if self.norms == 4:
+            yield from self._norm_parameters("norm4")
+
+    def _heads_of(self, name: str) -> tuple[tuple[int, int] | None, bool]:
+        """``heads`` and ``kv`` of a linear layer; a fused one is divided in groups of heads."""
+        if not name.startswith("attn."):
+            return None, False
+        return (self.kv if self.fused_qkv else self.heads, self.kv), name in ("attn.k", "attn.v")
+
+    def _norm_parameters(self, name: str) -> list[Parameter]:
+        names = ["weight", "bias"] if self.norm_bias else ["weight"]
+        each = names if self.norm != "none" else []
+        return [Parameter(f"{name}.{kind}", (self.hidden,)) for kind in each]
+
+    def _block(self) -> Unit:
+        inputs = (self.hidden, self.hidden) if self.norms > 1 else (self.hidden,)
+        return Unit(
+            "blocks",
+            "block",
+            tuple(self._block_parameters()),
+            self.layers,
+            matmuls=(
+                *(
+                    Matmul(name, n, k, split, True, *self._heads_of(name))
+                    for name, n, k, split, _ in self._linears()
+                ),
+                *(self.experts.matmuls(self.hidden) if self.experts is not None else ()),
+            ),
+            attention=(Attention(self.heads, self.kv, self.dim, fused=self.fused_qkv),),
+            elementwise=tuple(self._elementwise()),
+            activations=tuple(self._activations()),
+            tp_inputs=inputs,
+            tp_outputs=(self.hidden, self.hidden),
+        )
+
+    def _norm_work(self, name: str, features: int, split: str = "sequence") -> Elementwise:
+        h, fused = features, (2 * features, 3 * features)
+        if self.norm != "rmsnorm":  # torch's layer norm is one kernel
+            return Elementwise(name, fused, fused, (1, 2), split, norm=True)
+        # x.float(), pow, mean, * rsqrt, cast, * weight: 36 bytes forward, twice that backward
+        return Elementwise(name, (18 * h, 36 * h), fused, (6, 12), split, norm=True)
+
+    def _elementwise(self) -> Iterator[Elementwise]:
+        h, f = self.hidden, self.ffn
+        for i in range(self.norms):
+            yield self._norm_work(f"norm{i + 1}", h)
+        yield Elementwise("residuals", (6 * h, 6 * h), (6 * h, 6 * h), (2, 2))
+        pairs = self.gated and not self.fused_gate and self.experts is None
+        sums = (0 if self.fused_qkv else 2) + (1 if pairs else 0)
+        if sums:  # of the gradients that layers with one input give it
+            moved = (0, 3 * sums * h)
+            yield Elementwise("gradient sums", moved, moved, (0, sums), "gathered")
+        if self.experts is not None:
+            yield from self.experts.elementwise(h)
+        elif self.gated:
+            yield Elementwise(self.mlp, (5 * f, 9 * f), (3 * f, 5 * f), (2, 3), "tp")
+        else:
+            yield Elementwise(self.mlp, (2 * f, 3 * f), (2 * f, 3 * f), split="tp")
+        qk = (self.heads + self.kv) * self.dim
+        if self.qk_norm:
+            yield self._norm_work("q, k norms", qk, "heads")
+        if self.positions == "rope":
+            yield Elementwise("rope", (10 * qk, 16 * qk), (3 * qk, 3 * qk), (8, 8), "heads")
+        for which, split, kernels in (("n", "tp", 3), ("k", "sequence", 2)):
+            total = sum(n for _, n, _, way, bias in self._linears() if bias and way == which)
+            if total:
+                moved = (0, total)
+                yield Elementwise("bias gradients", moved, moved, (0, kernels), split)
+
+    def _activations(self) -> Iterator[Activation]:
+        """What autograd keeps, by op; the formulas of ``docs/planner.md``."""
+        h, f = self.hidden, self.ffn
+        query, pair = self.heads * self.dim, self.kv * self.dim
+        for i in range(self.norms):
+            yield from self._norm_activations(f"norm{i + 1}", h)
+        yield Activation("qkv input", h, split="gathered", of="norm")
+        if self.qk_norm:
+            yield from self._norm_activations("q norm", query, "heads")
+            yield from self._norm_activations("k norm", pair, "kv")
+        yield Activation("q", query, split="heads", of="matmul")
+        yield Activation("k, v", 2 * pair, split="kv", of="matmul")
+        if self.fused_qkv and self.positions == "rope":
+            # v is a view of the whole, q and k are rotated copies
+            yield Activation("q, k before rope", query + pair, split="heads", of="matmul")
+        yield Activation("attention output", query, split="heads", of="attention")
+        yield Activation("softmax sums", self.heads, 4, split="heads", of="attention")
+        if self.norms > 1:
+            yield Activation("mlp input", h, split="gathered", of="norm")
+        if self.experts is not None:
+            yield from self.experts.activations(h)
+            return
+        yield Activation("mlp hidden", (2 if self.gated else 1) * f, split="tp", of="matmul")
+        yield Activation(f"{self.mlp} output", f, split="tp")
+        if self.gated:
+            yield Activation("silu", f, split="tp", eager_only=True)
+
+    def _norm_activations(
+        self, name: str, features: int, split: str = "sequence"
+    ) -> Iterator[Activation]:
+        yield Activation(f"{name} input", features, split=split, of="norm")
+        if self.norm == "rmsnorm":
+            # pow and the product share x in fp32; the bf16 input isn't kept, but the residual is
+            yield Activation(f"{name} in fp32", features, 4, split, "norm", eager_only=True)
+
+    def _final_norm_and_head(self) -> Unit:
+        h, v = self.hidden, self.vocab
+        parameters = self._norm_parameters("norm")
+        if not self.tied:
+            bias = [Parameter("head.bias", (v,), 0)] if self.head_bias else []
+            parameters += [Parameter("head.weight", (v, h), 0), *bias]
+        return Unit(
+            "tail",
+            "tail",
+            tuple(parameters),
+            matmuls=(Matmul("head", v, h, "n"),),
+            elementwise=(self._norm_work("norm", h), loss_work(v)),
+            activations=(Activation("norm input", h, of="norm"), Activation("head input", h)),
+            tp_inputs=(h,),
+        )
+
+
+def spec_from_shapes(
+    *,
+    layers: int,
+    hidden: int,
+    heads: int,
+    ffn: int,
+    vocab: int,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    mlp: str = "swiglu",
+    positions: str = "rope",
+    norm: str = "rmsnorm",
+    bias: bool = False,
+    tied: bool = False,
+    seq_len: int = 0,
+    name: str = "transformer",
+    source: str = "shapes",
+) -> ModelSpec:
+    """A decoder of ``layers`` equal blocks: norm, attention, norm, MLP, each with a residual.
+
+    Args:
+        layers, hidden, heads: number of blocks, features between them, attention heads of each.
+        ffn, vocab: features within an MLP, and ids.
+        kv_heads: as many as heads unless given.
+        head_dim: hidden / heads unless given.
+        mlp: "swiglu", "geglu": three matrices; "gelu", "relu", "relu2", "silu": two.
+        norm: "rmsnorm", or "layernorm".
+        positions: "learned": a table of ``seq_len`` rows; "rope": rotation; "alibi", "none".
+        bias: of all linear layers but the head. Norm biases come with "layernorm".
+        tied: the head's weight is the embedding's.
+        name, source: what the plan shows of the model, and of where it is from.
+
+    Raises:
+        PlanningError: a name that isn't one of these, or a size below 1.
+    """
+    check_size("hidden", hidden)
+    check_size("heads", heads)
+    if head_dim is None and hidden % heads:
+        raise PlanningError(f"heads is {heads}; it must divide hidden, {hidden}, or give head_dim")
+    kv = heads if kv_heads is None else kv_heads
+    dim = hidden // heads if head_dim is None else head_dim
+    check_choice("mlp", mlp, (*GATED, "gelu", "relu", "relu2", "silu"))
+    check_choice("positions", positions, ("rope", "learned", "alibi", "none"))
+    check_choice("norm", norm, ("rmsnorm", "layernorm"))
+    sizes = {"layers": layers, "kv_heads": kv, "head_dim": dim, "ffn": ffn, "vocab": vocab}
+    for what, size in sizes.items():
+        check_size(what, size)
+    if heads % kv:
+        raise PlanningError(f"kv_heads is {kv}; it must divide heads, {heads}")
+    decoder = Decoder(
+        *(layers, hidden, heads, kv, dim, ffn, vocab),
+        mlp=mlp,
+        positions=positions,
+        position_rows=max(seq_len, 1),
+        norm=norm,
+        norm_bias=norm == "layernorm",
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=bias,
+        tied=tied,
+    )
+    return replace(decoder.spec(name, source), seq_len=seq_len)
