@@ -89,6 +89,16 @@ REASONS: tuple[tuple[Callable[[Any], bool], float, str], ...] = (
         "offload, with few tokens or a slow network: copies and collectives both outlast the computation "
         "and wait for one another; predict has them side by side",
     ),
+    (
+        lambda case: not case.reshard_after_forward,
+        0.07,
+        "parameters kept for backward: predict has compute wait for a reduction as early as with gathers",
+    ),
+    (
+        lambda case: case.layout[3] == 8 and case.chunked_loss,
+        0.08,
+        "tp 8 and a loss in chunks: sums over tp that a chunk's small products don't hide",
+    ),
 )
 """(whether it is so, the most that they may be apart, why)."""
 BF16 = p3d.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
