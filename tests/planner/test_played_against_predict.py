@@ -35,6 +35,11 @@ def test_the_sweep_has_every_setting(sweep: ModuleType) -> None:
         assert {case.machine for case in cases if case.checkpointing == kind} == set(sweep.MACHINES)
 
 
+def test_two(sweep: ModuleType) -> None:
+    check(sweep, list(sweep.cases())[8:96:80])
+
+
+@pytest.mark.slow
 def test_a_few(sweep: ModuleType) -> None:
     check(sweep, list(sweep.cases())[3::37])
 
