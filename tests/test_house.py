@@ -68,6 +68,7 @@ def test_a_plain_step_runs_no_option() -> None:
     assert len(own) <= 9, sorted(own)  # FSDP2 runs 6; a wrapper of an older torch is not counted
 
 
+@pytest.mark.slow
 def test_options_are_there_without_being_asked_for() -> None:
     """What registers itself must be imported by whoever shards: nothing else names it."""
     code = (

@@ -146,7 +146,7 @@ def compare(case: Case) -> None:
 CASES = [
     pytest.param(Case("parallelize"), marks=pytest.mark.slow),
     pytest.param(Case("parallelize", checkpointing=True, tp=2, bf16=True), marks=pytest.mark.slow),
-    Case("whole"),
+    pytest.param(Case("whole"), marks=pytest.mark.slow),
     *(
         pytest.param(case, marks=pytest.mark.full)
         for case in (

@@ -80,6 +80,7 @@ def one_leaves() -> str:
     return "came"
 
 
+@pytest.mark.slow
 def test_a_peer_that_does_not_come(gloo_pool):
     """All messages are waited for, and the first failure raised."""
     told = gloo_pool.run(one_leaves, world_size=2)

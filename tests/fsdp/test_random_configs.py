@@ -51,6 +51,7 @@ def test_found(config: Config) -> None:
     check(config)
 
 
+@pytest.mark.slow
 @pytest.mark.parity("reliability: random configurations")
 @settings(SETTINGS, max_examples=6, derandomize=True)
 @given(configs)

@@ -65,6 +65,7 @@ def never_comes() -> tuple[str, float]:
     return message, time.monotonic() - start
 
 
+@pytest.mark.slow
 def test_it_waits_for_the_process_groups_timeout(gloo_pool) -> None:
     for message, seconds in gloo_pool.run(never_comes, world_size=4)[:3]:
         assert "rank 3 of 4 did not report 'model' within 2 s" in message

@@ -64,6 +64,7 @@ def late_for_the_save() -> str:
     return here.phase
 
 
+@pytest.mark.slow
 def test_a_shorter_one_comes_when_all_are_there(gloo_pool) -> None:
     assert gloo_pool.run(late_for_the_save, world_size=2) == ["start", "start"]
 

@@ -259,7 +259,7 @@ MORE = [MeshLayout(2, 2), MeshLayout(replicate=2, shard=2, tp=2), MeshLayout(sha
 @pytest.mark.parametrize(
     "layouts",
     [
-        FEW,
+        pytest.param(FEW, marks=pytest.mark.slow),
         pytest.param(LOADED_ON, marks=pytest.mark.slow),
         pytest.param(MORE, marks=pytest.mark.full),
     ],
@@ -292,6 +292,7 @@ def through_torchs_helpers(path: str) -> None:
     assert torch.equal(got.full_tensor(), expected)
 
 
+@pytest.mark.slow
 def test_torchs_optimizer_state_helpers(gloo_pool, tmp_path: Path) -> None:
     gloo_pool.run(through_torchs_helpers, str(tmp_path), world_size=4)
 

@@ -71,6 +71,7 @@ def test_what_is_proposed_is_accepted(seed):
         assert error_of(config, layout, work.sequence_parallel) is None, str(layout)
 
 
+@pytest.mark.slow
 def test_what_is_refused_has_a_reason_of_the_machines_or_the_batch():
     """``parallelize`` would take nearly all that plan refuses: what is left are rules about what pays, and
     about the batch, of which ``parallelize`` knows nothing."""

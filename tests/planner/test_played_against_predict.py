@@ -35,8 +35,8 @@ def test_the_sweep_has_every_setting(sweep: ModuleType) -> None:
         assert {case.machine for case in cases if case.checkpointing == kind} == set(sweep.MACHINES)
 
 
-def test_two(sweep: ModuleType) -> None:
-    check(sweep, list(sweep.cases())[8:96:80])
+def test_one(sweep: ModuleType) -> None:
+    check(sweep, list(sweep.cases())[8:9])
 
 
 @pytest.mark.slow

@@ -163,6 +163,7 @@ def test_a_failing_rank(gloo_pool: GlooPool, hang: bool) -> None:
     assert gloo_pool.run(total, 0, world_size=3)[0][2].item() == 3
 
 
+@pytest.mark.slow
 def test_only_ended_workers_are_replaced(gloo_pool: GlooPool) -> None:
     before = [r["pid"] for r in gloo_pool.run(surroundings, world_size=4)]
     with pytest.raises(WorkerError):

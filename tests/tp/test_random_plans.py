@@ -26,6 +26,7 @@ def run(case: Case) -> None:
     )
 
 
+@pytest.mark.slow
 @settings(SETTINGS, max_examples=4, derandomize=True)
 @given(cases)
 def test_few(case: Case) -> None:
