@@ -90,7 +90,7 @@ REASONS: tuple[tuple[Callable[[Any], bool], float, str], ...] = (
         "and wait for one another; predict has them side by side",
     ),
     (
-        lambda case: not case.reshard_after_forward,
+        lambda case: not case.reshard_after_forward and case.layout[1] * case.layout[2] > 1,
         0.07,
         "parameters kept for backward: predict has compute wait for a reduction as early as with gathers",
     ),
