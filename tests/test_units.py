@@ -3,10 +3,13 @@
 import copy
 import functools
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from parallel3d._util.units import find_units, of_one_unit
 from parallel3d.errors import StateError
@@ -56,6 +59,102 @@ def test_a_model_that_reads_weights_directly_trains_as_the_plain_one() -> None:
     assert_parity(ReadsWeights, lambda i: (ids + i) % 7, MeshLayout(1, 2, 1), fp32=False)
 
 
+class Source:
+    """No module."""
+
+    def __init__(self, source: nn.Module) -> None:
+        self.source = source
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.source.weight)
+
+
+class SourceModule(nn.Module):
+    def __init__(self, source: nn.Module) -> None:
+        super().__init__()
+        self.inner = source
+
+    @property
+    def weight(self) -> Tensor:
+        return self.inner.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight)
+
+
+class Hides(nn.Module):
+    def __init__(self, source: nn.Module) -> None:
+        super().__init__()
+        self.hidden = [source]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.hidden[0].weight.t()
+
+
+class InTwoSteps(nn.Module):
+    def __init__(self, source: nn.Module) -> None:
+        super().__init__()
+        self.table = source
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = self.table
+        return x @ table.weight.t()
+
+
+class Inherits(InTwoSteps):
+    pass
+
+
+def made_in_init(source: nn.Module) -> nn.Module:
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scores = lambda x: x @ source.weight.t()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.scores(x)
+
+    return Head()
+
+
+def of_an_object(source: nn.Module) -> object:
+    return functools.partial(Source(source).__call__)
+
+
+HEADS = [Source, SourceModule, Hides, InTwoSteps, Inherits, made_in_init, of_an_object]
+
+
+class Tied(nn.Module):
+    """A model whose head reads the weight of its table in one way or another."""
+
+    def __init__(self, head: Callable[[nn.Module], Any]) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(7, 6)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.output = head(self.tokens)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        for layer in self.layers:
+            x = layer(x).relu()
+        return self.output(x)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_table_that_a_head_reads_stays_with_the_root(head: Callable[[nn.Module], Any]) -> None:
+    for units in (None, ["layers.*"]):
+        assert not find_units(Tied(head), units).embeddings
+    other = Tied(lambda table: head(nn.Embedding(7, 6)))  # its own table
+    assert [name for name, _ in find_units(other).embeddings] == ["tokens"]
+
+
+@pytest.mark.parametrize("head", [Source, SourceModule, Hides, InTwoSteps, of_an_object])
+def test_a_model_with_a_tied_head_trains_as_the_plain_one(head: Callable[[nn.Module], Any]) -> None:
+    ids = torch.arange(8).view(2, 4) % 7
+    layout = MeshLayout(1, 2, 1)
+    assert_parity(lambda: Tied(head), lambda i: (ids + i) % 7, layout, steps=1, fp32=False)
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -96,6 +195,57 @@ def test_blocks_of_a_module_dict() -> None:
     linears = nn.ModuleDict({str(i): nn.Linear(8, 8) for i in range(4)})
     assert len(blocks(Holds(layers=linears))) == 4
     assert_parity(model, lambda i: torch.ones(2, 6) * (i + 1), MeshLayout(1, 2, 1), fp32=False)
+
+
+class Nested(nn.Module):
+    """Its blocks are lists, as in vit-pytorch and x-transformers."""
+
+    def __init__(self, kind: Callable[[dict[str, nn.Module]], nn.Module]) -> None:
+        super().__init__()
+        self.inp = nn.Linear(6, 6)
+        self.layers = nn.ModuleList(
+            kind({"norm": nn.LayerNorm(6), "attn": Block(), "mlp": nn.Linear(6, 6)})
+            for _ in range(2)
+        )
+        self.norm = nn.LayerNorm(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for layer in self.layers:
+            norm, attn, mlp = layer.values() if isinstance(layer, nn.ModuleDict) else layer
+            x = x + mlp(attn(norm(x)))
+        return self.norm(x)
+
+
+NESTED = {
+    "lists": lambda named: nn.ModuleList(named.values()),
+    "dicts": nn.ModuleDict,
+}
+
+
+@pytest.mark.parametrize("kind", ["lists", "dicts"])
+def test_blocks_in_lists_of_lists(kind: str) -> None:
+    found = find_units(Nested(NESTED[kind]))
+    inner = {"lists": ("1", "2"), "dicts": ("attn", "mlp")}[kind]
+    assert names(found.blocks) == [f"layers.{i}.{name}" for i in (0, 1) for name in inner]
+    # The norms are the root's, not of one unit with the last norm.
+    assert names(found.final_norm_and_head) == ["norm"]
+    assert_parity(
+        lambda: Nested(NESTED[kind]),
+        torch.linspace(-1, 1, 12).view(2, 6),
+        MeshLayout(1, 2, 1),
+        steps=1,
+        fp32=False,
+        activation_checkpointing=True,
+    )
+
+
+def test_parameters_in_a_list_are_no_block() -> None:
+    model = Holds(
+        prompts=nn.ModuleList([nn.ParameterList([torch.ones(3, 6)])]),
+        layers=nn.ModuleList([Block()]),
+    )
+    assert blocks(model) == ["layers.0"]
 
 
 def test_a_module_dict_as_a_namespace() -> None:

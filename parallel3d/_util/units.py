@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
+import sys
 import textwrap
+import types
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from itertools import chain
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -41,12 +45,13 @@ class Units(NamedTuple):
 def find_units(model: nn.Module, patterns: Sequence[str] | None = None) -> Units:
     """Returns the units of ``model``, which is not changed.
 
-    Blocks are the members of the outermost ``nn.ModuleList`` s, of ``nn.ModuleDict`` s whose members are of
-    one class, and numbered children of one class (``block0``, ``block1``, those of an ``nn.Sequential``) that
-    have children themselves; or the outermost modules whose names match ``patterns`` (shell wildcards within
-    a dotted segment). The others that match are units inside the blocks, and so is a module inside a block
-    that the model calls without the block. A module that shares a parameter with another stays with the root,
-    so that tied parameters are in one group. So does one whose weight the model reads without calling it.
+    Blocks are the members of the outermost ``nn.ModuleList`` s (of lists in lists the inner ones', but for
+    norms), of ``nn.ModuleDict`` s whose members are of one class, and numbered children of one class
+    (``block0``, ``block1``, those of an ``nn.Sequential``) that have children themselves; or the outermost
+    modules whose names match ``patterns`` (shell wildcards within a dotted segment). The others that match
+    are units inside the blocks, and so is a module inside a block that the model calls without the block. A
+    module that shares a parameter with another stays with the root, so that tied parameters are in one group.
+    So does one whose weight other code reads without calling it.
     """
     matched = _matching(model, patterns) if patterns is not None else _listed(model)
     within = {id(m) for _, module in matched for m in module.modules() if m is not module}
@@ -55,8 +60,11 @@ def find_units(model: nn.Module, patterns: Sequence[str] | None = None) -> Units
     inner += [each for each in _called_inside(model, blocks) if each not in inner]
     inner.sort(key=lambda each: -each[0].count("."))
     inside = {id(m) for _, block in blocks for m in block.modules()}
+    for lists in (m for m in model.modules() if isinstance(m, nn.ModuleList)):
+        members = {id(m) for m in lists.modules()}
+        inside |= members if not members.isdisjoint(inside) else set()
     users = Counter(param for m in model.modules() for param in {*m._parameters.values()})
-    read = _weights_read_in_code(model)
+    read = _read_without_call(model)
     embeddings: list[tuple[str, nn.Module]] = []
     final: list[tuple[str, nn.Module]] = []
     past_blocks = False
@@ -69,7 +77,7 @@ def find_units(model: nn.Module, patterns: Sequence[str] | None = None) -> Units
         # Parameters beside submodules are the root's.
         if not name or not own or any(True for _ in module.children()) or is_shared:
             continue
-        if name.rpartition(".")[2] in read:
+        if id(module) in read:
             continue
         if past_blocks:
             final.append((name, module))
@@ -80,21 +88,83 @@ def find_units(model: nn.Module, patterns: Sequence[str] | None = None) -> Units
     return Units(blocks, inner, embeddings, final)
 
 
-# Prefixes of methods that are not part of a forward.
+# Prefixes of methods that are not part of a forward; functions that they define may be.
 _SETTING_UP = ("__init__", "init", "_init", "reset", "tie", "_tie", "load", "_load", "post_init")
 
 
-def _weights_read_in_code(model: nn.Module) -> set[str]:
-    """Returns names of modules whose ``.weight`` the model's own classes read without calling the module.
+def _read_without_call(model: nn.Module) -> set[int]:
+    """Returns the ids of modules whose ``.weight`` the model's own code reads without calling them.
 
-    An example is ``self.positions.weight[:n]``: if the module were a unit, its hooks would not run.
+    An example is ``self.positions.weight[:n]``: if the module were a unit, its hooks would not run. They are
+    found by the attributes that hold them, of modules and of plain objects that modules hold (a tied head
+    that is no module), in the code of those classes and of the functions among these objects.
     """
-    found: set[str] = set()
-    for cls in {type(module) for module in model.modules()}:
-        for node in _code_of(cls, {"weight"}):
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute):
-                found |= {node.value.attr} if node.attr == "weight" else set()
-    return found
+    names: dict[int, set[str]] = {}  # id of a module -> the attributes that hold it
+    code: dict[Any, None] = {}  # classes and functions
+    seen: set[int] = set()
+    waiting: list[tuple[Any, int]] = [(module, 0) for module in model.modules()]
+    for owner, depth in waiting:
+        if id(owner) in seen or depth > _DEPTH:
+            continue
+        seen.add(id(owner))
+        code.update(dict.fromkeys([owner] if inspect.isfunction(owner) else type(owner).__mro__))
+        for name, held in _held_by(owner):
+            if isinstance(held, nn.Module):
+                names.setdefault(id(held), set()).add(name)
+            else:
+                waiting.append((held, depth + 1))
+    trees = (tree for each in code for tree in _functions_of(each, {"weight"}))
+    read = {name for tree in trees for name in _weights_read(tree)}
+    return {key for key, own in names.items() if not own.isdisjoint(read)}
+
+
+_DEPTH = 3
+"""How many objects lie one in another at most: a partial of a method of an object that holds a module."""
+_BARE = nn.Module()
+
+
+def _held_by(owner: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the modules, plain objects and functions that ``owner`` holds, with their names in it."""
+    held: dict[Any, Any] = dict(getattr(owner, "__dict__", {}))
+    if isinstance(owner, nn.Module):
+        held = {n: v for n, v in held.items() if n not in vars(_BARE)} | owner._modules
+    elif inspect.isfunction(owner):
+        cells = zip(owner.__code__.co_freevars, owner.__closure__ or (), strict=True)
+        with suppress(ValueError):  # a cell without a value yet
+            held |= {name: cell.cell_contents for name, cell in cells}
+    elif inspect.ismethod(owner):
+        held = {"": owner.__self__, "method": owner.__func__}
+    elif isinstance(owner, functools.partial):
+        held = {**owner.keywords, "": owner.func} | {str(i): v for i, v in enumerate(owner.args)}
+    for name, value in held.items():
+        for each in value if isinstance(value, (list, tuple)) else [value]:
+            plain = hasattr(each, "__dict__") and not isinstance(each, (type, types.ModuleType))
+            package = type(each).__module__.partition(".")[0]
+            if isinstance(
+                each, (nn.Module, types.FunctionType, types.MethodType, functools.partial)
+            ) or (plain and (package == "__main__" or package not in _NO_MODELS)):
+                yield str(name), each
+
+
+_NO_MODELS = {"torch", "numpy", *sys.stdlib_module_names}
+
+
+def _weights_read(function: ast.AST) -> Iterator[str]:
+    """Yields ``name`` for each ``x.name.weight`` in a function, and where a variable is ``x.name``."""
+    variables: dict[str, str] = {}
+    for node in ast.walk(function):
+        match node:
+            case ast.Assign(targets=[ast.Name(id=variable)], value=ast.Attribute(attr=name)):
+                variables[variable] = name
+    for node in ast.walk(function):
+        match node:
+            case ast.Attribute(attr="weight", value=read):
+                while isinstance(read, ast.Subscript):  # of a list that hides a module
+                    read = read.value
+                if isinstance(read, ast.Name):
+                    yield variables.get(read.id, read.id)
+                elif isinstance(read, ast.Attribute):
+                    yield read.attr
 
 
 def _called_inside(
@@ -112,7 +182,7 @@ def _called_inside(
         if id(owner) in inside | ids:
             continue
         for cls in type(owner).__mro__:
-            for node in _code_of(cls, owner._modules.keys()):
+            for node in chain.from_iterable(map(ast.walk, _functions_of(cls, owner._modules))):
                 called = _module_at(node.func, owner) if isinstance(node, ast.Call) else None
                 if called is not None and next(called.parameters(), None) is not None:
                     found.add(id(called))
@@ -137,17 +207,32 @@ def _module_at(node: ast.expr, owner: nn.Module) -> nn.Module | None:
     return found if isinstance(found, nn.Module) else None
 
 
-def _code_of(cls: type, names: Collection[str]) -> Iterator[ast.AST]:
-    """Yields the syntax of the methods of ``cls`` itself that use one of ``names``, without torch's."""
-    if cls.__module__.startswith("torch."):
+def _functions_of(owner: Any, names: Collection[str]) -> Iterator[ast.AST]:
+    """Yields the syntax of a function, or of a class's own methods, that use one of ``names``, without
+    torch's; of methods that set up, the functions that they define."""
+    if owner.__module__.partition(".")[0] in _NO_MODELS - {"__main__"}:
         return
-    for name, method in vars(cls).items():
-        if not inspect.isfunction(method) or name.startswith(_SETTING_UP):
-            continue
-        if set(names).isdisjoint(inspect.unwrap(method).__code__.co_names):
+    members = vars(owner).items() if isinstance(owner, type) else [("", owner)]
+    for name, member in members:
+        method = inspect.unwrap(getattr(member, "fget", None) or member)
+        if not inspect.isfunction(method) or not _uses(method.__code__, names):
             continue
         with suppress(OSError, TypeError, SyntaxError):  # typed into an interpreter, say
-            yield from ast.walk(ast.parse(textwrap.dedent(inspect.getsource(method))))
+            tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
+            if name.startswith(_SETTING_UP):
+                (defined,) = tree.body
+                inner = (n for n in ast.walk(tree) if isinstance(n, _DEFINES) and n is not defined)
+                yield from inner
+            else:
+                yield tree
+
+
+_DEFINES = (ast.FunctionDef, ast.Lambda)
+
+
+def _uses(code: types.CodeType, names: Collection[str]) -> bool:
+    nested = (c for c in code.co_consts if isinstance(c, types.CodeType))
+    return not set(names).isdisjoint(code.co_names) or any(_uses(c, names) for c in nested)
 
 
 def _listed(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -167,10 +252,10 @@ def _listed(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _repeated(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Returns the children of ``module`` that are repeated blocks."""
+    if isinstance(module, nn.ModuleList):
+        return list(_members(module))
     named = module.named_children()
     children = [(n, child) for n, child in named if next(child.parameters(), None) is not None]
-    if isinstance(module, nn.ModuleList):
-        return children
     found: list[tuple[str, nn.Module]] = []
     if isinstance(module, nn.ModuleDict):
         # With several classes it is a namespace (wte, h, ln_f).
@@ -187,6 +272,25 @@ def _repeated(module: nn.Module) -> list[tuple[str, nn.Module]]:
     # Children that hold lists of blocks are too large: the lists' members are the blocks.
     lists = (nn.ModuleList, nn.ModuleDict)
     return [] if any(isinstance(m, lists) for _, child in found for m in child.modules()) else found
+
+
+def _members(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the members of a list that have parameters; of lists in it, which are never called, theirs.
+    Norms in those stay with the root: as a unit each would need a collective for a few numbers."""
+    for name, child in module.named_children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)) and not _has_forward(child):
+            for inner, each in _members(child):
+                if any(p.dim() > 1 for p in each.parameters()):
+                    yield f"{name}.{inner}", each
+        elif next(child.parameters(), None) is not None and not isinstance(child, _NO_FORWARD):
+            yield name, child
+
+
+_NO_FORWARD = (nn.ParameterList, nn.ParameterDict)
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def _matching(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Module]]:
@@ -207,7 +311,7 @@ def _matching(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.M
             )
         for name, module in matches:
             lists = isinstance(module, (nn.ModuleList, nn.ModuleDict))
-            if lists and type(module).forward is nn.Module.forward:
+            if lists and not _has_forward(module):
                 raise Parallel3dError(
                     f"units: the pattern {pattern!r} matches {name!r}, an nn.{type(module).__name__}, which "
                     f"has no forward to hook; give its members, {name + '.*'!r}"
