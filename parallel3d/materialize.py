@@ -20,9 +20,11 @@ from parallel3d._torch.dtensor import dtensor_shard_box, make_dtensor, spec_of
 from parallel3d._util import dry_run
 from parallel3d.errors import Parallel3dError
 from parallel3d.fsdp.inspect import ShardedParam, class_name, unit_of
+from parallel3d.mesh.failures import tells_others
 from parallel3d.tp.lora import adapter_kind, check_can_initialise_adapters, initialise_adapter
 
 
+@tells_others
 def materialize(
     model: nn.Module, *, device: torch.device | str | None = None, seed: int = 0
 ) -> nn.Module:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -37,9 +38,11 @@ from parallel3d.fsdp.inspect import (
     strategy_options,
     unit_of,
 )
+from parallel3d.guards.timeouts import check_duration
 from parallel3d.mesh import check_agreement
 from parallel3d.mesh.agreement import name_ranks
 from parallel3d.mesh.build import name_axes
+from parallel3d.mesh.failures import tells_others
 from parallel3d.mesh.joined import joined_mesh
 from parallel3d.tp import ResolvedPlan, resolve_plan
 from parallel3d.tp.resolve import Plan, check_plan_type
@@ -50,6 +53,7 @@ from parallel3d.tp.vocab_parallel.head import chunk_whole_head, find_head, with_
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
+@tells_others
 def parallelize(
     model: ModelT,
     mesh: DeviceMesh,
@@ -69,6 +73,7 @@ def parallelize(
     example: Any = None,
     check_same_batch: bool = True,
     engine: Literal["parallel3d", "torch"] = "parallel3d",
+    timeout: timedelta | None = None,
 ) -> ModelT:
     """Makes ``model`` train with tensor parallelism, FSDP and HSDP on ``mesh``.
 
@@ -114,6 +119,8 @@ def parallelize(
             same batch; ``tp.check_same_batch`` checks every forward.
         engine: ``"torch"``: the same by torch's ``fully_shard`` and ``parallelize_module``, to compare with,
             or as a way out. What they can't do is an error.
+        timeout: how long ranks wait for one that has not come, say because it still loads its model; by
+            default the process group's timeout. After half a minute one says who is missing.
 
     Returns:
         ``model`` itself.
@@ -140,6 +147,7 @@ def parallelize(
             raise MeshError(f"mesh is {mesh!r}; it must be a DeviceMesh, as build_mesh makes")
         whole = name_axes(mesh, axes)
         mesh = joined_mesh(whole)
+        check_duration("timeout", timeout, or_none=True)
         _check_model(model)
         _check_switches(**switches)
         _check_compile(compile)
@@ -182,7 +190,7 @@ def parallelize(
         if not dist.is_initialized():
             raise
         problem = error
-    _compare_ranks(mesh, settings, problem)
+    _compare_ranks(mesh, settings, problem, timeout if isinstance(timeout, timedelta) else None)
     warning = of_one_unit(model, found) if data_axes(mesh).data_size > 1 else ""
     if warning and (ranks_are_simulated() or dist.get_rank() == int(mesh.mesh.flatten()[0])):
         warnings.warn(warning, stacklevel=2)
@@ -223,14 +231,17 @@ def parallelize(
     return model
 
 
-def _compare_ranks(mesh: Any, settings: dict[str, str], problem: Exception | None) -> None:
+def _compare_ranks(
+    mesh: Any, settings: dict[str, str], problem: Exception | None, timeout: timedelta | None
+) -> None:
     """Raises ``problem``, or an AgreementError if another rank of ``mesh`` has one or other settings."""
     ranks = None  # those outside the mesh may do something else
     if isinstance(mesh, DeviceMesh) and not ranks_are_simulated():
         ranks = mesh.mesh.flatten().tolist()
     settings["problem"] = str(problem or "none")
     try:
-        check_agreement("parallelize", settings, ranks=ranks, explain={"values": _other_weights})
+        explain = {"values": _other_weights}
+        check_agreement("parallelize", settings, timeout=timeout, ranks=ranks, explain=explain)
     except AgreementError as error:
         raise error from problem
     if problem is not None:

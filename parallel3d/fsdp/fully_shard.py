@@ -63,6 +63,7 @@ from parallel3d.fsdp.placement import (
     spmd_axes,
 )
 from parallel3d.fsdp.unit import Unit
+from parallel3d.mesh.failures import tells_others
 
 
 class _Options(TypedDict, total=False):
@@ -80,6 +81,7 @@ class _Options(TypedDict, total=False):
 def fully_shard(module: nn.Module, **options: Unpack[_Options]) -> FSDPModule: ...
 @overload
 def fully_shard(module: list[nn.Module], **options: Unpack[_Options]) -> list[FSDPModule]: ...
+@tells_others
 def fully_shard(
     module: nn.Module | list[nn.Module],
     *,

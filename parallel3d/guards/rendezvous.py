@@ -23,7 +23,7 @@ from typing import Any, NoReturn, TextIO
 
 from torch import distributed as dist
 
-from parallel3d._torch.groups import group_timeout, set_keys
+from parallel3d._torch.groups import set_keys
 from parallel3d.errors import AgreementError, Parallel3dError, PeerFailureError
 from parallel3d.mesh.agreement import check_agreement, name_ranks, ranks_by_value, seconds
 from parallel3d.mesh.store import others, wait_for, while_waiting
@@ -393,6 +393,4 @@ def compare_digests(
         return
     values = texts()
     digest = hashlib.sha256(json.dumps([*values.items()]).encode()).hexdigest()
-    check_agreement(
-        topic, {"digest": digest}, ranks=ranks, timeout=group_timeout(), details=lambda: values
-    )
+    check_agreement(topic, {"digest": digest}, ranks=ranks, details=lambda: values)

@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
 )
 
 from parallel3d._torch.groups import all_groups, clone_store, group_timeout, wake_waiting
-from parallel3d._util.arguments import text_of, without_gloo
+from parallel3d._util.arguments import text_of
 from parallel3d._util.trace import issuing
 from parallel3d.errors import Parallel3dError, PeerFailureError, StateError
 from parallel3d.guards import timeouts as _timeouts
@@ -32,6 +32,7 @@ from parallel3d.guards.aborting import Abort, all_communicators, refusal
 from parallel3d.guards.board import Board, Note, Pulse
 from parallel3d.guards.timeouts import Schedule, Timeouts, check_duration, here, stack_of
 from parallel3d.mesh.agreement import name_ranks, ranks_by_value, seconds
+from parallel3d.mesh.failures import is_of_communication, short
 from parallel3d.mesh.store import next_table, others, while_waiting
 
 
@@ -270,37 +271,7 @@ def _start_thread(name: str, target: Callable[..., None], *args: Any) -> None:
 
 # The cause of an error in a collective of this rank.
 
-# Parts of the errors of backends; gloo's are plain RuntimeErrors.
-_MARKS = (
-    "gloo",
-    "NCCL",
-    "ncclSystemError",
-    "ProcessGroup",
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Connection refused",
-    "Broken pipe",
-    "Application timeout caused pair closure",
-    "Timed out waiting",
-)
 _TIMED_OUT = ("Timed out waiting", "timed out", "Timeout")
-
-
-def is_of_communication(error: BaseException) -> bool:
-    """Whether a collective or the store has raised ``error``, because of another rank."""
-    if isinstance(error, PeerFailureError | dist.DistError):
-        return True
-    if not isinstance(error, RuntimeError) or isinstance(error, Parallel3dError):
-        return False
-    text = text_of(error)
-    return any(mark in text for mark in _MARKS)
-
-
-def short(error: BaseException, width: int = 2000) -> str:
-    """Returns type and text of an exception; a text longer than ``width`` is cut."""
-    text = without_gloo(text_of(error))
-    text = text if len(text) <= width else f"{text[:width]}..."
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def peer_failure(note: Note, rank: int) -> PeerFailureError:

@@ -16,12 +16,14 @@ from typing import TypeVar
 
 from torch import distributed as dist
 
+from parallel3d._torch.groups import group_timeout
 from parallel3d.errors import AgreementError, PeerFailureError, StateError
+from parallel3d.mesh.failures import FailedAlone, raise_failed_alone
 from parallel3d.mesh.printing import print_once
-from parallel3d.mesh.store import next_table, others, ranks_are_played, wait_for
+from parallel3d.mesh.store import next_table, others, ranks_are_played, say_late, wait_for
 
-DEFAULT_TIMEOUT = timedelta(seconds=30)
-"""How long ranks wait for each other's report by default."""
+DEFAULT_TIMEOUT = timedelta(minutes=10)
+"""How long ranks wait for each other's report while there is no process group, whose timeout it else is."""
 
 # How much longer than the first rank the others wait, so that they raise its verdict and not a timeout of
 # their own; and how long it keeps a store that it may host alive for them to read the verdict.
@@ -107,13 +109,14 @@ class _Verdict:
     warning: str | None
     readers: int
     differs: bool = False  # whether the error is a difference, and all ranks have reported
+    failed: Sequence[int] = ()  # ranks that have raised before they reported
 
 
 def check_agreement(
     topic: str,
     value: Mapping[str, str],
     *,
-    timeout: timedelta = DEFAULT_TIMEOUT,
+    timeout: timedelta | None = None,
     warn_only: Collection[str] = (),
     store: dist.Store | None = None,
     rank: int | None = None,
@@ -132,8 +135,9 @@ def check_agreement(
         topic: what is compared, as it appears in errors: ``"mesh"``, ``"plan"``. Calls with one
             topic are matched in order; they may be repeated.
         value: named settings. A name that only some ranks have is a difference.
-        timeout: how long rank 0 waits for the others, and the others for rank 0. A rank that
-            arrives long before rank 0 may wait twice this time.
+        timeout: how long rank 0 waits for the others, and the others for rank 0; by default the default
+            process group's timeout. A rank that arrives long before rank 0 may wait twice this time. After
+            half a minute one of those that wait says who is missing.
         warn_only: names whose difference is a warning, issued on rank 0, instead of an error.
         store: the store to use, with ``rank`` and ``world_size``; by default those of the default
             process group.
@@ -146,7 +150,8 @@ def check_agreement(
     Raises:
         AgreementError: on every rank, naming the settings, their values and the odd ranks; or, on
             the ranks that did report, naming those that did not within ``timeout``.
-        PeerFailureError: within ``guards.watch``: another rank has failed meanwhile.
+        PeerFailureError: a rank that is waited for has failed alone, see ``mesh.failures``; within
+            ``guards.watch``: any other rank has failed.
         StateError: there is no process group and no store with rank and world size.
     """
     if ranks_are_played():
@@ -169,16 +174,19 @@ def check_agreement(
     members = range(world_size) if ranks is None else sorted(ranks)
     if len(members) == 1:
         return
+    if timeout is None:
+        timeout = group_timeout() if dist.is_initialized() else DEFAULT_TIMEOUT
+    whole = store
     if len(members) < world_size:
         # Two sets of one size may begin with the same rank: the prefix names the whole set.
         digest = hashlib.sha256(repr(list(members)).encode()).hexdigest()[:16]
         store = dist.PrefixStore(f"ranks {members[0]} to {members[-1]}, {digest}", store)
 
     try:
-        comparison = _Comparison(store, topic, rank, members, timeout, explain or {})
+        comparison = _Comparison(store, whole, topic, rank, members, timeout, explain or {})
         verdict = comparison.run((dict(value), sorted(warn_only)))
         if verdict.differs and details is not None:
-            comparison = _Comparison(store, f"{topic} in detail", rank, members, timeout, {})
+            comparison = _Comparison(store, whole, f"{topic} in detail", rank, members, timeout, {})
             detailed = comparison.run((dict(details()), []))
             if detailed.error is not None:
                 verdict = replace(detailed, error=detailed.error.replace(" in detail", "", 1))
@@ -189,15 +197,18 @@ def check_agreement(
         ) from error
     if verdict.warning is not None and rank == members[0]:
         warnings.warn(verdict.warning, stacklevel=2)
+    if verdict.failed:
+        raise PeerFailureError(str(verdict.error), tuple(verdict.failed))
     if verdict.error is not None:
         raise AgreementError(verdict.error)
 
 
 @dataclass(frozen=True)
 class _Comparison:
-    """One comparison of the reports of ``members``, on one of them."""
+    """One comparison of the reports of ``members``, on one of them. ``whole``: the store of all ranks."""
 
     store: dist.Store
+    whole: dist.Store
     topic: str
     rank: int
     members: Sequence[int]
@@ -219,12 +230,16 @@ class _Comparison:
     def _judge(self, table: dist.Store) -> _Verdict:
         """Collects and compares the reports, on the first member."""
         present = list(self.members)
+        failed: PeerFailureError | None = None
         try:
-            wait_for(table, [f"report/{rank}" for rank in present], self.timeout)
+            self._wait_for(table, {rank: f"report/{rank}" for rank in present}, self.timeout)
         except PeerFailureError:
             raise
-        except RuntimeError:  # the stores share no narrower type for a timeout
+        except (FailedAlone, RuntimeError) as ended:  # stores share no narrower type for a timeout
+            failed = ended.error if isinstance(ended, FailedAlone) else None
             present = [rank for rank in present if table.check([f"report/{rank}"])]
+        if failed is not None:
+            return _Verdict(str(failed), None, len(present), failed=failed.ranks)
         reports = {rank: json.loads(table.get(f"report/{rank}")) for rank in present}
         error, warning = self._compare(reports)
         missing = sorted({*self.members} - {*present})
@@ -232,8 +247,8 @@ class _Comparison:
             return _Verdict(error, warning, len(reports), differs=error is not None)
         absent = (
             f"{name_ranks(missing)} of {len(self.members)} did not report {self.topic!r} within "
-            f"{seconds(self.timeout)}. They failed before this call, hang, or never make it: "
-            f"look at their output first. If they are only slow to start, give a longer timeout."
+            f"{seconds(self.timeout)}. They failed before this call, hang, or never make it: look at their "
+            "output first. If they are only slow, give a longer timeout, here or to init_process_group."
         )
         error = absent if error is None else f"{absent}\nOf those that did report: {error}"
         return _Verdict(error, warning, len(reports))
@@ -247,7 +262,7 @@ class _Comparison:
         )
         for key, limit, what in steps:
             try:
-                wait_for(table, [key], limit)
+                self._wait_for(table, {first: key}, limit)
             except (dist.DistNetworkError, PeerFailureError):
                 raise  # no timeout
             except RuntimeError as error:
@@ -256,7 +271,31 @@ class _Comparison:
                     f"compare with the others. Rank {first} failed before this call, hangs, or never makes "
                     "it: look at its output first."
                 ) from error
+            except FailedAlone as failed:
+                raise failed.error from None
         return _Verdict(**json.loads(table.get("verdict")))
+
+    def _wait_for(self, table: dist.Store, keys: Mapping[int, str], limit: timedelta) -> None:
+        """Waits until the ranks in ``keys`` have set their keys, and says once who is late.
+
+        Raises:
+            FailedAlone: one of them has raised, and will not come.
+        """
+
+        def missing() -> list[int]:
+            return [rank for rank, key in keys.items() if not table.check([key])]
+
+        def notice() -> None:
+            if table.add("noticed", 1) == 1:
+                say_late(missing(), len(self.members), repr(self.topic), limit)
+
+        wait_for(
+            table,
+            list(keys.values()),
+            limit,
+            notice=None if "verdict" in keys.values() else notice,
+            look=lambda: raise_failed_alone(self.whole, self.rank, missing),
+        )
 
     def _leave(self, table: dist.Store, readers: int) -> None:
         """Waits until all have read the verdict: the first member may host the store, raise and exit.

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import time
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -22,6 +23,8 @@ from parallel3d.mesh.layout import MeshLayout
 from parallel3d.mesh.printing import print_once
 from parallel3d.mesh.store import fresh_store, others, outlives_ranks
 
+_AGAIN = timedelta(seconds=30)  # a rank that came just in time gets to report
+
 _RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 # Variables that configure communication. A difference between ranks is legitimate (nodes with other
@@ -32,7 +35,7 @@ _NOT_COMPARED = ("TORCH_HOME", "TORCH_EXTENSIONS_DIR", "TORCH_LOGS_OUT", "TORCH_
 
 
 def build_mesh(
-    layout: MeshLayout, *, device_type: str | None = None, timeout: timedelta = DEFAULT_TIMEOUT
+    layout: MeshLayout, *, device_type: str | None = None, timeout: timedelta | None = None
 ) -> DeviceMesh:
     """Builds the DeviceMesh of ``layout``: axes ``("replicate", "shard", "tp")``, ``"cp"`` before tp if > 1.
 
@@ -49,7 +52,8 @@ def build_mesh(
         layout: the sizes of the axes; a -1 is resolved from the world size.
         device_type: ``"cuda"``, ``"cpu"``, ...; by default the accelerator if there is one that
             torch.distributed has a backend for, else ``"cpu"``.
-        timeout: how long ranks wait for each other's report. Collectives keep torch's timeout.
+        timeout: how long ranks wait for each other's report; by default the process group's timeout, or
+            ten minutes without one. After half a minute one says who is missing. Collectives keep torch's.
 
     Raises:
         MeshError: the layout does not fit the world, there is no way to start a process group, the
@@ -224,7 +228,7 @@ def _check_launch(
     layout: MeshLayout,
     device_type: str,
     world_size: int,
-    timeout: timedelta,
+    timeout: timedelta | None,
     store: dist.Store | None = None,
     rank: int | None = None,
 ) -> None:
@@ -258,14 +262,19 @@ def _check_launch(
     )
 
 
-def _start_group(layout: MeshLayout, device_type: str, timeout: timedelta) -> MeshLayout:
+def _start_group(layout: MeshLayout, device_type: str, timeout: timedelta | None) -> MeshLayout:
     """Starts the default process group and returns the layout resolved for its world."""
     missing = [name for name in _RENDEZVOUS if not os.environ.get(name)]
     if not missing:
         # The process group, which could hang, comes after the check.
         store, rank, world_size = next(dist.rendezvous("env://"))
+        timeout = timeout or DEFAULT_TIMEOUT
         if outlives_ranks():
+            begin = time.monotonic()
             store = fresh_store(store, rank, world_size, timeout)
+            # Who has not come by now is named soon, and not waited for again.
+            waited = timedelta(seconds=time.monotonic() - begin)
+            timeout = max(timeout - waited, min(timeout, _AGAIN))
         _check_launch(layout, device_type, world_size, timeout, store=store, rank=rank)
     elif {"RANK", "WORLD_SIZE"} <= set(missing):
         store, rank, world_size = dist.HashStore(), 0, 1

@@ -3,8 +3,10 @@
 import json
 import os
 import secrets
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from datetime import timedelta
 
 from torch import distributed as dist
@@ -14,6 +16,9 @@ from parallel3d._torch.simulated import ranks_are_simulated as ranks_are_played
 
 _ONE_PROCESS = ("fake", "emulated")  # backends of ``parallel3d.testing`` without other ranks
 _SHORTEST, _LONGEST = 0.0005, 0.1  # seconds between two polls of the store
+
+NOTICE_AFTER = timedelta(seconds=30)
+"""How long a rank waits before it says, once, for whom: a slow rank is no error, but nobody should wonder."""
 
 while_waiting: list[Callable[[], None]] = []
 """Called at each poll by a rank that waits; an exception ends the wait. See ``guards.watch``."""
@@ -39,29 +44,71 @@ def next_table(store: dist.Store, topic: str, rank: int) -> dist.Store:
     return dist.PrefixStore(str(call), topic_store)
 
 
-def wait_for(store: dist.Store, keys: Sequence[str], timeout: timedelta) -> None:
+def wait_for(
+    store: dist.Store,
+    keys: Sequence[str],
+    timeout: timedelta,
+    *,
+    notice: Callable[[], None] | None = None,
+    look: Callable[[], None] | None = None,
+) -> None:
     """Waits until all ``keys`` are set; RuntimeError if not within ``timeout``.
 
     DistNetworkError if the store has ended; PeerFailureError within ``guards.watch``.
+
+    Args:
+        notice: called once, after ``NOTICE_AFTER``.
+        look: called at each of the slow polls; an exception ends the wait.
     """
     # Not store.wait: on a TCP store it can't be interrupted, and prints to stderr when it times out.
-    for _ in _polls(time.monotonic() + timeout.total_seconds()):
+    for _ in _polls(timeout, notice=notice, look=look):
         if store.check(list(keys)):
             return
     raise RuntimeError(f"{', '.join(keys)} not set within {timeout}")
 
 
-def _polls(end: float, longest: float = _LONGEST) -> Iterator[None]:
-    """Yields when to poll the store again, less and less often, until the time ``end``."""
-    pause = _SHORTEST
+def _polls(
+    timeout: timedelta,
+    longest: float = _LONGEST,
+    *,
+    notice: Callable[[], None] | None = None,
+    look: Callable[[], None] | None = None,
+) -> Iterator[None]:
+    """Yields when to poll the store again, less and less often, until ``timeout`` is over.
+
+    ``notice`` and ``look``: see ``wait_for``.
+    """
+    begin, pause = time.monotonic(), _SHORTEST
     late = False
     while not late:
-        for look in while_waiting:
-            look()
-        late = time.monotonic() > end
+        for each in while_waiting:
+            each()
+        waited = time.monotonic() - begin
+        late = waited > timeout.total_seconds()
         yield
+        if notice is not None and waited > NOTICE_AFTER.total_seconds():
+            notice()
+            notice = None
+        if look is not None and pause == longest:
+            look()
         time.sleep(0 if late else pause)
         pause = min(2 * pause, longest)
+
+
+def say(text: str) -> None:
+    """Prints ``text`` to standard error, as a line of this package's."""
+    with suppress(OSError, ValueError):  # nobody reads it
+        print(f"parallel3d: {text}", file=sys.stderr, flush=True)
+
+
+def say_late(late: Sequence[int], number: int, where: str, timeout: timedelta) -> None:
+    """Says once who of ``number`` ranks has not come to ``where``, and how long the others wait."""
+    names = ", ".join(map(str, late[:16])) + (", ..." if len(late) > 16 else "")
+    waited, limit = (each.total_seconds() for each in (NOTICE_AFTER, timeout))
+    say(
+        f"rank{'s' * (len(late) > 1)} {names} of {number} {'has' if len(late) == 1 else 'have'} not come to "
+        f"{where} after {waited:g} s; the others wait, {limit:g} s at most"
+    )
 
 
 def outlives_ranks() -> bool:
@@ -88,7 +135,22 @@ def fresh_store(
     table = dist.PrefixStore("parallel3d/starts", store)
     own = secrets.token_hex(8)
     table.set(f"here/{rank}", own)
-    polls = _polls(time.monotonic() + timeout.total_seconds(), longest=0.05)
+
+    def notice() -> None:
+        name, known = json.loads(_get(table, "start") or '["", []]')
+        if rank == 0:
+            late = [r for r in range(1, world_size) if not table.check([f"found/{name}/{r}"])]
+        elif rank < len(known) and known[rank] == own:
+            return  # rank 0 is there, and says it
+        elif table.add("noticed", 1) > 1:
+            return
+        else:
+            late = [0]
+        say_late(late, world_size, "the start of the job", timeout)
+
+    if rank == 0:
+        table.delete_key("noticed")  # of a start before
+    polls = _polls(timeout, longest=0.05, notice=notice)
     name = _lead(table, own, world_size, polls) if rank == 0 else _follow(table, own, rank, polls)
     return dist.PrefixStore(f"parallel3d/start/{name}", store)
 

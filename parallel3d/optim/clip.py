@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from parallel3d._torch.dtensor import DTensorSpec, spec_of
 from parallel3d._torch.kernels import foreach_mul_, foreach_norm
-from parallel3d.errors import Parallel3dError
+from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.inspect import Bucket, flat_gradient, parameters_at_rest, refuse_unfinalized
 from parallel3d.mesh.agreement import name_ranks
 from parallel3d.mesh.store import next_table, others, wait_for
@@ -234,9 +234,10 @@ def clip_grad_norm_(
         parameters, say) are.
 
     Raises:
-        Parallel3dError: bad ``max_norm`` or ``norm_type``, or a non-finite norm if asked for.
-        StateError: a gradient is not reduced yet, as between micro-batches or before
-            ``finalize_backward()``; or parameters are updated in backward (``step_in_backward``).
+        Parallel3dError: bad ``max_norm`` or ``norm_type``.
+        StateError: a non-finite norm if asked for (a RuntimeError too, as torch's); a gradient is not reduced
+            yet, as between micro-batches or before ``finalize_backward()``; or parameters are updated in
+            backward (``step_in_backward``).
     """
     if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)) or not max_norm >= 0:
         raise Parallel3dError(f"max_norm is {max_norm!r}; it must be a number >= 0")
@@ -252,7 +253,7 @@ def clip_grad_norm_(
         return torch.zeros(())
     norm = _total_norm(found, norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
-        raise Parallel3dError(
+        raise StateError(
             f"the {norm_type}-norm of the gradients is {norm.item()}; it must be finite to clip by"
             f"{name_losses(loss)}"
         )

@@ -43,6 +43,8 @@ def test_one_process() -> None:
     weight = nn.Parameter(torch.ones(2))
     loss = (weight * torch.inf).sum()
     loss.backward()
+    with pytest.raises(RuntimeError, match="This rank's loss is inf"):  # as torch's
+        clip_grad_norm_([weight], 1.0, error_if_nonfinite=True, loss=loss)
     with pytest.raises(Parallel3dError, match="This rank's loss is inf"):
         clip_grad_norm_([weight], 1.0, error_if_nonfinite=True, loss=loss)
     with pytest.raises(Parallel3dError, match="This rank's loss is finite"):

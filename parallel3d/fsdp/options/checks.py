@@ -30,7 +30,8 @@ from parallel3d.fsdp.options import ContextOption
 from parallel3d.fsdp.param import ShardedParam
 from parallel3d.fsdp.unit import Call, Observer, Unit
 from parallel3d.guards.rendezvous import compare_digests
-from parallel3d.mesh.agreement import DEFAULT_TIMEOUT, check_agreement
+from parallel3d.guards.timeouts import check_duration
+from parallel3d.mesh.agreement import check_agreement
 from parallel3d.mesh.store import others
 
 # Ranks compare a model's units and parameters before it first communicates, as each may have changed them
@@ -160,7 +161,7 @@ def _describe(param: ShardedParam) -> str:
 
 
 def check_execution_order(
-    model: nn.Module, enabled: bool = True, *, timeout: timedelta = DEFAULT_TIMEOUT
+    model: nn.Module, enabled: bool = True, *, timeout: timedelta | None = None
 ) -> None:
     """Makes ranks compare the order in which they run the units of ``model``, for debugging.
 
@@ -173,18 +174,14 @@ def check_execution_order(
     Args:
         model: a model with units.
         enabled: False ends the check. All ranks must call it alike.
-        timeout: how long a rank waits for the others to reach its position.
+        timeout: how long a rank waits for the others to reach its position; by default the process group's.
 
     Raises:
         Parallel3dError: the model has no unit, or an argument is wrong. Later, in forward and backward,
             AgreementError on every rank, naming units and ranks.
     """
     enabled = as_bool("enabled", enabled)
-    if not isinstance(timeout, timedelta):
-        raise Parallel3dError(
-            f"check_execution_order: timeout is {timeout!r}; it must be a datetime.timedelta, such as "
-            "timedelta(seconds=30)"
-        )
+    check_duration("check_execution_order: timeout", timeout, or_none=True)
     units = list(units_of(model, recurse=True)) if isinstance(model, nn.Module) else []
     if not units:
         raise Parallel3dError(
@@ -208,7 +205,7 @@ class _OrderCheck(Observer):
         changed: whether this iteration was already found to differ.
     """
 
-    def __init__(self, ranks: list[int], timeout: timedelta) -> None:
+    def __init__(self, ranks: list[int], timeout: timedelta | None) -> None:
         self.ranks = ranks
         self.timeout = timeout
         self.order: list[weakref.ref[Unit]] = []

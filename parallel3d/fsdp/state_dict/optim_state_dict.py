@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,7 +46,6 @@ if TYPE_CHECKING:
 _FULL, _LOCAL = StateDictType.FULL_STATE_DICT, StateDictType.LOCAL_STATE_DICT
 
 # A rank may come late, from an evaluation say; a collective would wait as long.
-_TIMEOUT = timedelta(minutes=10)
 
 States = dict[Any, dict[str, Any]]
 """An optimizer's state by parameter name or key."""
@@ -196,7 +194,7 @@ def _check_same_states(states: States, meshes: list[DeviceMesh]) -> None:
     }
     for index, mesh in enumerate(meshes):  # each with a topic of its own, as meshes may overlap
         ranks = sorted(mesh.mesh.flatten().tolist())
-        check_agreement(f"optimizer state {index}", described, ranks=ranks, timeout=_TIMEOUT)
+        check_agreement(f"optimizer state {index}", described, ranks=ranks)
 
 
 # -- loading -------------------------------------------------------------------------------------------
