@@ -107,6 +107,21 @@ def backward_order(node: Any) -> int:
     return node._sequence_nr()
 
 
+next_backward_order: Callable[[], int] = torch._C._autograd._get_sequence_nr
+"""The number that the next node made on this thread gets."""
+
+
+def before_changes(tensor: torch.Tensor, first: int = 0) -> torch.Tensor:
+    """What to hook for the gradient of ``tensor``, so that the hook is called also if it is changed in place.
+
+    A change in place of a view puts another node in the place of the view's own, whose hooks are then not
+    called. That of what it is a view of stays: that tensor is returned, if it was made at ``first`` or later.
+    """
+    base = tensor._base
+    node = None if base is None else base.grad_fn
+    return tensor if base is None or node is None or backward_order(node) < first else base
+
+
 def set_backward_order(node: Any, number: int) -> None:
     """Gives ``node`` another one."""
     node._set_sequence_nr(number)

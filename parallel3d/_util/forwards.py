@@ -41,8 +41,14 @@ def wrap_forward(
         namespace = {name: getattr(cls, name) for name in ("__doc__", "__module__", "__qualname__")}
         namespace["forward"] = wrapper(inner)
         wrapped = _classes[cls, key, inner] = type(cls.__name__, (cls,), namespace)
-    module.__class__ = wrapped
+    set_class(module, wrapped)
     return inner
+
+
+def set_class(module: nn.Module, cls: type) -> None:
+    """``module.__class__ = cls``, also of a module whose ``__setattr__`` hands attributes on to another, as
+    that of ``torch.compile(module)`` does."""
+    object.__setattr__(module, "__class__", cls)
 
 
 def as_if(forward: Any, inner: Forward) -> Forward:

@@ -5,6 +5,8 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from parallel3d._util.forwards import set_class
+
 # Attributes in which torch keeps parameters, buffers, modules and hooks.
 _CONTAINERS = tuple(k for k, v in vars(nn.Module()).items() if isinstance(v, (dict, set)))
 
@@ -27,7 +29,7 @@ def unchanged_on_error(model: nn.Module) -> Iterator[None]:
         yield
     except BaseException:
         for module, cls, state in modules:
-            module.__class__ = cls
+            set_class(module, cls)
             vars(module).clear()
             vars(module).update(state)
         for container, content in containers:

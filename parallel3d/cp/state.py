@@ -10,7 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel3d._torch.autograd import in_backward_pass, queue_backward_callback, untraced
+from parallel3d._torch.autograd import (
+    before_changes,
+    in_backward_pass,
+    queue_backward_callback,
+    untraced,
+)
 from parallel3d._util.trees import tensors_in
 from parallel3d.cp.attention import attention
 from parallel3d.cp.axis import CpAxis
@@ -200,7 +205,7 @@ class CpState:
 
         for tensor in tensors_in(output):
             if tensor.requires_grad:
-                tensor.register_hook(begins)
+                before_changes(tensor).register_hook(begins)
 
     def _backward_ends(self) -> None:
         self.backward = None

@@ -21,6 +21,7 @@ from parallel3d._torch.fully_shard import (
     set_fully_shard_state,
 )
 from parallel3d._util.arguments import as_bool
+from parallel3d._util.forwards import set_class
 from parallel3d._util.replaced_params import mark_replaced
 from parallel3d._util.rollback import unchanged_on_error
 from parallel3d.errors import Parallel3dError, StateError
@@ -189,7 +190,7 @@ def fully_shard(
             vars(inner).update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
         cast_around(modules, policy)
         for root in modules:
-            root.__class__ = _extended_class(type(root))  # type: ignore[arg-type]  # it is hashable
+            set_class(root, _extended_class(type(root)))  # type: ignore[arg-type]  # it is hashable
             set_fully_shard_state(root, TorchState(root))
         _join_tied_units(unit, tied)
     for root in modules:

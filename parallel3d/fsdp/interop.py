@@ -24,6 +24,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from parallel3d._torch.fully_shard import FSDPState, enter_module_state, fully_shard_state
+from parallel3d._util.forwards import set_class
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.api import MixedPrecisionPolicy
 from parallel3d.fsdp.comm import Comm, make_comm
@@ -82,7 +83,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     namespace = {method_name: method, "__doc__": cls.__doc__, "__module__": cls.__module__}
     wrapped = type(cls.__name__, (cls,), namespace)
-    module.__class__ = wrapped
+    set_class(module, wrapped)
 
 
 def share_comm_ctx(modules: Sequence[nn.Module]) -> None:

@@ -10,6 +10,7 @@ buffers only: a sharded Parameter's local tensor has its real rows.
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import cache
 from math import prod
 from typing import Any, ClassVar
@@ -72,9 +73,18 @@ class OwnSetattr:
 
 def holder_of(module: nn.Module) -> Any:
     """Returns the ``_parameters`` of ``module``, or an ``OwnSetattr``, to get and set its parameters."""
-    if type(module).__setattr__ is nn.Module.__setattr__:
+    if type(module).__setattr__ is nn.Module.__setattr__ or _hands_on(module):
         return module._parameters
     return OwnSetattr(module)
+
+
+def _hands_on(module: nn.Module) -> bool:
+    """Whether the ``__setattr__`` of ``module`` sets another module's attributes, as a wrapper's may."""
+    probe = "_parallel3d_probe"
+    with suppress(Exception):  # it may refuse names
+        setattr(module, probe, None)
+    found = [each for each in module.modules() if vars(each).pop(probe, each) is None]
+    return bool(found) and found[0] is not module
 
 
 def parameters_dict(holder: Any) -> dict[str, nn.Parameter | None] | None:

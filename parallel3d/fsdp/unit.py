@@ -17,7 +17,13 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from parallel3d._torch.autograd import functorch_is_active, no_frame_of_its_own, untraced
+from parallel3d._torch.autograd import (
+    before_changes,
+    functorch_is_active,
+    next_backward_order,
+    no_frame_of_its_own,
+    untraced,
+)
 from parallel3d._util.reachable import tensors_of
 from parallel3d._util.trace import issuing
 from parallel3d._util.trees import cast_floats, map_tensors, tensors_in, to_device
@@ -593,7 +599,7 @@ class Members:
         """Adds ``module``, with the hooks of ``unit``."""
         self._modules.append(weakref.ref(module))
         self._tops, self.attributes = None, Attributes(self._modules)
-        setattr(module, UNIT_ATTRIBUTE, unit)
+        vars(module)[UNIT_ATTRIBUTE] = unit
         self.handles[id(module)] = [
             module.register_forward_pre_hook(unit.pre_forward, prepend=True, with_kwargs=True),
             module.register_forward_hook(unit.post_forward),
@@ -649,18 +655,20 @@ class Call:
         position: its place in the order of forwards.
         others: of a root, all units: those whose parameters an option registers have no calls.
         weights: the numbers of the weights' values that it has computed with.
+        first: ``next_backward_order()`` when it began.
         inputs: number of inputs that require a gradient. When all have theirs, the call's backward is over.
-        remaining: how many of them are still to get it.
+        left: how many of them are still to get it.
     """
 
-    __slots__ = ("__weakref__", "inputs", "others", "position", "remaining", "unit", "weights")
+    __slots__ = ("__weakref__", "first", "inputs", "left", "others", "position", "unit", "weights")
 
     def __init__(self, unit: Unit, position: int, others: Sequence[Unit] = ()) -> None:
         self.unit = unit
         self.others = others
         self.position = position
         self.weights = unit.group.weights
-        self.inputs = self.remaining = 0
+        self.first = next_backward_order()
+        self.inputs = self.left = 0
 
     def alias(self, value: Any) -> Any:
         """Returns ``value`` with its tensors aliased, in tuples too. Of other containers, which the module
@@ -713,7 +721,7 @@ class Call:
             backward = unit.backward = BackwardPass()
         if id(self) not in backward.calls:
             backward.calls.add(id(self))
-            self.remaining = self.inputs
+            self.left = self.inputs
         unit.pre_backward(self)
 
     @untraced
@@ -721,8 +729,8 @@ class Call:
         """Hook on every alias of an input. With ``create_graph=True`` the gradient is watched as outputs are:
         a backward that comes to it needs the parameters again.
         """
-        self.remaining -= 1
-        if self.remaining == 0 and self.unit.backward is not None:
+        self.left -= 1
+        if self.left == 0 and self.unit.backward is not None:
             self.unit.backward.calls.discard(id(self))
             self.unit.maybe_end_backward()
         return self.watched(grad) if torch.is_grad_enabled() else None
@@ -749,13 +757,13 @@ def watch_output(unit: Unit, output: Any, call: Call | None, *, attributes: bool
                     "it inside the unit, or give the unit reshard_after_forward=False"
                 )
         elif call is not None and tensor.requires_grad:
-            call.hook(tensor, call.begin_backward)
+            call.hook(before_changes(tensor, call.first), call.begin_backward)
     if call is not None and attributes:
         for tensor in unit.members.attributes.tensors():
             watchers = vars(tensor).setdefault(_WATCHERS, set())
             if unit.ref not in watchers:  # it may stay there for many forwards
                 watchers.add(unit.ref)
-                call.hook(tensor, call.begin_backward)
+                call.hook(before_changes(tensor, call.first), call.begin_backward)
     if call is not None and functorch_is_active():  # a hook is of one level of its transforms
         return map_tensors(call.watched, output)
     return output

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from parallel3d._layout.packing import Packing
-from parallel3d._util.forwards import as_if, wrap_forward
+from parallel3d._util.forwards import as_if, set_class, wrap_forward
 from parallel3d._util.recompute import only_summed
 from parallel3d.errors import StateError
 from parallel3d.tp.collectives import (
@@ -151,7 +151,7 @@ def bind_base_forward(module: nn.Module, base: type[nn.Module], state: TpState) 
         return
     _set_state(module, base.forward, state)
     state.inner = base.forward
-    module.__class__ = _with_base(cls, base)  # type: ignore[arg-type]  # a class has a hash
+    set_class(module, _with_base(cls, base))  # type: ignore[arg-type]  # a class has a hash
 
 
 @functools.cache

@@ -148,6 +148,22 @@ def test_recomputation_of_an_unknown_batch(world) -> None:
         kept[0].sum().backward()
 
 
+def test_logits_changed_in_place(world) -> None:
+    """They are a view; the batch of what is recomputed is known all the same."""
+    plain, parallel = both(world, lambda: Lm().double(), activation_checkpointing=True)
+    ids = on_ranks(world, sample(world, 16))["input_ids"]
+    cut = p3d.cp.shard_batch({"input_ids": ids}, world.mesh)["input_ids"]
+    parallel(cut).relu_().sum().backward()
+    with world.paused():
+        plain(sample(world, 16)["input_ids"]).relu_().sum().backward()
+    for name, param in parallel.named_parameters():
+        for _, box, part in shards_of(param.grad):
+            with world.paused():
+                # cp ranks share sequences; the sum over positions is the mean's times their number.
+                want = plain.get_parameter(name).grad[box] / 2
+                assert torch.allclose(part, want, rtol=1e-9, atol=1e-9), name
+
+
 def test_global_mean() -> None:
     """Ranks with other numbers of labels: the mean is over all tokens of all ranks."""
     batch = batches(14, padding=5)

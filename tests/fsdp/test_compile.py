@@ -28,7 +28,8 @@ class Case:
     """Who compiles what.
 
     Attributes:
-        how: "parallelize", "before" or "after" fully_shard by the user, or "whole" (the wrapped model).
+        how: "parallelize", "before" or "after" fully_shard by the user, "wrapped" (by ``torch.compile(block)``
+            before it), or "whole" (the wrapped model).
     """
 
     how: str
@@ -63,9 +64,11 @@ class Case:
         self, model: Lm, mesh: DeviceMesh, policy: MixedPrecisionPolicy, *, compiled: bool
     ) -> None:
         options = {"backend": self.backend, "fullgraph": True}  # as torchtitan does
-        for block in model.layers:
+        for i, block in enumerate(model.layers):
             if compiled and self.how == "before":
                 block.compile(**options)
+            if compiled and self.how == "wrapped":
+                block = model.layers[i] = torch.compile(block, **options)
             fully_shard(block, mesh=mesh, mp_policy=policy)
             if compiled and self.how == "after":
                 block.compile(**options)
@@ -147,6 +150,7 @@ CASES = [
     pytest.param(Case("parallelize"), marks=pytest.mark.slow),
     pytest.param(Case("parallelize", checkpointing=True, tp=2, bf16=True), marks=pytest.mark.slow),
     pytest.param(Case("whole"), marks=pytest.mark.slow),
+    pytest.param(Case("wrapped"), marks=pytest.mark.slow),
     *(
         pytest.param(case, marks=pytest.mark.full)
         for case in (

@@ -122,6 +122,55 @@ def test_modules_with_a_setattr_of_their_own(make):
             assert model.noted[0] is model.weight
 
 
+class HandsOn(nn.Module):
+    """Sets attributes on the module inside, as ``torch.compile(module)`` does."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 4))
+        self.inner = module
+
+    def __setattr__(self, name, value):
+        if "inner" in vars(self).get("_modules", ()):
+            setattr(self.inner, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def forward(self, x):
+        return self.inner(x * self.weight)
+
+
+WRAPPERS = {
+    "hands on": HandsOn,
+    "twice": lambda module: HandsOn(HandsOn(module)),
+    "compiled": lambda module: torch.compile(module, backend="eager"),
+    "compiled, handed on": lambda module: HandsOn(torch.compile(module, backend="eager")),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+@pytest.mark.parametrize("where", ["blocks", "root"])
+def test_modules_that_hand_attributes_on(wrap, where):
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4) for _ in range(2)]
+    plain = nn.Sequential(*map(wrap, layers)) if where == "blocks" else wrap(nn.Sequential(*layers))
+    x = torch.randn(3, 4)
+    with local_world(2) as world, torch.compiler.set_stance("force_eager"):
+        model = copy.deepcopy(plain)
+        for block in model if where == "blocks" else ():
+            fully_shard(block, mesh=mesh_of())
+        fully_shard(model, mesh=mesh_of())
+        assert type(layers[0]) is nn.Linear
+        model(x).square().sum().backward()
+        with world.paused():
+            plain(x).square().sum().backward()
+        assert list(model.state_dict()) == list(plain.state_dict())
+        for name, p in plain.named_parameters():
+            for got in world.per_rank(model.get_parameter(name).grad.full_tensor()):
+                torch.testing.assert_close(got, p.grad, rtol=1e-4, atol=1e-5)
+        assert at_rest(model)
+
+
 class TakesDict(Block):
     def forward(self, inputs):
         return super().forward(inputs["x"] * inputs["scale"])

@@ -227,6 +227,90 @@ class TestUnseenTensors:
             assert all(len(t._backward_hooks) == 1 for mine in kept for t in mine)
 
 
+def masked(y):
+    y[..., :2] = 0
+
+
+def by_a_view(y):
+    y.flatten().add_(1.0)
+
+
+CHANGES = {
+    "add": lambda y: y.add_(torch.linspace(0, 1, 8, dtype=y.dtype)),
+    "relu": torch.relu_,
+    "mask": masked,
+    "view": by_a_view,
+    "twice": lambda y: y.mul_(2.0).tanh_(),
+}
+
+
+class Changed(nn.Module):
+    """What its blocks have made, views among it, is changed in place outside of them.
+
+    Attributes:
+        where: "output", "attribute", "part" (one of two outputs, views of the same), "inside" (its block
+            changes it before) or "input" (a block changes what it is given, and returns it).
+    """
+
+    def __init__(self, change, where):
+        super().__init__()
+        self.blocks = nn.ModuleList(View(where) for _ in range(3))
+        self.change, self.where = change, where
+
+    def forward(self, h):
+        others = []
+        for block in self.blocks:
+            out = block(h)
+            y = block.aux if self.where == "attribute" else out
+            if self.where == "part":
+                y, other = out
+                others.append(other.sum())
+            self.change(y)
+            h = y + out if self.where == "attribute" else y
+        return h.square().mean() + sum(others)
+
+
+class View(nn.Module):
+    def __init__(self, where):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.where, self.aux = where, None
+
+    def forward(self, h):
+        y = self.down(torch.tanh(self.up(h)))
+        if self.where == "attribute":
+            self.aux = y
+            return torch.sin(self.up(h))
+        if self.where == "part":
+            return y[..., :], y.transpose(0, 1)
+        if self.where == "inside":
+            y = y.view(y.shape)
+            y.mul_(self.down.bias + 2)
+        if self.where == "input":
+            h = h * 1
+            v = h.view(h.shape)
+            v.add_(y)
+            return v
+        return y
+
+
+@pytest.mark.parametrize("where", ["output", "attribute", "part", "inside", "input"])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_changed_in_place(change, where):
+    """A linear's output of three dims is a view."""
+    torch.manual_seed(0)
+    plain = Changed(change, where).double()
+    model = copy.deepcopy(plain)
+    inputs = torch.randn(2, 2, 2, 8, dtype=torch.float64)
+    with local_world(2) as world:
+        shard(model)
+        for x in inputs:
+            model(world.map(lambda _, x=x: x)).backward()
+            with world.paused():
+                plain(x).backward()
+        check_gradients(model, plain, world)
+
+
 class TestChangedWeights:
     @pytest.mark.parametrize("how", ["in place", "SGD", "foreach SGD"])
     def test_between_forward_and_backward(self, how):
