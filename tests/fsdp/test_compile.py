@@ -28,8 +28,8 @@ class Case:
     """Who compiles what.
 
     Attributes:
-        how: "parallelize", "before" or "after" fully_shard by the user, "wrapped" (by ``torch.compile(block)``
-            before it), or "whole" (the wrapped model).
+        how: "parallelize", "before" or "after" fully_shard by the user, "wrapped" by ``torch.compile(block)``
+            before it, or "whole" (the wrapped model).
     """
 
     how: str
