@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.fsdp import StateDictType
 
 from parallel3d._torch.fully_shard import plain_name
+from parallel3d._util import dry_run
 from parallel3d.checkpoint.optimizer_state import stateful
 from parallel3d.checkpoint.ranks import new_folder, ranks_of
 from parallel3d.checkpoint.torch_formats.loading import Checkpoint, LoadOptions, load, state_at_rest
@@ -128,6 +129,8 @@ def save_dcp(
     Raises:
         CheckpointError: on every rank; what was written is removed.
     """
+    if dry_run.active():  # nothing is written
+        return
     ranks = ranks_of(model, "save_dcp")
     path = Path(folder)
 

@@ -18,10 +18,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from parallel3d._torch.groups import set_group_timeout, wake_waiting
+from parallel3d._util import dry_run
 from parallel3d._util.arguments import text_of
 from parallel3d.checkpoint.background import wait_for_background
 from parallel3d.checkpoint.format.files import hidden_beside, replace_folder
-from parallel3d.errors import AgreementError, CheckpointError, CorruptCheckpointError
+from parallel3d.errors import AgreementError, CheckpointError, CorruptCheckpointError, DryRunError
 from parallel3d.fsdp.inspect import parameters_at_rest
 from parallel3d.guards.session import refuse_aborted
 from parallel3d.guards.timeouts import keep_for_saving, saving_limit
@@ -157,7 +158,15 @@ def ranks_of(
     Args:
         call: the function that the user has called, the same on all of them.
         at_rest: the model's parameters at rest, if the caller has them.
+
+    Raises:
+        DryRunError: in a dry run, which has neither values nor other ranks.
     """
+    if dry_run.active():
+        raise DryRunError(
+            f"checkpoint.{call} in a dry run: there are no values, and no other ranks to exchange them with; "
+            "skip it with parallel3d.tools.dryrun.active()"
+        )
     refuse_aborted(f"checkpoint.{call} was not begun")
     failed = wait_for_background()
     shared = failed is not None and isinstance(failed.cause, CheckpointError)  # it is on all ranks

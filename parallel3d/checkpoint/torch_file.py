@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor
 
+from parallel3d._util import dry_run
 from parallel3d.checkpoint.format.files import hidden_beside
 from parallel3d.checkpoint.ranks import ranks_of
 from parallel3d.checkpoint.torch_formats.loading import (
@@ -191,6 +192,8 @@ def save_torch(file: str | os.PathLike[str], model: nn.Module, optimizer: Any = 
     Raises:
         CheckpointError: on every rank; an existing file is unchanged.
     """
+    if dry_run.active():  # nothing is written
+        return
     ranks = ranks_of(model, "save_torch")
     path = Path(file)
     ranks.on_each(lambda: state_at_rest(model, "saving a checkpoint"))

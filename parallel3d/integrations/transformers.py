@@ -31,6 +31,7 @@ except ImportError as error:
     ) from error
 
 from parallel3d import checkpoint
+from parallel3d._util import dry_run
 from parallel3d.errors import CheckpointError, MeshError, Parallel3dError
 from parallel3d.fsdp import FSDPModule
 from parallel3d.fsdp.inspect import unit_of
@@ -201,7 +202,8 @@ class ParallelMixin:
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        if not isinstance(num_items_in_batch, Tensor):
+        # A dry run's tensors take no class, and have no values that could be scaled wrongly.
+        if not isinstance(num_items_in_batch, Tensor) or dry_run.active():
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
         self._items = items = num_items_in_batch.as_subclass(_Items)
         items.read = []

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from parallel3d._util import dry_run
 from parallel3d._util.arguments import as_bool
 from parallel3d._util.quantised import packed_kind
 from parallel3d.checkpoint.format.files import (
@@ -139,6 +140,9 @@ def load_hf(
     """
     strict = as_bool("strict", strict)
     path = Path(folder)
+    if dry_run.active():  # nothing is read, but memory is allocated
+        give_memory(model, ())
+        return LoadedNames([], [])
     ranks = ranks_of(model, "load_hf")
     ranks.all(lambda: bring_to_rest(model, "load_hf", meta_ok=True))
     stored = ranks.first(lambda: stored_tensors(path))

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from parallel3d._util import dry_run
 from parallel3d.checkpoint.format.files import damaged_if, loads, read_json_object
 from parallel3d.checkpoint.format.safetensors_file import (
     DTYPES,
@@ -78,6 +79,8 @@ def save_peft(
             the folder holds something else, or a rank can't write or doesn't see the others' folder. What was
             written is removed.
     """
+    if dry_run.active():  # nothing is written
+        return
     ranks, path = ranks_of(model, "save_peft"), Path(os.path.abspath(folder))
     stored = _begin(model, ranks, "save_peft", adapter_name, "auto")
     tensors = ranks.on_each(lambda: _tensors(model, stored))

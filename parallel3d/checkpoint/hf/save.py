@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from parallel3d._util import dry_run
 from parallel3d.checkpoint.format.files import bytes_of, write_all
 from parallel3d.checkpoint.format.safetensors_file import header_of, is_ours
 from parallel3d.checkpoint.hf.conversion import INDEX, SINGLE, Names, is_transformers, plain_class
@@ -60,6 +61,8 @@ def save_hf(
         CheckpointError: on every rank, if the target is something else, or a rank can't write, doesn't see
             the others' folder, or has another model. What was written is removed.
     """
+    if dry_run.active():  # nothing is written
+        return
     ranks = ranks_of(model, "save_hf")
     path = Path(os.path.abspath(folder))
 

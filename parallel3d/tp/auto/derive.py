@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d._torch.simulated import simulation_off
+from parallel3d._util import dry_run
 from parallel3d.errors import PlanError
 from parallel3d.tp.auto.prove import NotEqual, Proof, Prover
 from parallel3d.tp.auto.trace import (
@@ -252,10 +253,12 @@ def derive_plan(model: nn.Module, tp_size: int, example: Any = None) -> PlanSour
 
 @contextmanager
 def default_settings() -> Iterator[None]:
-    """Within it torch's default dtype, device, modes and seed are the initial ones, not the caller's."""
+    """Within it torch's default dtype, device, modes and seed are the initial ones, not the caller's, and
+    operations are run, also in a dry run."""
     dtype = torch.get_default_dtype()
     with (
         simulation_off(),
+        dry_run.real(),
         torch.inference_mode(False),
         torch.device("cpu"),
         torch.random.fork_rng(devices=[]),

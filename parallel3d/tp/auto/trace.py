@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d._torch.autograd import TorchDispatchMode
+from parallel3d._torch.fake import FakeTensor
 from parallel3d._torch.simulated import inner_tensors
 from parallel3d._util.trees import map_tensors, tensors_in
 from parallel3d.errors import PlanError
@@ -31,19 +32,30 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 def copy_with(module: ModuleT, make: Callable[[nn.Parameter], nn.Parameter]) -> ModuleT:
     """Returns a copy of ``module`` on the CPU with ``make(p)`` in the place of each parameter ``p``; ties
-    stay. Buffers are copied; those on meta, without values, are random, the same ones in all copies."""
+    stay. Buffers, and tensors that are attributes, are copied; see ``_with_values`` for those without."""
     memo: dict[int, object] = {id(param): make(param) for param in module.parameters()}
     generator = torch.Generator().manual_seed(0)
-    for whole in module.buffers():
-        buffer = next(inner_tensors(whole))  # of simulated ranks the first one's
-        if not buffer.is_meta:
-            made = buffer.detach().to("cpu", copy=True)
-        elif buffer.is_floating_point():
-            made = torch.rand(buffer.shape, dtype=buffer.dtype, generator=generator)
-        else:
-            made = torch.ones(buffer.shape, dtype=buffer.dtype)
-        memo[id(whole)] = made
+    for each in module.modules():
+        others = tensors_in([v for v in vars(each).values() if v is not each._parameters])
+        for tensor in (*each._buffers.values(), *filter(_is_without_values, others)):
+            if tensor is not None and id(tensor) not in memo:
+                memo[id(tensor)] = _with_values(tensor, generator)
     return copy.deepcopy(module, memo)
+
+
+def _is_without_values(tensor: Tensor) -> bool:
+    """Whether it is on meta, or was made in a dry run."""
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
+
+
+def _with_values(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    """Returns a copy on the CPU; of a tensor without values one with random numbers, or of ones."""
+    tensor = next(inner_tensors(tensor))  # of simulated ranks the first one's
+    if not _is_without_values(tensor):
+        return tensor.detach().to("cpu", copy=True)
+    if tensor.is_floating_point():
+        return torch.rand(tensor.shape, dtype=tensor.dtype, generator=generator)
+    return torch.ones(tensor.shape, dtype=tensor.dtype)
 
 
 def random_like(param: nn.Parameter, generator: torch.Generator) -> Tensor:
@@ -279,14 +291,15 @@ _BATCH, _LENGTH = 2, 6
 
 
 def check_example(example: Any) -> Example:
-    """Returns the user's example on the CPU; raises PlanError if it isn't ``(args, kwargs)``."""
+    """Returns the user's example on the CPU, with values; raises PlanError if it isn't ``(args, kwargs)``."""
     fits = isinstance(example, tuple) and len(example) == 2
     if not fits or not isinstance(example[0], tuple) or not isinstance(example[1], dict):
         raise PlanError(
             f"example is {type(example).__name__}; it must be (args, kwargs) for the model's forward: a "
             "tuple and a dict, such as ((input_ids,), {})"
         )
-    args, kwargs = map_tensors(lambda t: t.detach().to("cpu", copy=True), example)
+    generator = torch.Generator().manual_seed(0)
+    args, kwargs = map_tensors(lambda t: _with_values(t, generator), example)
     return args, kwargs
 
 
