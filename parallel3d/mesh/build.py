@@ -1,9 +1,10 @@
 """build_mesh: from a MeshLayout to torch's DeviceMesh, after all ranks have agreed on it."""
 
+import json
 import os
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.distributed import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh
 
 from parallel3d._torch.groups import let_gloo_finish_at_exit
-from parallel3d._util.arguments import without_gloo
+from parallel3d._util.arguments import counted, without_gloo
 from parallel3d._util.version import __version__
 from parallel3d.errors import MeshError, PeerFailureError
 from parallel3d.mesh.agreement import DEFAULT_TIMEOUT, check_agreement, name_ranks
@@ -21,7 +22,7 @@ from parallel3d.mesh.axes import AXES, axis_named, guess, listed
 from parallel3d.mesh.joined import axis_sizes, joined_mesh
 from parallel3d.mesh.layout import MeshLayout
 from parallel3d.mesh.printing import print_once
-from parallel3d.mesh.store import fresh_store, others, outlives_ranks
+from parallel3d.mesh.store import fresh_store, next_table, others, outlives_ranks, wait_for
 
 _AGAIN = timedelta(seconds=30)  # a rank that came just in time gets to report
 
@@ -43,22 +44,23 @@ def build_mesh(
 
     Before any group is made, all ranks compare layout, device type and the versions of torch,
     parallel3d and Python; and, for a warning only, their ``NCCL_*``, ``TORCH_*`` and ``GLOO_*``
-    variables. Then each axis of more than one rank runs its first collective, in the order of the
-    axes. Without a default process group, one is started: from ``torchrun``'s environment, or
-    in a plain single process a group of one rank. The caller ends it with
-    ``torch.distributed.destroy_process_group()``.
+    variables; and a machine must have a device for each of its ranks. Then each axis of more than
+    one rank runs its first collective, in the order of the axes. Without a default process group,
+    one is started: from ``torchrun``'s environment, or in a plain single process a group of one
+    rank. The caller ends it with ``torch.distributed.destroy_process_group()``.
 
     Args:
         layout: the sizes of the axes; a -1 is resolved from the world size.
-        device_type: ``"cuda"``, ``"cpu"``, ...; by default the accelerator if there is one that
-            torch.distributed has a backend for, else ``"cpu"``.
+        device_type: ``"cuda"``, ``"cpu"``, ...; by default that of the environment variable
+            ``PARALLEL3D_DEVICE``, else the accelerator if there is one that torch.distributed has a backend
+            for, else ``"cpu"``.
         timeout: how long ranks wait for each other's report; by default the process group's timeout, or
             ten minutes without one. After half a minute one says who is missing. Collectives keep torch's.
 
     Raises:
         MeshError: the layout does not fit the world, there is no way to start a process group, the
-            device type is not one of this machine or of the process group, or an axis's first
-            collective failed.
+            device type is not one of this machine or of the process group, the machine has fewer devices
+            than ranks, or an axis's first collective failed.
         AgreementError: the ranks were started with different settings, or some did not report in
             time. The same error on every rank.
     """
@@ -206,8 +208,17 @@ def warm_up(mesh: DeviceMesh) -> None:
             raise MeshError(f"{what} gave {total} for the number of its ranks, {group.size()}.")
 
 
+DEVICE = "PARALLEL3D_DEVICE"
+"""Name of the environment variable with the device type that is used where none is given."""
+
+
 def default_device_type() -> str:
-    """Returns the type of the accelerator that torch.distributed has a backend for, else ``"cpu"``."""
+    """Returns ``PARALLEL3D_DEVICE``, or the accelerator's type if torch.distributed has a backend for it, or
+    ``"cpu"``."""
+    return os.environ.get(DEVICE) or _accelerator_type()
+
+
+def _accelerator_type() -> str:
     if torch.accelerator.is_available():
         accelerator = torch.accelerator.current_accelerator()
         # torch names gloo for devices without a backend of their own (mps), whose tensors it can't carry.
@@ -232,7 +243,7 @@ def _check_launch(
     store: dist.Store | None = None,
     rank: int | None = None,
 ) -> None:
-    """Compares the settings of all ranks."""
+    """Compares the settings of all ranks, and their number on a machine with that of its devices."""
     try:
         layout_text = str(layout.resolve(world_size))
     except MeshError:  # reported all the same: the others would wait for a rank that raised here
@@ -251,15 +262,67 @@ def _check_launch(
         for name, text in sorted(os.environ.items())
         if name.startswith(_COMPARED_PREFIXES) and name not in _NOT_COMPARED
     }
+    found = others() if store is None else (store, rank or 0, world_size)
+    limit = min(timeout or _AGAIN, _AGAIN)
+    lacking = "" if found is None else _too_few_devices(device_type, *found[:2], limit)
     check_agreement(
         "mesh",
-        settings | variables,
+        settings | variables | {"devices": lacking},
         timeout=timeout,
         warn_only=variables.keys(),
         store=store,
         rank=rank,
         world_size=world_size,
+        explain={"devices": _explain_devices},
     )
+    if lacking:
+        raise MeshError(f"{lacking}.")
+
+
+def _too_few_devices(device_type: str, store: dist.Store, rank: int, timeout: timedelta) -> str:
+    """Returns what is wrong if this machine has more ranks than devices, else ``""``.
+
+    A rank that sees fewer devices than there are ranks may be of a launcher that shows each its own: it
+    looks at what the other ranks of the machine see.
+    """
+    ranks, local_rank = (os.environ.get(f"LOCAL_{what}", "") for what in ("WORLD_SIZE", "RANK"))
+    if device_type == "cpu" or not ranks.isdecimal() or not local_rank.isdecimal():
+        return ""
+    seen = _devices_seen(device_type, local_rank)
+    host = dist.PrefixStore(platform.node(), next_table(store, "devices", rank))
+    host.set(local_rank, json.dumps(seen))
+    if len(seen) >= int(ranks):
+        return ""
+    keys = list(map(str, range(int(ranks))))
+    try:
+        wait_for(host, keys, timeout)
+    except PeerFailureError:
+        raise
+    except RuntimeError:  # not in time: the comparison that follows waits longer, and names the last
+        return ""
+    count = len({name for key in keys for name in json.loads(host.get(key))})
+    if count >= int(ranks):
+        return ""
+    start = f"start {count} (torchrun --nproc-per-node {count}), or " if count else ""
+    return (
+        f"there are {ranks} ranks on a machine with {counted(count, f'{device_type} device')}: {start}set "
+        f"{DEVICE}=cpu, which build_mesh without device_type= reads, to run on the CPU"
+    )
+
+
+def _devices_seen(device_type: str, local_rank: str) -> list[str]:
+    """Returns a name for each device that this process sees, which no other one of the machine has."""
+    module = torch.get_device_module(device_type)
+    properties = getattr(module, "get_device_properties", lambda index: None)
+    # Where devices have no such name they are taken for this rank's own, as no error can be sure.
+    return [
+        str(getattr(properties(index), "uuid", f"{index} of {local_rank}"))
+        for index in range(torch.accelerator.device_count())
+    ]
+
+
+def _explain_devices(found: Mapping[str, Sequence[int]]) -> str:
+    return "; ".join(f"{name_ranks(ranks)}: {text}" for text, ranks in found.items() if text)
 
 
 def _start_group(layout: MeshLayout, device_type: str, timeout: timedelta | None) -> MeshLayout:
@@ -307,8 +370,9 @@ def backend_string(device_type: str) -> str:
     """Returns gloo for tensors on the CPU, with the device's own backend for its tensors."""
     own = _backend_for(device_type)
     if own is None:
+        given = f" (of {DEVICE})" if os.environ.get(DEVICE) == device_type else ""
         raise MeshError(
-            f"device_type={device_type!r}: torch.distributed has no backend for it. "
+            f"device_type={device_type!r}{given}: torch.distributed has no backend for it. "
             f"On this machine it must be {_device_types()}."
         )
     return "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:{own}"
@@ -335,7 +399,7 @@ def set_device(device_type: str, rank: int) -> None:
 
 
 def _device_types() -> str:
-    default = default_device_type()
+    default = _accelerator_type()
     return "'cpu'" if default == "cpu" else f"'cpu' or {default!r}"
 
 

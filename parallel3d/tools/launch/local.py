@@ -55,7 +55,8 @@ def run(arguments: Sequence[str]) -> int:
 def demo(arguments: Sequence[str]) -> int:
     """Trains the small Llama of ``examples/llama/train.py`` on a (2, 2, 2) mesh of eight local processes.
 
-    Its first 20 steps are compared with the plain model's.
+    Its first 20 steps are compared with the plain model's. It runs on the CPU where there are fewer GPUs than
+    processes, unless ``PARALLEL3D_DEVICE`` is set.
 
     Args:
         arguments: more options of ``train.py``. With a mesh of its own as many processes start as it has
@@ -78,10 +79,24 @@ def demo(arguments: Sequence[str]) -> int:
             return 2
         ranks *= int(size)
     sizes = [word for axis in DEMO_MESH for word in (f"--{axis}", str(mesh.get(axis, 1)))]
-    print(f"starting {ranks} processes on this machine", flush=True)
+    print(f"starting {ranks} processes on this machine{_on_cpu(ranks)}", flush=True)
     program = examples_folder() / "llama" / "train.py"
     options = [] if {"--check", "--help", "-h"} & set(rest) else ["--steps", "60", "--check"]
     return run(["--nproc-per-node", str(ranks), str(program), *sizes, *options, *rest])
+
+
+def _on_cpu(ranks: int) -> str:
+    """Chooses the CPU if there are GPUs, but fewer than ``ranks``, and returns the words that say so."""
+    import torch
+
+    from parallel3d._util.arguments import counted
+    from parallel3d.mesh.build import DEVICE
+
+    count = torch.accelerator.device_count()
+    if DEVICE in os.environ or not 0 < count < ranks:
+        return ""
+    os.environ[DEVICE] = "cpu"
+    return f", on the CPU, as it has {counted(count, 'GPU')}"
 
 
 def examples_folder() -> Path:

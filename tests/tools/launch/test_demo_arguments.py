@@ -1,8 +1,11 @@
 """``parallel3d demo``: which processes it starts, with which options of train.py."""
 
+import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 
 from parallel3d.tools.launch import local
 
@@ -43,6 +46,37 @@ def test_processes_and_options(
     assert (
         Path(program) == local.examples_folder() / "llama" / "train.py" and Path(program).is_file()
     )
+
+
+@pytest.mark.parametrize(
+    ("count", "words", "said", "device"),
+    [
+        (0, [], "", None),
+        (1, [], ", on the CPU, as it has 1 GPU", "cpu"),
+        (2, ["--shard", "4"], ", on the CPU, as it has 2 GPUs", "cpu"),
+        (2, ["--shard", "2"], "", None),
+        (8, [], "", None),
+        (1, ["--shard", "1"], "", None),
+    ],
+)
+def test_fewer_gpus_than_processes(
+    started: list[list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    count: int,
+    words: list[str],
+    said: str,
+    device: str | None,
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+    with mock.patch.dict(os.environ):
+        os.environ.pop("PARALLEL3D_DEVICE", None)
+        assert local.demo(words) == 0 and len(started) == 1
+        assert os.environ.get("PARALLEL3D_DEVICE") == device
+        (line,) = capsys.readouterr().out.splitlines()
+        assert line.endswith(f"on this machine{said}")
+        os.environ["PARALLEL3D_DEVICE"] = "cuda"  # the user's choice stays
+        assert local.demo(words) == 0 and os.environ["PARALLEL3D_DEVICE"] == "cuda"
 
 
 @pytest.mark.parametrize("words", [["--tp", "0"], ["--tp", "-1"], ["--tp", "two"], ["--tp=1.5"]])
