@@ -5,7 +5,8 @@
     python docs/versions.py 2.11.0 --only fsdp engine        # these folders of tests; the others' rows stay
     python docs/versions.py                                  # only writes the page anew
 
-An environment has that torch, the package with its ``test`` extra, and what ``constraints.txt`` pins, but for
+An environment has that torch, the package with its ``test``, ``clients`` and ``docs`` extras, and what
+``constraints.txt`` pins, but for
 torch: about 3 GB for a torch that comes with CUDA, and four minutes. The suite takes longer than that.
 Results are kept in ``docs/versions.json``, by version and folder, each with its date and commit: versions and
 folders can be run one at a time. Exits with 1 if a test of this run has failed.
@@ -55,7 +56,7 @@ def make_environment(version: str, where: Path) -> Path:
     venv.create(where / "env", with_pip=True)
     python = where / "env" / "bin" / "python"
     install = [str(python), "-m", "pip", "install", "-q", "-c", str(constraints)]
-    subprocess.run([*install, "-e", f"{ROOT}[test]"], check=True)
+    subprocess.run([*install, "-e", f"{ROOT}[test,clients,docs]"], check=True)
     return python
 
 

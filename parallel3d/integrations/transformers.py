@@ -102,6 +102,8 @@ class ParallelMixin:
     # What is parallel
 
     def create_accelerator_and_postprocess(self) -> None:
+        if dry_run.active():  # the loss has no value that it could filter by
+            self.args.logging_nan_inf_filter = False
         group, tp = _data_ranks(self.model)
         self._check_arguments(tp)
         super().create_accelerator_and_postprocess()  # type: ignore[misc]

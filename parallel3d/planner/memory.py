@@ -188,6 +188,17 @@ class Memory:
     host_capacity: float = 0.0
 
     @property
+    def upper_needed(self) -> float:
+        """``upper`` with what ``needed`` counts and ``reserved`` doesn't: the context and communicators."""
+        return self.upper + next(term.value for term in self.beyond if term.name == "context")
+
+    @property
+    def part(self) -> float:
+        """What is needed, as a part of the memory there is: the GPU's or, if that is more, the host's."""
+        host = self.host / self.host_capacity if self.host else 0.0
+        return max(self.needed / self.capacity, host)
+
+    @property
     def fits(self) -> bool:
         return self.needed <= self.capacity and self.host <= self.host_capacity
 

@@ -353,10 +353,10 @@ def plan(
         fitting = [p for p in tried if p.memory.needed <= limit and p.fits]
         candidates += fitting
         if not fitting:
-            least = min(tried, key=lambda p: p.memory.needed)
+            least = min(tried, key=lambda p: p.memory.part)  # the best of all settings tried
             why = (
                 f"needs {least.memory.needed / 2**30:.1f} GiB of {limit / 2**30:.1f} with micro-batch "
-                f"{least.micro_batch} and {least.workload.checkpointing} checkpointing"
+                f"{least.micro_batch}, checkpointing {setting(least)}"
             )
             if least.memory.needed <= limit:
                 why += (

@@ -227,7 +227,7 @@ def _points(
 
 def memory_chart(each: Sequence[Prediction]) -> Figure:
     """GiB by component, a bar a layout, with the capacity and upper bounds."""
-    bounds = [round((p.memory.upper + p.memory.needed - p.memory.reserved) / _GIB, 3) for p in each]
+    bounds = [round(p.memory.upper_needed / _GIB, 3) for p in each]
     bound = {"name": "upper bound", "colour": page.INK, "shape": "tick", "x": bounds}
     bound |= {"row": [*range(len(each))], "notes": [f"upper bound: {at:.2f} GiB" for at in bounds]}
     capacity = each[0].cluster.gpu.capacity_gib if each else 1.0

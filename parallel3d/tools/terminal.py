@@ -1,6 +1,7 @@
 """Rich consoles and tables in one style, for everything that the commands print."""
 
 import os
+from typing import Literal
 
 from rich import box
 from rich.console import Console
@@ -53,5 +54,7 @@ def titled_table(title: str, *columns: str, left: int = 1) -> Table:
         title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
     )
     for i, name in enumerate(columns):
-        table.add_column(name, justify="left" if i < left else "right", overflow="fold")
+        widest = max(map(len, name.split()), default=0)  # a header's words are never broken
+        side: Literal["left", "right"] = "left" if i < left else "right"
+        table.add_column(name, justify=side, overflow="fold", min_width=widest)
     return table

@@ -4,6 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("accelerate")
 import torch
 from _support.integrations.accelerate_rows import fsdp2
 from _support.integrations.hf import (

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("accelerate")
+
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("lightning")
 import torch
 
 import parallel3d as p3d

@@ -12,6 +12,9 @@ import math
 from unittest import mock
 
 import pytest
+
+pytest.importorskip("torchao")
+
 import torch
 import torchao.prototype.quantized_training as quantized
 from _support.integrations.torchao_rows import (

@@ -9,6 +9,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
+
+pytest.importorskip("torchtitan")
 import torch
 from torch import distributed as dist
 

@@ -4,6 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("accelerate")
+pytest.importorskip("peft")
 import torch
 from _support.integrations.hf import (
     LENGTH,

@@ -3,6 +3,9 @@
 import functools
 
 import pytest
+
+pytest.importorskip("pytorch_optimizer")
+
 import torch
 from _support.optim import around_optimizers
 from _support.optim.local_sides import Sides, everything

@@ -124,6 +124,64 @@ def test_a_narrow_terminal_has_fewer_columns() -> None:
     assert max(map(len, narrow.stdout.splitlines())) <= 80
 
 
+def test_headers_are_whole_and_words_at_80_columns() -> None:
+    """Of every table, with every kind of checkpointing, cp and a long list of layouts."""
+    words = [
+        "plan",
+        "--model",
+        "llama-3.1-8b",
+        "--gpu",
+        "h100",
+        "--nodes",
+        "8",
+        "--seq-len",
+        "32768",
+    ]
+    text = CliRunner(env={"COLUMNS": "80"}).invoke(app, words).stdout
+    assert max(map(len, text.splitlines())) <= 80
+    tables = re.split(r"\n(?=[^\n]*\n[ ]+\n)", text.split("to run it:")[0])
+    heads = [table.split("\N{BOX DRAWINGS LIGHT HORIZONTAL}")[0] for table in tables]
+    shown = {word for head in heads for word in head.split()}
+    for name in (
+        *("layout", "checkpointing", "batch", "memory", "tok/s/GPU", "MFU", "component", "share"),
+        *(
+            "kind",
+            "computed",
+            "again,",
+            "waits",
+            "host,",
+            "how",
+            "many",
+            "layouts",
+            "half",
+            "twice",
+        ),
+    ):
+        assert name in shown, name
+    kinds = text.split("the fastest layout with each kind")[1].split("if this were")[0]
+    assert "'" not in kinds and "True" not in kinds and "False" not in kinds
+    for kind in ("none", "selective", "offload", "full"):
+        assert re.search(rf"^ {kind} ", kinds, re.MULTILINE)
+
+
+def test_needed_and_its_bound_count_the_same() -> None:
+    """The context, which torch's allocator does not hold, is in both."""
+    text = run(*PREDICT).stdout
+    memory = json.loads(run(*PREDICT, "--json").stdout)
+    bound = float(re.findall(r"upper bound of needed +([\d.]+)", text)[0])
+    context = float(re.findall(r"context +([\d.]+)", text)[0])
+    assert bound == pytest.approx(memory["upper_gib"] + context, abs=2e-3)
+    assert memory["needed_gib"] < bound
+
+
+def test_a_refusal_is_of_the_best_settings() -> None:
+    """What is nearest to fit of all that was tried, with its settings in words."""
+    words = ["plan", "--model", "llama-3.1-70b", "--gpu", "h100", "--nodes", "1", "--json"]
+    data = json.loads(run(*words, "--seq-len", "8192").stdout)
+    whole = next(r for r in data["refused"] if r["layout"]["replicate"] == 8)
+    assert "micro-batch 1, checkpointing " in whole["reason"] and "GiB of " in whole["reason"]
+
+
 def test_json_is_alone_on_stdout_and_has_the_plan() -> None:
     result = run(*PLAN, "--json", "--top", "2", "--explain")
     data = json.loads(result.stdout)
@@ -143,7 +201,7 @@ def test_what_each_kind_of_recomputation_costs() -> None:
         for each in json.loads(run(*words, "--top", "99").stdout)["candidates"]
     } <= set(kinds)
     text = run(*PLAN[:-2]).stdout
-    for words in ("the fastest layout with each kind of recomputation", "'offload'", "on the host"):
+    for words in ("the fastest layout with each kind of checkpointing", " offload ", "on the host"):
         assert words in text
     assert "parallelize(model, mesh,\n      activation_checkpointing=False,\n      reshard_" in text
 
@@ -258,6 +316,9 @@ def write(path: Path, row: dict) -> None:
     ("words", "says"),
     [
         (["plan", "--model", SHAPES, "--seq-len", "8", "--global-batch", "8"], "which GPU"),
+        (["plan", "--model", "layers=2,hidden=8"], "--gpu a name, for example h100-80gb-sxm; how"),
+        (["plan", "--model", "layers=2,hidden=8"], "--seq-len, for example 4096; --model lacks h"),
+        (["plan", "--model", "no.such:module"], "which GPU"),  # before it is imported
         (["plan"], "package.module:function or layers=32,hidden=4096,...; which GPU? Give --gpu"),
         (["plan", "--model", SHAPES, "--gpu", "h100x", "--seq-len", "8"], "the nearest: h100"),
         (["plan", "--gpu", "h100", "--seq-len", "8", "--global-batch", "8"], "which model"),

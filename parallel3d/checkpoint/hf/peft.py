@@ -37,6 +37,7 @@ from parallel3d.checkpoint.model_state import bring_to_rest
 from parallel3d.checkpoint.ranks import Ranks, check_same, new_folder, ranks_of
 from parallel3d.checkpoint.torch_formats.names import shown
 from parallel3d.errors import CheckpointError
+from parallel3d.materialize import give_memory
 from parallel3d.tp.lora import is_peft_model
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -119,6 +120,9 @@ def load_peft(
             be loaded.
         CorruptCheckpointError: if the file is cut short or invalid.
     """
+    if dry_run.active():  # nothing is read, but memory is allocated
+        give_memory(model, ())
+        return
     ranks, path = ranks_of(model, "load_peft"), Path(folder)
     needed = _begin(model, ranks, "load_peft", adapter_name, False)
     # Embeddings that have adapters, which peft stores unless it is told not to.

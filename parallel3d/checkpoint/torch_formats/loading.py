@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import StateDictType
 
 from parallel3d._torch.fully_shard import plain_name
+from parallel3d._util import dry_run
 from parallel3d.checkpoint.model_state import ExtraState, bring_to_rest, has_extra
 from parallel3d.checkpoint.pieces import boxes_of, check_own_memory, whole_box
 from parallel3d.checkpoint.ranks import ranks_of
@@ -27,6 +28,7 @@ from parallel3d.checkpoint.torch_formats.optimizer import OptimizerTarget, Saved
 from parallel3d.checkpoint.torch_formats.stored import Entry, Source
 from parallel3d.errors import CheckpointError
 from parallel3d.fsdp import load_model_state_dict, model_state_dict
+from parallel3d.materialize import give_memory
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,9 @@ def load(
 
     A CheckpointError is raised on all ranks, with model and optimizer unchanged.
     """
+    if dry_run.active():  # nothing is read, but memory is allocated
+        give_memory(model, ())
+        return
     ranks = ranks_of(model, call)
     targets, entries, shared = ranks.on_each(
         lambda: _prepare(model, optimizer, open_checkpoint(options), options)

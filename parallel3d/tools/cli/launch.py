@@ -18,7 +18,7 @@ def launch_command(
         list[str] | None,
         typer.Argument(help="After --: the script and its arguments, or -m and a module."),
     ] = None,
-    to: Annotated[str, plain(f"{', '.join(TARGETS)}.")] = "torchrun",
+    to: Annotated[str, plain(f"{', '.join(TARGETS)}; kubernetes is jobset.")] = "torchrun",
     nodes: Annotated[int, plain("Number of machines.")] = 1,
     gpus_per_node: Annotated[int, plain("Processes on each machine.")] = 8,
     device: Annotated[str, plain("cuda or cpu; cpu requests no GPUs.")] = "cuda",

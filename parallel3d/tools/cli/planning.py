@@ -54,7 +54,7 @@ _KINDS: dict[Any, tuple[Callable[[str], Any], str]] = {
 def read_model(text: str, seq_len: int | None = None) -> ModelSpec:
     """Returns the model that ``text`` describes, with ``seq_len`` learned positions if shapes have none."""
     if "=" in text:
-        return _of_shapes(text, seq_len)
+        return spec_from_shapes(**{"seq_len": seq_len or 0, **_shapes(text)})
     return _of_module(text, seq_len) if ":" in text else spec_from_hf_config(text)
 
 
@@ -91,8 +91,13 @@ def _setup(
     missing = [name for name in ("model", "gpu") if not options[name]]
     if seq_len is None and "=" in (text or "") and "seq_len=" not in text:
         missing.append("seq_len")
-    if missing:
-        raise PlanningError("; ".join(_ASKED[name] for name in missing))
+    asked = [_ASKED[name] for name in missing]
+    if "=" in (text or "") and (lacking := [n for n in _needed_shapes() if n not in _shapes(text)]):
+        asked.append(
+            f"--model lacks {', '.join(lacking)}: shapes need {', '.join(_needed_shapes())}"
+        )
+    if asked:
+        raise PlanningError("; ".join(asked))
     names = ("gpu", "nodes", "gpus_per_node", "nic", "profile")
     cluster = Cluster.of(*(options[name] for name in names))
     with Busy(f"reading {text}"):
@@ -130,7 +135,13 @@ def _usual_batch(seq_len: int, ranks: int) -> int:
     return round(wanted / by) * by
 
 
-def _of_shapes(text: str, seq_len: int | None) -> ModelSpec:
+def _needed_shapes() -> list[str]:
+    known = inspect.signature(spec_from_shapes).parameters
+    return [n for n, p in known.items() if p.default is inspect.Parameter.empty]
+
+
+def _shapes(text: str) -> dict[str, Any]:
+    """What ``text`` gives to ``spec_from_shapes``."""
     known = inspect.signature(spec_from_shapes, eval_str=True).parameters
     shapes: dict[str, Any] = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
@@ -145,10 +156,7 @@ def _of_shapes(text: str, seq_len: int | None) -> ModelSpec:
             shapes[name] = convert(value)
         except (ValueError, KeyError):
             raise PlanningError(f"--model has {name}={value}; it must be {what}") from None
-    needed = [n for n, p in known.items() if p.default is inspect.Parameter.empty]
-    if missing := [name for name in needed if name not in shapes]:
-        raise PlanningError(f"--model lacks {', '.join(missing)}: shapes need {', '.join(needed)}")
-    return spec_from_shapes(**{"seq_len": seq_len or 0, **shapes})
+    return shapes
 
 
 def plan_command(
@@ -615,10 +623,10 @@ def _details(console: Console, each: Prediction, lead: str) -> None:
         _bar(memory.needed / memory.capacity),
     )
     sizes.add_row(
-        f"reserved, if there is room ({' to '.join(reserved)} in 8 of 10 runs)",
+        f"reserved by torch beside the context, if there is room ({' to '.join(reserved)} in 8 of 10 runs)",
         *(f"{memory.reserved / _GIB:.3f}", "", ""),
     )
-    sizes.add_row("upper bound of reserved", f"{memory.upper / _GIB:.3f}", "", "")
+    sizes.add_row("upper bound of needed", f"{memory.upper_needed / _GIB:.3f}", "", "")
     if memory.host:
         part = memory.host / memory.host_capacity
         of = f"in the host's memory, of {memory.host_capacity / _GIB:.0f} a GPU"
@@ -650,17 +658,21 @@ def _bar(part: float) -> Text:
 
 def _recomputation(plan: MeshPlan) -> Table:
     """What each kind of recomputation costs the fastest layout."""
-    head = ("kind", "memory", "on the host", "computed again, ms", "waits for the host, ms")
     table = titled_table(
-        f"the fastest layout with each kind of recomputation (GiB of {plan.cluster.gpu.capacity_gib:g})",
-        *("activation_checkpointing", *head, "tok/s/GPU"),
-        left=2,
+        f"the fastest layout with each kind of checkpointing (GiB of {plan.cluster.gpu.capacity_gib:g})",
+        *(
+            "kind",
+            "memory",
+            "on the host",
+            "computed again, ms",
+            "waits for the host, ms",
+            "tok/s/GPU",
+        ),
     )
     for each in plan.recomputation():
         memory, terms, kind = each.memory, each.time.terms, KINDS[each.workload.checkpointing]
         is_best = kind.name == plan.best.workload.checkpointing
         table.add_row(
-            "" if kind.argument is None else repr(kind.argument),
             kind.name.replace("_", " "),
             Text(f"{memory.needed / _GIB:.1f}", _heat(memory.needed / memory.capacity)),
             f"{memory.host / _GIB:.1f}" if memory.host else "",

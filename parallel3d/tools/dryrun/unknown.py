@@ -21,7 +21,7 @@ NOT_KNOWN: float = struct.unpack("<d", struct.pack("<Q", _BITS))[0]
 class Unknown(float):
     """NaN for a number that is not computed; what is calculated from it is unknown too.
 
-    It is printed and logged as ``nan``. Comparing it, testing it or converting it to an int raises
+    It is printed as ``unknown``. Comparing it, testing it or converting it to an int raises
     ``DryRunError`` with the line: a dry run can't know which way the real run would go there.
     """
 
@@ -32,7 +32,10 @@ class Unknown(float):
         return Unknown, ()
 
     def __repr__(self) -> str:
-        return "nan"
+        return "unknown"
+
+    def __format__(self, spec: str) -> str:
+        return "unknown"
 
 
 def assume(value: _T, default: Any) -> _T:

@@ -57,7 +57,7 @@ def launch_file(target: str, job: LaunchJob) -> str:
     """Returns the text of the file that launches ``job`` at ``target``.
 
     Args:
-        target: one of ``TARGETS``: torchrun, slurm, kubeflow, jobset, skypilot, ray.
+        target: one of ``TARGETS``: torchrun, slurm, kubeflow, jobset (also kubernetes), skypilot, ray.
         job: what is to be launched.
 
     Returns:
@@ -82,15 +82,16 @@ def launch_file(target: str, job: LaunchJob) -> str:
 def missing(target: str, job: LaunchJob) -> list[str]:
     """Returns in words what the file for ``target`` could contain and ``job`` doesn't give."""
     found = target_named(target)
-    takes = found.takes if target != "torchrun" else ()  # it is started in a shell that is ready
-    return missing_from(job, takes, is_requeued=target == "slurm" and job.grace > 0)
+    # torchrun is started in a shell that is ready.
+    takes = () if found is TARGETS["torchrun"] else found.takes
+    return missing_from(job, takes, is_requeued=found is TARGETS["slurm"] and job.grace > 0)
 
 
 def target_named(name: str) -> Target:
-    """Returns the target with this name; a LaunchError names the nearest if there is none."""
-    if name in TARGETS:
-        return TARGETS[name]
+    """Returns the target with this name, or synonym; a LaunchError names the nearest if there is none."""
     lower = str(name).lower()
-    near = [_SYNONYMS[lower]] if lower in _SYNONYMS else get_close_matches(lower, TARGETS, 1, 0.4)
+    if (own := _SYNONYMS.get(lower, lower)) in TARGETS:
+        return TARGETS[own]
+    near = get_close_matches(lower, [*TARGETS, *_SYNONYMS], 1, 0.4)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise LaunchError(f"--to {name!r} is none of {', '.join(TARGETS)}{hint}")

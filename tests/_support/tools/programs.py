@@ -45,6 +45,11 @@ class Program:
     code: str = ""
     files: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def text(self) -> str:
+        """Its Python."""
+        return self.code or (EXAMPLES / self.name).read_text()
+
     def path_in(self, folder: Path) -> Path:
         """Where it is; with the page's files beside it in ``folder``."""
         if not self.code:
@@ -80,9 +85,13 @@ class Parallelized:
     sizes: dict[str, int]
     tp_plan: Any
 
+    def meta(self) -> nn.Module:
+        """Returns the plain model as the program made it, on meta or not."""
+        return copy.deepcopy(self.model)
+
     def build(self) -> nn.Module:
         """Returns the plain model, with values."""
-        made = copy.deepcopy(self.model)
+        made = self.meta()
         if any(p.is_meta for p in made.parameters()):
             p3d.materialize(made, device="cpu", seed=0)
         return made

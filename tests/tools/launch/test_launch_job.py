@@ -8,6 +8,7 @@ import pytest
 
 from parallel3d import MeshLayout, Parallel3dError
 from parallel3d.tools.launch import LaunchError, LaunchJob, launch_file
+from parallel3d.tools.launch.targets import missing
 
 SCRIPT = ("train.py",)
 
@@ -124,11 +125,22 @@ def test_time(time: str, seconds: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "near"),
-    [("slrum", "slurm"), ("k8s", "jobset"), ("Torchrun", "torchrun"), ("rai", "ray")],
+    [("slrum", "slurm"), ("kubernets", "kubernetes"), ("torchrum", "torchrun"), ("rai", "ray")],
 )
 def test_unknown_target(name: str, near: str) -> None:
     with pytest.raises(LaunchError, match=f"did you mean {near}"):
         launch_file(name, LaunchJob(command=SCRIPT))
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [("kubernetes", "jobset"), ("k8s", "jobset"), ("Kubernetes", "jobset"), ("sbatch", "slurm")],
+)
+def test_synonyms(name: str, target: str) -> None:
+    image = "registry/train" if target == "jobset" else None
+    job = LaunchJob(command=SCRIPT, grace=120, image=image)
+    assert launch_file(name, job) == launch_file(target, job)
+    assert missing(name, job) == missing(target, job)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+from parallel3d.dryrun import real
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -21,7 +22,8 @@ if dist.get_rank() == 0:
         num_key_value_heads=2,
         vocab_size=64,
     )
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    with real():  # the folder is there before a dry run too
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 dist.barrier()
 ids = torch.arange(32).view(2, 16)
 loader = [[{"input_ids": ids, "labels": ids}] * 2] * 2
