@@ -298,7 +298,7 @@ def _too_few_devices(device_type: str, store: dist.Store, rank: int, timeout: ti
         wait_for(host, keys, timeout)
     except PeerFailureError:
         raise
-    except RuntimeError:  # not in time: the comparison that follows waits longer, and names the last
+    except RuntimeError:  # not in time; the comparison that follows names who is missing
         return ""
     count = len({name for key in keys for name in json.loads(host.get(key))})
     if count >= int(ranks):

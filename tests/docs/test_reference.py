@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from torch import nn
 
+pytest.importorskip("lightning", reason="needs the extra clients, for integrations.lightning")
+
 import parallel3d
 from parallel3d import errors
 from parallel3d.fsdp import FSDPModule
