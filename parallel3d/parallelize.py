@@ -38,6 +38,7 @@ from parallel3d.fsdp.inspect import (
     strategy_options,
     unit_of,
 )
+from parallel3d.guards.stalls import say_where_ranks_wait
 from parallel3d.guards.timeouts import check_duration
 from parallel3d.mesh import check_agreement
 from parallel3d.mesh.agreement import name_ranks
@@ -191,6 +192,7 @@ def parallelize(
             raise
         problem = error
     _compare_ranks(mesh, settings, problem, timeout if isinstance(timeout, timedelta) else None)
+    say_where_ranks_wait()
     warning = of_one_unit(model, found) if data_axes(mesh).data_size > 1 else ""
     if warning and (ranks_are_simulated() or dist.get_rank() == int(mesh.mesh.flatten()[0])):
         warnings.warn(warning, stacklevel=2)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 
 import torch
 from torch.distributed import ProcessGroup
@@ -88,6 +89,28 @@ def stack_of(thread: int) -> str:
         if not frame.f_code.co_filename.startswith((*_LIBRARIES, "<frozen"))
     ]
     return ", called by ".join(own[:3]) or "unknown"
+
+
+_OURS = str(Path(__file__).resolve().parents[1])
+
+
+# Functions around the one that the user calls.
+_AROUND = (
+    *("wrapper", "decorate_context", "told"),
+    *("__call__", "_call_impl", "_wrapped_call_impl", "inner"),
+)
+
+
+def users_frame(innermost: FrameType | None) -> tuple[FrameType | None, str]:
+    """Returns the innermost frame of the user's program, and the function that it calls."""
+    called = ""
+    while innermost is not None:
+        code = innermost.f_code
+        if not code.co_filename.startswith((*_LIBRARIES, _OURS, "<frozen")):
+            break
+        innermost = innermost.f_back
+        called = called if code.co_name in _AROUND else code.co_name
+    return innermost, called
 
 
 def check_duration(name: str, value: object, *, or_none: bool = False) -> None:

@@ -30,6 +30,7 @@ from parallel3d.fsdp.options import ContextOption
 from parallel3d.fsdp.param import ShardedParam
 from parallel3d.fsdp.unit import Call, Observer, Unit
 from parallel3d.guards.rendezvous import compare_digests
+from parallel3d.guards.stalls import say_where_ranks_wait
 from parallel3d.guards.timeouts import check_duration
 from parallel3d.mesh.agreement import check_agreement
 from parallel3d.mesh.store import others
@@ -106,6 +107,7 @@ def _compare(
     """Compares ``describe(parameters, module names)`` over each mesh's ranks; all raise if they differ."""
     if others() is None:
         return
+    say_where_ranks_wait()
     modules = [named for top in context.root.modules for named in top.named_modules()]
     names = {id(module._parameters): name for name, module in modules}
     by_ranks: dict[tuple[int, ...], _UnitParams] = {}
