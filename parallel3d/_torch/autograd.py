@@ -60,6 +60,28 @@ def version_of(tensor: torch.Tensor) -> torch.Tensor:
     return counter
 
 
+def route_data(
+    kind: type[torch.Tensor],
+    read: Callable[[torch.Tensor], torch.Tensor | None],
+    write: Callable[[torch.Tensor, Any], bool],
+) -> None:
+    """Asks ``read(tensor)`` for ``tensor.data``, and has ``write(tensor, value)`` set it, in class ``kind``.
+
+    Where they return None and False, torch does it.
+    """
+    own: Any = torch.Tensor.data
+
+    def get(tensor: torch.Tensor) -> torch.Tensor:
+        found = read(tensor)
+        return own.__get__(tensor) if found is None else found
+
+    def put(tensor: torch.Tensor, value: Any) -> None:
+        if not write(tensor, value):
+            own.__set__(tensor, value)
+
+    kind.data = property(get, put)  # type: ignore[assignment]
+
+
 def wrap_backward(around: Callable[..., Any]) -> None:
     """Routes every call of autograd's engine from Python through ``around(run, *args, **kwargs)``.
 

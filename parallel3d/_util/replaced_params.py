@@ -1,7 +1,8 @@
-"""Parameters that ``fully_shard`` or a tensor-parallel plan has replaced: optimizers must not have them.
+"""Parameters that a sharded or tensor-parallel model has others in place of: optimizers must not have them.
 
-An optimizer made before would step on parameters that nothing computes with any more, find no gradients, and
-leave the model unchanged.
+``fully_shard`` or a plan has replaced them, or they were assigned to a sharded model, which keeps its own.
+An optimizer would step on parameters that nothing computes with, find no gradients, and leave the model
+unchanged.
 """
 
 import weakref
@@ -27,10 +28,13 @@ _CHECKED = "_parallel3d_checked"
 class _Replaced:
     """The place of a replaced Parameter in its model. Dies with the Parameter; is not copied with it."""
 
-    __slots__ = ("__weakref__", "attribute", "grad", "module", "name")
+    __slots__ = ("__weakref__", "assigned", "attribute", "grad", "module", "name")
 
-    def __init__(self, param: nn.Parameter, module: nn.Module, attribute: str, name: str) -> None:
+    def __init__(
+        self, param: nn.Parameter, module: nn.Module, attribute: str, name: str, assigned: bool
+    ) -> None:
         self.module, self.attribute, self.name = weakref.ref(module), attribute, name
+        self.assigned = assigned
         self.grad = weakref.ref(param.grad) if param.grad is not None else None
         _alive[id(self)] = name
 
@@ -48,13 +52,20 @@ class _Replaced:
         return param.grad is None or (self.grad is not None and self.grad() is param.grad)
 
 
-def mark_replaced(param: nn.Parameter, module: nn.Module, attribute: str, name: str) -> None:
-    """Marks ``param``, which is being replaced as ``module``'s ``attribute``; ``name`` is for the message."""
+def mark_replaced(
+    param: nn.Parameter, module: nn.Module, attribute: str, name: str, *, assigned: bool = False
+) -> None:
+    """Marks ``param``, which is being replaced as ``module``'s ``attribute``.
+
+    Args:
+        name: for the message.
+        assigned: whether it was assigned to the sharded model, which has taken its values only.
+    """
     global _marked
     if _marked == 0:
         register_optimizer_step_pre_hook(_before_step)
     _marked += 1
-    setattr(param, _MARK, _Replaced(param, module, attribute, name))
+    setattr(param, _MARK, _Replaced(param, module, attribute, name, assigned))
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -72,6 +83,13 @@ def _check(optimizer: Optimizer) -> None:
     marks = [(param, getattr(param, _MARK, None)) for param in params]
     for param, mark in marks:
         if isinstance(mark, _Replaced) and mark.is_unused(param):
+            if mark.assigned:
+                raise StateError(
+                    f"{type(optimizer).__name__} has a Parameter of shape {tuple(param.shape)} that was "
+                    f"assigned as {mark.name} after the model was sharded. The model has taken its values "
+                    "and kept its own Parameter, so that the step would change nothing. Make the optimizer "
+                    "of model.parameters()"
+                )
             raise StateError(
                 f"{type(optimizer).__name__} was made before the model was sharded: it has parameter "
                 f"{mark.name} of shape {tuple(param.shape)} as it was then, which parallelize or fully_shard "

@@ -54,7 +54,9 @@ from parallel3d.fsdp.param import (
     OptimizerSteps,
     ShardedParam,
     count_optimizer_steps,
+    mark_unsharded,
     segment_of,
+    watch_data,
     zero_copy_bytes,
 )
 from parallel3d.fsdp.placement import DataAxes, post_forward_mesh
@@ -298,6 +300,7 @@ class Bucket:
         ]
         for param, compute in zip(self.params, self.compute_params, strict=True):
             vars(compute).update(param.attributes())
+            mark_unsharded(compute, param, is_freed=self.has_own_unsharded)
         if self.gathered is not self.unsharded:
             release(self.gathered)
         if self.has_own_unsharded:
@@ -600,6 +603,7 @@ class Versions:
 
     def __init__(self, bucket: Bucket) -> None:
         count_optimizer_steps()
+        watch_data()
         self.number = next(_numbers)
         self.weights = 0
         self._bucket = weakref.ref(bucket)
@@ -608,6 +612,7 @@ class Versions:
         self._seen = (-1, -1)  # optimizer steps, and the sum of the counters at rest
         self._unsharded_of: Any = None
         self._unsharded: tuple[torch.Tensor, ...] = ()
+        self._set = 0  # what ``set_unsharded`` has set
         numbered_buckets[self.number] = bucket
 
     def note_weights(self) -> bool:
@@ -646,7 +651,22 @@ class Versions:
             tensors += tuple(bucket.stand_ins)
         number = self.number % (1 << NUMBER_BITS) << VALUE_BITS
         number |= self.weights % (1 << VALUE_BITS)
-        set_versions(tensors, (number << CHANGE_BITS,) * len(tensors))
+        self._set = number << CHANGE_BITS
+        set_versions(tensors, (self._set,) * len(tensors))
+
+    def written(self) -> list[str]:
+        """Returns the names of the unsharded parameters that were written since ``set_unsharded``."""
+        tensors = self._of_unsharded()
+        if sum(map(_version_of, tensors)) == self._set * len(tensors):
+            return []
+        written = {id(tensor) for tensor in tensors if tensor._version != self._set}
+        bucket = self._bucket()
+        assert bucket is not None
+        return [
+            param.name
+            for param, compute in zip(bucket.params, bucket.compute_params, strict=True)
+            if id(compute) in written or id(getattr(compute, "_local_tensor", None)) in written
+        ]
 
     def set_free(self) -> None:
         """Tells autograd that the unsharded parameters are freed."""

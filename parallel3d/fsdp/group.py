@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from functools import partial
+from itertools import chain
 from operator import call, is_
 from typing import Any
 
@@ -19,6 +20,7 @@ from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.comm import Comm
 from parallel3d.fsdp.gathers import CoalescedGather, plan_gathers
 from parallel3d.fsdp.members import missing_values
+from parallel3d.fsdp.param import lost_write
 
 # An attribute of unsharded parameters: a weak reference to the unit that the gradient hook calls.
 WATCHED_BY = "_parallel3d_watched_by"
@@ -333,6 +335,13 @@ class ParamGroup:
             self.enter(Event.FINISH)
             for bucket in self.buckets:
                 bucket.versions.set_unsharded()
+
+    def check_unwritten(self) -> None:
+        """Raises StateError if unsharded parameters were written, which would be lost when they are freed."""
+        if self.state is ShardedState.UNSHARDED:
+            written = [b.versions.written() for b in self.buckets if b.has_own_unsharded]
+            if any(written):
+                raise lost_write(self.unit, [*chain.from_iterable(written)])
 
     def reshard(self, comm: Comm, ranks: int | None = None) -> None:
         """Frees the unsharded parameters.

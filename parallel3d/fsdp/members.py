@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from parallel3d._torch.autograd import gradient_hooks, has_tensor_hooks
 from parallel3d.errors import Parallel3dError, StateError
-from parallel3d.fsdp.param import OwnSetattr, ShardedParam, mark_taken, owner_at, owner_of
+from parallel3d.fsdp.param import OwnSetattr, ShardedParam, owner_at, owner_of
 from parallel3d.fsdp.placement import DataAxes
 
 UNIT_ATTRIBUTE = "_parallel3d_unit"  # of a module, which a copy of it must not share
@@ -345,7 +345,6 @@ def _take_assigned(module: nn.Module, name: str, given: nn.Parameter) -> nn.Para
             "the two; tie parameters before fully_shard, or copy the values by copy_() under no_grad()"
         )
     owner.take_values(given)
-    mark_taken(given, owner)
     return owner.sharded
 
 

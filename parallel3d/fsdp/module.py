@@ -82,7 +82,8 @@ class FSDPModule(UnitModule, TorchFSDPModule):
 
     The engine *notices* changes of the weights by optimizer steps and in-place operations on the sharded
     Parameters (also ``load_state_dict``). It does not notice changes of ``param.data``, nor by
-    ``torch._foreach_*`` functions outside of an optimizer, as some EMA implementations make them.
+    ``torch._foreach_*`` functions outside of an optimizer, as some EMA implementations make them, but for
+    ``param.data = tensor``.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -100,7 +101,7 @@ class FSDPModule(UnitModule, TorchFSDPModule):
         It does not recurse into other units. Forward and backward reshard the unit too, as
         ``reshard_after_forward`` and ``set_reshard_after_backward`` say. Until then forwards use the gathered
         values, or gather again if a change of the weights was noticed. Changes of the unsharded parameters
-        are lost when they are freed.
+        would be lost when they are freed: these calls raise StateError then.
 
         Args:
             async_op: return a handle at once; call its ``wait()`` before the parameters are used.
@@ -118,13 +119,20 @@ class FSDPModule(UnitModule, TorchFSDPModule):
         return None
 
     def reshard(self) -> None:
-        """Registers this unit's sharded Parameters and frees the unsharded ones. It does not recurse."""
+        """Registers this unit's sharded Parameters and frees the unsharded ones. It does not recurse.
+
+        Raises:
+            StateError: an unsharded parameter was changed, and the change is lost.
+        """
         unit = get_unit(self)
         if unit.is_registered_by_root:  # until the root's forward or backward ends
             unit.group.retain = Retain.NO
             return
         unit.group.register_sharded()
-        unit.group.reshard(unit.ready_context().comm)
+        try:
+            unit.group.check_unwritten()
+        finally:
+            unit.group.reshard(unit.ready_context().comm)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Sets whether resharding keeps the memory of the unsharded parameters, at the same address.

@@ -23,7 +23,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from parallel3d._layout.packed import packing_of
 from parallel3d._layout.param_layout import ParamLayout, get_param_layout, local_chunk
-from parallel3d._torch.autograd import grad_dtype_of, set_grad_dtype, untraced
+from parallel3d._torch.autograd import grad_dtype_of, route_data, set_grad_dtype, untraced
 from parallel3d._torch.dtensor import (
     DTensorSpec,
     get_local_tensor,
@@ -32,8 +32,9 @@ from parallel3d._torch.dtensor import (
     set_local_tensor,
 )
 from parallel3d._util import dry_run
+from parallel3d._util.replaced_params import mark_replaced
 from parallel3d._util.storage import own_copy
-from parallel3d.errors import Parallel3dError
+from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.layout import (
     ACCELERATOR_BYTES,
     CPU_BYTES,
@@ -136,6 +137,76 @@ def owner_at(module: nn.Module, name: str) -> "ShardedParam | None":
 def mark_taken(param: nn.Parameter, owner: "ShardedParam") -> None:
     """Makes ``owner_of`` return ``owner`` for ``param``, the user's Parameter that it replaces."""
     setattr(param, _TAKEN, _TakenBy(owner))
+
+
+# Writes that would be lost.
+#
+# Forward sees unsharded parameters, which are freed when their unit is resharded: what a forward writes to
+# them would be lost. Their version counters tell of it, see ``bucket.Versions``. torch's ``.data`` is an
+# alias with another counter; that of an unsharded parameter has the same one here. ``param.data = tensor``
+# would change no more than a DTensor's metadata: the engine does it for a sharded Parameter, and refuses it
+# for an unsharded one.
+
+_UNSHARDED = "_parallel3d_unsharded"  # attribute of an unsharded parameter: an ``_Unsharded``
+
+
+class _Unsharded(_TakenBy):
+    """Of whom a parameter is the unsharded one, and whether it has memory of its own, which is freed."""
+
+    __slots__ = ("is_freed",)
+
+    def __init__(self, owner: "ShardedParam | None" = None, is_freed: bool = False) -> None:
+        super().__init__(owner)
+        self.is_freed = is_freed
+
+    def __reduce__(self) -> Any:
+        return _Unsharded, ()
+
+
+def mark_unsharded(param: torch.Tensor, owner: "ShardedParam", *, is_freed: bool) -> None:
+    """Notes that ``param`` is the unsharded parameter of ``owner``; ``is_freed``: whether its memory is freed
+    when the unit is resharded."""
+    vars(param)[_UNSHARDED] = _Unsharded(owner, is_freed)
+
+
+@cache
+def watch_data() -> None:
+    """From the first call on ``.data`` of parameters is the engine's where torch's would lose a write."""
+    for kind in (nn.Parameter, DTensor):
+        route_data(kind, _read_data, _write_data)
+
+
+def _read_data(param: torch.Tensor) -> torch.Tensor | None:
+    mark = vars(param).get(_UNSHARDED)
+    return param.detach() if mark is not None and mark.is_freed else None
+
+
+def _write_data(param: torch.Tensor, value: Any) -> bool:
+    mark = vars(param).get(_UNSHARDED)
+    owner = _owners.get(id(param)) if mark is None else mark.owner()
+    if owner is None:
+        return False
+    if mark is None:
+        if owner.sharded is not param:
+            return False
+        owner.set_data(value)
+    elif mark.is_freed or not param.is_set_to(value):  # else a ``param.data += ...`` that is done
+        raise lost_write(owner.unit(), [owner.name])
+    return True
+
+
+def lost_write(unit: Any, names: Sequence[str]) -> StateError:
+    """The error of a write to the unsharded parameters ``names`` of ``unit``."""
+    label = "" if unit is None else unit.label
+    return StateError(
+        f"unit {label}: {', '.join(names)} was changed in the unit's forward or backward, or after "
+        "unshard(), in place, by .data, or by nn.Embedding(max_norm=...), which renormalises the rows that "
+        "it looks up. What the module has there is the unsharded parameter, with which the change would be "
+        "lost. Change the sharded one, between steps (after optimizer.step(), under no_grad(): "
+        "module.weight.clamp_(...)), or its whole value within parallel3d.fsdp.full_params(model); or "
+        "compute with a changed tensor (F.linear(x, normalize(weight))) and leave the parameter as it is; "
+        "or hold the value in a buffer"
+    )
 
 
 class ShardedParam:
@@ -455,6 +526,36 @@ class ShardedParam:
                 )
             self.sharded.grad = None if grad is None else grad.to(dtype)
         self.sharded.requires_grad_(given.requires_grad)
+        module = self.module()
+        if isinstance(given, nn.Parameter) and owner_of(given) is None and module is not None:
+            mark_taken(given, self)
+            where = f"{self.name} of unit {getattr(self.unit(), 'label', '')}"
+            mark_replaced(given, module, self.module_infos[0][1], where, assigned=True)
+
+    def set_data(self, value: torch.Tensor) -> None:
+        """Does ``sharded.data = value``: the shard of ``value`` is the local tensor, which the bucket adopts.
+
+        Args:
+            value: a DTensor on any placements, or a whole tensor.
+
+        Raises:
+            Parallel3dError: ``value`` has another shape, dtype or device.
+        """
+        with torch.no_grad():
+            kind, own = (
+                (tuple(t.shape), t.dtype, t.device) if isinstance(t, torch.Tensor) else t
+                for t in (value, self.sharded)
+            )
+            if kind != own:
+                raise Parallel3dError(
+                    f"parameter {self.name} of (shape, dtype, device) {own} was given .data = {kind}; give a "
+                    "DTensor or a whole tensor of the same, convert the whole model by model.to(...), or "
+                    "load values by model.load_state_dict(state, assign=True)"
+                )
+            local = self.local_part(value)
+            if not local.is_set_to(self.local):  # as ``param.data += ...`` gives it
+                set_local_tensor(self.sharded, local)
+                torch.autograd.graph.increment_version(self.sharded)
 
     def _shares_memory(self, given: torch.Tensor) -> bool:
         if not isinstance(given, DTensor) or given.is_meta or self.sharded.is_meta:

@@ -330,6 +330,7 @@ class Unit:
         forward.depth -= 1
         forward.to_run.discard(id(module))
         if not forward.depth and not forward.to_run:
+            self.group.check_unwritten()
             self._leave_forward(context, backward_to_come=grad)
         return output
 
@@ -472,6 +473,7 @@ class Unit:
         deferred = None if context.backward is None else context.backward.deferred
         if deferred is not None and deferred.unit is self.ref:
             context.issue_deferred()
+        self.group.check_unwritten()
         self.leave_backward(context)
         context.end_unit_backward(self)
         self.backward = None

@@ -43,6 +43,42 @@ def test_it_is_an_error(plan) -> None:
             right.step()
 
 
+def put_by_attribute(module: nn.Module, given: nn.Parameter) -> None:
+    module.weight = given
+
+
+def put_by_register(module: nn.Module, given: nn.Parameter) -> None:
+    module.register_parameter("weight", given)
+
+
+def put_into_dict(module: nn.Module, given: nn.Parameter) -> None:
+    module._parameters["weight"] = given
+
+
+@pytest.mark.parametrize("runs_before", [False, True])
+@pytest.mark.parametrize("put", [put_by_attribute, put_by_register, put_into_dict])
+def test_of_a_parameter_assigned_to_the_sharded_model(put, runs_before: bool) -> None:
+    with fake_world(0, 2):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        for unit in (model[0], model):
+            fully_shard(unit, mesh=mesh_of(2))
+        if runs_before:
+            model(torch.ones(2, 4)).sum().backward()
+        given = nn.Parameter(torch.randn(4, 4))
+        put(model[0], given)
+        optimizer = optim.SGD([given], lr=0.1)
+        model(torch.ones(2, 4)).sum().backward()
+        with pytest.raises(StateError, match=r"SGD has a Parameter.*weight of unit .*kept its own"):
+            optimizer.step()
+        right = optim.SGD(model.parameters(), lr=0.1)
+        before = model[0].weight.to_local().clone()
+        right.step()
+        assert not torch.equal(model[0].weight.to_local(), before)
+        # What another model uses is trained by it.
+        given.grad = torch.ones(4, 4)
+        optimizer.step()
+
+
 def test_by_hand_and_with_a_closure() -> None:
     with fake_world(0, 2):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

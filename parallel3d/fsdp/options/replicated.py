@@ -40,7 +40,7 @@ from parallel3d.fsdp.gradients import make_gradients
 from parallel3d.fsdp.group import ParamGroup, Retain
 from parallel3d.fsdp.layout import NODE_BYTES, coalesced
 from parallel3d.fsdp.options import ContextOption
-from parallel3d.fsdp.param import OwnSetattr
+from parallel3d.fsdp.param import OwnSetattr, mark_unsharded
 from parallel3d.fsdp.reduction import (
     DEFAULT_REDUCER,
     AllReduce,
@@ -103,6 +103,9 @@ def make_stand_ins(arrivals: dict[Bucket, Arrivals]) -> None:
             stand_ins[index] = output = next(made)
             vars(output).update(bucket.params[index].attributes())
             output._is_param = True  # for isinstance(..., nn.Parameter)
+            if type(output) is torch.Tensor:  # not of simulated ranks
+                output.__class__ = torch.nn.Parameter  # for ``watch_data``
+            mark_unsharded(output, bucket.params[index], is_freed=False)
             # Weakly, as the output holds it.
             output.__deepcopy__ = partial(_copy, weakref.ref(output))
 
