@@ -1,4 +1,4 @@
-"""parallel3d: FSDP, HSDP and tensor parallelism on a (replicate, shard, tp) mesh, in one call."""
+"""parallel3d: FSDP, HSDP, tensor and context parallelism on a (replicate, shard, cp, tp) mesh, in one call."""
 
 from typing import TYPE_CHECKING
 
