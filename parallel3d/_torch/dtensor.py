@@ -119,7 +119,7 @@ def keep_partial_gradients(param: torch.Tensor) -> None:
     """Sees to it that a partial gradient of ``param`` is partial still in ``param.grad``."""
     if IS_2_11 and isinstance(param, DTensor):
         # 2.11 copies a gradient of other strides than the parameter's into a new DTensor, and sums it.
-        param.register_hook(torch.Tensor.contiguous)
+        param.register_hook(lambda grad: None if grad is None else grad.contiguous())
 
 
 def clear_dtensor_caches() -> None:

@@ -418,21 +418,23 @@ class Unit:
             "before the weights change, or give the unit reshard_after_forward=False, which keeps them"
         )
 
-    def take_gradient(self, bucket: Bucket, index: int, grad: torch.Tensor) -> None:
-        """Takes the gradient of parameter ``index`` of ``bucket``, or a further summand of it."""
+    def take_gradient(self, bucket: Bucket, index: int, grad: torch.Tensor | None) -> None:
+        """Takes the gradient of parameter ``index`` of ``bucket``, or a further summand of it. None, which an
+        autograd function may give: there is nothing to reduce, and the unit does not wait for it."""
         context = self.context
         if context is not None and context.backward is None:
             context.enter_backward()  # the parameter was used outside a forward of ours
         for observer in self.observers:
             observer.take_gradient(self)
-        if grad.requires_grad:
+        if grad is not None and grad.requires_grad:
             raise StateError(
                 f"unit {self.label}: .backward(create_graph=True) gives parameters gradients with a graph, "
                 "but it would end at their reduction over ranks; use torch.autograd.grad(loss, inputs, "
                 "create_graph=True)"
             )
         is_first = index not in bucket.grads.arrived
-        bucket.grads.accept(index, grad, sync=self.sync)
+        if grad is not None:
+            bucket.grads.accept(index, grad, sync=self.sync)
         del grad  # what follows may free it
         if is_first:
             backward = self.backward
@@ -707,10 +709,10 @@ class Call:
 
         weakref.finalize(self, tensor.register_hook(on_gradient).remove)
 
-    def watched(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns an alias of ``tensor``. A gradient that reaches it calls ``begin_backward``, also within
-        transforms of ``torch.func``, which do not see hooks on tensors."""
-        if tensor.is_floating_point() or tensor.is_complex():
+    def watched(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
+        """Returns an alias of ``tensor``, if it is one. A gradient that reaches it calls ``begin_backward``,
+        also within transforms of ``torch.func``, which do not see hooks on tensors."""
+        if tensor is not None and (tensor.is_floating_point() or tensor.is_complex()):
             return _Watched.apply(self, tensor)
         return tensor
 
@@ -727,7 +729,7 @@ class Call:
         unit.pre_backward(self)
 
     @untraced
-    def input_done(self, grad: torch.Tensor) -> torch.Tensor | None:
+    def input_done(self, grad: torch.Tensor | None) -> torch.Tensor | None:
         """Hook on every alias of an input. With ``create_graph=True`` the gradient is watched as outputs are:
         a backward that comes to it needs the parameters again.
         """

@@ -173,8 +173,9 @@ class Recorder:
         self._alive.append(tensor)
 
     def _grad_hook(self, into: dict[int, Values], at: int) -> Callable[[Tensor], None]:
-        def note(grad: Tensor) -> None:
-            into[at] = self.values(grad)
+        def note(grad: Tensor | None) -> None:
+            if grad is not None:  # an autograd function may give none
+                into[at] = self.values(grad)
 
         return note
 
