@@ -1,6 +1,6 @@
 """Private names of autograd, hooks, the compiler and torch.func."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from operator import attrgetter
@@ -159,13 +159,20 @@ def gradient_hooks(param: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
     return list(hooks.values()) if hooks else []
 
 
-# What tells whether there may be any.
-has_gradient_hooks: Callable[[torch.Tensor], Any] = attrgetter("_post_accumulate_grad_hooks")
+_GRADIENT_HOOKS = attrgetter("_post_accumulate_grad_hooks")
+_TENSOR_HOOKS = attrgetter("_backward_hooks")
 
 
-def has_tensor_hooks(param: torch.Tensor) -> bool:
-    """Whether ``register_hook`` was called on ``param``."""
-    return bool(param._backward_hooks)
+def have_gradient_hooks(params: Iterable[torch.Tensor]) -> bool:
+    """Whether one of ``params`` has any of ``gradient_hooks``."""
+    with torch_function_off():  # DTensor's takes several times as long
+        return any(map(_GRADIENT_HOOKS, params))
+
+
+def have_tensor_hooks(params: Iterable[torch.Tensor]) -> bool:
+    """Whether ``register_hook`` was called on one of ``params``."""
+    with torch_function_off():
+        return any(map(_TENSOR_HOOKS, params))
 
 
 def for_compiled_function(output: torch.Tensor) -> torch.Tensor:

@@ -37,6 +37,7 @@ from parallel3d.fsdp.explain import check_inputs, explain
 from parallel3d.fsdp.group import Retain, ShardedState
 from parallel3d.fsdp.members import (
     UNIT_ATTRIBUTE,
+    check_hooks,
     check_loose,
     class_name,
     unit_of,
@@ -502,6 +503,7 @@ class RunContext:
     def enter_backward(self) -> RootBackward:
         """Called by every hook that a backward reaches; the first call begins the backward."""
         if self.backward is None:
+            check_hooks(self.units)
             for option in tuple(self.options):
                 option.before_backward()
             # By this root, or by another one that shares the comm.

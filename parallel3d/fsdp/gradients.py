@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from parallel3d._torch.autograd import gradient_hooks, has_gradient_hooks, set_grad
+from parallel3d._torch.autograd import gradient_hooks, have_gradient_hooks, set_grad
 from parallel3d._torch.dtensor import get_local_tensor, make_dtensor, new_dtensor
 from parallel3d._torch.kernels import chunk_cat
 from parallel3d.fsdp.param import ShardedParam
@@ -221,7 +221,7 @@ class BucketGradients:
     def run_hooks(self, used: list[int]) -> None:
         """Calls the user's post-accumulate-grad hooks on the sharded parameters of indices ``used``."""
         params = self.sharded
-        if any(map(has_gradient_hooks, params)):
+        if have_gradient_hooks(params):
             for index in used:
                 for hook in gradient_hooks(params[index]):
                     hook(params[index])

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 
-from parallel3d._torch.autograd import gradient_hooks, has_tensor_hooks
+from parallel3d._torch.autograd import gradient_hooks, have_tensor_hooks
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.param import OwnSetattr, ShardedParam, owner_at, owner_of
 from parallel3d.fsdp.placement import DataAxes
@@ -183,11 +183,8 @@ def check_param(name: str, param: nn.Parameter) -> None:
             f"{unit.label if unit is not None else '(gone)'}; tied parameters must be in one unit: pass "
             "their modules to fully_shard as one list, or leave both to the unit around them"
         )
-    if has_tensor_hooks(param) or gradient_hooks(param):
-        raise Parallel3dError(
-            f"parameter {name} has a hook, which would not be called for its shard; remove it, and use "
-            "register_post_accumulate_grad_hook on the sharded parameter: it sees the reduced gradient"
-        )
+    if have_tensor_hooks([param]) or gradient_hooks(param):
+        raise Parallel3dError(_has_hook(f"parameter {name}"))
     if is_lazy(param):
         raise Parallel3dError(
             f"parameter {name} has no size yet; run a batch through the model first, or use the module "
@@ -199,6 +196,22 @@ def check_param(name: str, param: nn.Parameter) -> None:
             "parameter (to_dense()), or as a buffer"
         )
     _check_bitsandbytes(name, param)
+
+
+def check_hooks(units: Iterable[Any]) -> None:
+    """Raises StateError if ``register_hook`` was called on a parameter of ``units`` since it was sharded."""
+    params = list(params_of(units))
+    if have_tensor_hooks([param.sharded for param in params]):
+        hooked = next(param for param in params if have_tensor_hooks([param.sharded]))
+        raise StateError(_has_hook(_describe(hooked)))
+
+
+def _has_hook(what: str) -> str:
+    return (
+        f"{what} has a hook, as of register_hook and register_multi_grad_hook, which would not be called for "
+        "its shard; remove it, and use register_post_accumulate_grad_hook on the sharded parameter: it sees "
+        "the reduced gradient in .grad, and may change it in place"
+    )
 
 
 def _check_bitsandbytes(name: str, param: Any) -> None:

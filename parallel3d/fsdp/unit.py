@@ -389,9 +389,15 @@ class Unit:
         context = self.context
         assert context is not None
         root_backward = context.enter_backward()
+        backward = self.backward
+        if backward is None:
+            backward = self.backward = BackwardPass()
+        if id(call) not in backward.calls:
+            backward.calls.add(id(call))
+            call.left = call.inputs
         for observer in self.observers:
             observer.reach_call(call, context)
-        backward = self.backward
+        backward = self.backward  # an observer may have begun another
         assert backward is not None
         if backward.has_begun:
             return
@@ -709,24 +715,17 @@ class Call:
 
         weakref.finalize(self, tensor.register_hook(on_gradient).remove)
 
-    def watched(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
-        """Returns an alias of ``tensor``, if it is one. A gradient that reaches it calls ``begin_backward``,
-        also within transforms of ``torch.func``, which do not see hooks on tensors."""
-        if tensor is not None and (tensor.is_floating_point() or tensor.is_complex()):
+    def watched(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns an alias of ``tensor``. A gradient that reaches it calls ``begin_backward``, also within
+        transforms of ``torch.func``, which do not see hooks on tensors."""
+        if tensor.is_floating_point() or tensor.is_complex():
             return _Watched.apply(self, tensor)
         return tensor
 
     @untraced
     def begin_backward(self, _: torch.Tensor) -> None:
         """Hook on every output: a gradient has reached this call."""
-        unit = self.unit
-        backward = unit.backward
-        if backward is None:
-            backward = unit.backward = BackwardPass()
-        if id(self) not in backward.calls:
-            backward.calls.add(id(self))
-            self.left = self.inputs
-        unit.pre_backward(self)
+        self.unit.pre_backward(self)
 
     @untraced
     def input_done(self, grad: torch.Tensor | None) -> torch.Tensor | None:
@@ -737,7 +736,7 @@ class Call:
         if self.left == 0 and self.unit.backward is not None:
             self.unit.backward.calls.discard(id(self))
             self.unit.maybe_end_backward()
-        return self.watched(grad) if torch.is_grad_enabled() else None
+        return None if grad is None or not torch.is_grad_enabled() else self.watched(grad)
 
 
 def watch_output(unit: Unit, output: Any, call: Call | None, *, attributes: bool) -> Any:

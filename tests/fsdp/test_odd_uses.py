@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -387,6 +388,18 @@ class TestModules:
                 assert bucket.gathered.untyped_storage().size() == 0
 
 
+def multi_grad(model: nn.Module, mode: str) -> Any:
+    weights = [layer.up.weight for layer in model.layers[1:]]
+    return torch.autograd.graph.register_multi_grad_hook(weights, lambda grads: None, mode=mode)
+
+
+TENSOR_HOOKS = {
+    "register_hook": lambda model: model.layers[1].up.weight.register_hook(lambda grad: grad * 2),
+    "all of several": functools.partial(multi_grad, mode="all"),
+    "any of several": functools.partial(multi_grad, mode="any"),
+}
+
+
 class TestHooksAndCopies:
     @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
     def test_parameter_with_a_hook_is_refused(self, kind) -> None:
@@ -396,6 +409,35 @@ class TestHooksAndCopies:
             getattr(block.up.weight, kind)(lambda *_: None)
             with pytest.raises(Parallel3dError, match=r"up\.weight has a hook"):
                 fully_shard(block, mesh=mesh)
+
+    @pytest.mark.parametrize("shape", [(1, 2, 1), (2, 1, 1), (1, 1, 1)], ids=str)
+    @pytest.mark.parametrize("when", ["before the forward", "after it"])
+    @pytest.mark.parametrize("how", TENSOR_HOOKS)
+    def test_hook_that_autograd_does_not_call(self, how, when, shape) -> None:
+        """An error before anything is reduced; without the hook the next step is a normal one."""
+        torch.manual_seed(0)
+        plain = Stack()
+        model = copy.deepcopy(plain)
+        with fake_world(0, shape[0] * shape[1]):
+            shard_blocks(model, build_mesh(MeshLayout(*shape), device_type="cpu"))
+            if when == "before the forward":
+                handle = TENSOR_HOOKS[how](model)
+            loss = mean_square(model, floats(0))
+            if when == "after it":
+                handle = TENSOR_HOOKS[how](model)
+            pattern = r"up\.weight of unit layers\.1 has a hook.*register_post_accumulate_grad_hook"
+            with record_collectives() as recorded, pytest.raises(StateError, match=pattern):
+                loss.backward()
+            assert not recorded.calls
+            assert all(param.grad is None for param in model.parameters())
+            handle.remove()
+            mean_square(model, floats(0)).backward()
+            assert all(param.grad is not None for param in model.parameters())
+            assert at_rest(model)
+            if shape == (1, 1, 1):
+                mean_square(plain, floats(0)).backward()
+                for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+                    assert torch.equal(param.grad.to_local(), expected.grad)
 
     def test_hook_on_the_sharded_parameter_sees_the_reduced_gradient(self) -> None:
         seen = []

@@ -25,7 +25,7 @@ import torch
 from parallel3d._torch.autograd import (
     functorch_is_active,
     functorch_left,
-    has_gradient_hooks,
+    have_gradient_hooks,
     set_backward_order,
     torch_function_off,
     untraced,
@@ -351,7 +351,7 @@ class CoalescedAllReduce:
         self.used = [[]] * len(self.buckets)
         if not self._put_all(used, grads):
             self._put_pieces(used, flat, parts, grads)
-        elif any(map(has_gradient_hooks, self._sharded())):
+        elif have_gradient_hooks(self._sharded()):
             for bucket, indices in zip(self.buckets, used, strict=True):
                 bucket.grads.run_hooks(indices or [])
 
