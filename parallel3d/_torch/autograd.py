@@ -21,6 +21,9 @@ def preserved_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManage
     return torch.autograd._unsafe_preserve_version_counter(counted)
 
 
+# F.batch_norm writes buffers of these names without a change of their version counters.
+WRITTEN_WITHOUT_VERSION = ("running_mean", "running_var")
+
 set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None]
 """Sets the version counters of tensors: autograd compares them before it reads a tensor that it has saved."""
 set_versions = torch._C._autograd._unsafe_set_version_counter

@@ -10,7 +10,8 @@ Everywhere else ``kept`` only calls. A collective of any axis is written so::
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -67,6 +68,19 @@ def innermost() -> Pass | None:
         return None
     under_way = _passes.under_way
     return under_way[-1] if under_way else None
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """A context whose operations are of no pass under way."""
+    under_way = list(_passes.under_way)
+    for each in under_way:
+        each.paused += 1
+    try:
+        yield
+    finally:
+        for each in under_way:
+            each.paused -= 1
 
 
 def kept(what: str, compute: Callable[[], ResultT]) -> ResultT:

@@ -34,6 +34,7 @@ from parallel3d._torch.simulated import inner_tensors
 from parallel3d._util.forwards import Forward, as_if, without_cache
 from parallel3d._util.recompute import begin_pass, end_pass
 from parallel3d._util.trees import map_tensors, tensors_in
+from parallel3d.activations.buffers import buffers_of
 from parallel3d.errors import Parallel3dError, StateError
 
 Policy = Callable[..., Any]
@@ -405,13 +406,14 @@ def recomputed(inner: Forward) -> Forward:
     """``activation_checkpointing=True``: the forward that keeps its inputs alone."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return _checkpointed(partial(inner, self), args, kwargs)
+        return _checkpointed(self, inner, args, kwargs)
 
     return as_if(forward, inner)
 
 
-def _checkpointed(block: Callable[..., Any], args: Any, kwargs: Any, **options: Any) -> Any:
-    """Calls ``block``, whose backward recomputes it."""
+def _checkpointed(module: nn.Module, inner: Forward, args: Any, kwargs: Any, **options: Any) -> Any:
+    """Calls ``inner``, the forward of ``module``; backward recomputes it."""
+    block = partial(inner, module)
     if torch.is_grad_enabled():
         kwargs = without_cache(kwargs)
     if torch.compiler.is_compiling():
@@ -421,14 +423,15 @@ def _checkpointed(block: Callable[..., Any], args: Any, kwargs: Any, **options: 
     known = set(map(id, args))
     others = [t for t in tensors_in((args, kwargs)) if id(t) not in known and not t.is_inference()]
 
-    call = block
+    call, again = block, partial(_unchanged, block)
+    if torch.is_grad_enabled() and (buffers := buffers_of(module)) is not None:
+        call, again = partial(buffers.forward, call), partial(buffers.recompute, again)
 
     def run(*given: Any) -> Any:
         nonlocal call
         now, call = call, again
         return now(*given[len(others) :], **kwargs)
 
-    again = partial(_unchanged, block)
     return checkpoint(run, *others, *args, use_reentrant=False, **options)
 
 
@@ -462,7 +465,7 @@ def partly_recomputed(policy: Policy) -> Callable[[Forward], Forward]:
     def wrapper(inner: Forward) -> Forward:
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             contexts = compiled if torch.compiler.is_compiling() else eager
-            return _checkpointed(partial(inner, self), args, kwargs, context_fn=contexts)
+            return _checkpointed(self, inner, args, kwargs, context_fn=contexts)
 
         return as_if(forward, inner)
 

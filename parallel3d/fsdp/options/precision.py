@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from parallel3d._torch.autograd import WRITTEN_WITHOUT_VERSION
 from parallel3d._util.forwards import as_if, wrap_forward
 from parallel3d._util.trees import map_tensors
 from parallel3d.errors import StateError
@@ -168,9 +169,6 @@ def _dtype_of(module: nn.Module) -> torch.dtype | None:
 # unregistered. A copy is reused while the buffer's version counter doesn't change; modules that share a
 # buffer share its copy.
 
-# F.batch_norm writes these without a change of the version counter.
-_WRITTEN_UNNOTICED = ("running_mean", "running_var")
-
 
 class _Cast:
     """A copy of one buffer in another dtype.
@@ -272,7 +270,7 @@ class BufferCasts:
             del _places[module][name]
             current = module._buffers.get(name)  # None if deleted meanwhile
             if current is place.cast.copy:
-                unnoticed = module.training and name in _WRITTEN_UNNOTICED
+                unnoticed = module.training and name in WRITTEN_WITHOUT_VERSION
                 place.cast.write_back(place.buffer, unnoticed=unnoticed)
                 module._buffers[name] = place.buffer
             elif current is not None and current.is_floating_point():  # assigned meanwhile
