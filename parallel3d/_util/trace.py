@@ -17,6 +17,7 @@ class _Issuing:
         noted: whether the recorder has it already.
         forwards: how many forwards with a gradient roots have begun.
         runs: how many forwards, with or without.
+        backwards: how many backwards have reached a root.
         on_run: called when one begins; None: nobody wants to know. See ``guards.watch``.
     """
 
@@ -27,6 +28,7 @@ class _Issuing:
         self.noted = False
         self.forwards = 0
         self.runs = 0
+        self.backwards = 0
         self.on_run: Callable[[], None] | None = None
 
     @contextmanager

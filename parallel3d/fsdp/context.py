@@ -45,6 +45,7 @@ from parallel3d.fsdp.members import (
     units_of,
 )
 from parallel3d.fsdp.schedule import GatherSchedule, PrefetchSettings
+from parallel3d.guards.nan_losses import nan_losses
 
 Unit = Any
 """A ``unit.Unit``; ``unit`` imports this file."""
@@ -160,13 +161,24 @@ def _run_backward(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     inputs = args[4] if len(args) > 4 else kwargs.get("inputs")
     if inputs:
         check_inputs(args[0], inputs)
+    loss, before = next(iter(args[0]), None), issuing.backwards
+    # Fake and simulated tensors are of other types; on an accelerator nobody waits for the value.
+    looks = nan_losses.looks and type(loss) is torch.Tensor and loss.numel() == 1
+    if looks and loss.device.type == "cpu" and (value := loss.item()) != value:
+        nan_losses.post(issuing.forwards)
     try:
-        return run(*args, **kwargs)
+        result = run(*args, **kwargs)
     except RuntimeError as error:
         message = explain(error)
         if message is None:
             raise
         raise StateError(message) from error
+    if issuing.backwards != before:
+        if not nan_losses.looks:
+            nan_losses.say()
+        elif looks and loss.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+            nan_losses.look_later(loss)
+    return result
 
 
 # What is registered in a root's modules: compared with what was there in the last forward, by
@@ -504,6 +516,7 @@ class RunContext:
         """Called by every hook that a backward reaches; the first call begins the backward."""
         if self.backward is None:
             check_hooks(self.units)
+            issuing.backwards += 1
             for option in tuple(self.options):
                 option.before_backward()
             # By this root, or by another one that shares the comm.

@@ -1,0 +1,101 @@
+"""A loss that is nan on some ranks only: said once, with the ranks.
+
+A mean over no rows, or over labels that are all ignored, is nan. Its gradient may be nan, which the reduction
+takes to all ranks, or zero: then all ranks go on with a gradient that is too small.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import deque
+from contextlib import suppress
+
+import torch
+from torch import distributed as dist
+
+from parallel3d._util.trace import issuing
+from parallel3d.mesh.agreement import name_ranks
+from parallel3d.mesh.store import others
+
+_TOPIC = "parallel3d/nan losses"
+_BEHIND = 3  # backwards after which all ranks know their device's value
+_UNSET = (
+    math.inf
+)  # of a value that is still on its way to the CPU; a loss of inf is looked at in vain
+
+
+class NanLosses:
+    """Looks at the losses of this rank until one was nan.
+
+    Attributes:
+        looks: whether none was yet.
+    """
+
+    def __init__(self) -> None:
+        self.looks = True
+        self._posted: tuple[dist.Store, int] | None = (
+            None  # the store, and the number of the forward
+        )
+        self._on_the_way: deque[tuple[int, torch.Tensor]] = deque()  # from an accelerator
+        self._free: list[torch.Tensor] = []
+        self._due = 0  # backwards until ``say`` may ask
+
+    def post(self, number: int) -> None:
+        """Posts that the loss after forward ``number`` is nan on this rank."""
+        self.looks = False
+        found = others()
+        if found is not None:
+            store, rank, _ = found
+            with suppress(RuntimeError):  # the store has ended
+                store.set(f"{_TOPIC}/{rank}", str(number))
+                self._posted = store, number
+
+    def say(self) -> None:
+        """Warns on the first of the ranks that have posted a nan, if others have not.
+
+        Called when all ranks have: on the CPU the backward, whose reductions all ranks take part in, is over.
+        """
+        if self._posted is None:
+            return
+        if self._due:
+            self._due -= 1
+            return
+        found, posted, self._posted = others(), self._posted, None
+        if found is None or found[0] is not posted[0]:
+            return
+        store, rank, world_size = found
+        number = posted[1]
+        with suppress(RuntimeError):
+            keys = {other: f"{_TOPIC}/{other}" for other in range(world_size)}
+            first = {r: int(store.get(key)) for r, key in keys.items() if store.check([key])}
+            nan = [other for other, its in first.items() if its == number]
+            # One that was earlier has said it, and may have brought nan to all.
+            if min(first.values()) == number and nan[0] == rank and len(nan) < world_size:
+                rest = name_ranks({*range(world_size)} - {*nan})
+                warnings.warn(
+                    f"the loss is nan on {name_ranks(nan)}, and not on {rest}, after forward {number}. "
+                    "Gradients are means over the data ranks: nan reaches all of them, and a rank whose loss "
+                    "is a mean over no rows, or no labels, brings zeros, which makes all gradients too "
+                    "small. Where ranks have other numbers of rows or labels, use "
+                    "parallel3d.optim.global_mean(loss_sum, number), with 0 where a rank has none",
+                    stacklevel=6,  # the call of Tensor.backward
+                )
+
+    def look_later(self, loss: torch.Tensor) -> None:
+        """Begins to copy ``loss``, on an accelerator, to the CPU, and looks at copies that have arrived."""
+        while self._on_the_way and (value := self._on_the_way[0][1].item()) != _UNSET:
+            number, copy = self._on_the_way.popleft()
+            self._free.append(copy)
+            if math.isnan(value) and self.looks:
+                self.post(number)
+                self._due = _BEHIND
+        if self.looks:
+            pinned = loss.device.type == "cuda"
+            copy = self._free.pop() if self._free else torch.empty((), pin_memory=pinned)
+            copy.fill_(_UNSET).copy_(loss.detach().reshape(()), non_blocking=True)
+            self._on_the_way.append((issuing.forwards, copy))
+
+
+nan_losses = NanLosses()
+"""Those of this process."""
