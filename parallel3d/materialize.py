@@ -60,9 +60,11 @@ def materialize(
             "under torch.device('meta') first"
         )
     check_can_initialise(model, modules)
-    work = _Materialization(model, target, seed)
-    for name, module in modules:
-        work.initialise(name, module)
+    # Not in inference mode: parameters made there could not be trained later.
+    with torch.inference_mode(False), torch.no_grad():
+        work = _Materialization(model, target, seed)
+        for name, module in modules:
+            work.initialise(name, module)
     return model
 
 

@@ -164,7 +164,8 @@ def fully_shard(
     _check_ties(tied, policy)
     name = type(modules[0]).__name__
     watch_assignments()
-    with ExitStack() as stack, torch.no_grad():
+    # Not in inference mode: parameters made there could not be trained, and have no versions.
+    with ExitStack() as stack, torch.inference_mode(False), torch.no_grad():
         for root in modules:
             stack.enter_context(unchanged_on_error(root))
         params = [

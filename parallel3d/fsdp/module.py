@@ -340,7 +340,8 @@ class FSDPModule(UnitModule, TorchFSDPModule):
         registered = unit.is_registered_by_root
         unit.group.register_sharded()
         unit.group.reshard(unit.ready_context().comm)
-        result = super(TorchFSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
+        with torch.inference_mode(False), torch.no_grad():  # they could not be trained later
+            result = super(TorchFSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
         # Several modules of one unit are converted one after another.
         unit.group.adopt(partly=len(unit.modules) > 1)
         if registered:
