@@ -310,10 +310,12 @@ class FSDPModule(UnitModule, TorchFSDPModule):
         unit = get_unit(self)
         unit.show_shards()
         save = functools.partial(super().state_dict, *args, **kwargs)  # type: ignore[misc]
-        if unit.form is None:
-            return save()
-        destination = kwargs.get("destination", args[0] if args else None)
-        return state_dict_as_set(self, save, destination)  # type: ignore[arg-type]
+        # A DTensor can't be detached in inference mode.
+        with torch.inference_mode(False), torch.no_grad():
+            if unit.form is None:
+                return save()
+            destination = kwargs.get("destination", args[0] if args else None)
+            return state_dict_as_set(self, save, destination)  # type: ignore[arg-type]
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Like ``nn.Module.load_state_dict``. Parameters stay the same objects, also with ``assign=True``."""

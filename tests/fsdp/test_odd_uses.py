@@ -11,7 +11,7 @@ from _support.models import Block, Lm, lm_loss, tokens
 from torch import nn
 from torch.nn import functional as F
 
-from parallel3d import MeshLayout, Parallel3dError, StateError, build_mesh, parallelize
+from parallel3d import MeshLayout, Parallel3dError, StateError, build_mesh, materialize, parallelize
 from parallel3d._torch.dtensor import get_local_tensor
 from parallel3d.fsdp import FSDPModule, fully_shard
 from parallel3d.fsdp.inspect import unit_of
@@ -326,6 +326,32 @@ class TestModules:
             assert all(a is b for a, b in zip(buffers, after, strict=True))
             model(floats(0)).sum().backward()
             torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+    @pytest.mark.parametrize("how", ["fully_shard", "parallelize", "convert", "materialize"])
+    def test_made_sharded_and_run_in_inference_mode(self, how) -> None:
+        """A state dict can be made there, and the model trained later."""
+        with fake_world(0, 2):
+            mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
+            x = floats(0).double() if how == "convert" else floats(0)
+            with torch.inference_mode():
+                with torch.device("meta" if how == "materialize" else "cpu"):
+                    model = Stack()
+                if how == "fully_shard":
+                    shard_blocks(model, mesh)
+                else:
+                    parallelize(model, mesh)
+                if how == "convert":
+                    model.double()
+                if how == "materialize":
+                    materialize(model, device="cpu", seed=0)
+                for _ in range(2):
+                    model(x)
+                assert [*model.state_dict()] == [*Stack().state_dict()]
+            assert not any(p.is_inference() for p in model.parameters())
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            model(x).sum().backward()
+            optimizer.step()
+            model(x).sum().backward()
 
     def test_gradients_with_a_graph_are_an_error(self) -> None:
         """Derivatives of derivatives by the inputs are none: see test_transforms."""
