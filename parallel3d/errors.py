@@ -50,6 +50,18 @@ class StateError(Parallel3dError, RuntimeError):
     """
 
 
+class RefusedError(Parallel3dError, AssertionError):
+    """What torch's engine refuses with an AssertionError; one too, for ``except`` clauses written for it."""
+
+
+class RefusedStateError(StateError, RefusedError):
+    """A call that is invalid in the present state, which torch's engine refuses with an AssertionError."""
+
+
+class UnnamedAxesError(MeshError, RefusedError):
+    """A mesh of several axes without names."""
+
+
 class CheckpointError(Parallel3dError):
     """A checkpoint that can't be written, or read into this model. The same error on every rank."""
 

@@ -32,6 +32,7 @@ from parallel3d.cp.model import ContextParallel, CpPlan, check_options, plan_cp
 from parallel3d.errors import AgreementError, MeshError, Parallel3dError, PlanError
 from parallel3d.fsdp import MixedPrecisionPolicy, ShardingStrategy, fully_shard
 from parallel3d.fsdp.inspect import (
+    as_instance,
     check_param,
     check_policy,
     data_axes,
@@ -131,7 +132,7 @@ def parallelize(
         AgreementError: the ranks were given different models (sizes, or values unless on meta), plans
             or options.
     """
-    policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
+    policy = as_instance(MixedPrecisionPolicy if mp_policy is None else mp_policy)
     switches: dict[str, Any] = {
         "strict": strict,
         "shard_optimizer_over_replicate": shard_optimizer_over_replicate,

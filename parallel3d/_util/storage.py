@@ -1,5 +1,7 @@
 """Memory of tensors: views with a storage of their own, and copies."""
 
+from contextlib import suppress
+
 import torch
 
 from parallel3d._torch.simulated import LocalTensor
@@ -24,10 +26,14 @@ def own_copy(tensor: torch.Tensor) -> torch.Tensor:
     """
     if isinstance(tensor, LocalTensor) or not hasattr(tensor, "__tensor_flatten__"):
         return tensor.clone(memory_format=torch.contiguous_format)
-    names, context = tensor.__tensor_flatten__()
-    inner = {name: own_copy(getattr(tensor, name)) for name in names}
-    stride = torch.empty(tensor.shape, device="meta").stride()
-    new = type(tensor).__tensor_unflatten__(inner, context, tensor.shape, stride)  # type: ignore[attr-defined]
+    new = None
+    with suppress(
+        Exception
+    ):  # a method that is only written for torch.compile may take other arguments
+        names, context = tensor.__tensor_flatten__()
+        inner = {name: own_copy(getattr(tensor, name)) for name in names}
+        stride = torch.empty(tensor.shape, device="meta").stride()
+        new = type(tensor).__tensor_unflatten__(inner, context, tensor.shape, stride)  # type: ignore[attr-defined]
     if type(new) is type(tensor):
         return new
-    return tensor.clone(memory_format=torch.contiguous_format)  # it inherits how to make another
+    return tensor.clone(memory_format=torch.contiguous_format)  # or it inherits how to make another

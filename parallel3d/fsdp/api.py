@@ -115,6 +115,14 @@ def check_policy(policy: TorchMixedPrecisionPolicy) -> None:
     check("keep_low_precision_grads", valid, f"{expected}; torch 2.13 has no such limit")
 
 
+def as_instance(policy: Any) -> Any:
+    """Returns ``policy``, or of a policy's class, which torch takes too, an instance with the defaults."""
+    is_class = isinstance(policy, type) and issubclass(
+        policy, (OffloadPolicy, TorchMixedPrecisionPolicy)
+    )
+    return policy() if is_class else policy
+
+
 def check_offload(policy: OffloadPolicy) -> None:
     """Raises Parallel3dError unless ``policy`` is a valid offload policy."""
     if not isinstance(policy, OffloadPolicy):

@@ -28,6 +28,7 @@ from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.api import (
     MixedPrecisionPolicy,
     OffloadPolicy,
+    as_instance,
     check_offload,
     in_own_dtype,
     keeps_its_dtype,
@@ -62,6 +63,7 @@ from parallel3d.fsdp.placement import (
     data_axes,
     requested_placements,
     spmd_axes,
+    warn_of_replicas,
 )
 from parallel3d.fsdp.unit import Unit
 from parallel3d.mesh.failures import tells_others
@@ -138,11 +140,13 @@ def fully_shard(
     """
     modules = check_modules(module)
     ignored = check_ignored(ignored_params)
-    policy = own_policy(mp_policy)
+    policy, offload_policy = own_policy(as_instance(mp_policy)), as_instance(offload_policy)
     check_offload(offload_policy)
     offload = CpuOffload(offload_policy) if isinstance(offload_policy, CPUOffloadPolicy) else None
     mesh = checked_mesh(mesh)
     axes = data_axes(mesh) if dp_mesh_dims is None else spmd_axes(mesh, dp_mesh_dims)
+    if mesh.mesh_dim_names == ("dp_replicate",) and dp_mesh_dims is None and mesh.size() > 1:
+        warn_of_replicas()
     managed = managed_params(modules, ignored)
     new = [entry for entry in managed if entry.owner is None]
     requested = requested_placements(

@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 
 from parallel3d._torch.autograd import gradient_hooks, have_tensor_hooks
-from parallel3d.errors import Parallel3dError, StateError
+from parallel3d.errors import Parallel3dError, RefusedStateError, StateError
 from parallel3d.fsdp.param import OwnSetattr, ShardedParam, owner_at, owner_of
 from parallel3d.fsdp.placement import DataAxes
 
@@ -112,7 +112,7 @@ def check_modules(module: nn.Module | list[nn.Module]) -> list[nn.Module]:
                 f"fully_shard was given {each!r}; it needs an nn.Module or a list of them"
             )
         if unit_of(each) is not None:
-            raise Parallel3dError(
+            raise RefusedStateError(
                 f"fully_shard was already applied to this {type(each).__name__}; "
                 "apply it once to each unit, inner units first"
             )

@@ -555,11 +555,9 @@ class FSDPModule(UnitModule, TorchFSDPModule):
         """
         enable = as_bool("enable", enable)
         method = "set_allocate_memory_from_process_group_for_comm"
-        buckets = [b for b in get_unit(self).group.buckets if b.shard_group is not None]
-        for bucket in buckets:
-            comm_hooks.check_not_custom(method, bucket, symmetric=False)
-            if enable:
-                comm_hooks.check_group_memory(method, bucket)
+        buckets = comm_hooks.communicating(get_unit(self), method, symmetric=False)
+        for bucket in buckets if enable else ():
+            comm_hooks.check_group_memory(method, bucket)
         for bucket in buckets:
             if enable:
                 comm_hooks.set_engine_collectives(bucket, symmetric=False, reduces=True)
@@ -579,9 +577,9 @@ class FSDPModule(UnitModule, TorchFSDPModule):
         """
         if backend != "NCCL":
             raise Parallel3dError(f"backend is {backend!r}; symmetric memory needs 'NCCL'")
-        buckets = [b for b in get_unit(self).group.buckets if b.shard_group is not None]
+        method = "set_symm_mem_for_comm"
+        buckets = comm_hooks.communicating(get_unit(self), method, symmetric=True)
         for bucket in buckets:
-            comm_hooks.check_not_custom("set_symm_mem_for_comm", bucket, symmetric=True)
             comm_hooks.check_symmetric(bucket)
             comm_hooks.check_symmetric_inputs(bucket.force_sum, bucket.max_inputs)
         for bucket in buckets:

@@ -5,10 +5,11 @@ those shard it first, and the shard axis shards what they leave. At rest it is o
 the engine shards only dims for which a DTensor's placements tell which rows each rank has.
 """
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from math import prod
 from typing import Any, NamedTuple, NoReturn
 
@@ -30,7 +31,7 @@ from parallel3d._torch.dtensor import (
     unflatten_mesh,
 )
 from parallel3d._torch.fully_shard import DataParallelMeshDims, ShardPlacementResult
-from parallel3d.errors import MeshError, Parallel3dError
+from parallel3d.errors import MeshError, Parallel3dError, RefusedError, UnnamedAxesError
 from parallel3d.fsdp.layout import ceil_div, is_exact
 from parallel3d.mesh.axes import Role, names_of
 from parallel3d.mesh.joined import joined_mesh, kept_with
@@ -150,7 +151,8 @@ def _axes_without_cp(mesh: DeviceMesh) -> DataAxes:
                 f"axis {name!r} is not one to shard or replicate over: give a submesh without it",
             )
     if mesh.ndim > 1 and mesh.mesh_dim_names is None:
-        _fail(mesh, "its axes have no names, so it is unknown which of them replicates")
+        why = "its axes have no names, so it is unknown which of them replicates"
+        _fail(mesh, why, UnnamedAxesError)
     if unknown:
         if found["tp"] is not None or mesh.ndim > 2:
             _fail(mesh, f"axis {names[unknown[0]]!r} is not known")
@@ -202,12 +204,23 @@ def _default_mesh() -> DeviceMesh:
     return init_device_mesh(device.type if device is not None else "cpu", (dist.get_world_size(),))
 
 
-def _fail(mesh: DeviceMesh, why: str) -> NoReturn:
+@cache
+def warn_of_replicas() -> None:
+    """Says once that the engine goes by the name ``dp_replicate``, where torch's looks at their number."""
+    warnings.warn(
+        "parameters are replicated over the mesh's only axis, as it is named 'dp_replicate'; torch's "
+        "fully_shard shards over a mesh of one axis whatever its name. To shard, name the axis 'dp_shard', or "
+        "'replicate' to replicate without this warning",
+        stacklevel=2,
+    )
+
+
+def _fail(mesh: DeviceMesh, why: str, kind: type[MeshError] = MeshError) -> NoReturn:
     shown = ", ".join(
         f"{name}={size}"
         for name, size in zip(mesh.mesh_dim_names or "?" * mesh.ndim, mesh.shape, strict=True)
     )
-    raise MeshError(
+    raise kind(
         f"mesh ({shown}): {why}. The engine takes the axes replicate, shard, cp, tp in this order "
         "(tp, cp and replicate may be missing; dp_replicate and dp_shard are known too), as "
         "parallel3d.build_mesh(MeshLayout(replicate=..., shard=..., cp=..., tp=...)) makes them"
@@ -669,7 +682,7 @@ def _dim(name: str, param: nn.Parameter, placement: Any, returned: object) -> in
             "it is not sharded"
         )
     if not isinstance(dim, int) or not -n <= dim < n:
-        raise Parallel3dError(
+        raise RefusedError(
             f"shard_placement_fn returned Shard({dim}) for parameter {name} of shape {tuple(param.shape)}; "
             f"dim must be from {-n} to {n - 1}"
         )

@@ -147,6 +147,20 @@ class TestGroupMemory:
             with pytest.raises(StateError, match="allocator"):
                 getattr(model, method)(Custom())
 
+    @parity("method: set_allocate_memory_from_process_group_for_comm")
+    @pytest.mark.parametrize("method", CUSTOM)
+    def test_nor_on_one_rank(self, method):
+        """An AssertionError too, as torch's."""
+        with fake_world(0, 1):
+            model = small_model()
+            getattr(model, FROM_GROUP)(True)
+            getattr(model, method)(Custom())
+            for setter in (FROM_GROUP, "set_symm_mem_for_comm"):
+                arguments = (True,) if setter == FROM_GROUP else ()
+                for kind in (AssertionError, StateError):
+                    with pytest.raises(kind, match="Custom"):
+                        getattr(model, setter)(*arguments)
+
     def test_follows_a_group_of_its_own(self, group_memory):
         with fake_world(0, 2):
             model = small_model()

@@ -296,6 +296,37 @@ def test_first_gather_in_inference_mode() -> None:
             assert model[0].weight.grad is not None
 
 
+def _of_three(inner, size, stride):
+    return inner["held"]
+
+
+def _not_written(cls, inner, meta, outer_size, outer_stride):
+    raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    "methods",
+    [
+        {"__tensor_unflatten__": staticmethod(_of_three)},
+        {"__tensor_unflatten__": classmethod(_not_written)},
+        {"__tensor_flatten__": lambda self: (["another"], None)},
+    ],
+    ids=["three arguments", "raises", "names no attribute"],
+)
+def test_flattening_that_only_a_compiler_would_call(methods) -> None:
+    """9 rows: the last of 4 ranks has none."""
+    kind = type("Odd", (Bf16,), methods)
+    for rank in range(4):
+        with fake_world(rank, 4):
+            net = mlp(9)
+            weight = net[0].weight.detach().clone()
+            model = wrap(extend(net, kind), (1, 4, 1))
+            local = model[0].weight.to_local()
+            assert type(local) is kind
+            assert torch.equal(local.held, weight[3 * rank : 3 * rank + 3])
+            step(model)
+
+
 def test_module_and_mesh_are_the_parameters() -> None:
     seen = []
 

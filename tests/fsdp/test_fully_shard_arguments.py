@@ -2,6 +2,7 @@
 
 import dataclasses
 import socket
+import warnings
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 
 from parallel3d import MeshError, MeshLayout, Parallel3dError, build_mesh, parallelize
 from parallel3d.fsdp import (
@@ -23,6 +24,7 @@ from parallel3d.fsdp import (
 )
 from parallel3d.fsdp.inspect import data_axes, unit_of
 from parallel3d.fsdp.members import check_reshard
+from parallel3d.fsdp.placement import warn_of_replicas
 from parallel3d.testing import fake_world
 
 
@@ -103,8 +105,78 @@ class TestMesh:
                     shard_placement_fn=lambda p: ShardPlacementResult(None, whole["shard"]),
                 )
 
+    def test_dp_replicate_alone_says_that_torch_would_shard(self) -> None:
+        with fake_world(0, 2):
+            for name, shards in (("dp_replicate", False), ("replicate", False), ("dp_shard", True)):
+                warn_of_replicas.cache_clear()
+                mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(name,))
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    models = [fully_shard(nn.Linear(4, 6), mesh=mesh) for _ in range(2)]
+                said = [str(w.message) for w in caught if "dp_shard" in str(w.message)]
+                assert len(said) == (name == "dp_replicate")  # once
+                assert models[1].weight.placements == (Shard(0) if shards else Replicate(),)
+
+    def test_parameters_on_an_equal_mesh(self) -> None:
+        """torch wants the same object."""
+        with fake_world(0, 2):
+            one, other = (init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",)) for _ in range(2))
+            model = distribute_module(nn.Linear(4, 6), one)
+            fully_shard(model, mesh=other, dp_mesh_dims=DataParallelMeshDims(shard="fsdp"))
+            model(DTensor.from_local(torch.ones(2, 4), one)).sum().backward()
+            assert model.weight.grad.placements == (Shard(0),)
+            different = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+            model = distribute_module(nn.Linear(4, 6), one)
+            with pytest.raises(MeshError, match="on the mesh given"):
+                fully_shard(model, mesh=different, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+
+
+def placed(shard: Shard):
+    return lambda param: shard
+
+
+@pytest.mark.parametrize("engine", [fully_shard, torch_fsdp.fully_shard])
+def test_what_torch_refuses_with_an_assertion(engine) -> None:
+    """``except AssertionError`` written for torch's engine catches ours, as ``except ValueError`` does."""
+    kinds = (AssertionError,) if engine is torch_fsdp.fully_shard else (AssertionError, ValueError)
+    for kind in kinds:
+        with fake_world(0, 2):
+            for shard in (Shard(1), Shard(2)):
+                with pytest.raises(kind):
+                    engine(nn.Linear(4, 6), shard_placement_fn=placed(shard))
+            with pytest.raises(kind):
+                engine(nn.Linear(4, 6), mesh=init_device_mesh("cpu", (1, 2)))
+            model = engine(nn.Linear(4, 6))
+            with pytest.raises(kind):
+                engine(model)
+            half = nn.Linear(4, 6)
+            half.weight = nn.Parameter(Half(half.weight.detach()))
+            with pytest.raises(kind):
+                engine(half)
+
+
+class Half(torch.Tensor):
+    """With one method of an all-gather extension."""
+
+    def fsdp_pre_all_gather(self, mesh):
+        return (self,), None
+
 
 class TestPolicies:
+    def test_a_class_is_its_instance_with_the_defaults(self) -> None:
+        with fake_world(0, 2):
+            for kind in (OffloadPolicy, CPUOffloadPolicy):
+                model = fully_shard(nn.Linear(4, 6), offload_policy=kind, mesh=data_mesh())
+                model(torch.ones(2, 4)).sum().backward()
+                offload = unit_of(model).group.buckets[0].offload
+                assert (offload is not None) == (kind is CPUOffloadPolicy)
+            for kind in (torch_fsdp.MixedPrecisionPolicy, MixedPrecisionPolicy):
+                fully_shard(nn.Linear(4, 6), mp_policy=kind)
+                parallelize(nn.Linear(4, 6), build_mesh(MeshLayout(shard=2)), mp_policy=kind)
+            for wrong in ({"mp_policy": OffloadPolicy}, {"offload_policy": int}):
+                with pytest.raises(Parallel3dError, match="must be"):
+                    fully_shard(nn.Linear(4, 6), **wrong)
+
     @pytest.mark.parity("argument: torch's own policy objects")
     def test_torchs_are_taken(self) -> None:
         policy = torch_fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)

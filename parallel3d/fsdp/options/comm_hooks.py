@@ -28,7 +28,7 @@ from parallel3d._torch.memory import (
 )
 from parallel3d._util.arguments import is_positive
 from parallel3d._util.trace import issuing
-from parallel3d.errors import Parallel3dError, StateError
+from parallel3d.errors import Parallel3dError, RefusedStateError, StateError
 from parallel3d.fsdp.collectives import ScatterWork, all_reduce, reduce_scatter
 from parallel3d.fsdp.reduction import (
     DEFAULT_REDUCER,
@@ -451,16 +451,22 @@ def check_not_hooked(method: str, bucket: Bucket) -> None:
         )
 
 
-def check_not_custom(method: str, bucket: Bucket, *, symmetric: bool) -> None:
-    """Raises StateError if ``bucket`` has a hook or another collective than what ``method`` sets."""
-    check_not_hooked(method, bucket)
-    for comm in (bucket.gather_comm, custom_reduce_scatter(bucket)):
-        same_kind = isinstance(comm, EngineCollective) and comm.symmetric is symmetric
-        if comm is not None and not same_kind:
-            raise StateError(
-                f"{method}: the unit already has the collective {type(comm).__name__}; call "
-                "set_custom_all_gather(None) and set_custom_reduce_scatter(None) first"
-            )
+def communicating(unit: Unit, method: str, *, symmetric: bool) -> list[Bucket]:
+    """Returns the buckets of ``unit`` that gather, for ``method``, which sets their collectives.
+
+    Raises:
+        StateError: a bucket has a hook or another collective, with one rank too.
+    """
+    for bucket in unit.group.buckets:
+        check_not_hooked(method, bucket)
+        for comm in (bucket.gather_comm, custom_reduce_scatter(bucket)):
+            same_kind = isinstance(comm, EngineCollective) and comm.symmetric is symmetric
+            if comm is not None and not same_kind:
+                raise RefusedStateError(
+                    f"{method}: the unit already has the collective {type(comm).__name__}; call "
+                    "set_custom_all_gather(None) and set_custom_reduce_scatter(None) first"
+                )
+    return [bucket for bucket in unit.group.buckets if bucket.shard_group is not None]
 
 
 def check_one_mesh(unit: Unit, method: str) -> None:

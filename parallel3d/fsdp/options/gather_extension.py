@@ -25,7 +25,7 @@ from parallel3d._torch.dtensor import get_local_tensor
 from parallel3d._torch.simulated import LocalTensor, inner_tensors, ranks_are_simulated
 from parallel3d._util.storage import own_copy
 from parallel3d._util.trees import map_tensors
-from parallel3d.errors import MeshError, Parallel3dError
+from parallel3d.errors import MeshError, Parallel3dError, RefusedError
 from parallel3d.fsdp.api import MixedPrecisionPolicy
 from parallel3d.fsdp.bucket import Bucket, Versions, allocate, release
 from parallel3d.fsdp.collectives import all_gather
@@ -305,13 +305,13 @@ def _check_methods(label: str, local: torch.Tensor) -> int:
     """Returns the number of arguments of ``fsdp_pre_all_gather``: 1 in its first form, 5 now."""
     for name, other in ((_PRE, _POST), (_POST, _PRE)):
         if not hasattr(local, name):
-            raise Parallel3dError(
+            raise RefusedError(
                 f"{label} has {other} but not {name}; an all-gather extension needs both methods"
             )
     signature = inspect.signature(local.fsdp_pre_all_gather)  # type: ignore[attr-defined]
     count = len(signature.parameters)
     if count not in (1, 5):
-        raise Parallel3dError(
+        raise RefusedError(
             f"{label}: {_PRE}{signature} takes {count} arguments; it must take (mesh, outer_size, "
             "outer_stride, module, mp_policy), or (mesh) alone"
         )
@@ -520,7 +520,7 @@ class ExtensionBucket(Bucket):
         for extension, by_rank in zip(self.extensions, by_param, strict=True):
             if len(set(by_rank)) > 1:
                 param = extension.param
-                raise Parallel3dError(
+                raise RefusedError(
                     f"{extension.label} of shape {tuple(param.compute_shape)} is cut unevenly over "
                     f"{self.num_shards} ranks, and fsdp_pre_all_gather returned inputs of "
                     f"{', '.join(map(str, by_rank))} bytes on them; where a rank has fewer rows it must pad "
