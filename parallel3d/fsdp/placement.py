@@ -209,7 +209,7 @@ def warn_of_replicas() -> None:
     """Says once that the engine goes by the name ``dp_replicate``, where torch's looks at their number."""
     warnings.warn(
         "parameters are replicated over the mesh's only axis, as it is named 'dp_replicate'; torch's "
-        "fully_shard shards over a mesh of one axis whatever its name. To shard, name the axis 'dp_shard', or "
+        "fully_shard shards over a mesh of one axis whatever its name. Name it 'dp_shard' to shard, or "
         "'replicate' to replicate without this warning",
         stacklevel=2,
     )

@@ -152,7 +152,7 @@ class TestGroupMemory:
     def test_nor_on_one_rank(self, method):
         """An AssertionError too, as torch's."""
         with fake_world(0, 1):
-            model = small_model()
+            model = fully_shard(nn.Linear(4, 4))
             getattr(model, FROM_GROUP)(True)
             getattr(model, method)(Custom())
             for setter in (FROM_GROUP, "set_symm_mem_for_comm"):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh, materialize
-from parallel3d.errors import MeshError, Parallel3dError
+from parallel3d.errors import MeshError, Parallel3dError, RefusedError
 from parallel3d.fsdp import fully_shard
 from parallel3d.fsdp.inspect import ExtensionBucket, unit_of
 from parallel3d.testing import fake_world, local_world, record_collectives
@@ -33,7 +33,7 @@ class TestRefusals:
         with fake_world(0, 2):
             model = extend(mlp(8), half)
             before = model[0].weight
-            with pytest.raises(Parallel3dError, match=rf"0\.weight.*Half.*but not {lacking}"):
+            with pytest.raises(RefusedError, match=rf"0\.weight.*Half.*but not {lacking}"):
                 wrap(model)
             assert model[0].weight is before and type(model) is nn.Sequential
 

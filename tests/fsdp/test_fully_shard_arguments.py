@@ -149,17 +149,6 @@ def test_what_torch_refuses_with_an_assertion(engine) -> None:
             model = engine(nn.Linear(4, 6))
             with pytest.raises(kind):
                 engine(model)
-            half = nn.Linear(4, 6)
-            half.weight = nn.Parameter(Half(half.weight.detach()))
-            with pytest.raises(kind):
-                engine(half)
-
-
-class Half(torch.Tensor):
-    """With one method of an all-gather extension."""
-
-    def fsdp_pre_all_gather(self, mesh):
-        return (self,), None
 
 
 class TestPolicies:
