@@ -161,7 +161,8 @@ def _run_backward(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     inputs = args[4] if len(args) > 4 else kwargs.get("inputs")
     if inputs:
         check_inputs(args[0], inputs)
-    loss, before = next(iter(args[0]), None), issuing.backwards
+    loss: Any = next(iter(args[0]), None)
+    before = issuing.backwards
     # Fake and simulated tensors are of other types; on an accelerator nobody waits for the value.
     looks = nan_losses.looks and type(loss) is torch.Tensor and loss.numel() == 1
     if looks and loss.device.type == "cpu" and (value := loss.item()) != value:

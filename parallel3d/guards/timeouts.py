@@ -93,12 +93,9 @@ def stack_of(thread: int) -> str:
 
 _OURS = str(Path(__file__).resolve().parents[1])
 
-
-# Functions around the one that the user calls.
-_AROUND = (
-    *("wrapper", "decorate_context", "told"),
-    *("__call__", "_call_impl", "_wrapped_call_impl", "inner"),
-)
+# Functions around the one that the user calls; of modules, which are called, forward.
+_AROUND = {"wrapper": "", "inner": "", "decorate_context": "", "told": ""}
+_AROUND |= {"__call__": "forward", "_wrapped_call_impl": "forward"}
 
 
 def users_frame(innermost: FrameType | None) -> tuple[FrameType | None, str]:
@@ -109,7 +106,7 @@ def users_frame(innermost: FrameType | None) -> tuple[FrameType | None, str]:
         if not code.co_filename.startswith((*_LIBRARIES, _OURS, "<frozen")):
             break
         innermost = innermost.f_back
-        called = called if code.co_name in _AROUND else code.co_name
+        called = _AROUND.get(code.co_name, code.co_name) or called
     return innermost, called
 
 

@@ -164,7 +164,7 @@ model(torch.ones(4, 8)).sum().backward()
 @pytest.mark.parametrize(
     ("kind", "texts"),
     [
-        ("save", ["in save (1 forward begun)", "(2 forwards begun)"]),
+        ("save", ["in save (1 forward begun)", "in forward (2 forwards begun)"]),
         ("evaluation", ["(1 forward begun, 3 without gradients)", "in barrier"]),
     ],
 )
