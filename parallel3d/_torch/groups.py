@@ -156,6 +156,20 @@ def _backends(group: ProcessGroup) -> list[Any]:
     return list(found.values())
 
 
+def max_over(tensor: torch.Tensor, group: ProcessGroup) -> dist.Work:
+    """Issues the all-reduce of ``tensor``, in place, to the largest values. Returns the work to wait for.
+
+    It is a call of the backend itself, which no recorder or guard sees.
+    """
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.MAX
+    try:
+        backend = group._get_backend(tensor.device)
+    except RuntimeError:  # a third party's group has none inside
+        return group.allreduce([tensor], options)
+    return backend.allreduce([tensor], options)
+
+
 def all_gather_members(
     outputs: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], group: ProcessGroup
 ) -> dist.Work:

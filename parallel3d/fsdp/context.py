@@ -44,6 +44,7 @@ from parallel3d.fsdp.members import (
     units_modules,
     units_of,
 )
+from parallel3d.fsdp.same_order import SameOrder
 from parallel3d.fsdp.schedule import GatherSchedule, PrefetchSettings
 from parallel3d.guards.nan_losses import nan_losses
 
@@ -393,6 +394,7 @@ class RunContext:
         self.iteration = 0
         self.running = False
         self.options: list[RootOption] = []
+        self.same_order: SameOrder | None = None
         self.on_meta = True  # until a forward has found that none are
         self.inputs_on_meta = False
 
@@ -417,6 +419,7 @@ class RunContext:
         made = (make(context) for make in root_options)
         context.options = [option for option in made if option is not None]
         context.limit_inputs(at_least=context.comm.max_inputs)
+        context.same_order = SameOrder.of(context)
         return context
 
     def limit_inputs(self, *, at_least: int = 1) -> None:
@@ -460,6 +463,8 @@ class RunContext:
         to_prepare: Sequence[Unit] = units
         for option in tuple(self.options):  # one may have nothing more to do
             to_prepare = option.before_forward(to_prepare)
+        if self.same_order is not None:
+            self.same_order.begin_forward()
         self.iteration += 1
         self._thread = get_ident()
         issuing.runs += 1
@@ -497,6 +502,8 @@ class RunContext:
     def end_forward(self, *, backward_to_come: bool) -> None:
         """Ends the root's forward: all units register their sharded parameters, and reshard if no backward
         follows."""
+        if self.same_order is not None:
+            self.same_order.end_forward(backward_to_come=backward_to_come)
         units: Sequence[Unit] = self.units
         for option in self.options:
             units = option.end_forward(units, backward_to_come=backward_to_come)
@@ -520,6 +527,8 @@ class RunContext:
             issuing.backwards += 1
             for option in tuple(self.options):
                 option.before_backward()
+            if self.same_order is not None:
+                self.same_order.begin_backward()
             # By this root, or by another one that shares the comm.
             if self.comm.left_by is not None:
                 self.comm.finish()
@@ -542,8 +551,13 @@ class RunContext:
     def reducing(self) -> Iterator[RootBackward]:
         """A context in which reductions may be issued outside of a backward, as if in one."""
         before = self.backward
+        order = self.same_order if before is None else None
+        if order is not None:
+            order.begin_backward("finalization")
         try:
             yield before or self._begin_backward(self.finish_backward)
+            if order is not None:
+                order.end_backward()
         finally:
             self.backward = before
 
@@ -608,6 +622,8 @@ class RunContext:
         self.schedule.end_backwards()
         for unit in reversed(units):
             unit.reduce(self.comm, reduced)
+        if self.same_order is not None:
+            self.same_order.end_backward()
         completes = True
         for option in self.options:
             completes = not option.leaves_in_flight() and completes
@@ -623,7 +639,9 @@ class RunContext:
         issuing.unit = ""
 
     def gradients_are_complete(self) -> None:
-        """Tells options that the gradients of a backward are in ``.grad``."""
+        """Tells options that the gradients of a backward are in ``.grad``, and the same ones on all ranks."""
+        if self.same_order is not None:
+            self.same_order.settle_on_cpu()
         for option in tuple(self.options):
             option.after_reductions()
 
@@ -672,6 +690,8 @@ class RunContext:
                 for param in bucket.compute_params:
                     param.grad = None  # whose hook was interrupted
         self.backward = None
+        if self.same_order is not None:
+            self.same_order.abandon()
         if not backward_only:
             for option in self.options:
                 option.abandon()

@@ -135,6 +135,11 @@ class BucketGradients:
         unreduced = self.input is not None or self.unsharded_accumulated is not None
         return unreduced or (all_reduce and self.partial_reduce_output is not None)
 
+    def to_reduce(self) -> set[int]:
+        """Returns the indices of the parameters that the next reduction has a gradient of."""
+        sums = self.unsharded_accumulated, self.partial_reduce_output
+        return self.arrived.union(*(held.placed for held in sums if held is not None))
+
     @property
     def is_busy(self) -> bool:
         """Whether a gradient has arrived in this backward, or an accumulated sum waits."""

@@ -301,6 +301,9 @@ class ParamGroup:
             return  # stand-ins are never sharded
         if self.on_meta:
             self.check_has_values()
+        unit = self.unit
+        if unit is not None and unit.context is not None and unit.context.same_order is not None:
+            unit.context.same_order.gathers(unit)
         self.note_weights(comm)
         self.gathers = self.buckets if len(self.buckets) < 2 else plan_gathers(self.buckets)
         for gather in self.gathers:

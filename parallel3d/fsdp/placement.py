@@ -103,6 +103,14 @@ class DataAxes:
         """Returns this rank's coordinate on ``axis``, 0 for None; a ``SymInt`` under simulated ranks."""
         return 0 if axis is None else self.mesh.get_local_rank(axis)
 
+    def data_ranks(self) -> list[int]:
+        """Returns the ranks that gradients are averaged over, this one among them."""
+        data = {self.shard, *self.replicas}
+        here = self.mesh.get_coordinate()
+        assert here is not None
+        place = tuple(slice(None) if axis in data else at for axis, at in enumerate(here))
+        return sorted(self.mesh.mesh[place].flatten().tolist())
+
     @property
     def num_shards(self) -> int:
         """Number of ranks that a parameter is sharded over at rest."""

@@ -466,10 +466,13 @@ class Unit:
         """Ends the unit's backward once nothing in it will read the parameters again.
 
         That is when all gradients have arrived and those of every call's inputs are complete. A call
-        without inputs that have a gradient is over when the whole backward is.
+        without inputs that have a gradient is over when the whole backward is. Where ranks may use different
+        parameters, the inputs' gradients alone tell: they end it at the same place on all ranks.
         """
         backward = self.backward
-        if backward is None or backward.calls or backward.arrived < self.group.trainable:
+        if backward is None or backward.calls:
+            return
+        if backward.arrived < self.group.trainable and not self.reduce_unused:
             return
         context = self.context
         assert context is not None
@@ -503,13 +506,16 @@ class Unit:
     def reduce(self, comm: Comm, reduced: set[int]) -> None:
         """Issues the reductions that are due, and adds the unit to ``reduced``: the ids of the units whose
         reductions this backward has issued."""
-        for bucket in self.group.buckets:
+        order = None if self.context is None else self.context.same_order
+        for index, bucket in enumerate(self.group.buckets):
             due = bucket.grads.has_work(sync=self.sync, all_reduce=self.all_reduce)
             if not due and bucket.reduce_unused and self.sync and id(self) not in reduced:
                 due = any(p.requires_grad for p in bucket.compute_params)
             if due:
                 for observer in self.observers:
                     observer.begin_reduction(self)
+                if order is not None:
+                    order.reduces(self, index, all_reduce=self.all_reduce)
                 comm.reduce(bucket, all_reduce=self.all_reduce)
         reduced.add(id(self))
         self.has_unreduced = self.has_unreduced and not self.sync

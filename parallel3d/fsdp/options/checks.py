@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -28,6 +28,7 @@ from parallel3d.fsdp.group import ShardedState
 from parallel3d.fsdp.members import params_of, units_of
 from parallel3d.fsdp.options import ContextOption
 from parallel3d.fsdp.param import ShardedParam
+from parallel3d.fsdp.same_order import module_names, param_name
 from parallel3d.fsdp.unit import Call, Observer, Unit
 from parallel3d.guards.rendezvous import compare_digests
 from parallel3d.guards.stalls import say_where_ranks_wait
@@ -36,12 +37,12 @@ from parallel3d.mesh.agreement import check_agreement
 from parallel3d.mesh.store import others
 
 # Ranks compare a model's units and parameters before it first communicates, as each may have changed them
-# since ``fully_shard``, and which parameters got a gradient in the first backward. The ranks of each mesh
-# compare the parameters on it: those of another mesh may have another model.
+# since ``fully_shard``. The ranks of each mesh compare the parameters on it: those of another mesh may have
+# another model. What ranks do with them, ``same_order`` compares in each pass.
 
 
 class RanksAgree(ContextOption):
-    """Compares the models of all ranks once, and once which parameters got a gradient.
+    """Compares the models of all ranks once.
 
     Attributes:
         before: "forward" or "backward": the first that communicates; "" once the models were compared.
@@ -69,29 +70,11 @@ class RanksAgree(ContextOption):
         return units
 
     def before_backward(self) -> None:
-        """Compares the models if they were not compared yet."""
+        """Compares the models, once."""
         if self.before:
             self.before = ""
-            _compare("model", self.context, _describe_model)
-
-    def after_reductions(self) -> None:
-        """Compares which parameters have a gradient after the first backward that reduces all.
-
-        A parameter used on some ranks only has a gradient there only, so its shards would diverge. Only the
-        first backward is compared: each comparison costs a round trip.
-        """
-        context = self.context
-        units = context.units
-        accumulates = any(not (unit.sync and unit.all_reduce) for unit in units)
-        if context.running or accumulates or any(guard_of(unit) is not None for unit in units):
-            return
-        if not any(unit.reduce_unused for unit in units):
-            topic = (
-                "gradients of the first backward (where ranks use different parameters: "
-                "set_reduce_scatter_unused_params(True))"
-            )
-            _compare(topic, context, _describe_gradients)
-        context.options.remove(self)
+            self.context.options.remove(self)
+            _compare_models(self.context)
 
 
 root_options.append(RanksAgree)
@@ -99,23 +82,18 @@ root_options.append(RanksAgree)
 _UnitParams = list[tuple[Unit, ShardedParam]]
 
 
-def _compare(
-    topic: str,
-    context: RunContext,
-    describe: Callable[[_UnitParams, dict[int, str]], Mapping[str, str]],
-) -> None:
-    """Compares ``describe(parameters, module names)`` over each mesh's ranks; all raise if they differ."""
+def _compare_models(context: RunContext) -> None:
+    """Compares units and parameters over each mesh's ranks; all raise if they differ."""
     if others() is None:
         return
     say_where_ranks_wait()
-    modules = [named for top in context.root.modules for named in top.named_modules()]
-    names = {id(module._parameters): name for name, module in modules}
+    names = module_names(context.root)
     by_ranks: dict[tuple[int, ...], _UnitParams] = {}
     for unit in context.units:
         for param in params_of([unit]):
             by_ranks.setdefault(_ranks(param), []).append((unit, param))
     for ranks in sorted(by_ranks):  # the same order on all ranks
-        compare_digests(topic, ranks, partial(describe, by_ranks[ranks], names))
+        compare_digests("model", ranks, partial(_describe_model, by_ranks[ranks], names))
 
 
 def _ranks(param: ShardedParam) -> tuple[int, ...]:
@@ -128,28 +106,13 @@ def _describe_model(pairs: _UnitParams, names: dict[int, str]) -> dict[str, str]
     params: dict[str, str] = {}
     for unit, param in pairs:
         units.setdefault(unit.label, f"reshard_after_forward={unit.reshards()} {unit.policy}")
-        params[_name(param, names)] = _describe(param)
+        params[param_name(param, names)] = _describe(param)
     return {
         "units in order": ", ".join(units),
         **{f"unit {label}": text for label, text in units.items()},
         **params,
         "parameters in order": ", ".join(params),
     }
-
-
-def _describe_gradients(pairs: _UnitParams, names: dict[int, str]) -> dict[str, str]:
-    return {
-        _name(param, names): "has none" if param.sharded.grad is None else "has a gradient"
-        for _, param in pairs
-    }
-
-
-def _name(param: ShardedParam, names: dict[int, str]) -> str:
-    """Returns all names of a parameter; a tied one has several."""
-    return " = ".join(
-        f"{prefix}.{attribute}" if (prefix := names.get(id(holder), "?")) else attribute
-        for holder, attribute in param.module_infos
-    )
 
 
 def _describe(param: ShardedParam) -> str:

@@ -48,6 +48,7 @@ from parallel3d.fsdp.reduction import (
     divisor_before_sum,
     stages_of,
 )
+from parallel3d.fsdp.same_order import SameOrder
 from parallel3d.fsdp.unit import Unit
 
 # _Arrival: where the gradients of a bucket's parameters arrive together, at one node of autograd's graph.
@@ -166,6 +167,7 @@ class CoalescedAllReduce:
     Attributes:
         arrived: (S,), the gradients that have arrived in this backward; None before the first.
         comm: what reduces them in the backward under way; None at rest.
+        same_order: the root's, see ``same_order``.
         accepts_all: whether ``accept_all`` may be called: all its units are still replicated units.
         used: for each bucket the indices of the parameters that have a gradient; None before the bucket's
             gradients have arrived.
@@ -196,6 +198,7 @@ class CoalescedAllReduce:
         self._share = 1.0 / self.divisor if exact and large and self.divisor != 1 else None
         self.in_flight: Any = None
         self.comm: Comm | None = None
+        self.same_order: SameOrder | None = None
         self.accepts_all = False
         self.forget()
 
@@ -301,6 +304,8 @@ class CoalescedAllReduce:
             return
         self.launched = True
         assert self.comm is not None
+        if self.same_order is not None:
+            self.same_order.reduces_jointly(self)
         self.comm.reduce(self, all_reduce=True)
         itself = weakref.ref(self)
         for bucket in self.buckets:
@@ -336,8 +341,12 @@ class CoalescedAllReduce:
         for place in range(there[0], there[-1]):
             if self.used[place] is None:
                 pieces[place].zero_()
-        start = sum(self.sizes[: there[0]])
-        return flat[start : sum(self.sizes[: there[-1] + 1])]
+        return flat[slice(*self.span())]
+
+    def span(self) -> tuple[int, int]:
+        """Returns where in the buffer the first bucket that has gradients begins, and the last one ends."""
+        there = [place for place, used in enumerate(self.used) if used is not None]
+        return sum(self.sizes[: there[0]]), sum(self.sizes[: there[-1] + 1])
 
     def finish(self, job: Reduction) -> None:
         """Puts the result into ``.grad``, adding to what is there."""
@@ -588,6 +597,7 @@ class ReplicatedUnits(ContextOption):
         )
         for joint in self.joints:
             joint.comm, joint.accepts_all = context.comm, same
+            joint.same_order = context.same_order
         self.changed = [unit.group for unit in units if unit.group.note_changes()]
         if not self.registers:
             self._register(units)
