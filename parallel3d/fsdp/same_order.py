@@ -348,7 +348,7 @@ class SameOrder:
         return f"{text}, without gradients of {', '.join(missing)}" if missing else text
 
     def _missing(self, names: dict[int, str]) -> list[str]:
-        """Returns the names of the parameters without a gradient in units that a backward has come through."""
+        """Names parameters without a gradient, of units that a backward has come through."""
         return [
             param_name(param, names)
             for unit in self.context.units
