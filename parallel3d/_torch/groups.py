@@ -162,11 +162,11 @@ def max_over(tensor: torch.Tensor, group: ProcessGroup) -> dist.Work:
     It is a call of the backend itself, which no recorder or guard sees.
     """
     options = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp.MAX
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
     try:
-        backend = group._get_backend(tensor.device)
+        backend: Any = group._get_backend(tensor.device)
     except RuntimeError:  # a third party's group has none inside
-        return group.allreduce([tensor], options)
+        backend = group
     return backend.allreduce([tensor], options)
 
 

@@ -18,6 +18,7 @@ class _Issuing:
         forwards: how many forwards with a gradient roots have begun.
         runs: how many forwards, with or without.
         backwards: how many backwards have reached a root.
+        compared: whether ranks compare each collective before it is issued, see ``guards.debug``.
         on_run: called when one begins; None: nobody wants to know. See ``guards.watch``.
     """
 
@@ -29,6 +30,7 @@ class _Issuing:
         self.forwards = 0
         self.runs = 0
         self.backwards = 0
+        self.compared = False
         self.on_run: Callable[[], None] | None = None
 
     @contextmanager

@@ -20,7 +20,7 @@ from parallel3d._util import dry_run
 from parallel3d.fsdp.reduction import Lane, Reduced, Reduction, Stage
 
 Gather = Any
-"""What one all-gather brings: a ``bucket.Bucket``, or a ``gathers.CoalescedGather`` of several."""
+"""What one all-gather brings: a ``bucket.Bucket``, or a ``group.CoalescedGather`` of several."""
 
 
 class Comm(Protocol):

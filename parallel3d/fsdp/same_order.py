@@ -21,12 +21,16 @@ import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
+from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
-from parallel3d._torch.groups import group_timeout, max_over
+from parallel3d._torch.autograd import functorch_left
+from parallel3d._torch.groups import max_over
+from parallel3d._util.trace import issuing
 from parallel3d.errors import AgreementError
 from parallel3d.fsdp.gradients import ReduceInput
 from parallel3d.fsdp.placement import DataAxes
@@ -193,7 +197,9 @@ class SameOrder:
 
     def _begin(self, name: str, kind: Hashable) -> Pass:
         known = self._known.get(kind)
-        return Pass(name, kind, known.events if known is not None and known.repeated else None)
+        if known is None or not known.repeated or issuing.compared:
+            return Pass(name, kind, None)
+        return Pass(name, kind, known.events)
 
     def _end(self, each: Pass) -> int:
         """Ends a pass; returns the digest of what it has issued."""
@@ -262,7 +268,12 @@ class SameOrder:
     def _meet(self, each: Pass, event: Event | None) -> None:
         """Returns when all ranks are about to issue ``event``; None: to end the pass."""
         place = len(each.done)
-        differ, _ = self._compare(self._digest(each, event, since=place), place).result()
+        since = place
+        if issuing.compared:  # each collective is; but not which parameters have a gradient
+            if event is not None:
+                return
+            since = 0
+        differ, _ = self._compare(self._digest(each, event, since=since), place).result()
         if differ:
             self._refuse(each, place, event)
 
@@ -369,7 +380,7 @@ class SameOrder:
             here["gradients that have not arrived"] = ", ".join(missing)
         self.context.abandon(backward_only=False)
         topic = f"which units run, and which parameters have a gradient, in this {each.name}"
-        timeout = group_timeout() if self._device.type == "cpu" else timedelta(seconds=10)
+        timeout = None if self._device.type == "cpu" else timedelta(seconds=10)
         try:
             check_agreement(topic, here, ranks=self._ranks, timeout=timeout)
         except AgreementError as error:
@@ -382,11 +393,14 @@ class _Comparison:
     """The maximum of each of ``values``, all of them integers, over ``groups``, one after the other."""
 
     def __init__(self, values: list[int], groups: list[ProcessGroup], device: torch.device) -> None:
-        with torch.inference_mode():
+        with functorch_left(), torch.inference_mode(False), torch.no_grad():
             self._values = torch.tensor(values).to(device, non_blocking=True)
             self._groups = groups[1:]
             self._event: Any = None
-            self._work = max_over(self._values, groups[0])
+            self._start = max_over
+            if issuing.compared:  # as any other collective
+                self._start = partial(dist.all_reduce, op=dist.ReduceOp.MAX, async_op=True)
+            self._work = self._start(self._values, group=groups[0])
             if device.type != "cpu":
                 self._finish()
                 # Read when the host wants to know: by then the device has usually come so far.
@@ -395,8 +409,9 @@ class _Comparison:
 
     def _finish(self) -> None:
         self._work.wait()
+        # Over replicate the largest over shard.
         for group in self._groups:
-            max_over(self._values, group).wait()
+            self._start(self._values, group=group).wait()
 
     def result(self) -> tuple[bool, int]:
         """Waits, and returns (whether the first values differ, the smallest place)."""

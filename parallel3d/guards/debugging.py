@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from parallel3d._util.recorder import Collective, Recorder, record_collectives
+from parallel3d._util.trace import issuing
 from parallel3d.errors import AgreementError, Parallel3dError
 from parallel3d.guards.rendezvous import (
     MESSAGES,
@@ -142,6 +143,7 @@ def debug(
         with record_collectives(*named, before=debugger.before_collective) as recorder:
             debugger.recorder = recorder
             _last[:] = [debugger]
+            before, issuing.compared = issuing.compared, True
             hook = register_optimizer_step_pre_hook(debugger.before_step)
             try:
                 yield debugger
@@ -151,6 +153,7 @@ def debug(
             else:
                 debugger.end("")
             finally:
+                issuing.compared = before
                 hook.remove()
 
 

@@ -22,7 +22,8 @@ from torch import nn
 
 from parallel3d._util.recorder import op_of
 from parallel3d._util.trees import tensors_in
-from parallel3d.fsdp import bucket, comm, gathers, reduction
+from parallel3d.fsdp import bucket, comm, reduction
+from parallel3d.fsdp import group as param_group
 from parallel3d.fsdp.options import gather_extension, hfsdp, offload
 from parallel3d.testing import EmulatedNetwork, Link
 from parallel3d.testing.emulated_network import EmulatedGroup
@@ -163,9 +164,9 @@ def disturb_engine(disturber: Disturber) -> Iterator[None]:
 
     operations: list[tuple[Any, str]] = [
         (bucket.Bucket, "gather_buffers"),  # casts and fetches shards: on copy_in
-        (gathers.CoalescedGather, "gather_buffers"),
+        (param_group.CoalescedGather, "gather_buffers"),
         (bucket, "all_gather"),
-        (gathers, "all_gather"),
+        (param_group, "all_gather"),
         (hfsdp, "all_gather"),
         (bucket.Bucket, "copy_out"),
         (reduction.Reducer, "reduce_scatter"),
