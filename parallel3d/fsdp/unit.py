@@ -465,9 +465,8 @@ class Unit:
     def maybe_end_backward(self) -> None:
         """Ends the unit's backward once nothing in it will read the parameters again.
 
-        That is when all gradients have arrived and those of every call's inputs are complete. A call
-        without inputs that have a gradient is over when the whole backward is. Where ranks may use different
-        parameters, the inputs' gradients alone tell: they end it at the same place on all ranks.
+        That is when all gradients have arrived (but where ranks may use different parameters) and those of
+        every call's inputs are complete. A call without such inputs is over when the whole backward is.
         """
         backward = self.backward
         if backward is None or backward.calls:

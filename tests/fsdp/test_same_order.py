@@ -167,9 +167,9 @@ def collectives() -> tuple[list[str], int]:
 
     compared = []
 
-    def counts(*args: Any) -> Any:
+    def counts(*args: Any, **kwargs: Any) -> Any:
         compared.append(1)
-        return groups.max_over(*args)
+        return groups.max_over(*args, **kwargs)
 
     _, model = sharded(MeshLayout(shard=2))
     with pytest.MonkeyPatch.context() as patch:
