@@ -97,6 +97,13 @@ def wrap_backward(around: Callable[..., Any]) -> None:
     torch.autograd.Variable._execution_engine = kind()
 
 
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether ``torch.compile`` runs the forward of ``module``."""
+    forward = type(module).forward
+    own = getattr(module, "_compiled_call_impl", None) is not None
+    return own or hasattr(forward, "_torchdynamo_orig_callable")
+
+
 queue_backward_callback: Callable[[Callable[[], None]], None]
 """Runs a function once when the backward pass under way ends."""
 queue_backward_callback = torch.autograd.Variable._execution_engine.queue_callback

@@ -6,7 +6,7 @@ Names and ``state_dict`` keys stay.
 """
 
 import inspect
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -92,6 +92,15 @@ def _caller_of(name: str, signature: str) -> Forward:
         return getattr(self, name)(*args, **kwargs)
 
     return forward
+
+
+def packages_of(function: Any) -> Iterator[str]:
+    """Yields the packages of a function and of all that it wraps (``wraps`` copies ``__module__``)."""
+    while function is not None:
+        function = getattr(function, "__func__", function)
+        scope = getattr(function, "__globals__", None)
+        yield str((scope or {}).get("__name__") or type(function).__module__).partition(".")[0]
+        function = getattr(function, "__wrapped__", getattr(function, "func", None))
 
 
 def without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -12,10 +12,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from parallel3d._util.forwards import packages_of
 
 ResultT = TypeVar("ResultT", Tensor, list[Tensor], tuple[Tensor, ...])
 
@@ -113,6 +116,40 @@ def _kept(what: str, compute: Callable[[], ResultT], depth: int) -> ResultT:
         current.paused -= 1
     current.keep(what, result)
     return result
+
+
+def with_hooks_of(block: nn.Module, recompute: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns ``recompute`` as a function that runs with the forward hooks that the modules in ``block`` have
+    now: some are there for one forward only, and gone when it is recomputed (peft's of aLoRA)."""
+    had: list[tuple[dict[int, Any], dict[int, Any], dict[int, Any], dict[int, Any]]] = []
+    modules: list[Any] = [*block._modules.values()]
+    for module in modules:
+        if module is None:
+            continue
+        own = module.__dict__
+        modules += own["_modules"].values()
+        for kind in ("_forward_pre_hooks", "_forward_hooks"):
+            if hooks := own[kind]:
+                by_name = own[f"{kind}_with_kwargs"]
+                had.append((hooks, by_name, dict(hooks), dict(by_name)))
+    return partial(_with_hooks, had, recompute) if had else recompute
+
+
+def _with_hooks(had: Any, recompute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    added = []
+    for hooks, by_name, before, before_by_name in had:
+        for key, hook in before.items():
+            if key not in hooks and "parallel3d" not in packages_of(hook):
+                hooks[key] = hook
+                added.append((hooks, key))
+                if key in before_by_name:
+                    by_name[key] = True
+                    added.append((by_name, key))
+    try:
+        return recompute(*args, **kwargs)
+    finally:
+        for hooks, key in added:
+            hooks.pop(key, None)
 
 
 def only_summed(tensor: Tensor) -> None:

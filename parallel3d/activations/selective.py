@@ -32,7 +32,7 @@ from parallel3d._torch.autograd import (
 )
 from parallel3d._torch.simulated import inner_tensors
 from parallel3d._util.forwards import Forward, as_if, without_cache
-from parallel3d._util.recompute import begin_pass, end_pass
+from parallel3d._util.recompute import begin_pass, end_pass, with_hooks_of
 from parallel3d._util.trees import map_tensors, tensors_in
 from parallel3d.activations.buffers import buffers_of
 from parallel3d.errors import Parallel3dError, StateError
@@ -423,7 +423,8 @@ def _checkpointed(module: nn.Module, inner: Forward, args: Any, kwargs: Any, **o
     known = set(map(id, args))
     others = [t for t in tensors_in((args, kwargs)) if id(t) not in known and not t.is_inference()]
 
-    call, again = block, partial(_unchanged, block)
+    call: Callable[..., Any] = block
+    again = with_hooks_of(module, partial(_unchanged, block))
     if torch.is_grad_enabled() and (buffers := buffers_of(module)) is not None:
         call, again = partial(buffers.forward, call), partial(buffers.recompute, again)
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from parallel3d._layout.packing import Packing
@@ -30,6 +31,7 @@ from parallel3d.tp.collectives import (
     split_to_tp,
 )
 from parallel3d.tp.overlap import share_copy, share_sequence
+from parallel3d.tp.parts import refuse_hooks
 
 
 @dataclass
@@ -64,6 +66,13 @@ def bind_forward(module: nn.Module, state: TpState) -> None:
 
 def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     tp: TpState = self._parallel3d_tp
+    if not torch.compiler.is_compiling() and (
+        self._forward_hooks
+        or self._forward_pre_hooks
+        or self._backward_hooks
+        or self._backward_pre_hooks
+    ):
+        refuse_hooks(self, tp.style)
     return tp.style.forward(tp, self, *args, **kwargs)
 
 

@@ -41,13 +41,21 @@ def check_wrapper(module: Any) -> None:
     """Raises PlanError for a layer of peft that isn't LoRA as above."""
     cls = type(module)
     lora = cls.__module__ == "peft.tuners.lora.layer" and cls.__name__ in ("Linear", "Embedding")
-    variants = {type(v).__name__ for v in getattr(module, "lora_variant", {}).values()}
+    variants = _variants(module) - {_ACTIVATED}
     if not lora or variants:
         kind = ", ".join(sorted(variants)) or f"{cls.__module__}.{cls.__name__}"
         raise PlanError(
             f"it is peft's {kind}, which can't be split over tp: of peft only LoRA of linear layers and "
-            "embeddings can, without DoRA or other variants. Change the peft config, or use tp=1"
+            "embeddings can, without DoRA or variants but aLoRA. Change the peft config, or use tp=1"
         )
+
+
+# Adapters from a place of the sequence on: the layer's forward picks these tokens.
+_ACTIVATED = "ALoraLinearVariant"
+
+
+def _variants(module: Any) -> set[str]:
+    return {type(variant).__name__ for variant in getattr(module, "lora_variant", {}).values()}
 
 
 def without_adapters(model: nn.Module) -> nn.Module:
@@ -72,6 +80,11 @@ def adapter_styles(style: Style, module: Any) -> Iterator[tuple[str, Style]]:
         raise PlanError("peft's LoRA of an embedding can only be split over the vocabulary")
     if not isinstance(style, (Replicated, Colwise, Rowwise)):
         raise PlanError("peft's LoRA of a linear layer can't have this style")
+    if "sequence" in style.ends and _ACTIVATED in _variants(module):
+        raise PlanError(
+            "peft's aLoRA picks tokens by their places in the whole sequence, of which this style has parts; "
+            'use input="replicate" and output="replicate"'
+        )
     down = up = style
     if isinstance(style, Colwise):
         # Beside parts of the sequence or of the features, a whole weight gets a part of its gradient.

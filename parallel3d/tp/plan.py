@@ -26,6 +26,7 @@ from parallel3d.tp.auto.derive import choose
 from parallel3d.tp.auto.heads import align_heads
 from parallel3d.tp.collectives import SequenceLength, TpAxis, copy_by_rank
 from parallel3d.tp.local_attributes import PlannedAttribute, describe_attributes
+from parallel3d.tp.parts import watch_parts
 from parallel3d.tp.random import can_drop, install_random, refuse_later_dropout
 from parallel3d.tp.resolve import Plan, PlanSource, Resolution, check_plan_type, numberless
 from parallel3d.tp.styles import Style
@@ -210,6 +211,7 @@ class ResolvedPlan:
             elif axis.size > 1:
                 refuse_later_dropout(model)
             _watch_unplanned(model, self, axis, sequence)
+            watch_parts(model, {p.name: p.style for p in self.modules})
         return model
 
 

@@ -15,6 +15,7 @@ from parallel3d._util.quantised import packed_kind
 from parallel3d.errors import PlanError
 from parallel3d.tp.local_attributes import PlannedAttribute, local_attributes
 from parallel3d.tp.lora import adapter_styles, check_wrapper, is_wrapper
+from parallel3d.tp.parts import hooks_on_parts, refused_hook
 from parallel3d.tp.styles import (
     Colwise,
     Experts,
@@ -460,6 +461,9 @@ class Resolution:
                 self.rules[key] = ruled.style.plan(ruled.module, self.tp)
                 values = ruled.style.attributes(ruled.module, self.tp)
                 self.attributes += local_attributes(ruled.name, ruled.module, values)
+                hook = hooks_on_parts(ruled.module, *ruled.style.parts) if self.tp > 1 else ""
+                if hook:
+                    raise PlanError(refused_hook(hook, ruled.name))
             except PlanError as error:
                 self.problems.append(f"module {ruled.name!r} as {ruled.style}: {error}")
         if self._is_empty and self.tp > 1:

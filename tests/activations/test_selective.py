@@ -386,3 +386,41 @@ def test_what_a_policy_returns_is_checked(answer: Any) -> None:
         Parallel3dError, match=r"returned .* for aten\..*PREFER_SAVE, MUST_RECOMPUTE"
     ):
         model(torch.randn(2, DIM, requires_grad=True))
+
+
+class Doubling:
+    """Doubles what one layer puts out, within its body."""
+
+    def __init__(self, layer: nn.Module, before: bool) -> None:
+        self.layer, self.before = layer, before
+
+    def __enter__(self) -> None:
+        if self.before:
+            self.handle = self.layer.register_forward_pre_hook(
+                lambda module, args, kwargs: ((2 * args[0],), kwargs), with_kwargs=True
+            )
+        else:
+            self.handle = self.layer.register_forward_hook(lambda module, args, output: 2 * output)
+
+    def __exit__(self, *_: object) -> None:
+        self.handle.remove()
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("kind", ["selective", "full"])
+def test_hooks_of_one_forward_are_there_in_its_recomputation(kind: str, before: bool) -> None:
+    def run(wrapped: bool) -> list[Any]:
+        model = blocks(None, torch.float32)
+        for block in model if wrapped else ():
+            wrapper = recomputed if kind == "full" else partly_recomputed(keep_costly)
+            wrap_forward(block, wrapper, ("hooks", kind))
+        x = torch.ones(2, 6, DIM)
+        with Doubling(model[0].down, before):
+            first = model(x)
+        later = model(x)  # without
+        (first.square().mean() + later.mean()).backward()
+        hooks = model[0].down._forward_pre_hooks, model[0].down._forward_hooks
+        assert not any(hooks) and not model[0].down._forward_pre_hooks_with_kwargs
+        return [p.grad for p in model.parameters()]
+
+    assert all(map(torch.equal, run(True), run(False)))

@@ -22,7 +22,7 @@ from parallel3d import (
     parallelize,
 )
 from parallel3d.testing import GlooPool, assert_parity, fake_world
-from parallel3d.tp import resolve_plan
+from parallel3d.tp import Colwise, VocabParallel, resolve_plan
 from parallel3d.tp.random import _BITS, _MARK
 
 CONV = {"n_embd": 24, "n_head": 4, "n_layer": 2, "n_positions": 8, "attn_pdrop": 0.0}
@@ -177,7 +177,8 @@ def test_dropout_is_of_the_input() -> None:
         for name, module in model.named_modules():
             if isinstance(module, nn.Dropout) and "lora" in name:
                 parts = seen.setdefault(name.split(".")[-3], set())
-                module.register_forward_hook(lambda *_, parts=parts: parts.add(on_parts()))
+                run = module.forward  # no hook, which would see a part
+                module.forward = lambda x, run=run, parts=parts: (parts.add(on_parts()), run(x))[1]
         loss(model.train(), batch(0))
     assert seen == {"up_proj": {False}, "down_proj": {True}}
 
@@ -203,3 +204,29 @@ def test_refused(config, named: str) -> None:
     resolve_plan(
         get_peft_model(plain(), config), {"*.*.model.layers.*.mlp.up_proj": "colwise_rep"}, 2
     )
+
+
+def with_invocation(sample: int) -> Tensor:
+    ids = batch(sample)
+    ids[0, 1:3] = ids[1, 2:4] = torch.tensor([7, 2])
+    return ids
+
+
+def test_activated_lora() -> None:
+    """Adapters from some tokens on, whose places peft gives the layers by hooks of one forward."""
+    lora = {"alora_invocation_tokens": [7, 2], "task_type": "CAUSAL_LM"}
+    make = functools.partial(build, ALL, {}, **lora)
+    with AllDouble():
+        layout = MeshLayout(1, 1, 2)
+        assert_parity(make, with_invocation, layout, tp_plan="auto", loss=loss, steps=1, fp32=False)
+
+
+def test_activated_lora_of_a_split_sequence_is_refused() -> None:
+    model = build(ALL, {}, alora_invocation_tokens=[7, 2], task_type="CAUSAL_LM")
+    layers = "base_model.model.model"
+    plan = {
+        f"{layers}.embed_tokens": VocabParallel(output="sequence"),
+        f"{layers}.layers.*.mlp.up_proj": Colwise(input="sequence"),
+    }
+    with pytest.raises(PlanError, match="aLoRA picks tokens by their places in the whole sequence"):
+        resolve_plan(model, plan, 2)

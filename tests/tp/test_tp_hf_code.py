@@ -145,6 +145,14 @@ def test_hooks_that_change_parts_leave_the_block_whole() -> None:
         resolve_plan(model, "auto", 2)
 
 
+def test_hooks_that_keep_parts_leave_the_block_whole() -> None:
+    model, kept = llama(), []
+    for layer in model.model.layers:
+        layer.mlp.act_fn.register_forward_hook(lambda m, x, y: kept.append(y))
+    assert MLP in notes(model)
+    check(model)
+
+
 def test_code_that_sees_whole_tensors_only_may_be_ones_own() -> None:
     class Scaled(transformers.LlamaForCausalLM):
         def forward(self, input_ids: Tensor, **_: object) -> object:

@@ -40,9 +40,11 @@ class Sees(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[bool] = []
+        self.seeds: list[int] = []
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen.append(marked())
+        self.seeds.append(torch.default_generator.initial_seed())
         return x
 
 
@@ -146,10 +148,8 @@ def test_ranks_differ_and_agree_again() -> None:
         torch.manual_seed(5)
         with fake_world(rank, 4):
             model = on_rank(Mlp(), PLAN, rank, 4)
-            model.inside.register_forward_hook(
-                lambda *_: inside.append(torch.default_generator.initial_seed())
-            )
             model(torch.ones(2, 8))
+            inside += model.inside.seeds
         after.append(torch.rand(2).tolist())
     assert len(set(inside)) == 4
     assert {(s - r * _STEP) & _FIELD for r, s in enumerate(inside)} == {inside[0] & _FIELD}
@@ -157,16 +157,13 @@ def test_ranks_differ_and_agree_again() -> None:
 
 
 def test_seeds_of_many_regions_differ() -> None:
-    seeds = []
     with fake_world(0, 2):
         model = on_rank(Mlp(), PLAN)
-        model.inside.register_forward_hook(
-            lambda *_: seeds.append(torch.default_generator.initial_seed() & _FIELD)
-        )
         x = torch.ones(1, 8)
         with torch.no_grad():
             for _ in range(300):
                 model(x)
+    seeds = [seed & _FIELD for seed in model.inside.seeds]
     both = [(s + r * _STEP) & _FIELD for s, r in itertools.product(seeds, range(8))]
     assert len(set(both)) == 300 * 8
 

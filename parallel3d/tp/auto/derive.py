@@ -35,6 +35,7 @@ from parallel3d.tp.auto.trace import (
     with_patterns,
 )
 from parallel3d.tp.lora import without_adapters
+from parallel3d.tp.parts import hooks_on_parts, refused_hook
 from parallel3d.tp.resolve import PlanSource, Rule, is_in, numberless
 from parallel3d.tp.styles import (
     Colwise,
@@ -128,7 +129,8 @@ class Kinds:
                 and not (type(value) is int and value in numbers and self._varies(module, key))
             )
             shapes = tuple((n, tuple(p.shape)) for n, p in module.named_parameters(recurse=False))
-            about.append((name, type(module), repr(plain), shapes))
+            hooked = hooks_on_parts(module, True, True)
+            about.append((name, type(module), repr(plain), shapes, hooked))
         call = self._trace.calls[group.owner]
         members = tuple(inside(name, group.owner) for name in group.members)
         return tuple(about), members, describe((call.args, call.kwargs))
@@ -358,10 +360,14 @@ class _Derivation:
             if path in self.trace.read_directly:
                 return f"{path} is read by {self.trace.read_directly[path]} outside its module"
         call, owner = self.trace.calls[group.owner], self.modules[group.owner]
+        for name, module in self.modules.items():
+            between = is_in(name, group.owner) and name != group.owner and name in self.trace.calls
+            if between and (hook := hooks_on_parts(module, True, True)):
+                return refused_hook(hook, inside(name, group.owner))
         size = sum(p.numel() for p in owner.parameters())
         if size > _MOST_PARAMETERS:
             return f"the module around them has {size} parameters, too many to prove anything of it"
-        prover = Prover(owner, call, self.tp, frozenset(group.ups))
+        prover = Prover(owner, call, self.tp, frozenset(group.ups), attributes=True)
         errors: dict[str, str] = {}  # error -> the local sizes with which it was raised
         ways: Iterable[dict[str, Style]] = [{group.owner: SplitHeads()}]
         if self._kind(group.owner) != "attention":

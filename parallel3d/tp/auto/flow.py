@@ -24,8 +24,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from parallel3d._torch.simulated import simulation_off
+from parallel3d._util.forwards import packages_of
 from parallel3d._util.trees import tensors_in
 from parallel3d.tp.local_attributes import NOT_COMPUTING, reads_of
+from parallel3d.tp.parts import left_by_forward
 from parallel3d.tp.styles import (
     Colwise,
     Experts,
@@ -88,7 +90,7 @@ class OwnCode:
         return name in known and self._is(known[name])
 
     def _is(self, function: Any) -> bool:
-        return any(_package(f) not in self._packages for f in _modules_of(function))
+        return not self._packages.issuperset(packages_of(function))
 
 
 def _package(module: str) -> str:
@@ -103,15 +105,6 @@ def _methods(cls: type) -> Iterator[Callable[..., Any]]:
                 is_function = callable(function) and not isinstance(function, type)
                 if is_function and name not in NOT_COMPUTING:
                     yield function
-
-
-def _modules_of(function: Any) -> Iterator[str]:
-    """Yields the modules that define a function and all that it wraps (``wraps`` copies ``__module__``)."""
-    while function is not None:
-        function = getattr(function, "__func__", function)
-        scope = getattr(function, "__globals__", None)
-        yield str((scope or {}).get("__name__") or type(function).__module__)
-        function = getattr(function, "__wrapped__", getattr(function, "func", None))
 
 
 @dataclass(frozen=True)
@@ -192,6 +185,7 @@ def trace_flow(
         with torch.enable_grad(), watch:
             result = call(twin)
         watch.check_result(result)
+        watch.check_attributes(twin)
     return watch.flow
 
 
@@ -256,6 +250,9 @@ class _Watch(TorchFunctionMode):
                 self._inside -= 1
                 if not self._inside:
                     self._set_output(path, style, output)
+            seen = (self._get(x).sources for x in tensors_in((args, kwargs, output)))
+            if hooked and (sources := frozenset[str]().union(*seen)):
+                self._conflict(f"{path!r} has a hook, which sees each rank's part", sources, path)
 
         # The module's own hooks run outside of it, between these.
         module.register_forward_pre_hook(hooks_begin, prepend=True)
@@ -289,6 +286,14 @@ class _Watch(TorchFunctionMode):
         for x in tensors_in(result):
             if sources := self._get(x).sources:
                 self._conflict("the model's output is each rank's part", sources)
+
+    def check_attributes(self, model: nn.Module) -> None:
+        """Records a conflict for a local tensor that a forward has left in an attribute."""
+        for path, module, name in left_by_forward(model):
+            seen = (self._get(x).sources for x in tensors_in(vars(module)[name]))
+            if sources := frozenset[str]().union(*seen):
+                text = f"{path!r} leaves each rank's part in self.{name}"
+                self._conflict(text, sources, path)
 
     # ---- functions ----
 

@@ -24,6 +24,7 @@ from parallel3d.tp.auto.heads import align_heads
 from parallel3d.tp.auto.trace import Call, copy_with, map_once, random_like
 from parallel3d.tp.collectives import SequenceLength, TpAxis
 from parallel3d.tp.local_attributes import PlannedAttribute
+from parallel3d.tp.parts import left_by_forward
 from parallel3d.tp.resolve import PlanSource, Resolution
 from parallel3d.tp.styles import Style
 from parallel3d.tp.styles.base import ParamRule
@@ -179,12 +180,20 @@ class Prover:
     """Compares ``module``, split in one way or another, with the plain one, on the arguments of ``call``.
 
     The outputs of the layers ``internal`` may differ by rank; outputs of the module that depend on them
-    aren't compared, because nothing outside it reads them.
+    aren't compared, because nothing outside it reads them. With ``attributes`` what a forward leaves in
+    modules' attributes, with a graph, is compared as an output is.
     """
 
     def __init__(
-        self, module: nn.Module, call: Call, tp: int, internal: frozenset[str] = frozenset()
+        self,
+        module: nn.Module,
+        call: Call,
+        tp: int,
+        internal: frozenset[str] = frozenset(),
+        *,
+        attributes: bool = False,
     ) -> None:
+        self._attributes = attributes
         self._call, self._original, self._tp = call, module, tp
         self._generator = torch.Generator().manual_seed(0)
         weights: dict[int, Tensor] = {}
@@ -256,19 +265,27 @@ class Prover:
             if len(tensors) != len(self._whole):
                 raise RuntimeError("the number of tensors it puts out is not always the same")
             outputs = [t for t, whole in zip(tensors, self._whole, strict=True) if whole]
-            trained = [t for t in outputs if t.requires_grad]
+            left = {
+                f"attribute {path}.{name}, {i}": tensor
+                for path, owner, name in (left_by_forward(model) if self._attributes else ())
+                for i, tensor in enumerate(tensors_in(vars(owner)[name]))
+                if tensor.requires_grad
+            }
+            trained = [t for t in (*outputs, *left.values()) if t.requires_grad]
             if not trained:
                 raise RuntimeError("nothing that it puts out depends on weights")
             self._upstream = self._upstream or [
                 torch.randn(t.shape, dtype=torch.float64, generator=self._generator)
                 for t in trained
             ]
-            torch.autograd.backward(
-                trained, [g.to(t.dtype) for g, t in zip(self._upstream, trained, strict=True)]
-            )
+            pairs = list(zip(self._upstream, trained, strict=True))
+            if any(g.shape != t.shape for g, t in pairs):
+                raise RuntimeError("what it puts out, or leaves in attributes, has another shape")
+            torch.autograd.backward(trained, [g.to(t.dtype) for g, t in pairs])
         values: dict[str, Tensor | None] = {
             f"output {i}": t.detach() for i, t in enumerate(outputs)
         }
+        values |= {name: tensor.detach() for name, tensor in left.items()}
         values |= {f"the gradient of input {i}": x.grad for i, x in enumerate(leaves)}
         values |= {f"buffer {n}": b for n, b in _take_buffers(model, before).items()}
         grads = {name: p.grad for name, p in model.named_parameters(remove_duplicate=False)}

@@ -23,6 +23,7 @@ from parallel3d._torch.fake import FakeTensor
 from parallel3d._torch.simulated import inner_tensors
 from parallel3d._util.trees import map_tensors, tensors_in
 from parallel3d.errors import PlanError
+from parallel3d.tp.parts import left_by_forward
 from parallel3d.tp.resolve import matches, numberless
 from parallel3d.tp.styles import Colwise, Style
 from parallel3d.tp.styles.base import is_embedding, is_plain, linear_kind
@@ -34,6 +35,8 @@ def copy_with(module: ModuleT, make: Callable[[nn.Parameter], nn.Parameter]) -> 
     """Returns a copy of ``module`` on the CPU with ``make(p)`` in the place of each parameter ``p``; ties
     stay. Buffers, and tensors that are attributes, are copied; see ``_with_values`` for those without."""
     memo: dict[int, object] = {id(param): make(param) for param in module.parameters()}
+    for _, owner, name in left_by_forward(module):  # which torch can't copy
+        memo |= {id(t): t.detach().cpu() for t in tensors_in(vars(owner)[name]) if t.grad_fn}
     generator = torch.Generator().manual_seed(0)
     for each in module.modules():
         others = tensors_in([v for v in vars(each).values() if v is not each._parameters])

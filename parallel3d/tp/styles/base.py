@@ -370,6 +370,11 @@ class Style(ABC):
         return "", ""
 
     @property
+    def parts(self) -> tuple[bool, bool]:
+        """Whether its module's input, and its output, is a part on each rank."""
+        return self.ends[0] in ("shard", "sequence"), self.ends[1] in ("shard", "sequence")
+
+    @property
     def random_after(self) -> RandomLayout:
         """The layout of the output, for random numbers (``tp/random.py``); ``""``: that of the input."""
         return RANDOM_LAYOUTS.get(self.ends[1], "")

@@ -214,6 +214,10 @@ class PrepareOutput(Style):
     def ends(self) -> tuple[str, str]:
         return self.given, self.wanted
 
+    @property
+    def parts(self) -> tuple[bool, bool]:
+        return False, self.wanted != "replicate"
+
     def forward(self, tp: TpState, module: Any, /, *args: Any, **kwargs: Any) -> Any:
         """The module's forward with its output in the layout of the style."""
         return _change_layout(tp.inner(module, *args, **kwargs), self, tp)
@@ -405,3 +409,7 @@ class PrepareInputOutput(PrepareInput):
     def ends(self) -> tuple[str, str]:
         given, wanted = self.output.ends
         return super().ends[0] or given, wanted
+
+    @property
+    def parts(self) -> tuple[bool, bool]:
+        return "sequence" in self.layouts, self.output.parts[1]

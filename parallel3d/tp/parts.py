@@ -1,0 +1,275 @@
+"""Parts that leave a tensor-parallel forward by another way than a module's output: hooks and attributes.
+
+Between a column-parallel and a row-parallel layer each rank has a part of the features. A hook on a module
+there, or a value that a forward leaves in an attribute (``self.penalty``, which the training loop adds to the
+loss), is this rank's part alone. Hooks of split modules are refused when they are called. The others are
+looked for in the first training forward, by autograd's graph: what was made of a part, and of which no
+collective has made a whole. An attribute that has a part raises when it is computed with, and only outside
+the model's forward.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parallel3d._torch.autograd import is_compiled
+from parallel3d._torch.simulated import ranks_are_simulated
+from parallel3d._util.forwards import packages_of
+from parallel3d._util.trees import map_tensors, tensors_in
+from parallel3d.errors import StateError
+
+# ---- hooks ----
+
+_KNOWN = {"torch", "parallel3d", "transformers", "peft", "accelerate", "lightning"}
+_KNOWN |= sys.stdlib_module_names - {"__main__"}
+"""Packages whose hooks compute nothing with what they see."""
+_BEFORE = ("_forward_pre_hooks",)
+_AFTER = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+_REMEDY = (
+    "put it on the module around, whose input and output are whole, or leave the module whole in the plan "
+    "('replicate')"
+)
+
+
+def hooks_on_parts(module: nn.Module, takes: bool, gives: bool) -> str:
+    """Returns the name of a hook of ``module`` that sees parts, or ``""``.
+
+    Args:
+        takes, gives: whether the module's input, and its output, is a part.
+    """
+    kinds = _BEFORE * takes + _AFTER * (takes or gives)
+    for hook in (hook for kind in kinds for hook in module.__dict__[kind].values()):
+        if not _KNOWN.issuperset(packages_of(hook)):
+            return getattr(hook, "__qualname__", type(hook).__qualname__)
+    return ""
+
+
+def refused_hook(hook: str, name: str) -> str:
+    """Returns the message about a hook that ``hooks_on_parts`` has found on the module ``name``."""
+    return f"the hook {hook} of {name!r} would see this rank's part of what is split over tp; {_REMEDY}"
+
+
+def refuse_hooks(module: nn.Module, style: Any) -> None:
+    """Raises StateError for a hook of a split module that sees parts; it is called in each forward."""
+    hook = hooks_on_parts(module, *style.parts)
+    if hook:
+        raise StateError(refused_hook(hook, f"{type(module).__name__} as {style}"))
+
+
+# ---- attributes ----
+
+_BARE = vars(nn.Module())
+
+
+def left_by_forward(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yields (path, module, attribute) of the attributes with tensors that have a graph."""
+    for path, module in model.named_modules():
+        for name, value in list(vars(module).items()):
+            if name in _BARE or name.startswith("_parallel3d") or isinstance(value, nn.Module):
+                continue
+            if any(tensor.grad_fn is not None for tensor in tensors_in(value)):
+                yield path, module, name
+
+
+class PartOfRank(Tensor):
+    """A part in an attribute. Shape, dtype and the like are its own; computing with it raises StateError.
+
+    Attributes:
+        attribute: where it is. part: the tensor.
+    """
+
+    attribute: str
+    part: Tensor
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if getattr(func, "__name__", "") in _HARMLESS:
+            return super().__torch_function__(func, types, args, kwargs)
+        found = next(t for t in tensors_in((args, kwargs)) if isinstance(t, cls))
+        raise StateError(
+            f"{found.attribute} is made of this rank's part of what is split over tp, and so would be what "
+            'is computed with it. Leave the layers whole in the plan ("replicate"), as tp_plan="auto" does '
+            "where it sees this, or make it of the module's whole output"
+        )
+
+
+_HARMLESS = {"__get__", "__repr__", "__hash__", "__len__", "as_subclass", "register_hook"}
+_HARMLESS |= {
+    "size",
+    "dim",
+    "numel",
+    "element_size",
+    "stride",
+    "is_floating_point",
+    "is_contiguous",
+}
+
+
+def _replace(module: nn.Module, name: str, fn: Any) -> None:
+    value = vars(module).get(name)
+    made: Any = map_tensors(fn, value)
+    if made is value:
+        return
+    if isinstance(value, list):  # others may hold the same list
+        value[:] = made
+    elif isinstance(value, dict):
+        value.update(made)
+    else:
+        vars(module)[name] = made
+
+
+# ---- what is a part ----
+
+# Of ``_Collective`` the operation of the backward, of forwards that leave the whole; other nodes by name.
+_MAKE_WHOLE = {"copy", "split", "split_packed", "_FullBackward", "_LossBackward", "_MakeBackward"}
+_MAKE_PARTS = {"reduce", "gather", "gather_packed", "reduce_scatter", "gather_copies"}
+_MAKE_PARTS |= {"_SharedBackward", "GatherLinearBackward"}
+
+
+class _Graph:
+    """Answers whether tensors are parts, of one forward.
+
+    Attributes:
+        known: node -> whether its output is a part.
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[Any, bool] = {}
+
+    def has_part(self, tree: Any) -> bool:
+        """Whether a tensor in ``tree`` is a part."""
+        return any(t.grad_fn is not None and self._is_part(t.grad_fn) for t in tensors_in(tree))
+
+    def _is_part(self, last: Any) -> bool:
+        path = [last]
+        while path:
+            node = path[-1]
+            if node not in self.known:
+                kind = node.name()
+                kind = node.operation if kind == "_CollectiveBackward" else kind
+                if kind in _MAKE_WHOLE or kind in _MAKE_PARTS:
+                    self.known[node] = kind in _MAKE_PARTS
+            if node in self.known:
+                path.pop()
+                continue
+            inputs = [n for n, _ in node.next_functions if n is not None]
+            if any(self.known.get(n) for n in inputs):
+                self.known[node] = True
+            elif unknown := [n for n in inputs if n not in self.known]:
+                path.append(unknown[0])
+            else:
+                self.known[node] = False
+        return self.known[last]
+
+
+@dataclass
+class _Watch:
+    """The hooks of a model, until its first training forward has ended; longer where attributes have parts.
+
+    Attributes:
+        sources: modules that put out parts.
+        handles: of the hooks of one forward. own: of those of the model.
+        found: (path, module, attribute) of attributes with parts; None before that forward.
+    """
+
+    sources: list[nn.Module]
+    handles: list[Any] = field(default_factory=list)
+    own: list[Any] = field(default_factory=list)
+    found: list[tuple[str, nn.Module, str]] | None = None
+    graph: _Graph = field(default_factory=_Graph)
+
+    def __deepcopy__(self, memo: Any) -> "_Watch":
+        return type(self)([], found=[])  # of a copy nothing is watched
+
+    def begin(self, model: nn.Module, args: Any) -> None:
+        for _, module, name in self.found or ():
+            _replace(module, name, lambda t: getattr(t, "part", t))
+        if self.found is not None or not self._looks(model):
+            return
+        self._forget()
+        outer = (module for module in model.modules() if is_compiled(module))
+        compiled = {id(module) for each in outer for module in each.modules()}
+        for module in self.sources:
+            if id(module) not in compiled:
+                hook = module.register_forward_hook(self._note, prepend=True)
+                self.handles.append(hook)
+        for path, module in model.named_modules():
+            if hooks_on_parts(module, True, True) and id(module) not in compiled:
+                check = _CheckHooked(path, self.graph)
+                hook = module.register_forward_hook(check, prepend=True, with_kwargs=True)
+                self.handles.append(hook)
+
+    def _looks(self, model: nn.Module) -> bool:
+        active = torch.is_grad_enabled() and model.training
+        return active and not torch.compiler.is_compiling()
+
+    def _note(self, module: nn.Module, args: Any, output: Any) -> None:
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None:
+                self.graph.known[tensor.grad_fn] = True
+
+    def _forget(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+        self.graph.known.clear()
+
+    def end(self, model: nn.Module, args: Any, output: Any) -> None:
+        if self.found is None:
+            if not self._looks(model):
+                return
+            self.found = [
+                (path, module, name)
+                for path, module, name in left_by_forward(model)
+                if self.graph.has_part(vars(module)[name])
+            ]
+            self._forget()
+            if not self.found:
+                for handle in self.own:
+                    handle.remove()
+        if torch.is_grad_enabled() and not ranks_are_simulated():
+            for path, module, name in self.found:
+                _replace(module, name, _guarding(f"{path}.{name}".lstrip(".")))
+
+
+def _guarding(where: str) -> Any:
+    def guard(tensor: Tensor) -> Tensor:
+        if tensor.grad_fn is None or isinstance(tensor, PartOfRank):
+            return tensor
+        guarded = tensor.as_subclass(PartOfRank)
+        guarded.attribute, guarded.part = where, tensor
+        return guarded
+
+    return guard
+
+
+@dataclass
+class _CheckHooked:
+    """The hook before a user's own, in the first training forward."""
+
+    path: str
+    graph: _Graph
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        takes, gives = self.graph.has_part((args, kwargs)), self.graph.has_part(output)
+        if hook := hooks_on_parts(module, takes, gives):
+            raise StateError(refused_hook(hook, self.path))
+
+
+def watch_parts(model: nn.Module, styles: Mapping[str, Any]) -> None:
+    """Refuses hooks, and values in attributes, that see parts in the forward of ``model``.
+
+    Args:
+        styles: path -> style of an applied plan.
+    """
+    watch = _Watch([model.get_submodule(n) for n, style in styles.items() if style.parts[1]])
+    watch.own = [
+        model.register_forward_pre_hook(watch.begin),
+        model.register_forward_hook(watch.end),
+    ]
