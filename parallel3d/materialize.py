@@ -7,7 +7,6 @@ and peak memory is the shards plus one module.
 
 import functools
 import hashlib
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from parallel3d._torch.dtensor import dtensor_shard_box, make_dtensor, spec_of
 from parallel3d._util import dry_run
+from parallel3d._util.unset import fill_unset, unset_in
 from parallel3d.errors import Parallel3dError
 from parallel3d.fsdp.inspect import ShardedParam, class_name, unit_of
 from parallel3d.mesh.failures import tells_others
@@ -193,7 +193,7 @@ def _leaves_out(model: Any, module: nn.Module) -> bool:
         for tensors in own:
             for key, tensor in tensors.items():
                 if tensor is not None and tensor.is_meta:
-                    empty = _unset(torch.empty_like(tensor, device="cpu"))
+                    empty = fill_unset(torch.empty_like(tensor, device="cpu"))
                     is_param = isinstance(tensor, nn.Parameter)
                     tensors[key] = nn.Parameter(empty, requires_grad=False) if is_param else empty
         with _seeded("trial", torch.device("cpu")), torch.no_grad():
@@ -204,23 +204,12 @@ def _leaves_out(model: Any, module: nn.Module) -> bool:
         module._buffers.update(before[1])
 
 
-def _unset(tensor: torch.Tensor) -> torch.Tensor:
-    """Fills ``tensor`` with the value by which ``_is_unset`` knows what was not written, and returns it."""
-    if tensor.is_floating_point() or tensor.is_complex():
-        return tensor.fill_(math.nan)
-    return tensor if tensor.dtype == torch.bool else tensor.fill_(torch.iinfo(tensor.dtype).min)
-
-
 def _is_unset(module: nn.Module) -> bool:
     """Whether a tensor of the module itself has a value that nobody has set."""
     for tensor in (*module._parameters.values(), *module._buffers.values()):
         if tensor is None or tensor.is_meta or tensor.dtype == torch.bool or not tensor.numel():
             continue
-        if tensor.is_floating_point() or tensor.is_complex():
-            unset = torch.isnan(tensor)
-        else:
-            unset = tensor == torch.iinfo(tensor.dtype).min
-        if bool(unset.any()):
+        if bool(unset_in(tensor).any()):
             return True
     return False
 
@@ -265,13 +254,13 @@ class _Materialization:
                 if param is not None:
                     empty = torch.empty(param.shape, dtype=param.dtype, device=self.device)
                     if self.marks_unset:
-                        _unset(empty)
+                        fill_unset(empty)
                     module._parameters[key] = nn.Parameter(empty, requires_grad=param.requires_grad)
             for key, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_meta:
                     module._buffers[key] = torch.empty_like(buffer, device=self.device)
                     if self.marks_unset:
-                        _unset(module._buffers[key])  # type: ignore[arg-type]
+                        fill_unset(module._buffers[key])  # type: ignore[arg-type]
             with _seeded(f"{self.seed}:{name}", self.device), torch.no_grad():
                 if initialise_adapter(self.model, name, module):
                     pass  # peft's models have the _init_weights of the model inside

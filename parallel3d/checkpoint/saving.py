@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +27,10 @@ from parallel3d._util.arguments import as_bool, as_count
 from parallel3d._util.version import __version__
 from parallel3d.checkpoint.background import run_in_background
 from parallel3d.checkpoint.format import folder as folders
+from parallel3d.checkpoint.format.files import bytes_of
 from parallel3d.checkpoint.format.lock import Lock
 from parallel3d.checkpoint.format.storage import SavePlanner, Writer
-from parallel3d.checkpoint.model_state import ModelState, model_state
+from parallel3d.checkpoint.model_state import PREFIX, ModelState, model_state
 from parallel3d.checkpoint.optimizer_state import as_optimizers, optimizer_state
 from parallel3d.checkpoint.ranks import Ranks, check_same, dcp_errors, ranks_of
 from parallel3d.checkpoint.rng import rng_state
@@ -117,7 +119,7 @@ def save(
         step: how many steps have been done. A checkpoint of the same step is replaced.
         extra: further values by name, such as the position in the data or a scheduler's ``state_dict()``:
             numbers, strings, lists, dicts, tensors. Except for DTensors the first rank's are stored; so are
-            buffers.
+            buffers, with a warning that names those that differ between ranks.
         async_: copy the state to host memory and write in the background. The next ``save`` or ``load`` first
             waits for it. Wait for the last one before destroying the process group.
         keep: how many checkpoints of ``path`` to keep, including this one; None: all.
@@ -180,6 +182,7 @@ class _Save:
     tensors: dict[str, Tensor] = field(default_factory=dict)  # what DCP stores, by name
     info: dict[str, Any] = field(default_factory=dict)  # the content of checkpoint.json
     placements: dict[str, Any] = field(default_factory=dict)  # of parameters, by name
+    buffers: dict[str, int] = field(default_factory=dict)  # name -> checksum of this rank's
 
     def collect(
         self, state: ModelState, optimizers: list[Optimizer], extra: Mapping[str, Any] | None
@@ -200,6 +203,8 @@ class _Save:
             "extra": encode(as_dict("extra", extra), "extra", keeper(values)),
             "mesh": axes_of(mesh_of(params.values())),
         }
+        if self.ranks.size > 1:
+            self.buffers = {name: _checksum(tensors[name]) for name in state.buffers}
         if not self.ranks.is_first:
             # Only the first rank's are stored, so that they are consistent even if ranks differ.
             for name in (*state.buffers, *state.extra_tensors, *values):
@@ -213,7 +218,8 @@ class _Save:
         writer: _LockingWriter | None = None
         try:
             found = self.ranks.all(self._arguments)
-            check_same("save", [arguments for _, arguments in found])
+            check_same("save", [arguments for _, arguments, _ in found])
+            self._compare_buffers([buffers for *_, buffers in found])
             final = folders.step_folder(found[0][0], self.step)
             writer = _LockingWriter(final, self.step, self._info, self.ranks.size)
             with dcp_errors(self.ranks):
@@ -254,12 +260,35 @@ class _Save:
         except OSError as error:
             warnings.warn(f"old checkpoints could not be removed: {error}", stacklevel=4)
 
-    def _arguments(self) -> tuple[Path, dict[str, object]]:
-        """Returns the folder and what must be the same on all ranks."""
+    def _compare_buffers(self, of_ranks: list[dict[str, int]]) -> None:
+        """Warns, on the first rank, of buffers that other ranks have other values of."""
+        names = [
+            name.removeprefix(PREFIX)
+            for name, value in self.buffers.items()
+            if any(other.get(name, value) != value for other in of_ranks)
+        ]
+        if names and self.ranks.is_first:
+            shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            warnings.warn(
+                f"checkpoint.save: buffers {shown} differ between ranks; the first rank's are stored. "
+                "Average or broadcast them before (BatchNorm's statistics: nn.SyncBatchNorm)",
+                stacklevel=4,
+            )
+
+    def _arguments(self) -> tuple[Path, dict[str, object], dict[str, int]]:
+        """Returns the folder, what must be the same on all ranks, and the buffers' checksums."""
         if self.problem is not None:
             raise self.problem
         number = self.optimizers
-        return self.run_folder, {"step": self.step, "only": self.only, "optimizers": number}
+        arguments: dict[str, object] = {"step": self.step, "only": self.only, "optimizers": number}
+        return self.run_folder, arguments, self.buffers
+
+
+def _checksum(tensor: Tensor) -> int:
+    """The CRC-32 of a tensor's values; 0 for a DTensor's, of which ranks have their own parts."""
+    if isinstance(tensor, DTensor):
+        return 0
+    return crc32(bytes_of(tensor.detach().cpu().contiguous()))
 
 
 class _LockingWriter(Writer):

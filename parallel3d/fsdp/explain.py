@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from parallel3d._torch.simulated import inner_tensors
-from parallel3d.errors import StateError
+from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.bucket import (
     CHANGE_BITS,
     FREE,
@@ -96,13 +96,21 @@ def _of_recomputation(error: BaseException) -> str | None:
 
 
 def explain_call(error: BaseException) -> str | None:
-    """Returns which module was called without its unit, where that is why a forward ended in ``error``."""
-    if _MIXED not in str(error):
+    """Returns why a forward ended in ``error``: which module was called without its unit, or which buffers
+    have no values; None if it is neither."""
+    if isinstance(error, Parallel3dError):
         return None
     stack = list(_modules_on_stack(error))
+    if "meta" in str(error):
+        names = (
+            [name for name, buffer in stack[0].named_buffers() if buffer.is_meta] if stack else []
+        )
+        return without_values(names, "are still on the meta device") if names else None
+    if _MIXED not in str(error):
+        return None
     for unit in (unit for module in stack for unit in _units_at_rest_in(module)):
-        names = {id(m): name for top in unit.modules for name, m in top.named_modules() if name}
-        name = next((names[id(module)] for module in stack if id(module) in names), None)
+        inside = {id(m): name for top in unit.modules for name, m in top.named_modules() if name}
+        name = next((inside[id(module)] for module in stack if id(module) in inside), None)
         if name is not None:
             block = _NUMBER.sub("*", unit.label)
             return (
@@ -112,6 +120,17 @@ def explain_call(error: BaseException) -> str | None:
                 "the module around it"
             )
     return None
+
+
+def without_values(buffers: Sequence[str], why: str) -> str:
+    """Returns the message of a forward that would read ``buffers``, which have no values."""
+    shown = ", ".join(buffers[:8]) + (f" and {len(buffers) - 8} more" if len(buffers) > 8 else "")
+    return (
+        f"buffers {shown} {why}, without values. A state dict does not have non-persistent buffers (rotary "
+        "tables, say), and to_empty does not compute them. Call parallel3d.materialize(model) instead of "
+        "to_empty, before values are loaded, or parallel3d.checkpoint.load_hf; or fill them as the module's "
+        "__init__ does"
+    )
 
 
 _MIXED = "mixed torch.Tensor and DTensor"

@@ -26,7 +26,7 @@ from parallel3d.fsdp.group import Retain
 from parallel3d.fsdp.interop import TorchState, unit_given
 from parallel3d.fsdp.members import get_unit, parameters_at_rest, units_of
 from parallel3d.fsdp.options import comm_hooks
-from parallel3d.fsdp.options.checks import refuse_accumulation
+from parallel3d.fsdp.options.checks import fill_from_meta, refuse_accumulation
 from parallel3d.fsdp.options.finalization import (
     Finalization,
     finalization_of,
@@ -342,8 +342,9 @@ class FSDPModule(UnitModule, TorchFSDPModule):
         registered = unit.is_registered_by_root
         unit.group.register_sharded()
         unit.group.reshard(unit.ready_context().comm)
+        convert = functools.partial(super(TorchFSDPModule, self)._apply, fn, recurse)  # type: ignore[misc]
         with torch.inference_mode(False), torch.no_grad():  # they could not be trained later
-            result = super(TorchFSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
+            result = fill_from_meta(unit, convert)
         # Several modules of one unit are converted one after another.
         unit.group.adopt(partly=len(unit.modules) > 1)
         if registered:

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -394,3 +395,29 @@ def random_states(path: str) -> None:
 
 def test_random_states(gloo_pool: GlooPool, tmp_path: Path) -> None:
     gloo_pool.run(random_states, str(tmp_path), world_size=2, timeout=60)
+
+
+# -- buffers
+
+
+def buffers_that_differ(path: str) -> None:
+    """Those of the first rank are stored, and it says so; where they are equal, nobody says anything."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+    model.register_buffer("mine", torch.full((2,), float(dist.get_rank())), persistent=False)
+    p3d.parallelize(model, p3d.build_mesh(MeshLayout(1, 2, 1), device_type="cpu"))
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for step, async_ in enumerate((False, False, True)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            saved = save(path, model, step=step, async_=async_)
+            if async_:
+                saved.result()  # type: ignore[union-attr]
+        said = [str(each.message) for each in caught if "differ between ranks" in str(each.message)]
+        assert len(said) == (step > 0 and dist.get_rank() == 0), said
+        assert all("buffers 1.running_mean, 1.running_var differ" in text for text in said)
+        model(torch.randn(4, 6, generator=generator))
+
+
+def test_buffers_that_differ(gloo_pool: GlooPool, tmp_path: Path) -> None:
+    gloo_pool.run(buffers_that_differ, str(tmp_path), world_size=2)

@@ -21,11 +21,13 @@ from torch.autograd.graph import get_gradient_edge
 
 from parallel3d._torch.autograd import backward_id, node_is_in_backward
 from parallel3d._util.arguments import as_bool
+from parallel3d._util.unset import fill_unset, unset_in
 from parallel3d.errors import AgreementError, Parallel3dError, StateError
 from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.context import RunContext, root_options
+from parallel3d.fsdp.explain import without_values
 from parallel3d.fsdp.group import ShardedState
-from parallel3d.fsdp.members import params_of, units_of
+from parallel3d.fsdp.members import params_of, units_modules, units_of
 from parallel3d.fsdp.options import ContextOption
 from parallel3d.fsdp.param import ShardedParam
 from parallel3d.fsdp.same_order import module_names, param_name
@@ -78,6 +80,49 @@ class RanksAgree(ContextOption):
 
 
 root_options.append(RanksAgree)
+
+# ``to_empty`` gives memory to what is on meta. A state dict then brings the values of parameters and of
+# persistent buffers; others, such as rotary tables, would stay as the memory was.
+
+_NO_VALUES = "_parallel3d_no_values"  # attribute of a buffer that a conversion has given memory
+
+
+def fill_from_meta(unit: Unit, convert: Callable[[], Any]) -> Any:
+    """Returns ``convert()``, which moves the tensors of the unit's modules, and notes the buffers that were
+    on meta: unless they are filled by then, the next forward of the root is an error."""
+    modules = list(units_modules(unit.modules))
+    before = [
+        (m, key) for m in modules for key, b in m._buffers.items() if b is not None and b.is_meta
+    ]
+    result = convert()
+    for module, key in before:
+        buffer = module._buffers[key]
+        if type(buffer) is torch.Tensor and not buffer.is_meta:
+            setattr(fill_unset(buffer), _NO_VALUES, True)
+            options = unit.ready_context().options
+            if not any(isinstance(option, BuffersAreFilled) for option in options):
+                options.append(BuffersAreFilled(unit.ready_context()))
+    return result
+
+
+class BuffersAreFilled(ContextOption):
+    """Raises StateError in the first forward of the root if buffers have no values."""
+
+    def before_forward(self, units: Sequence[Unit]) -> Sequence[Unit]:
+        named = (named for top in self.context.root.modules for named in top.named_buffers())
+        names = [n for n, b in named if hasattr(b, _NO_VALUES) and bool(unset_in(b).all())]
+        if names:
+            raise StateError(without_values(names, "have memory from to_empty"))
+        self.context.options.remove(self)
+        return units
+
+
+def _of_context(context: RunContext) -> BuffersAreFilled | None:
+    buffers = (buffer for top in context.root.modules for buffer in top.buffers())
+    return BuffersAreFilled(context) if any(hasattr(b, _NO_VALUES) for b in buffers) else None
+
+
+root_options.append(_of_context)
 
 _UnitParams = list[tuple[Unit, ShardedParam]]
 
