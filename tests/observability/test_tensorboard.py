@@ -40,6 +40,7 @@ def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_read_back(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     sink = TensorBoard(tmp_path, every=2)

@@ -87,17 +87,8 @@ def _setup(
 
     ``several``: whether layouts and micro-batches are tried; else a micro-batch of 1 is the default.
     """
+    _check_given(options)
     text, seq_len = options["model"], options["seq_len"]
-    missing = [name for name in ("model", "gpu") if not options[name]]
-    if seq_len is None and "=" in (text or "") and "seq_len=" not in text:
-        missing.append("seq_len")
-    asked = [_ASKED[name] for name in missing]
-    if "=" in (text or "") and (lacking := [n for n in _needed_shapes() if n not in _shapes(text)]):
-        asked.append(
-            f"--model lacks {', '.join(lacking)}: shapes need {', '.join(_needed_shapes())}"
-        )
-    if asked:
-        raise PlanningError("; ".join(asked))
     names = ("gpu", "nodes", "gpus_per_node", "nic", "profile")
     cluster = Cluster.of(*(options[name] for name in names))
     with Busy(f"reading {text}"):
@@ -123,6 +114,20 @@ def _setup(
     return model, cluster, work, ", ".join(said)
 
 
+def _check_given(options: Mapping[str, Any]) -> None:
+    """Raises PlanningError for all that is missing at once, before anything is imported or read."""
+    text = options["model"] or ""
+    missing = [name for name in ("model", "gpu") if not options[name]]
+    if options["seq_len"] is None and "=" in text and "seq_len=" not in text:
+        missing.append("seq_len")
+    asked = [_ASKED[name] for name in missing]
+    needed = [n for n, p in _known_shapes().items() if p.default is inspect.Parameter.empty]
+    if "=" in text and (lacking := [name for name in needed if name not in _shapes(text)]):
+        asked.append(f"--model lacks {', '.join(lacking)}: shapes need {', '.join(needed)}")
+    if asked:
+        raise PlanningError("; ".join(asked))
+
+
 def _stack(text: str) -> str | Stack:
     """A name, or the stack of a file."""
     return read_stack_file(text) if text.endswith(".toml") else text
@@ -135,14 +140,13 @@ def _usual_batch(seq_len: int, ranks: int) -> int:
     return round(wanted / by) * by
 
 
-def _needed_shapes() -> list[str]:
-    known = inspect.signature(spec_from_shapes).parameters
-    return [n for n, p in known.items() if p.default is inspect.Parameter.empty]
+def _known_shapes() -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(spec_from_shapes, eval_str=True).parameters
 
 
 def _shapes(text: str) -> dict[str, Any]:
     """What ``text`` gives to ``spec_from_shapes``."""
-    known = inspect.signature(spec_from_shapes, eval_str=True).parameters
+    known = _known_shapes()
     shapes: dict[str, Any] = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
         name, equals, value = (p.strip() for p in part.partition("="))
@@ -396,11 +400,10 @@ def calibrate_command(
 
 
 def _calibrate_runs(logs: list[Path], out: Path, name: str, options: Mapping[str, Any]) -> None:
+    _check_given(options)
     with Busy("fitting a stack"):
         from parallel3d.planner.measured import fit_stack, read_run, write_stack
 
-        if not options["gpu"]:
-            raise PlanningError(_ASKED["gpu"])
         measured, steps = [], []
         for log in logs:
             found = read_run(log)

@@ -104,6 +104,10 @@ def verify_command(
     Exit code 0: equal. 1: they differ; the first module that differs is named. 2: they can't be compared.
     Started by torchrun, each process is a rank, and none is simulated.
     """
+    sizes = {"replicate": replicate, "shard": shard, "cp": cp, "tp": tp}
+    for name, size in sizes.items():
+        if size < 1:
+            raise Parallel3dError(f"--{name} {size}: a mesh axis has at least 1 rank")
     with Busy(f"importing {model}") as busy:
         own = ("steps", "micro_batches", "tolerance", "fp32", "seed")
         options: dict[str, Any] = {name: ctx.params[name] for name in own}
@@ -129,7 +133,6 @@ def verify_command(
         build, batch = function_named("the model", model), input and object_named("--input", input)
         ranks = replicate * shard * cp * tp
         busy.say(f"{model}: training it plain and on {ranks} ranks, and comparing")
-        sizes = {"replicate": replicate, "shard": shard, "cp": cp, "tp": tp}
         found, is_first = _run(build, batch, sizes, options)
     if is_first and as_json:
         typer.echo(json.dumps(_as_json(found), indent=2, allow_nan=False))
@@ -143,9 +146,6 @@ def _run(
     build: Any, batch: Any, sizes: dict[str, int], options: dict[str, Any]
 ) -> tuple[Verification, bool]:
     """Returns the verification, and whether this process is the one that prints it."""
-    for name, size in sizes.items():
-        if size < 1:
-            raise Parallel3dError(f"--{name} {size}: a mesh axis has at least 1 rank")
     from torch import distributed as dist
 
     from parallel3d.mesh import MeshLayout
