@@ -274,6 +274,13 @@ class Bucket:
         elif grad_dtype == "any" or policy.keep_low_precision_grads:
             self.grad_dtype = self.reduce_dtype
 
+    @property
+    def takes_wider_gradients(self) -> bool:
+        """Whether a gradient that is wider than the unsharded parameter reaches the reduction as it is; in
+        torch it does since 2.15."""
+        wider = self.reduce_dtype.itemsize > self.compute_dtype.itemsize
+        return follows_grad_dtype and (wider or self.params[0].grad_dtype == "any")
+
     def build_unsharded(self) -> None:
         """Makes the all-gather's buffers and the unsharded parameters, in the present dtypes."""
         n = self.num_shards

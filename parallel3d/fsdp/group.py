@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from parallel3d._torch.autograd import untraced
+from parallel3d._torch.autograd import set_grad_dtype, untraced
 from parallel3d._torch.dtensor import keep_partial_gradients
 from parallel3d._torch.kernels import foreach_copy_
 from parallel3d.errors import StateError
@@ -237,6 +237,8 @@ class ParamGroup:
                     requires_grad = compute.requires_grad
                     compute.requires_grad_(True)  # torch sets the hook on no other parameter
                     keep_partial_gradients(compute)
+                    if bucket.takes_wider_gradients:
+                        set_grad_dtype(compute, "any")
                     compute.register_post_accumulate_grad_hook(partial(hook, index))
                     compute.requires_grad_(requires_grad)
 

@@ -109,6 +109,48 @@ def test_reduce_dtype_none_is_the_parameters_own_since_2_15() -> None:
         assert set(reduce_dtypes(model).values()) == {BF16}
 
 
+class WideGradient(torch.autograd.Function):
+    """x @ w.T, whose gradient of w is a float32 one."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w.T
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        return grad @ w, grad.float().T @ x.float()
+
+
+class WideLinear(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return WideGradient.apply(x, self.weight)
+
+
+@pytest.mark.parametrize("how", ["grad_dtype", "grad_dtype None", "float32 at rest"])
+@pytest.mark.parametrize("sync_first", [True, False])
+def test_gradients_wider_than_the_unsharded_parameter(how, sync_first) -> None:
+    """They are reduced as they are. Before 2.15 they are rounded first, by torch's engine too."""
+    exact = 3 * (1 + 2.0**-7) ** 2
+    x = torch.full((3, 4), 1 + 2.0**-7, dtype=BF16)
+    with fake_world(0, 1):
+        net = WideLinear(4, 4, bias=False, dtype=FP32 if how == "float32 at rest" else BF16)
+        if how.startswith("grad_dtype"):
+            net.weight.grad_dtype = FP32 if how == "grad_dtype" else None
+        reduce_dtype = FP32 if how == "grad_dtype None" else None
+        policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=reduce_dtype)
+        model = fully_shard(net, mp_policy=policy)
+        for sync in (sync_first, True):
+            model.set_requires_gradient_sync(sync)
+            model(x).backward(x)
+        grad = model.weight.grad.to_local()
+    rounded = torch.tensor(exact).to(BF16).item()
+    assert torch.equal(
+        grad.float(), torch.full((4, 4), 2 * (exact if follows_grad_dtype else rounded))
+    )
+
+
 @pytest.mark.parametrize("reduce_dtype", [None, FP32])
 @pytest.mark.parametrize("sync_first", [True, False])
 def test_gradients_have_the_grad_dtype_of_their_parameter(reduce_dtype, sync_first) -> None:
