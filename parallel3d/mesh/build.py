@@ -130,10 +130,14 @@ def name_axes(mesh: DeviceMesh, axes: Mapping[str, str] | None = None) -> Device
     unknown = [name for name in renamed if _canonical(name) not in AXES]
     if unknown:
         shown = ", ".join(f"{n}={s}" for n, s in zip(names, mesh.shape, strict=True))
-        example = ", ".join(f'"{name}": "{guess(name)}"' for name in unknown)
+        guesses = {name: guess(name) for name in unknown}
+        known = [name for name in names if (axes or {}).get(name, name) not in unknown]
+        say = f"Say what they are, such as parallelize(..., axes={_quoted(guesses)}), or give"
+        if {*guesses.values()} & {_canonical((axes or {}).get(name, name)) for name in known}:
+            say = "Give"  # that axis is there already: another one, such as of pipeline stages
         raise MeshError(
-            f"mesh ({shown}): the axes {listed(unknown)} are not known; an axis is {listed(AXES)}. Say "
-            f"what they are, such as parallelize(..., axes={{{example}}}), or give a submesh without them"
+            f"mesh ({shown}): the axes {listed(unknown)} are not known; an axis is {listed(AXES)}. {say} a "
+            f"submesh without them{f', mesh[{_quoted(known)}]' if known else ''}"
         )
     if len(set(map(_canonical, renamed))) < len(renamed):
         raise MeshError(f"axes={dict(axes or {})!r} gives two axes of {names} one name: {renamed}")
@@ -143,6 +147,11 @@ def name_axes(mesh: DeviceMesh, axes: Mapping[str, str] | None = None) -> Device
     if mesh.ndim == 1:
         return DeviceMesh.from_group(groups[0], mesh.device_type, mesh_dim_names=renamed)
     return DeviceMesh.from_group(groups, mesh.device_type, mesh=mesh.mesh, mesh_dim_names=renamed)
+
+
+def _quoted(values: list[str] | dict[str, str]) -> str:
+    """Returns them as one writes them in an index, or as an argument."""
+    return json.dumps(values).strip("[]")
 
 
 def _canonical(name: str) -> str:

@@ -35,8 +35,14 @@ def test_foreign_names_are_an_error_that_shows_the_argument():
             assert 'axes={"data_parallel": "shard", "tensor_parallel": "tp"}' in said
         with pytest.raises(MeshError, match="have no names"):
             parallelize(model(), mesh_of(2, 2, names=None))
-        with pytest.raises(MeshError, match="'pp' are not known"):
-            parallelize(model(), mesh_of(2, 2, names=("pp", "shard")))
+        # What the name would mean is there already: no advice to give it twice.
+        for names in (("pp", "shard"), ("stage", "dp_shard"), ("tp_outer", "tp")):
+            with pytest.raises(MeshError, match=f"'{names[0]}' are not known") as caught:
+                parallelize(model(), mesh_of(2, 2, names=names))
+            said = str(caught.value)
+            assert (
+                "axes=" not in said and f'Give a submesh without them, mesh["{names[1]}"]' in said
+            )
 
 
 def test_the_mapping_is_taken():

@@ -191,3 +191,21 @@ def test_checkpointed_blocks_write_no_cache(attention):
         assert cache.get_seq_length() == 6
         with pytest.raises(StateError, match="past_key_values holds 6 tokens"):
             made(input_ids=ids, past_key_values=cache)
+
+
+@pytest.mark.parametrize(("family", "width"), [("mixtral", 10), ("mixtral", 13), ("olmoe", 10)])
+def test_experts_too_narrow_for_a_grouped_matmul(family: str, width: int) -> None:
+    """Of 5, or 7 and 6, channels on a rank, which torch's kernel refuses."""
+    torch.manual_seed(0)
+    sizes = {
+        **SIZES,
+        "intermediate_size": width,
+        "num_hidden_layers": 1,
+        "output_router_logits": False,
+    }
+    config = transformers.AutoConfig.for_model(family, **sizes)
+    config._experts_implementation = "grouped_mm"
+    made = transformers.AutoModelForCausalLM.from_config(config)
+    ids = torch.arange(12).view(2, 6)
+    with AllDouble(), pytest.warns(UserWarning, match="no multiple of 16 bytes"):
+        check_parity(made, "auto", 2, ids, call=lambda m, x: m(input_ids=x, use_cache=False).logits)

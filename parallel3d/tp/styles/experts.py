@@ -1,5 +1,8 @@
 """Experts: a mixture-of-experts layer whose experts' weights are each split over ``tp``."""
 
+import inspect
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -132,7 +135,7 @@ class Experts(Style):
         ) in tp.once:  # in front of the parameter: itself on the first rank, zeros on the others
             module.__dict__[name] = module._parameters[name] * (1 - torch.sym_min(tp.axis.rank, 1))
         try:
-            y = tp.inner(module, *args, **kwargs)
+            y = _forward_of(tp, module)(module, *args, **kwargs)
         finally:
             for name in tp.once:
                 del module.__dict__[name]
@@ -157,6 +160,29 @@ class IdentityExpert(Style):
     def forward(self, tp: TpState, module: Any, /, *args: Any, **kwargs: Any) -> Any:
         """The module's output over the number of ranks, which all add it."""
         return tp.inner(module, *args, **kwargs) / tp.axis.size
+
+
+_GROUPED = 16  # bytes of which torch's grouped matmul takes multiples, in each row
+
+
+def _forward_of(tp: TpState, module: Any) -> Callable[..., Any]:
+    """Returns the module's forward; of transformers' experts the family's own, which computes one expert
+    after the other, where this rank's part of the features is too narrow for a grouped matmul."""
+    chosen = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    if chosen != "grouped_mm" or not hasattr(module, "is_concatenated"):
+        return tp.inner
+    weights = [p for p in module._parameters.values() if p is not None and p.dim() == 3]
+    if all(size * p.element_size() % _GROUPED == 0 for p in weights for size in p.shape[1:]):
+        return tp.inner
+    if not torch.compiler.is_compiling():
+        shapes = ", ".join(str(tuple(p.shape)) for p in weights)
+        warnings.warn(
+            f"{type(module).__name__} as {tp.style}: rows of this rank's weights {shapes} are no multiple of "
+            f"{_GROUPED} bytes, which torch's grouped matmul needs: the experts are computed one after the "
+            "other. A smaller tp, or wider experts, are faster",
+            stacklevel=2,
+        )
+    return inspect.unwrap(tp.inner)
 
 
 def _copy(value: Any, tp: TpState) -> Any:
