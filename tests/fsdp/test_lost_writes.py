@@ -5,6 +5,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import parallel3d as p3d
 from parallel3d import MeshLayout, Parallel3dError, StateError, build_mesh
 from parallel3d._torch.simulated import inner_tensors
 from parallel3d.fsdp import full_params, fully_shard
@@ -175,6 +177,18 @@ def test_of_a_dtensor_in_forward() -> None:
             model(X)
 
 
+@pytest.mark.parametrize("name", ["in place", "data in place", "data ="])
+def test_in_a_compiled_unit(name: str) -> None:
+    torch._dynamo.reset()
+    with fake_world(0, 2):
+        model = nn.Sequential(Writer(WRITES[name][0]), nn.Linear(6, 3))
+        model[0].compile(backend="aot_eager")
+        for unit in (model[0], model):
+            fully_shard(unit, mesh=mesh_of())
+        with lost("weight"):
+            model(X)
+
+
 def test_what_is_no_write() -> None:
     """Reading ``.data``, changing a clone of it, writing to a buffer."""
 
@@ -328,6 +342,26 @@ def test_what_an_evaluation_has_kept_is_gathered_again() -> None:
         for each in (model, plain):
             scaled(each)
         check_equal(model, plain)
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_steps_after_it(local: bool) -> None:
+    """An optimizer steps on what was assigned, before a forward has come to it."""
+    with fake_world(0, 2):
+        model = sharded(None)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        make = partial(p3d.optim.local, torch.optim.AdamW) if local else torch.optim.AdamW
+        optimizer = make(trained, lr=0.1)
+        for _ in range(2):
+            model(X).sum().backward()
+            for param in trained:
+                param.data = param.detach() * 0.5
+            given = [param.to_local().clone() for param in trained]
+            optimizer.step()
+            stepped = [param.to_local().clone() for param in trained]
+            assert not any(map(torch.equal, stepped, given))
+            model(X)
+            assert all(map(torch.equal, (param.to_local() for param in trained), stepped))
 
 
 def test_between_forward_and_backward() -> None:
