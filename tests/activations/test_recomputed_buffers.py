@@ -204,7 +204,10 @@ def test_blocks_without_buffers_do_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     block(torch.ones(2, DIM)).sum().backward()
 
 
-@pytest.mark.parametrize("kind", [True, "selective", "offload", keep_all], ids=str)
+KINDS = {"full": True, "selective": "selective", "offload": "offload", "policy": keep_all}
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_of_parallel_models(kind: Any) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(Normed(), Spectral(), Codebook())
