@@ -229,7 +229,7 @@ def parallelize(
             shard([module for _, module in found.final_norm_and_head], reshard_after_forward=False)
         shard(model, reshard_after_forward=False)
         attach_offload()
-        if check_same_batch:
+        if check_same_batch and not (plan is not None and plan.takes_rows):
             check_first_batch(model, mesh)
     return model
 

@@ -5,7 +5,7 @@ there, or a value that a forward leaves in an attribute (``self.penalty``, which
 loss), is this rank's part alone. Hooks of split modules are refused when they are called. The others are
 looked for in the first training forward, by autograd's graph: what was made of a part, and of which no
 collective has made a whole. An attribute that has a part raises when it is computed with, and only outside
-the model's forward.
+the model's forward. In a block under ``torch.compile``, and of torch's own styles, nothing of this is seen.
 """
 
 import sys

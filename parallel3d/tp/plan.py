@@ -108,6 +108,11 @@ class ResolvedPlan:
         lines += [f"{a.module}.{a.name} = {a.values}" for a in self.attributes]
         return "\n".join(lines)
 
+    @property
+    def takes_rows(self) -> bool:
+        """Whether the model's input is a part on each rank, as torch's style of its first module declares."""
+        return bool(self.modules) and getattr(self.modules[0].style, "takes_rows", False)
+
     def __str__(self) -> str:
         """Returns a table of the modules' styles, parameters and collectives, with the bytes per token of the
         whole tensor that is reduced or gathered, in the parameters' dtype."""

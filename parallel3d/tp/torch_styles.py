@@ -120,12 +120,16 @@ class TorchStyle(Style):
         if (dim := self._sequence_dim) is not None:
             set_length = functools.partial(_set_length, sequence, axis.size, dim)
             module.register_forward_hook(set_length)
-        placements = getattr(self.style, "input_layouts", None) or ()
-        parts = any(isinstance(x, Shard) and x.dim in (0, 1) for x in placements)
         # It makes a DTensor of such a part, without the length of the whole.
-        if parts or isinstance(self.style, SequenceParallel):
+        if self.takes_rows or isinstance(self.style, SequenceParallel):
             check = functools.partial(_check_length, sequence, axis.size)
             module.register_forward_pre_hook(check)
+
+    @property
+    def takes_rows(self) -> bool:
+        """Whether its input is declared to be a part of the batch or the sequence."""
+        placements = getattr(self.style, "input_layouts", None) or ()
+        return any(isinstance(x, Shard) and x.dim in (0, 1) for x in placements)
 
     @property
     def _sequence_dim(self) -> int | None:

@@ -5,10 +5,12 @@ import torch
 from _support.models import LM_PLAN, Lm, lm_loss, tokens
 from torch import distributed as dist
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from parallel3d import AgreementError, MeshLayout, build_mesh, parallelize
 from parallel3d.testing import assert_parity, fake_world, local_world, record_collectives
-from parallel3d.tp.same_batch import check_first_batch
+from parallel3d.tp.same_batch import _FirstForward, check_first_batch
 
 
 class Passes(nn.Module):
@@ -127,3 +129,20 @@ def test_processes(gloo_pool, compile) -> None:
 def test_switched_off(gloo_pool) -> None:
     for _, (first, second) in gloo_pool.run(on_ranks, False, False, world_size=4):
         assert first == second
+
+
+def test_an_input_that_is_declared_a_part_is_not_compared() -> None:
+    """As in pytorch/examples' sequence parallelism: each rank has its own rows."""
+    layouts = {
+        "rows": {"input_layouts": Shard(0)},
+        "whole": {"input_layouts": Replicate()},
+        "features": {},
+    }
+    for name, given in layouts.items():
+        style = RowwiseParallel() if name == "features" else ColwiseParallel(**given)
+        with fake_world(0, 2):
+            model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+            mesh = build_mesh(MeshLayout(1, 1, 2), device_type="cpu")
+            parallelize(model, mesh, {"0": style}, strict=True)
+        compared = any(isinstance(h, _FirstForward) for h in model._forward_pre_hooks.values())
+        assert compared is (name != "rows")

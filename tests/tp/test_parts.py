@@ -273,3 +273,21 @@ def test_hooks_that_see_the_whole() -> None:
         model(IDS).mean().backward()
         copied = copy.deepcopy(model)
         assert copied(IDS).shape == (2, 8, 16)
+
+
+# ---- what a plan is derived of ----
+
+
+class Table(nn.Embedding):
+    """Has a forward of its own."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return nn.functional.embedding(ids, self.weight) * 2
+
+
+def test_integers_are_tried_for_a_table_with_its_own_forward() -> None:
+    model = Model()
+    model.embed = Table(16, 8)
+    assert "layers.*.up" in auto_plan(model, 2)
+    with pytest.raises(PlanError, match=r"torch\.nn\.Embedding .*, not test_parts\.Table"):
+        resolve_plan(model, {**PLAN, "embed": VocabParallel()}, 2)

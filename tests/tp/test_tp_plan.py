@@ -166,7 +166,7 @@ def _integer() -> nn.Module:
         (nn.Conv1d(4, 4, 1), "colwise", "is for nn.Linear, nn.Embedding and .* not Conv1d"),
         (Normed(4, 4), "colwise", "Normed does something of its own .*which may need all features"),
         (_replaced(), "rowwise", "with their own forward"),
-        (nn.Linear(4, 4), "embedding", "VocabParallel is for nn.Embedding"),
+        (nn.Linear(4, 4), "embedding", "VocabParallel is for torch.nn.Embedding"),
         (_integer(), "colwise", "weight is torch.int8; only floating-point"),
         (nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), "colwise", "parametrized"),
         (nn.Embedding(8, 4, max_norm=1.0), "embedding", "max_norm can't be split"),

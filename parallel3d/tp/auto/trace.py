@@ -351,7 +351,7 @@ def _inputs_for(model: nn.Module) -> Iterator[torch.Tensor]:
     for module in model.modules():
         if not any(True for _ in module.parameters(recurse=False)):
             continue
-        if is_plain(module, nn.Embedding):
+        if type(getattr(module, "num_embeddings", None)) is int:  # whatever its forward
             ids = torch.arange(_BATCH * _LENGTH).view(_BATCH, _LENGTH)
             yield ids % module.num_embeddings
         elif is_plain(module, nn.Conv2d):

@@ -79,8 +79,10 @@ class VocabParallel(SplitStyle):
 
     def plan(self, module: nn.Module, tp: int) -> dict[str, ParamRule]:
         if not is_embedding(module):
+            cls = type(module)
             raise PlanError(
-                f"VocabParallel is for nn.Embedding with its own forward, not {type(module).__name__}"
+                "VocabParallel is for torch.nn.Embedding with its own forward, not "
+                f"{cls.__module__}.{cls.__qualname__}"
             )
         self._check_forward(module, nn.Embedding, needs="the whole sequence")
         refuse_lookup_options(module, scale_grad_by_freq=False)
