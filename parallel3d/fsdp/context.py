@@ -641,7 +641,7 @@ class RunContext:
     def gradients_are_complete(self) -> None:
         """Tells options that the gradients of a backward are in ``.grad``, and the same ones on all ranks."""
         if self.same_order is not None:
-            self.same_order.settle_on_cpu()
+            self.same_order.settle()
         for option in tuple(self.options):
             option.after_reductions()
 

@@ -146,17 +146,16 @@ class SameOrder:
         self.forward = self._begin("forward", sharded) if any(sharded) else None
 
     def end_forward(self, *, backward_to_come: bool) -> None:
-        """It ends. If no backward follows, this waits for the comparison, but not for an accelerator."""
+        """It ends. If no backward follows, this waits for the comparison, but not on an accelerator."""
         each, self.forward = self.forward, None
         if each is not None:
             self._order = self._end(each)
-            if not backward_to_come and self._device.type == "cpu":
+            if not backward_to_come:
                 self.settle()
 
     def begin_backward(self, name: str = "backward") -> None:
         """A backward begins."""
-        if self._device.type == "cpu":
-            self.settle()
+        self.settle()
         root = self.context.root
         self._backwards += 1
         kind = name, self._order, self._backwards, root.sync, root.all_reduce
@@ -165,30 +164,23 @@ class SameOrder:
     def end_backward(self) -> None:
         """All its reductions are issued."""
         if self.backward is not None:
-            # Of the forward before, which an accelerator has behind it by now.
-            if self._device.type != "cpu":
-                self.settle()
             each, self.backward = self.backward, None
             self._end(each)
 
     def settle(self) -> None:
-        """Waits for the comparisons of passes that have ended.
+        """Waits for the comparisons of passes that have ended. On an accelerator not for the last one: the
+        host would wait for all that is queued. That one is settled with the next pass, on all ranks alike.
 
         Raises:
             AgreementError: ranks have issued different collectives; on every rank.
         """
-        while self._ended:
+        while len(self._ended) > (self._device.type != "cpu"):
             each, comparison = self._ended.pop(0)
             differ, place = comparison.result()
             if differ:
                 self._refuse(each, place, None)
             if each.differs:
                 self._learn(each)
-
-    def settle_on_cpu(self) -> None:
-        """The same where it takes no longer than the reductions that were issued before."""
-        if self._device.type == "cpu":
-            self.settle()
 
     def abandon(self) -> None:
         """Forgets the passes under way, after an exception."""
