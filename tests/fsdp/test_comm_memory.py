@@ -147,7 +147,6 @@ class TestGroupMemory:
             with pytest.raises(StateError, match="allocator"):
                 getattr(model, method)(Custom())
 
-    @parity("method: set_allocate_memory_from_process_group_for_comm")
     @pytest.mark.parametrize("method", CUSTOM)
     def test_nor_on_one_rank(self, method):
         """An AssertionError too, as torch's."""
