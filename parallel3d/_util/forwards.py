@@ -109,9 +109,10 @@ def without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
     The block is recomputed in backward, where it would add its keys and values to the cache again. So a cache
     that is not empty is an error.
     """
-    for name in ("past_key_values", "past_key_value", "layer_past"):  # transformers' names
+    # transformers' names, the newest (5.24) first, which other models may use for something else.
+    for name in ("cache", "past_key_values", "past_key_value", "layer_past"):
         cache = kwargs.get(name)
-        if cache is None:
+        if cache is None or (name == "cache" and not hasattr(cache, "get_seq_length")):
             continue
         tokens = int(cache.get_seq_length()) if hasattr(cache, "get_seq_length") else len(cache)
         if tokens:
