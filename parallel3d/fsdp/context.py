@@ -513,7 +513,7 @@ class RunContext:
                 continue
             unit.group.register_sharded()
             if not backward_to_come:
-                unit.group.reshard(self.comm)
+                unit.leave_evaluation(self)
         if not backward_to_come:
             self.comm.settle_host()
         self.running = False  # last: what interrupts it makes the unit's ``__call__`` do it again

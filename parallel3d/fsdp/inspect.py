@@ -8,6 +8,7 @@ from parallel3d.fsdp.members import (
     check_param,
     class_name,
     get_unit,
+    note_ignored,
     parameters_at_rest,
     refuse_torch_units,
     unit_of,

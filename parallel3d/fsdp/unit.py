@@ -303,7 +303,8 @@ class Unit:
             else:
                 group.register_sharded()  # an option's doing, if it was converted within this forward
                 group.adopt()
-                group.count_trainable()
+                if torch.is_grad_enabled():  # else one that waits for its backward may train others
+                    group.count_trainable()
                 if group.renewed:  # a forward of the root has renewed them
                     keep = context.running or self.keep_between_forwards
                     group.renew_copies(context.comm, if_changed=keep)
@@ -368,14 +369,19 @@ class Unit:
             self.group.register_sharded()
             self.group.retain = Retain.NO
         if not backward_to_come:
-            if self.keep_between_forwards and not reshard:
-                self.group.hold()
-            elif self.group.retain is Retain.NO:
-                self.group.reshard(context.comm)
+            self.leave_evaluation(context)
         elif reshard:
             self.group.reshard(context.comm, None if reshard is True else reshard)
         if self.is_root:
             context.end_forward(backward_to_come=backward_to_come)
+
+    def leave_evaluation(self, context: RunContext) -> None:
+        """Reshards the group after a forward that no backward follows, unless it is kept between forwards."""
+        group = self.group
+        if self.keep_between_forwards and not self.reshards() and not group.is_sharded:
+            group.hold()
+        elif group.retain is Retain.NO:
+            group.reshard(context.comm)
 
     def reshards(self) -> bool | int:
         """Whether the end of a forward frees the parameters, or over how many ranks it keeps them sharded."""
@@ -398,8 +404,7 @@ class Unit:
         for observer in self.observers:
             observer.reach_call(call, context)
         backward = self.backward  # an observer may have begun another
-        assert backward is not None
-        if backward.has_begun:
+        if backward is None or backward.has_begun:
             return
         if torch.is_grad_enabled():
             root_backward.creates_graph = True

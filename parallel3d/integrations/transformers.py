@@ -35,6 +35,7 @@ from parallel3d._util import dry_run
 from parallel3d.errors import CheckpointError, MeshError, Parallel3dError
 from parallel3d.fsdp import FSDPModule
 from parallel3d.fsdp.inspect import unit_of
+from parallel3d.integrations.reference import as_trl_expects
 from parallel3d.mesh.joined import has_cp
 from parallel3d.optim import clip_grad_norm_
 from parallel3d.optim.accumulate import group_of
@@ -90,7 +91,8 @@ class ParallelMixin:
     def __init__(self, *args: Any, **options: Any) -> None:
         self._rng: Callable[[], None] | None = None
         self._items: _Items | None = None  # the last argument of the compute_loss that runs
-        super().__init__(*args, **options)
+        with as_trl_expects([*args, *options.values()]) as self._settle:
+            super().__init__(*args, **options)
         if self.label_smoother is not None and _is_causal_lm(unwrap_peft_model(self.model)):
             # Trainer shifts labels for classes that it knows by name, which parallelize has changed.
             self.label_smoother = partial(self.label_smoother, shift_labels=True)
@@ -104,6 +106,7 @@ class ParallelMixin:
     def create_accelerator_and_postprocess(self) -> None:
         if dry_run.active():  # the loss has no value that it could filter by
             self.args.logging_nan_inf_filter = False
+        self._settle()
         group, tp = _data_ranks(self.model)
         self._check_arguments(tp)
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
@@ -231,6 +234,14 @@ class ParallelMixin:
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         return super().floating_point_ops(inputs) // self._tp  # type: ignore[misc]  # summed over all ranks
+
+    def _precompute_ref_logps(self, dataset: Any, *args: Any) -> Any:
+        # TRL's first process writes a file, which of rows in memory has a random name on each.
+        if not dataset.cache_files:
+            place = [dataset._get_cache_file_path("")]
+            dist.broadcast_object_list(place, 0)
+            dataset._get_cache_file_path = lambda _: place[0]
+        return super()._precompute_ref_logps(dataset, *args)  # type: ignore[misc]
 
     # Files
 

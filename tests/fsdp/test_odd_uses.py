@@ -144,6 +144,24 @@ class TestFrozen:
 
         parity(Probe, apply)
 
+    @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+    def test_frozen_for_an_evaluation_before_the_backward(self, mode) -> None:
+        """As adapters are switched for a reference: the backward to come trains what its forward had."""
+
+        def loss(model, x):
+            value = mean_square(model, x)
+            trained = list(model.layers[1].parameters())
+            for param in trained:
+                param.requires_grad_(False)
+            with mode():
+                model(x)
+            for param in trained:
+                param.requires_grad_(True)
+            return value
+
+        for layout in (DATA, MeshLayout(2, 1, 1)):
+            parity(Stack, loss=loss, batch=floats, layout=layout)
+
     def test_two_backwards_through_one_graph(self) -> None:
         def build():
             model = Stack()
@@ -290,6 +308,26 @@ class TestModules:
             return value
 
         parity(functools.partial(Features, layers=1), parallelize, loss=loss)
+
+    def test_head_read_outside_of_it_and_an_evaluation_before_the_backward(self) -> None:
+        """As TRL's losses do: the backward finds what its forward has left, if that is kept."""
+
+        class Fused(Lm):
+            def forward(self, ids):
+                x = self.embed(ids)
+                for layer in self.layers:
+                    x = layer(x)
+                return F.linear(self.norm(x), self.head.weight, self.head.bias)
+
+        def loss(model, ids):
+            if is_parallel(model):
+                model.set_keep_between_forwards(True)
+            value = mean_square(model, ids)
+            with torch.no_grad():
+                model(ids)
+            return value
+
+        parity(functools.partial(Fused, layers=1), parallelize, loss=loss)
 
     def test_weight_also_used_detached_and_inputs_in_a_list(self) -> None:
         """The gradient of a weight is complete before its detached use is done with it."""

@@ -107,3 +107,83 @@ def refused(folder: Path) -> None:
 def test_what_would_be_wrong_is_refused(gloo_pool: GlooPool, tmp_path: Path) -> None:
     """A head that TRL computes from a part of its weight, and adapters added to a sharded model."""
     gloo_pool.run(refused, tmp_path, world_size=2, timeout=300)
+
+
+def dpo(folder: Path, lora: bool, precompute: bool) -> None:
+    """A reference by an adapter that TRL adds, or a model of its own; during the training or before."""
+    import trl
+    from datasets import Dataset
+
+    from parallel3d.integrations.transformers import ParallelMixin
+
+    class Ours(ParallelMixin, trl.DPOTrainer):
+        pass
+
+    texts = tiny_texts(24)["text"]
+    triples = zip(*[iter(text + " " for text in texts)] * 3, strict=True)
+    names = ("prompt", "chosen", "rejected")
+    rows = Dataset.from_list([dict(zip(names, each, strict=True)) for each in triples])
+    runs: list[tuple[list[float], dict[str, torch.Tensor]]] = []
+    for sizes in (None, (1, 2, 1)):
+        with accelerate_state(alone=sizes is None):
+            model: Any = tiny_model(dtype=torch.float32)
+            model = adapted(model=model) if lora else model
+            reference: Any = None if lora else tiny_model(dtype=torch.float32)
+            if sizes is not None:
+                model, _ = parallel_model(sizes, model)
+                reference = None if lora else parallel_model(sizes, reference)[0]
+            config = trl.DPOConfig(
+                output_dir=str(folder),
+                per_device_train_batch_size=4 if sizes is None else 2,
+                max_steps=2,
+                learning_rate=0.1,
+                optim="sgd",
+                logging_steps=1,
+                save_strategy="no",
+                report_to=[],
+                use_cpu=True,
+                bf16=False,
+                gradient_checkpointing=False,
+                precompute_ref_log_probs=precompute,
+            )
+            trainer = (trl.DPOTrainer if sizes is None else Ours)(
+                model, reference, config, train_dataset=rows, processing_class=tiny_tokenizer()
+            )
+            trainer.train()
+            if sizes is not None:
+                trainer.save_model(str(folder / "model"))
+            losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+            runs.append((losses, whole_weights(trainer.model)))
+    (losses, weights), (our_losses, our_weights) = runs
+    assert len(losses) == 2 and losses[1] != losses[0]
+    assert our_losses == pytest.approx(losses, rel=1e-3)
+    for name, weight in weights.items():
+        torch.testing.assert_close(our_weights[name], weight, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("precompute", [False, True], ids=["during", "before"])
+@pytest.mark.parametrize("lora", [False, True], ids=["model", "adapter"])
+def test_dpo_trains_as_in_one_process(
+    gloo_pool: GlooPool, tmp_path: Path, lora: bool, precompute: bool
+) -> None:
+    gloo_pool.run(dpo, tmp_path, lora, precompute, world_size=2, timeout=300)
+
+
+def dpo_over_tp(folder: Path) -> None:
+    import trl
+
+    from parallel3d.integrations.transformers import ParallelMixin
+
+    class Ours(ParallelMixin, trl.DPOTrainer):
+        pass
+
+    with accelerate_state():
+        model, _ = parallel_model((1, 1, 2), adapted(model=tiny_model(dtype=torch.float32)))
+        given = trl.DPOConfig(output_dir=str(folder), use_cpu=True, report_to=[])
+        with pytest.raises(p3d.Parallel3dError, match=r"adapter 'ref'.*use a mesh with tp=1"):
+            Ours(model, None, given, train_dataset=tiny_texts(8), processing_class=tiny_tokenizer())
+        assert "add_adapter" not in vars(model) and list(model.peft_config) == ["default"]
+
+
+def test_dpo_over_tp_is_refused(gloo_pool: GlooPool, tmp_path: Path) -> None:
+    gloo_pool.run(dpo_over_tp, tmp_path, world_size=2, timeout=300)
