@@ -17,6 +17,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import Placement
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard  # noqa: F401
 
+from parallel3d._torch.simulated import leave_operators
 from parallel3d._torch.v2_11 import IS_2_11
 
 root_mesh: Callable[[DeviceMesh], DeviceMesh] = DeviceMesh._get_root_mesh
@@ -113,6 +114,51 @@ def tensor_class(spec: DTensorSpec) -> type[DTensor]:
 def spec_of(tensor: DTensor) -> DTensorSpec:
     """The description of ``tensor``."""
     return tensor._spec
+
+
+_OPERATORS = ("add", "sub", "mul", "truediv", "matmul")
+
+
+def wrap_operators(around: Callable[..., Any]) -> None:
+    """Routes +, -, *, / and @ of a DTensor and a plain tensor, on either side, through ``around``.
+
+    ``around(operator, dtensor, other)`` is to return ``operator(dtensor, other)``. Python asks the operand of
+    the subclass first.
+    """
+
+    def wrapped(operator: Callable[..., Any]) -> Callable[..., Any]:
+        def operate(self: DTensor, other: Any) -> Any:
+            if isinstance(other, torch.Tensor) and not isinstance(other, DTensor):
+                return around(operator, self, other)
+            return operator(self, other)
+
+        return operate
+
+    for name in (f"__{prefix}{name}__" for name in _OPERATORS for prefix in ("", "r", "i")):
+        if hasattr(torch.Tensor, name):  # @= is none
+            setattr(DTensor, name, wrapped(getattr(torch.Tensor, name)))
+    leave_operators((f"__{name}__" for name in _OPERATORS), DTensor)
+
+
+def watch_writes(refuse: Callable[[Sequence[Any]], None]) -> None:
+    """Calls ``refuse(operands)`` where an operation with DTensors has changed a plain tensor in place.
+
+    torch raises an AssertionError without a text then.
+    """
+    dispatcher: Any = DTensor._op_dispatcher
+    tail = getattr(dispatcher, "_dispatch_fast_path_python_tail", None)
+    if tail is None:  # of another version
+        return
+
+    def watched(op: Any, args: Any, *rest: Any, **named: Any) -> Any:
+        try:
+            return tail(op, args, *rest, **named)
+        except AssertionError:
+            if not isinstance(args[0], DTensor):
+                refuse(args)
+            raise
+
+    dispatcher._dispatch_fast_path_python_tail = watched
 
 
 def keep_partial_gradients(param: torch.Tensor) -> None:

@@ -3,7 +3,7 @@
 A tensor of simulated ranks holds one tensor for each rank; a number that differs by rank is a ``SymInt``.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -26,6 +26,17 @@ if not hasattr(LocalIntNode, "str"):
 def ranks_are_simulated() -> bool:
     """Whether a ``LocalTensorMode`` is active, in which one process simulates all ranks."""
     return local_tensor_mode() is not None
+
+
+def leave_operators(names: Iterable[str], kind: type[torch.Tensor]) -> None:
+    """Makes Python ask a right operand of class ``kind`` first, as if ``kind`` were a subclass of ours."""
+    for name in names:
+        own = getattr(LocalTensor, name)
+
+        def operate(self: LocalTensor, other: Any, own: Callable[..., Any] = own) -> Any:
+            return NotImplemented if isinstance(other, kind) else own(self, other)
+
+        setattr(LocalTensor, name, operate)
 
 
 def tensors_by_rank(tensor: torch.Tensor) -> dict[int, torch.Tensor] | None:

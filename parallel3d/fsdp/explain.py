@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -21,6 +23,7 @@ from parallel3d.fsdp.bucket import (
     numbered_buckets,
 )
 from parallel3d.fsdp.group import WATCHED_BY
+from parallel3d.fsdp.mixed import MIXED, explain_mixed
 from parallel3d.fsdp.param import ShardedParam, owner_of
 
 _MISMATCH = re.compile(r"is at version (\d+); expected version (\d+)")
@@ -30,7 +33,7 @@ _NO_STORAGE = re.compile(r"setStorage: .*storage offset (\d+), .* storage of siz
 
 def explain(error: BaseException) -> str | None:
     """Returns what has happened where ``error``, of a backward, is about a unit's parameters; else None."""
-    return _of_versions(str(error)) or _of_recomputation(error)
+    return _of_versions(str(error)) or _of_recomputation(error) or explain_mixed(error)
 
 
 def _of_versions(text: str) -> str | None:
@@ -89,15 +92,15 @@ def _names(buckets: Iterable[Bucket]) -> str:
 
 def _of_recomputation(error: BaseException) -> str | None:
     """Where checkpointing recomputes within a sharded unit: no tensor known to the engine led there."""
-    if _MIXED not in str(error):
+    if MIXED not in str(error):
         return None
     units = [unit for module in _modules_on_stack(error) for unit in _units_at_rest_in(module)]
     return _read_while_free(units[-1].label if units else "")
 
 
 def explain_call(error: BaseException) -> str | None:
-    """Returns why a forward ended in ``error``: which module was called without its unit, or which buffers
-    have no values; None if it is neither."""
+    """Returns why a forward ended in ``error``: which module was called without its unit or was given a
+    DTensor, or which buffers have no values; None if it is none of these."""
     if isinstance(error, Parallel3dError):
         return None
     stack = list(_modules_on_stack(error))
@@ -106,9 +109,12 @@ def explain_call(error: BaseException) -> str | None:
             [name for name, buffer in stack[0].named_buffers() if buffer.is_meta] if stack else []
         )
         return without_values(names, "are still on the meta device") if names else None
-    if _MIXED not in str(error):
+    if MIXED not in str(error):
         return None
+    running = set(map(id, stack))
     for unit in (unit for module in stack for unit in _units_at_rest_in(module)):
+        if any(id(module) in running for module in unit.modules):
+            continue  # its forward ran: it has ended since, by this error
         inside = {id(m): name for top in unit.modules for name, m in top.named_modules() if name}
         name = next((inside[id(module)] for module in stack if id(module) in inside), None)
         if name is not None:
@@ -119,6 +125,28 @@ def explain_call(error: BaseException) -> str | None:
                 f'parallelize(..., units=["{block}", "{block}.{name}"]), or fully_shard of it before that of '
                 "the module around it"
             )
+    return _of_input(error)
+
+
+def _of_input(error: BaseException) -> str | None:
+    """Where a module with plain parameters was given a DTensor, as ``PrepareModuleInput`` of torch does."""
+    paths: dict[int, str] = {}
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = frame.f_locals.get("self")
+        if not isinstance(module, nn.Module):
+            continue
+        paths = paths or {id(m): name for name, m in module.named_modules()}
+        given = (name for name in inspect.getargs(frame.f_code).args if name != "self")
+        for name in given:
+            value = frame.f_locals.get(name)
+            # Where it came in: modules inside are given it, or what was computed from it.
+            if isinstance(value, DTensor) and owner_of(value) is None:
+                return (
+                    f"{paths.get(id(module)) or 'the model'} ({type(module).__name__}) was given a DTensor "
+                    f"as {name!r}, {value.placements} on {value.device_mesh}, but its parameters are plain: "
+                    "give it value.to_local(), or where one of torch's styles made it, "
+                    "PrepareModuleInput(..., use_local_output=True)"
+                )
     return None
 
 
@@ -133,7 +161,6 @@ def without_values(buffers: Sequence[str], why: str) -> str:
     )
 
 
-_MIXED = "mixed torch.Tensor and DTensor"
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 

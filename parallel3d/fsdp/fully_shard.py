@@ -46,6 +46,7 @@ from parallel3d.fsdp.members import (
     managed_params,
     note_ignored,
     params_of,
+    refuse_resizing,
     units_modules,
     watch_assignments,
 )
@@ -193,6 +194,8 @@ def fully_shard(
         note_ignored(units_modules(modules), ignored)
         for inner in managed_modules(modules, ignored):  # for dynamo
             vars(inner).update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
+            if hasattr(type(inner), "resize_token_embeddings"):
+                vars(inner)["resize_token_embeddings"] = refuse_resizing
         cast_around(modules, policy)
         for root in modules:
             set_class(root, _extended_class(type(root)))  # type: ignore[arg-type]  # it is hashable

@@ -214,6 +214,23 @@ def _has_hook(what: str) -> str:
     )
 
 
+def _check_sparse(name: str, param: nn.Parameter, module: nn.Module) -> None:
+    """Raises Parallel3dError for a parameter whose gradients ``module`` makes sparse."""
+    if param.requires_grad and getattr(module, "sparse", False) is True:
+        raise Parallel3dError(
+            f"parameter {name} of {type(module).__name__}(sparse=True) gets sparse gradients, which can't be "
+            "reduced over ranks; set sparse=False, or freeze it: requires_grad_(False)"
+        )
+
+
+def refuse_resizing(*_: Any, **__: Any) -> None:
+    """In the place of ``resize_token_embeddings`` of transformers' models inside units."""
+    raise StateError(
+        "resize_token_embeddings was called on a sharded model, of whose embedding each rank has a part; "
+        "resize the plain model, before parallelize or fully_shard"
+    )
+
+
 def _check_bitsandbytes(name: str, param: Any) -> None:
     """Raises Parallel3dError for a weight of bitsandbytes that would not be what it was, once sharded."""
     if type(param).__module__.partition(".")[0] != "bitsandbytes":
@@ -274,6 +291,7 @@ def managed_params(modules: list[nn.Module], ignored: set[int]) -> list[Managed]
             owner = owner_of(param)
             if owner is None:
                 check_param(name, param)
+                _check_sparse(name, param, module)
             key = id(param) if owner is None else id(owner)
             entry = found.setdefault(key, Managed(name, param, [], owner))
             entry.places.append((module, attribute))

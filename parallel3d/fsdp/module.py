@@ -25,6 +25,7 @@ from parallel3d.fsdp.copying import copy_module
 from parallel3d.fsdp.group import Retain
 from parallel3d.fsdp.interop import TorchState, unit_given
 from parallel3d.fsdp.members import get_unit, parameters_at_rest, units_of
+from parallel3d.fsdp.mixed import explain_load
 from parallel3d.fsdp.options import comm_hooks
 from parallel3d.fsdp.options.checks import fill_from_meta, refuse_accumulation
 from parallel3d.fsdp.options.finalization import (
@@ -320,7 +321,14 @@ class FSDPModule(UnitModule, TorchFSDPModule):
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Like ``nn.Module.load_state_dict``. Parameters stay the same objects, also with ``assign=True``."""
         get_unit(self).come_to_rest()
-        return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
+        try:
+            return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
+        except RuntimeError as error:
+            given = args[0] if args else kwargs["state_dict"]
+            message = explain_load(self, given, error)  # type: ignore[arg-type]
+            if message is None:
+                raise
+            raise StateError(message) from error
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Registers the sharded Parameters first; a module around this one calls only this method."""

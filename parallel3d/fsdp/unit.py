@@ -36,6 +36,7 @@ from parallel3d.fsdp.context import Observer as Observer
 from parallel3d.fsdp.explain import explain_call
 from parallel3d.fsdp.group import ParamGroup, Registered, Retain
 from parallel3d.fsdp.members import UNIT_ATTRIBUTE, class_name, unit_around
+from parallel3d.fsdp.mixed import watch_mixed
 from parallel3d.fsdp.schedule import PrefetchSettings
 
 
@@ -163,6 +164,7 @@ class Unit:
         self.has_unreduced = self.put_off = False
         self.members = Members()
         watch_backwards()
+        watch_mixed()
         group.watch_gradients(self.ref)
         for module in modules:
             self.members.attach(module, self)
