@@ -135,20 +135,20 @@ def placed(shard: Shard):
     return lambda param: shard
 
 
-@pytest.mark.parametrize("engine", [fully_shard, torch_fsdp.fully_shard])
-def test_what_torch_refuses_with_an_assertion(engine) -> None:
+@pytest.mark.parametrize("wrap", [fully_shard, torch_fsdp.fully_shard])
+def test_what_torch_refuses_with_an_assertion(wrap) -> None:
     """``except AssertionError`` written for torch's engine catches ours, as ``except ValueError`` does."""
-    kinds = (AssertionError,) if engine is torch_fsdp.fully_shard else (AssertionError, ValueError)
+    kinds = (AssertionError,) if wrap is torch_fsdp.fully_shard else (AssertionError, ValueError)
     for kind in kinds:
         with fake_world(0, 2):
             for shard in (Shard(1), Shard(2)):
                 with pytest.raises(kind):
-                    engine(nn.Linear(4, 6), shard_placement_fn=placed(shard))
+                    wrap(nn.Linear(4, 6), shard_placement_fn=placed(shard))
             with pytest.raises(kind):
-                engine(nn.Linear(4, 6), mesh=init_device_mesh("cpu", (1, 2)))
-            model = engine(nn.Linear(4, 6))
+                wrap(nn.Linear(4, 6), mesh=init_device_mesh("cpu", (1, 2)))
+            model = wrap(nn.Linear(4, 6))
             with pytest.raises(kind):
-                engine(model)
+                wrap(model)
 
 
 class TestPolicies:
