@@ -32,7 +32,7 @@ LAYERS: list[set[str]] = [
 FSDP_LAYERS: list[set[str]] = [
     {"api", "layout", "schedule", "placement", "param", "collectives"},
     {"bucket", "gradients", "reduction", "comm"},
-    {"group", "members", "explain", "mixed", "same_order"},
+    {"group", "members", "explain", "same_order"},
     {"unit", "context"},
     {"options"},
     {"fully_shard", "state_dict", "module", "interop", "copying", "inspect"},

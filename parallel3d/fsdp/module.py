@@ -22,10 +22,10 @@ from parallel3d._util.arguments import as_bool, as_count, is_positive
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.copying import copy_module
+from parallel3d.fsdp.explain import explain_load
 from parallel3d.fsdp.group import Retain
 from parallel3d.fsdp.interop import TorchState, unit_given
 from parallel3d.fsdp.members import get_unit, parameters_at_rest, units_of
-from parallel3d.fsdp.mixed import explain_load
 from parallel3d.fsdp.options import comm_hooks
 from parallel3d.fsdp.options.checks import fill_from_meta, refuse_accumulation
 from parallel3d.fsdp.options.finalization import (

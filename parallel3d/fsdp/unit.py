@@ -33,10 +33,9 @@ from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.comm import Comm
 from parallel3d.fsdp.context import Attributes, RunContext, watch_backwards
 from parallel3d.fsdp.context import Observer as Observer
-from parallel3d.fsdp.explain import explain_call
+from parallel3d.fsdp.explain import explain_call, watch_mixed
 from parallel3d.fsdp.group import ParamGroup, Registered, Retain
 from parallel3d.fsdp.members import UNIT_ATTRIBUTE, class_name, unit_around
-from parallel3d.fsdp.mixed import watch_mixed
 from parallel3d.fsdp.schedule import PrefetchSettings
 
 
