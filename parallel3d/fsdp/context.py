@@ -28,7 +28,7 @@ from parallel3d._torch.autograd import (
 from parallel3d._torch.fully_shard import FULLY_SHARD_KEYS
 from parallel3d._util.reachable import PLAIN_TYPES, tensors_with_graph
 from parallel3d._util.trace import issuing
-from parallel3d._util.trees import tensors_in
+from parallel3d._util.trees import map_tensors, tensors_in
 from parallel3d.errors import StateError
 from parallel3d.fsdp.api import input_dtype
 from parallel3d.fsdp.bucket import Bucket
@@ -741,3 +741,22 @@ def check_settings_of_root(root: Unit) -> None:
                     f"set_manual_backward_finalization(True) was called on {unit.label!r}, which is inside "
                     f"{root.label!r}; call it on the outermost unit"
                 )
+
+
+def cast_inputs(unit: Any, module: nn.Module, inputs: tuple[tuple, dict]) -> tuple[tuple, dict]:
+    """Returns (args, kwargs) as the forward of ``module`` sees them in a unit that casts inputs."""
+    lower = unit.input_dtype
+    assert lower is not None
+    if isinstance(module, unit.policy.full_precision_modules):
+        return inputs  # it casts them itself, to its own dtype
+    if not unit.group.own_dtype:
+        args, kwargs = inputs
+        if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:  # as of most blocks
+            if args[0].dtype == lower or not args[0].is_floating_point():
+                return inputs
+            return (args[0].to(lower),), kwargs
+        return map_tensors(lambda t: t.to(lower) if t.is_floating_point() else t, inputs)
+    own = unit.group.dtype
+    if own is None or own == lower:
+        return inputs
+    return map_tensors(lambda t: t.to(own) if t.dtype == lower else t, inputs)

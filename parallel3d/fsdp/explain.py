@@ -233,7 +233,7 @@ def _owners_in(outputs: Iterable[Any]) -> Iterable[ShardedParam]:
 
 
 # Sharded parameters beside plain tensors, outside their unit's forward. At rest a parameter is a DTensor:
-# torch does not compute with beside plain tensors. A penalty on parameters, added to a loss, works. Other
+# torch does not compute with it beside plain tensors. A penalty on parameters, added to a loss, works. Other
 # operators, optimizers' steps and ``load_state_dict`` end in an error that names the parameter; errors of
 # functions that nothing here is called by get a note when they are printed.
 

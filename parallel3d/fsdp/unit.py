@@ -31,7 +31,7 @@ from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.api import MixedPrecisionPolicy, input_dtype
 from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.comm import Comm
-from parallel3d.fsdp.context import Attributes, RunContext, watch_backwards
+from parallel3d.fsdp.context import Attributes, RunContext, cast_inputs, watch_backwards
 from parallel3d.fsdp.context import Observer as Observer
 from parallel3d.fsdp.explain import explain_call, watch_mixed
 from parallel3d.fsdp.group import ParamGroup, Registered, Retain
@@ -639,25 +639,6 @@ class Members:
     def hook_ids(self, module: nn.Module) -> list[int]:
         """Keys of the unit's hooks in ``module``'s dicts of hooks."""
         return [handle.id for handle in self.handles[id(module)]]
-
-
-def cast_inputs(unit: Unit, module: nn.Module, inputs: tuple[tuple, dict]) -> tuple[tuple, dict]:
-    """Returns (args, kwargs) as the forward of ``module`` sees them in a unit that casts inputs."""
-    lower = unit.input_dtype
-    assert lower is not None
-    if isinstance(module, unit.policy.full_precision_modules):
-        return inputs  # it casts them itself, to its own dtype
-    if not unit.group.own_dtype:
-        args, kwargs = inputs
-        if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:  # as of most blocks
-            if args[0].dtype == lower or not args[0].is_floating_point():
-                return inputs
-            return (args[0].to(lower),), kwargs
-        return map_tensors(lambda t: t.to(lower) if t.is_floating_point() else t, inputs)
-    own = unit.group.dtype
-    if own is None or own == lower:
-        return inputs
-    return map_tensors(lambda t: t.to(own) if t.dtype == lower else t, inputs)
 
 
 _WATCHERS = "_parallel3d_watchers"  # of a tensor on an attribute: the units that its gradient tells
