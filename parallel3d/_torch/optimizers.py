@@ -5,6 +5,7 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from parallel3d.errors import StateError
@@ -42,8 +43,8 @@ def wrap_steps(explain: Callable[[Optimizer, RuntimeError], str | None]) -> None
     Optimizer._patch_step_function = patched  # type: ignore[method-assign]
 
 
-def step_apart(kind: Callable[[torch.Tensor], bool]) -> None:
-    """Makes foreach and fused steps one call for parameters that ``kind`` is true of, and one for others."""
+def step_dtensors_apart() -> None:
+    """Makes foreach and fused steps one call for parameters that are DTensors, and one for others."""
     grouped: Callable[..., Any] = Optimizer._group_tensors_by_device_and_dtype
 
     def group(tensors: Any, with_indices: bool = False) -> Any:
@@ -52,7 +53,7 @@ def step_apart(kind: Callable[[torch.Tensor], bool]) -> None:
             return found
         apart = {}
         for (device, dtype), (lists, indices) in found.items():
-            kinds = list(map(kind, lists[0]))
+            kinds = [isinstance(each, DTensor) for each in lists[0]]
             if all(kinds) or not any(kinds):
                 apart[device, dtype] = lists, indices
                 continue

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.optim.optimizer import Optimizer
 
 from parallel3d._torch.dtensor import watch_writes, wrap_operators
-from parallel3d._torch.optimizers import step_apart, wrap_steps
+from parallel3d._torch.optimizers import step_dtensors_apart, wrap_steps
 from parallel3d._torch.simulated import inner_tensors
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.bucket import (
@@ -247,7 +247,7 @@ def watch_mixed() -> None:
     wrap_operators(_operate)
     watch_writes(_refuse_write)
     wrap_steps(_explain_step)
-    step_apart(lambda tensor: isinstance(tensor, DTensor))
+    step_dtensors_apart()
     before = sys.excepthook
 
     def hook(kind: Any, error: BaseException, at: Any) -> None:
