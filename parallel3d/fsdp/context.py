@@ -20,6 +20,7 @@ from torch import nn
 
 from parallel3d._torch.autograd import (
     backward_id,
+    have_tensor_hooks,
     in_backward_pass,
     queue_backward_callback,
     untraced,
@@ -37,9 +38,9 @@ from parallel3d.fsdp.explain import check_inputs, explain
 from parallel3d.fsdp.group import Retain, ShardedState
 from parallel3d.fsdp.members import (
     UNIT_ATTRIBUTE,
-    check_hooks,
     check_loose,
     class_name,
+    hook_error,
     unit_of,
     units_modules,
     units_of,
@@ -523,7 +524,9 @@ class RunContext:
     def enter_backward(self) -> RootBackward:
         """Called by every hook that a backward reaches; the first call begins the backward."""
         if self.backward is None:
-            check_hooks(self.units)
+            buckets = (bucket for unit in self.units for bucket in unit.group.buckets)
+            if any(have_tensor_hooks(bucket.grads.sharded) for bucket in buckets):
+                raise hook_error(self.units)
             issuing.backwards += 1
             for option in tuple(self.options):
                 option.before_backward()

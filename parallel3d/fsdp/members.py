@@ -198,12 +198,10 @@ def check_param(name: str, param: nn.Parameter) -> None:
     _check_bitsandbytes(name, param)
 
 
-def check_hooks(units: Iterable[Any]) -> None:
-    """Raises StateError if ``register_hook`` was called on a parameter of ``units`` since it was sharded."""
-    params = list(params_of(units))
-    if have_tensor_hooks([param.sharded for param in params]):
-        hooked = next(param for param in params if have_tensor_hooks([param.sharded]))
-        raise StateError(_has_hook(_describe(hooked)))
+def hook_error(units: Iterable[Any]) -> StateError:
+    """The error of a parameter of ``units`` on which ``register_hook`` was called after it was sharded."""
+    hooked = next(param for param in params_of(units) if have_tensor_hooks([param.sharded]))
+    return StateError(_has_hook(_describe(hooked)))
 
 
 def _has_hook(what: str) -> str:

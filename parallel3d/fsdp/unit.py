@@ -707,6 +707,13 @@ class Call:
 
         weakref.finalize(self, tensor.register_hook(on_gradient).remove)
 
+    def watch(self, tensor: torch.Tensor) -> None:
+        """Hooks ``begin_backward`` to ``tensor`` and what it is a view of, as it may be changed in place."""
+        self.hook(tensor, self.begin_backward)
+        base = before_changes(tensor, self.first)
+        if base is not tensor:
+            self.hook(base, self.begin_backward)
+
     def watched(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns an alias of ``tensor``. A gradient that reaches it calls ``begin_backward``, also within
         transforms of ``torch.func``, which do not see hooks on tensors."""
@@ -752,13 +759,13 @@ def watch_output(unit: Unit, output: Any, call: Call | None, *, attributes: bool
                     "it inside the unit, or give the unit reshard_after_forward=False"
                 )
         elif call is not None and tensor.requires_grad:
-            call.hook(before_changes(tensor, call.first), call.begin_backward)
+            call.watch(tensor)
     if call is not None and attributes:
         for tensor in unit.members.attributes.tensors():
             watchers = vars(tensor).setdefault(_WATCHERS, set())
             if unit.ref not in watchers:  # it may stay there for many forwards
                 watchers.add(unit.ref)
-                call.hook(before_changes(tensor, call.first), call.begin_backward)
+                call.watch(tensor)
     if call is not None and functorch_is_active():  # a hook is of one level of its transforms
         return map_tensors(call.watched, output)
     return output

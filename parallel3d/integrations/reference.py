@@ -47,7 +47,8 @@ def as_trl_expects(given: Sequence[Any]) -> Iterator[Callable[[], None]]:
     def settle() -> None:
         while added:
             module, name = added.pop()
-            whole = nn.Parameter(module._parameters[name].to_local(), requires_grad=False)
+            local = cast(DTensor, module._parameters[name]).to_local()
+            whole = nn.Parameter(local, requires_grad=False)
             module._parameters[name] = whole
             note_ignored([module], {id(whole)})  # peft unfreezes it while the reference is computed
 
@@ -100,7 +101,9 @@ def _digester(model: nn.Module) -> Callable[[], dict[str, Tensor]]:
         for name, value in sorted(type(model).state_dict(model).items()):
             local = value.to_local() if isinstance(value, DTensor) else value
             mine.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-            mine.update(local.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+            mine.update(
+                memoryview(local.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+            )
         each: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(each, mine.hexdigest())
         digest = hashlib.sha256("".join(each).encode()).digest()

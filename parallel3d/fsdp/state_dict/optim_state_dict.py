@@ -45,8 +45,6 @@ if TYPE_CHECKING:
 
 _FULL, _LOCAL = StateDictType.FULL_STATE_DICT, StateDictType.LOCAL_STATE_DICT
 
-# A rank may come late, from an evaluation say; a collective would wait as long.
-
 States = dict[Any, dict[str, Any]]
 """An optimizer's state by parameter name or key."""
 
