@@ -101,9 +101,8 @@ def _digester(model: nn.Module) -> Callable[[], dict[str, Tensor]]:
         for name, value in sorted(type(model).state_dict(model).items()):
             local = value.to_local() if isinstance(value, DTensor) else value
             mine.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-            mine.update(
-                memoryview(local.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-            )
+            values = local.detach().cpu().contiguous().flatten().view(torch.uint8)
+            mine.update(values.numpy().tobytes())
         each: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(each, mine.hexdigest())
         digest = hashlib.sha256("".join(each).encode()).digest()
