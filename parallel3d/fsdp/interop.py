@@ -268,6 +268,17 @@ class TorchParamGroup(_TorchNames):
         """Transformer Engine's tensors read it."""
         return bool(self._unit.reshards())
 
+    def _set_post_forward_mesh_info(self, info: object) -> None:
+        """Programs set it to None, which is ``set_reshard_after_forward(False)`` of this unit."""
+        if info is not None:
+            raise Parallel3dError(
+                f"unit {self._unit.label}: post_forward_mesh_info was set to {info!r}; set it to None, or "
+                "call module.set_reshard_after_forward(True, False or a number of ranks)"
+            )
+        self._unit.reshard_after_forward = False
+
+    post_forward_mesh_info = property(None, _set_post_forward_mesh_info)
+
     @property
     def fsdp_params(self) -> list[TorchParam]:
         """Read by optimizers (Muon beside AdamW), checks of dtypes and NaN, and torch's FSDPMemTracker."""

@@ -303,3 +303,17 @@ class TestMemoryTracker:
                 if unit is not None:
                     assert not unit.tracked and "pre_backward" not in vars(unit)
             assert at_rest(copy.deepcopy(run.model)) and at_rest(run.model)
+
+
+def test_programs_keep_a_unit_gathered_by_torchs_attribute() -> None:
+    """They set ``post_forward_mesh_info`` to None, so that torch does not reshard the unit after forward."""
+    with fake_world(0, 2):
+        model = fully_shard(
+            nn.Linear(4, 4), mesh=build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
+        )
+        group = torch_fsdp.fully_shard.state(model)._fsdp_param_group
+        with pytest.raises(ValueError, match=r"set to 2; .* module.set_reshard_after_forward"):
+            group.post_forward_mesh_info = 2
+        model.set_reshard_after_forward(True)
+        group.post_forward_mesh_info = None
+        assert unit_of(model).reshards() is False
