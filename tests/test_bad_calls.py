@@ -27,6 +27,7 @@ from parallel3d import (
     optim,
     parallelize,
 )
+from parallel3d.errors import RefusedError, RefusedStateError
 from parallel3d.fsdp import CPUOffloadPolicy, DataParallelMeshDims
 from parallel3d.testing import fake_world, local_world
 
@@ -85,7 +86,7 @@ CASES = [
     Case(
         "fully_shard with a dim that one parameter has not",
         lambda model, mesh: fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: Shard(1)),
-        Parallel3dError,
+        RefusedError,
         (r"Shard\(1\) for parameter layers\.0\.norm\.weight", r"\(12,\)", r"from -1 to 0"),
     ),
     Case(
@@ -280,7 +281,7 @@ def test_fully_shard_twice(single: DeviceMesh) -> None:
     build = lambda: parallelize(Lm(), single)  # noqa: E731
     says = (r"already applied to this FSDPBlock", r"once to each unit, inner units first")
     again = lambda model, mesh: fully_shard(model.layers[0], mesh=mesh)  # noqa: E731
-    check(Case("", again, Parallel3dError, says, build=build), single)
+    check(Case("", again, RefusedStateError, says, build=build), single)
 
 
 def test_parallel_model_to_another_device(single: DeviceMesh) -> None:

@@ -38,6 +38,8 @@ def wrap_steps(explain: Callable[[Optimizer, RuntimeError], str | None]) -> None
                 raise StateError(message) from error
 
         setattr(explained, _EXPLAINED, True)
+        # Who wants the step without the hooks that torch has put around it asks for ``__wrapped__``.
+        explained.__wrapped__ = step.__wrapped__  # type: ignore[attr-defined]
         return explained
 
     Optimizer._patch_step_function = patched  # type: ignore[method-assign]

@@ -20,9 +20,8 @@ from parallel3d.mesh.store import others
 
 _TOPIC = "parallel3d/nan losses"
 _BEHIND = 3  # backwards after which all ranks know their device's value
-_UNSET = (
-    math.inf
-)  # of a value that is still on its way to the CPU; a loss of inf is looked at in vain
+# Of a value that is still on its way to the CPU; a loss of inf is looked at in vain.
+_UNSET = math.inf
 
 
 class NanLosses:
@@ -34,16 +33,21 @@ class NanLosses:
 
     def __init__(self) -> None:
         self.looks = True
-        self._posted: tuple[dist.Store, int] | None = (
-            None  # the store, and the number of the forward
-        )
+        # The store, and the number of the forward.
+        self._posted: tuple[dist.Store, int] | None = None
+        self._first = 0  # forwards of this rank before all ranks came together
         self._on_the_way: deque[tuple[int, torch.Tensor]] = deque()  # from an accelerator
         self._free: list[torch.Tensor] = []
         self._due = 0  # backwards until ``say`` may ask
 
+    def meet(self) -> None:
+        """All ranks are at the same place: forwards are counted from here on, as they may differ before."""
+        self._first = issuing.forwards
+
     def post(self, number: int) -> None:
-        """Posts that the loss after forward ``number`` is nan on this rank."""
+        """Posts that the loss after forward ``number`` of this process is nan on this rank."""
         self.looks = False
+        number -= self._first
         found = others()
         if found is not None:
             store, rank, _ = found

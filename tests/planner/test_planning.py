@@ -1,7 +1,6 @@
 """plan, MeshPlan and the rules that refuse layouts."""
 
 import dataclasses
-import time
 from itertools import pairwise
 
 import pytest
@@ -82,11 +81,17 @@ class TestPlan:
         with pytest.raises(PlanningError, match="micro_batch and global_batch are both None"):
             plan(LLAMA_8B, H100, Workload(seq_len=2048))
 
-    def test_sixteen_thousand_gpus_in_a_second(self) -> None:
-        begin = time.process_time()
+    def test_sixteen_thousand_gpus_take_few_predictions(self, monkeypatch) -> None:
+        predicted = []
+
+        def counted(*args):
+            predicted.append(args)
+            return predict(*args)
+
+        monkeypatch.setattr("parallel3d.planner.planning.predict", counted)
         big = plan(LLAMA_70B, Cluster.of("h100", 2048), Workload(seq_len=8192, global_batch=16384))
         assert big.best.layout.world_size == 16384
-        assert time.process_time() - begin < 1
+        assert 100 < len(predicted) < 1000  # one takes about a millisecond
 
 
 class TestQuestions:

@@ -32,6 +32,7 @@ from parallel3d.fsdp.options import ContextOption
 from parallel3d.fsdp.param import ShardedParam
 from parallel3d.fsdp.same_order import module_names, param_name
 from parallel3d.fsdp.unit import Call, Observer, Unit
+from parallel3d.guards.nan_losses import nan_losses
 from parallel3d.guards.rendezvous import compare_digests
 from parallel3d.guards.stalls import say_where_ranks_wait
 from parallel3d.guards.timeouts import check_duration
@@ -132,6 +133,7 @@ def _compare_models(context: RunContext) -> None:
     if others() is None:
         return
     say_where_ranks_wait()
+    nan_losses.meet()
     names = module_names(context.root)
     by_ranks: dict[tuple[int, ...], _UnitParams] = {}
     for unit in context.units:
