@@ -76,4 +76,6 @@ def test_options_are_there_without_being_asked_for() -> None:
         "print(*sorted(each.__module__.rpartition('.')[2] for each in root_options))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["checks", "finalization", "gather_extension", "replicated"]
+    assert done.stdout.split() == [
+        *("checks", "checks", "finalization", "gather_extension", "replicated")
+    ]

@@ -36,6 +36,7 @@ from parallel3d.fsdp.gradients import ReduceInput
 from parallel3d.fsdp.placement import DataAxes
 from parallel3d.fsdp.reduction import Reduction, stages_of
 from parallel3d.mesh.agreement import check_agreement
+from parallel3d.mesh.failures import is_of_communication
 from parallel3d.mesh.store import others
 
 Context = Any
@@ -181,6 +182,15 @@ class SameOrder:
                 self._refuse(each, place, None)
             if each.differs:
                 self._learn(each)
+
+    def note_error(self, error: BaseException) -> None:
+        """Forgets the passes under way after an error with which no other rank goes on either.
+
+        After another one, of this rank alone, it takes part in the rest of the pass.
+        """
+        alone = isinstance(error, Exception) and not isinstance(error, AgreementError)
+        if not alone or is_of_communication(error):
+            self.abandon()
 
     def abandon(self) -> None:
         """Forgets the passes under way, after an exception."""

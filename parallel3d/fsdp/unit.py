@@ -53,7 +53,7 @@ class UnitModule:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         except BaseException as error:
             message = explain_call(error)
-            unit.leave_failed_forward(depth)
+            unit.leave_failed_forward(depth, error)
             if message is None:
                 raise
             raise StateError(message) from error
@@ -337,12 +337,14 @@ class Unit:
         return output
 
     @untraced
-    def leave_failed_forward(self, depth: int) -> None:
-        """Ends a forward of one of the modules that an exception has broken off, unless it is over.
+    def leave_failed_forward(self, depth: int, error: BaseException) -> None:
+        """Ends a forward of one of the modules that ``error`` has broken off, unless it is over.
 
         ``depth`` is what ``self.depth`` was before it.
         """
         context, forward = self.context, self.forward
+        if context is not None and context.same_order is not None:
+            context.same_order.note_error(error)
         if depth:
             if forward is not None and forward.depth > depth:
                 forward.depth = depth
