@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import random
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -116,25 +117,30 @@ class Disturber:
 
 
 def delay_modules(model: nn.Module, disturber: Disturber) -> None:
-    """Delays the compute stream before and after each linear layer, in forward and in backward."""
+    """Delays the compute stream before and after each linear layer, in forward and in backward.
+
+    By hooks of all modules: a layer that tp splits refuses hooks of its own, which would see parts.
+    """
+    linears = {id(module) for module in model.modules() if isinstance(module, nn.Linear)}
 
     def before(module: nn.Module, args: Any) -> None:
-        disturber.point()
+        if id(module) in linears:
+            disturber.point()
 
     def after(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-        disturber.point()
-        if output.requires_grad:
-            output.register_hook(in_backward)
+        if id(module) in linears:
+            disturber.point()
+            if output.requires_grad:
+                output.register_hook(in_backward)
 
     def in_backward(grad: torch.Tensor) -> None:
         disturber.point()
 
-    # They look at no value, like those of torch itself, which may see the parts of what tp splits.
-    before.__module__ = after.__module__ = "torch"
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            module.register_forward_pre_hook(before)
-            module.register_forward_hook(after)
+    for handle in (
+        nn.modules.module.register_module_forward_pre_hook(before),
+        nn.modules.module.register_module_forward_hook(after),
+    ):
+        weakref.finalize(model, handle.remove)
 
 
 @contextmanager
