@@ -319,8 +319,8 @@ def train(program: Program) -> None:
         if output.requires_grad:
             output.register_hook(in_backward)
 
-    made.units[len(made.units) // 2].register_forward_pre_hook(middle)
-    if program.raises:  # tp refuses a hook that would see a part
+    if program.raises:  # tp refuses hooks that would see a part
+        made.units[len(made.units) // 2].register_forward_pre_hook(middle)
         made.units[0].register_forward_hook(after)
     if program.in_backward:
         optimizer: Any = p3d.optim.step_in_backward(model, torch.optim.AdamW, lr=1e-3)
