@@ -77,8 +77,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         try:
             args, kwargs = unit.pre_forward(self, args, kwargs) or (args, kwargs)
             return unit.post_forward(self, args, inner(self, *args, **kwargs))
-        except BaseException:
-            unit.leave_failed_forward(depth)
+        except BaseException as error:
+            unit.leave_failed_forward(depth, error)
             raise
 
     namespace = {method_name: method, "__doc__": cls.__doc__, "__module__": cls.__module__}
