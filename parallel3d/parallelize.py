@@ -95,6 +95,8 @@ def parallelize(
             model's outermost ``nn.ModuleList`` s, and of an ``nn.ModuleDict`` of one class, and blocks in
             numbered attributes. Of several levels, ``["layers.*", "layers.*.experts"]``, the outermost are
             the blocks; the others are units inside them, which are gathered and freed by themselves.
+            ``"!embed"`` leaves a module in the root that would be, or be in, a unit: an embedding, the final
+            norm, the head, a block. Alone, ``["!embed", "!head"]``, the blocks are those by default.
         mp_policy: dtypes of computing and reducing.
         reshard_after_forward: whether blocks are resharded after forward; by default they are, unless a
             ShardingStrategy says otherwise. The final norm and head never are.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from parallel3d._util.units import find_units, of_one_unit
-from parallel3d.errors import StateError
+from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.mesh import MeshLayout, build_mesh
 from parallel3d.parallelize import parallelize
 from parallel3d.testing import GlooPool, assert_parity
@@ -440,3 +440,46 @@ def compiled(checkpointing: bool) -> float:
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_units_inside_compiled_blocks(gloo_pool: GlooPool, checkpointing: bool) -> None:
     assert max(gloo_pool.run(compiled, checkpointing, world_size=2)) < 1e-12
+
+
+class ReadsUnseen(nn.Module):
+    """A tied head in whose code nothing shows which table it reads."""
+
+    def __init__(self, source: nn.Module) -> None:
+        super().__init__()
+        self.inner = source
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.inner.get_parameter("weight"))
+
+
+def test_a_pattern_leaves_modules_in_the_root() -> None:
+    def names(units: list[str] | None) -> list[list[str]]:
+        found = find_units(ReadsWeights(), units)
+        return [[name for name, _ in each] for each in found]
+
+    blocks = ["layers.0", "layers.1"]
+    assert names(["!tokens"]) == [blocks, [], [], ["norm"]]
+    assert names(["layers.*", "!tokens", "!norm"]) == [blocks, [], [], []]
+    assert names(["!layers.1"]) == [blocks[:1], [], ["tokens"], ["norm"]]
+    assert names(["!layers"]) == [[], [], ["tokens"], []]
+    with pytest.raises(Parallel3dError, match=r"'!token' matches no module; there are tokens"):
+        names(["!token"])
+
+
+@pytest.mark.parametrize("units", [["!tokens"], ["layers.*", "!t*"]])
+def test_a_tied_head_that_reads_a_table_of_the_root_trains_as_the_plain_one(
+    units: list[str],
+) -> None:
+    ids = torch.arange(8).view(2, 4) % 7
+
+    build = functools.partial(Tied, ReadsUnseen)
+    layout = MeshLayout(1, 2, 1)
+    assert_parity(build, lambda i: (ids + i) % 7, layout, steps=1, fp32=False, units=units)
+
+
+def test_the_error_of_a_table_read_outside_its_unit_names_the_units_to_write() -> None:
+    with fake_world(0, 2):
+        model = parallelize(Tied(ReadsUnseen), build_mesh(MeshLayout(1, 2, 1)))
+        with pytest.raises(StateError, match=r'units=\["!tokens"\]'):
+            model(torch.arange(8).view(2, 4) % 7)

@@ -51,9 +51,12 @@ def find_units(model: nn.Module, patterns: Sequence[str] | None = None) -> Units
     modules whose names match ``patterns`` (shell wildcards within a dotted segment). The others that match
     are units inside the blocks, and so is a module inside a block that the model calls without the block. A
     module that shares a parameter with another stays with the root, so that tied parameters are in one group.
-    So does one whose weight other code reads without calling it.
+    So does one whose weight other code reads without calling it, and what a pattern ``"!embed"`` names.
     """
-    matched = _matching(model, patterns) if patterns is not None else _listed(model)
+    chosen, left = _chosen(patterns)
+    matched = _listed(model) if chosen is None else _matching(model, chosen)
+    to_root = {id(m) for _, module in _matching(model, left, True) for m in module.modules()}
+    matched = [(name, module) for name, module in matched if id(module) not in to_root]
     within = {id(m) for _, module in matched for m in module.modules() if m is not module}
     blocks = [(name, module) for name, module in matched if id(module) not in within]
     inner = [(name, module) for name, module in matched if id(module) in within]
@@ -77,7 +80,7 @@ def find_units(model: nn.Module, patterns: Sequence[str] | None = None) -> Units
         # Parameters beside submodules are the root's.
         if not name or not own or any(True for _ in module.children()) or is_shared:
             continue
-        if id(module) in read:
+        if id(module) in read | to_root:
             continue
         if past_blocks:
             final.append((name, module))
@@ -293,12 +296,23 @@ def _has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
-def _matching(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Module]]:
+def _chosen(patterns: Sequence[str] | None) -> tuple[list[str] | None, list[str]]:
+    """Returns the patterns of blocks, None for those found by default, and of what the root keeps."""
+    if patterns is None:
+        return None, []
     is_list = isinstance(patterns, Sequence) and not isinstance(patterns, str)
     if not is_list or not all(isinstance(pattern, str) for pattern in patterns):
         raise Parallel3dError(
             f"units is {patterns!r}; it must be a list of name patterns, such as ['layers.*'], or None"
         )
+    left = [pattern.removeprefix("!") for pattern in patterns if pattern.startswith("!")]
+    chosen = [pattern for pattern in patterns if not pattern.startswith("!")]
+    return (None if left and not chosen else chosen), left
+
+
+def _matching(
+    model: nn.Module, patterns: Sequence[str], for_root: bool = False
+) -> list[tuple[str, nn.Module]]:
     named = [(name, module) for name, module in model.named_modules() if name]
     blocks: list[tuple[str, nn.Module]] = []
     known: set[int] = set()
@@ -307,11 +321,11 @@ def _matching(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.M
         if not matches:
             nearest = ", ".join(n for n, _ in named[:8])
             raise Parallel3dError(
-                f"units: the pattern {pattern!r} matches no module; there are {nearest}, ..."
+                f"units: the pattern {'!' * for_root + pattern!r} matches no module; there are {nearest}, ..."
             )
         for name, module in matches:
             lists = isinstance(module, (nn.ModuleList, nn.ModuleDict))
-            if lists and not _has_forward(module):
+            if lists and not _has_forward(module) and not for_root:
                 raise Parallel3dError(
                     f"units: the pattern {pattern!r} matches {name!r}, an nn.{type(module).__name__}, which "
                     f"has no forward to hook; give its members, {name + '.*'!r}"

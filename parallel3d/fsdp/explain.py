@@ -134,7 +134,7 @@ def explain_call(error: BaseException) -> str | None:
                 f'parallelize(..., units=["{block}", "{block}.{name}"]), or fully_shard of it before that of '
                 "the module around it"
             )
-    return _of_input(error)
+    return _of_input(error) or explain_mixed(error)
 
 
 def _of_input(error: BaseException) -> str | None:
@@ -318,15 +318,34 @@ def _message(operands: Iterable[Any], frames: list[tuple[FrameType, int]]) -> st
     stack = (*frames, *traceback.walk_stack(sys._getframe()))
     lines = ((frame.f_code.co_filename, line) for frame, line in stack)
     where = next((f" ({f}:{line})" for f, line in lines if not f.startswith(_LIBRARIES)), "")
-    what = "a sharded parameter, or what was computed from one,"
+    what, root = "a sharded parameter, or what was computed from one,", ""
+    if owner is None:  # a tied head around the line, say, holds the embedding
+        selves = (frame.f_locals.get("self") for frame, _ in frames)
+        module = next((each for each in selves if isinstance(each, nn.Module)), None)
+        held = {_of_other_unit(param) for param in (module.parameters() if module else ())} - {None}
+        owner = held.pop() if len(held) == 1 else None
     if owner is not None:
         what = f"{_named(owner)} is sharded, a DTensor, and"
+        unit = owner.unit()
+        if unit and _of_other_unit(owner.sharded) and any(_is_forward(f) for f, _ in frames):
+            root = f', or leave its module in the root: parallelize(..., units=["!{unit.label}"])'
     return (
         f"{what} was used beside a plain tensor outside the unit's forward{where}. Use its whole value, "
         "param.full_tensor(), which all ranks must call; or give the other tensor its layout: "
         "torch.distributed.tensor.distribute_tensor(tensor, param.device_mesh, param.placements); or compute "
-        "it in the unit's forward. A penalty is added to a loss by loss = loss + penalty, not in place"
+        f"it in the unit's forward{root}. A penalty is added to a loss by loss = loss + penalty, not in place"
     )
+
+
+def _is_forward(frame: FrameType) -> bool:
+    return frame.f_code.co_name == "forward"
+
+
+def _of_other_unit(param: nn.Parameter) -> ShardedParam | None:
+    """Returns the owner of ``param`` if it is sharded and belongs to a unit of one module, not the root."""
+    owner = owner_of(param) if isinstance(param, DTensor) else None
+    unit = None if owner is None else owner.unit()
+    return None if unit is None or unit.is_root or len(unit.modules) > 1 else owner
 
 
 def _tensors(values: Mapping[str, Any]) -> Iterator[torch.Tensor]:
