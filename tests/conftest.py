@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from _support import hosts
+from _support import hosts, tiers
 from _support.engines import ENGINES, Engine, OnRanks, check_fault
 from _support.forked import python_at
 from _support.parity_table import MARKED, gather
@@ -23,6 +23,7 @@ _PRELOAD += ["parallel3d.checkpoint.loading", "parallel3d.checkpoint.saving"]
 _PRELOAD += ["torch.distributed.checkpoint.state_dict", "parallel3d.guards.session"]
 
 torch.set_num_threads(1)  # tests run side by side
+tiers.today()  # the workers of xdist get the day of the process that starts them
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -57,6 +58,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.stash[MARKED] = gather(items)
     if config.getoption("--only-engine-tests"):
         items[:] = [item for item in items if "engine" in getattr(item, "fixturenames", ())]
+    if not tiers.all_are_asked_for(config):
+        tiers.mark(items)
     if "transformers" in sys.modules:  # some test imports it, and so would each process of the pool
         _PRELOAD.append("transformers.models.llama.modeling_llama")
     for item in items:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from _support.few import few
 from _support.models import LM_PLAN, SEQUENCE_PLAN, Lm, lm_loss, tokens
 from torch import distributed as dist
 from torch import nn
@@ -107,7 +106,7 @@ def trained(case: str, kind: Any, dtype: torch.dtype) -> tuple[list[torch.Tensor
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", few(CASES, 2))
+@pytest.mark.parametrize("case", CASES)
 def test_the_same_bits_and_nothing_sent_again(case: str, dtype: torch.dtype) -> None:
     plain, counts = trained(case, False, dtype)
     for name, kind in KINDS.items():
@@ -139,7 +138,7 @@ def with_dropout(case: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", few(["HSDP", "chunks"]))
+@pytest.mark.parametrize("case", ["HSDP", "chunks"])
 def test_the_same_bits_with_dropout(gloo_pool: Any, case: str, dtype: torch.dtype) -> None:
     gloo_pool.run(with_dropout, case, dtype, world_size=4)
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from _support.few import few
 from _support.models import LM_PLAN, SEQUENCE_PLAN, Lm, lm_loss, tokens
 from torch import nn
 from torch.nn import functional as F
@@ -104,16 +103,13 @@ def compare(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("layout", "plan", "model"),
-    few(
-        [
-            (MeshLayout(2, 2, 1), None, Stack),
-            (MeshLayout(1, 4, 1), None, Stack),
-            (MeshLayout(4, 1, 1), None, Stack),
-            (MeshLayout(1, 2, 2), LM_PLAN, Lm),
-            (MeshLayout(2, 1, 2), SEQUENCE_PLAN, Lm),
-        ],
-        by="layout plan model",
-    ),
+    [
+        (MeshLayout(2, 2, 1), None, Stack),
+        (MeshLayout(1, 4, 1), None, Stack),
+        (MeshLayout(4, 1, 1), None, Stack),
+        (MeshLayout(1, 2, 2), LM_PLAN, Lm),
+        (MeshLayout(2, 1, 2), SEQUENCE_PLAN, Lm),
+    ],
     ids=["HSDP", "FSDP", "replicate", "tp", "sequence"],
 )
 def test_the_same_bits(

@@ -21,7 +21,7 @@ import parallel3d
 from parallel3d import errors
 from parallel3d.fsdp import FSDPModule
 
-pytestmark = pytest.mark.slow  # it imports the whole package
+pytestmark = pytest.mark.slow(every=True)  # slow: it imports the whole package
 PACKAGES = ["parallel3d", "parallel3d.mesh", "parallel3d.testing"] + [
     f"parallel3d.{name}"
     for name in parallel3d.__all__

@@ -78,6 +78,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield folder
 
 
+@pytest.mark.xdist_group("sphinx")  # one worker builds the site
 def test_every_public_name_is_in_the_reference(built: Path) -> None:
     pages = (built / "api").glob("*.html")
     described = set[str]().union(*(Links(page.read_text()).places for page in pages))
@@ -85,6 +86,7 @@ def test_every_public_name_is_in_the_reference(built: Path) -> None:
     assert not missing, "has each package a page in docs/api?"
 
 
+@pytest.mark.xdist_group("sphinx")  # one worker builds the site
 def test_links_inside_lead_somewhere(built: Path) -> None:
     pages = {page: Links(page.read_text()) for page in built.rglob("*.html")}
     lost = []

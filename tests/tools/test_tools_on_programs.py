@@ -4,10 +4,8 @@ dryrun takes a program as it is. plan and verify take a function that builds a m
 that the program gives to ``parallelize``. doctor takes a mesh: here the program's.
 """
 
-import re
 import sys
 import warnings
-from datetime import date
 from pathlib import Path
 from unittest import mock
 
@@ -31,20 +29,8 @@ NOT_DRY = {
 """Words of a program -> why dryrun doesn't apply to it."""
 NEEDS = {"from peft": "peft", "integrations.transformers": "accelerate"}
 """Words of a program -> the library that it needs."""
-FIRST = "minimal.py"  # README's
-
-
-def sample(left: list[Program], *first: str) -> list[object]:
-    """``first``, and another one each day, in the quick run; all in the slow one."""
-    short = [each.name for each in left if not re.search("transformers|llama", each.text)]
-    quick = {*first, short[date.today().toordinal() % len(short)]}
-    return [
-        pytest.param(each, id=each.name, marks=[pytest.mark.slow] * (each.name not in quick))
-        for each in left
-    ]
-
-
 DRY = [each for each in PROGRAMS if not any(words in each.text for words in NOT_DRY)]
+DRY.sort(key=lambda each: each.name != "minimal.py")  # README's is in each run
 PARALLELIZED = [each for each in PROGRAMS if "parallelize(" in each.text]  # not fully_shard alone
 
 
@@ -61,7 +47,7 @@ def run(*words: str) -> int:
     return int(end.value.code or 0)
 
 
-@pytest.mark.parametrize("program", sample(DRY, FIRST))
+@pytest.mark.parametrize("program", DRY, ids=lambda each: each.name)
 def test_dryrun(program: Program, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     skip_without_libraries(program)
     path = str(program.path_in(tmp_path))
@@ -74,7 +60,7 @@ def test_dryrun(program: Program, tmp_path: Path, capfd: pytest.CaptureFixture[s
     assert not [w for w in warned if "FakeTensor" in str(w.message)] and "FakeTensor" not in err
 
 
-@pytest.mark.parametrize("program", sample(PARALLELIZED))
+@pytest.mark.parametrize("program", PARALLELIZED, ids=lambda each: each.name)
 def test_plan_verify_and_doctor(program: Program, tmp_path: Path) -> None:
     skip_without_libraries(program)
     found = parallelized(program, tmp_path)

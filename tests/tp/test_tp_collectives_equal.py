@@ -1,7 +1,6 @@
 """Tensor-parallel collectives: never more than torch's on the same plan, fewer where inputs are shared."""
 
 import pytest
-from _support.few import few
 from _support.tp.tp_collective_cases import CASES, Case
 from _support.tp_collectives_table import PAGE, Results, collect, table
 
@@ -22,7 +21,7 @@ def test_never_more_than_torchs(case: Case, results: Results) -> None:
             assert size <= their_size
 
 
-@pytest.mark.parametrize("case", few(CASES), ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_fewer_where_inputs_are_shared(case: Case, results: Results) -> None:
     ours, torchs = (results[case.name][k] for k in ("ours", "torch"))
     blocks = 2 if "Llama" in case.name else 1

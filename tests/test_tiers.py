@@ -1,0 +1,73 @@
+"""Which cases of a test function run at once, in CI and with ``-m full``."""
+
+from collections import Counter
+
+import pytest
+from _support.tiers import IN_CI, mark
+
+
+class Item:
+    """What is read of a collected test."""
+
+    def __init__(self, nodeid: str, *marks: str, **options: bool) -> None:
+        self.nodeid = nodeid
+        self.marks = {name: getattr(pytest.mark, name)(**options) for name in marks}
+
+    def get_closest_marker(self, name: str) -> pytest.MarkDecorator | None:
+        return self.marks.get(name)
+
+    def add_marker(self, made: pytest.MarkDecorator) -> None:
+        self.marks[made.name] = made
+
+
+def tiers(*items: Item, day: int) -> dict[str, list[str]]:
+    mark(items, day)  # type: ignore[arg-type]
+    found: dict[str, list[str]] = {"quick": [], "slow": [], "full": []}
+    for item in items:
+        tier = "full" if "full" in item.marks else "slow" if "slow" in item.marks else "quick"
+        found[tier].append(item.nodeid)
+    return found
+
+
+def cases(n: int, *marks: str, name: str = "a.py::test", **options: bool) -> list[Item]:
+    return [Item(f"{name}[{i}]", *marks, **options) for i in range(n)]
+
+
+def test_the_first_and_one_that_changes() -> None:
+    found = tiers(*cases(4), day=1)
+    assert found["quick"] == ["a.py::test[0]", "a.py::test[2]"] and not found["full"]
+
+
+def test_functions_are_told_apart() -> None:
+    items = [*cases(2), *cases(2, name="b.py::test"), Item("a.py::other")]
+    assert len(tiers(*items, day=3)["quick"]) == 5
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 40])
+def test_each_case_has_its_turn(n: int) -> None:
+    seen: Counter[str] = Counter()
+    for day in range(n):
+        found = tiers(*cases(n), day=day)
+        assert len(found["quick"]) == min(n, 2) and not found["full"]
+        seen.update(found["quick"])
+    assert len(seen) == n
+
+
+@pytest.mark.parametrize("n", [1, IN_CI, IN_CI + 1, 40])
+def test_slow_cases_have_their_turn_in_ci(n: int) -> None:
+    seen: Counter[str] = Counter()
+    for day in range(n):
+        found = tiers(*cases(n, "slow"), day=day)
+        assert not found["quick"] and len(found["slow"]) == min(n, IN_CI + 1)
+        seen.update(found["slow"])
+    assert len(seen) == n
+
+
+def test_own_marks_stay() -> None:
+    items = [*cases(2), *cases(3, "slow"), *cases(2, "full", name="b.py::test")]
+    found = tiers(*items, day=0)
+    assert [len(found[tier]) for tier in ("quick", "slow", "full")] == [2, 3, 2]
+
+
+def test_every_slow_case_of_some() -> None:
+    assert len(tiers(*cases(40, "slow", every=True), day=0)["slow"]) == 40
