@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import combinations, islice
+from itertools import combinations, islice, product
 from typing import Any
 
 import torch
@@ -284,14 +284,17 @@ class DidNotRun(Exception):
 def run_once(model: nn.Module, layers: dict[str, Layer], example: Any = None) -> Trace:
     """Returns the trace of ``model`` on ``example``, or else on an input that may fit it; or DidNotRun."""
     inputs = [check_example(example)] if example is not None else list(examples(model))
+    # In the model's dtypes; in float32 what the CPU can't do in others.
+    dtypes = {t.dtype for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()}
+    ways = (False,) if dtypes <= {torch.float32} else (True, False)
     errors = []
-    for args, kwargs in inputs:
+    for (args, kwargs), own_dtype in product(inputs, ways):
         try:
-            return trace(model, layers, args, kwargs)
+            return trace(model, layers, args, kwargs, own_dtype=own_dtype)
         except Exception as error:
             first = (str(error).strip().splitlines() or [""])[0]
             errors.append(f"{describe((args, kwargs))}: {type(error).__name__}: {first}")
-    tries = "".join(f"\n  - {error}" for error in errors[:4])
+    tries = "".join(f"\n  - {error}" for error in list(dict.fromkeys(errors))[:4])
     on = "the example" if example is not None else "any input guessed"
     raise DidNotRun(f"did not on {on}", tries)
 

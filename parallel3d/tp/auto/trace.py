@@ -26,7 +26,7 @@ from parallel3d.errors import PlanError
 from parallel3d.tp.parts import left_by_forward
 from parallel3d.tp.resolve import matches, numberless
 from parallel3d.tp.styles import Colwise, Style
-from parallel3d.tp.styles.base import is_embedding, is_plain, linear_kind
+from parallel3d.tp.styles.base import is_embedding, linear_kind
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -137,19 +137,29 @@ class Trace:
 
 
 def trace(
-    model: nn.Module, layers: dict[str, Layer], args: tuple[Any, ...], kwargs: dict[str, Any]
+    model: nn.Module,
+    layers: dict[str, Layer],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    own_dtype: bool = False,
 ) -> Trace:
-    """Runs a copy of ``model`` without weights; ``layers``, path -> layer, run as one operation."""
+    """Runs a copy of ``model`` without weights; ``layers``, path -> layer, run as one operation.
+
+    With ``own_dtype`` weights, buffers and inputs have the dtypes that they have, else float32.
+    """
 
     def weightless(p: nn.Parameter) -> nn.Parameter:  # a number in a storage of its own, expanded
-        return nn.Parameter(torch.full((), 0.01).expand(p.shape), p.requires_grad)
+        number = torch.full((), 0.01, dtype=p.dtype if own_dtype else None)
+        return nn.Parameter(number.expand(p.shape), p.requires_grad)
 
     copied = copy_with(model, weightless).eval()
-    for module in copied.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = _float32(buffer)
-    args, kwargs = map_tensors(_float32, (args, kwargs))
+    if not own_dtype:
+        for module in copied.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = _float32(buffer)
+        args, kwargs = map_tensors(_float32, (args, kwargs))
     recorder = _Recorder(copied)
     for name, module in copied.named_modules():
         if name in layers:
@@ -229,7 +239,8 @@ class _Recorder(TorchDispatchMode):
             if layer.kind == "attention":
                 self.trace.calls.setdefault(name, self._call(args, kwargs))
             shape = first.shape if layer.kind == "embedding" else first.shape[:-1]
-            output = torch.randn((*shape, layer.features or first.shape[-1]))
+            like = first if first.is_floating_point() else module.weight
+            output = torch.randn((*shape, layer.features or first.shape[-1]), dtype=like.dtype)
             if torch.is_grad_enabled():  # as with weights: it requires gradients, and is no leaf
                 output = output.requires_grad_().clone()
             self.trace.reads[name] = self.trace.reads.get(name, frozenset()) | sources
@@ -320,11 +331,13 @@ def examples(model: nn.Module) -> Iterator[Example]:
         for p in inspect.signature(model.forward).parameters.values()
         if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty
     ]
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     tried: set[tuple[torch.Size, int]] = set()
     for tensor in _inputs_for(model):
         key = tensor.shape, -1 if tensor.is_floating_point() else int(tensor.max())
         if key not in tried:
             tried.add(key)
+            tensor = tensor.to(dtype) if tensor.is_floating_point() else tensor
             yield tuple(tensor.clone() for _ in required) or (tensor,), {}
         if len(tried) == _MOST_INPUTS:
             return
@@ -346,23 +359,29 @@ def _hugging_face(model: Any) -> Iterator[Example]:
 
 
 def _inputs_for(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Yields token ids, features or images, as the first module with weights reads them."""
+    """Yields token ids, features, images, sound or video, as the first module with weights reads them."""
     module: Any
+    ids = torch.arange(_BATCH * _LENGTH).view(_BATCH, _LENGTH)
     for module in model.modules():
-        if not any(True for _ in module.parameters(recurse=False)):
+        own = [*module.parameters(recurse=False)]
+        if not own:
             continue
         if type(getattr(module, "num_embeddings", None)) is int:  # whatever its forward
-            ids = torch.arange(_BATCH * _LENGTH).view(_BATCH, _LENGTH)
             yield ids % module.num_embeddings
-        elif is_plain(module, nn.Conv2d):
+        elif isinstance(module, _CONVOLUTIONS):
             kernel = module.kernel_size
             for times in (1, 2, 3, 4, 5, 6, 7, 8, 14, 16, 28):
                 yield torch.randn(_BATCH, module.in_channels, *(k * times for k in kernel))
-            for size in (224, 32, 28, 64, 256, 384):
+            for size in (224, 32, 28, 64, 256, 384) if len(kernel) == 2 else ():
                 yield torch.randn(_BATCH, module.in_channels, size, size)
         elif features := _features(module):
             yield torch.randn(_BATCH, _LENGTH, features)
             yield torch.randn(_BATCH, features)
+        else:  # its own embedding, perhaps
+            yield from (ids % param.shape[0] for param in own if param.dim() == 2)
+
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def _features(module: Any) -> int | None:

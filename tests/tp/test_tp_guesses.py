@@ -1,0 +1,150 @@
+"""Inputs and dtypes with which "auto" runs a model of which nothing is known."""
+
+import pytest
+import torch
+from _support.tp.derive_models import Mlp, Vit
+from torch import Tensor, nn
+from torch.nn import functional
+
+from parallel3d.tp import Colwise, Rowwise, auto_plan
+
+MLP = {"mlp.up": Colwise(), "mlp.down": Rowwise()}
+
+
+def split_mlp(model: nn.Module) -> None:
+    plan = auto_plan(model, 2)
+    assert {name: style for name, style in plan.items() if name.startswith("mlp.")} == MLP
+
+
+class Rotated(nn.Module):
+    """Insists on the dtype of what it computes, as programs do that keep some weights in another."""
+
+    def __init__(self, table: torch.dtype, rest: torch.dtype) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(67, 16, dtype=table)
+        self.register_buffer("angles", torch.rand(16).to(rest))
+        self.mlp = Mlp("activation").to(rest)
+        self.rest = rest
+
+    def forward(self, ids: Tensor) -> Tensor:
+        assert self.angles.dtype == self.mlp.up.weight.dtype == self.rest, "another dtype"
+        x = self.tokens(ids)
+        assert x.dtype == self.tokens.weight.dtype, "other vectors"
+        y = self.mlp((x * 2).to(self.rest) * self.angles)
+        assert y.dtype == self.rest, "another result"
+        return y
+
+
+DTYPES = [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)]
+
+
+@pytest.mark.parametrize("dtypes", [*DTYPES, (torch.float32, torch.float16)])
+def test_a_model_is_run_in_its_own_dtypes(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    split_mlp(Rotated(*dtypes))
+
+
+def test_guessed_features_have_the_models_dtype() -> None:
+    class Insists(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = Mlp("activation").bfloat16()
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert x.dtype == torch.bfloat16, "another dtype"
+            return self.mlp(x)
+
+    split_mlp(Insists())
+
+
+def test_a_model_that_runs_in_float32_only_is_run_in_it() -> None:
+    class Mixes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = Mlp("activation").bfloat16()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.mlp(torch.addmm(torch.ones(16), x, torch.eye(16)))
+
+    split_mlp(Mixes())
+
+
+class OwnLookup(nn.Embedding):
+    def forward(self, input: Tensor) -> Tensor:
+        return functional.embedding(input, self.weight) * 2
+
+
+class Table(nn.Module):
+    def __init__(self, vocab: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(vocab, width))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return functional.embedding(ids, self.weight)
+
+
+class Indexed(Table):
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.weight[ids]
+
+
+class Lm(nn.Module):
+    def __init__(self, table: type[nn.Module]) -> None:
+        super().__init__()
+        self.tokens = table(11, 16)
+        self.mlp = Mlp("activation")
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.mlp(self.tokens(ids))
+
+
+@pytest.mark.parametrize("table", [OwnLookup, Table, Indexed])
+def test_token_ids_are_guessed_from_an_own_embedding(table: type[nn.Module]) -> None:
+    split_mlp(Lm(table))
+
+
+def test_token_ids_are_guessed_from_a_table_of_the_model() -> None:
+    class OfTheModel(Table):
+        def __init__(self) -> None:
+            super().__init__(11, 16)
+            self.mlp = Mlp("activation")
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.mlp(super().forward(ids))
+
+    split_mlp(OfTheModel())
+
+
+class Standardized(nn.Conv2d):
+    def forward(self, input: Tensor) -> Tensor:
+        weight = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
+        return functional.conv2d(input, weight, self.bias, self.stride, self.padding)
+
+
+class Pooled(nn.Module):
+    """A convolution over one, two or three dims, then features."""
+
+    def __init__(self, conv: nn.Module) -> None:
+        super().__init__()
+        self.conv, self.mlp = conv, Mlp("activation")
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.dim() == self.conv.weight.dim()
+        return self.mlp(self.conv(x).flatten(2).mean(2))
+
+
+@pytest.mark.parametrize(
+    "conv",
+    [
+        nn.Conv2d(1, 16, 3, padding=1),
+        Standardized(3, 16, 4, stride=4),
+        nn.Conv1d(80, 16, 3, stride=2),
+        nn.Conv3d(3, 16, (2, 4, 4), stride=(2, 4, 4)),
+    ],
+    ids=lambda conv: type(conv).__name__,
+)
+def test_images_sound_and_video_are_guessed(conv: nn.Module) -> None:
+    split_mlp(Pooled(conv))
+
+
+def test_the_side_of_an_image_fits_the_positions() -> None:
+    assert auto_plan(Vit(size=32, patch=8), 2)
