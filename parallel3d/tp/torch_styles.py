@@ -121,14 +121,18 @@ class TorchStyle(Style):
             set_length = functools.partial(_set_length, sequence, axis.size, dim)
             module.register_forward_hook(set_length)
         # It makes a DTensor of such a part, without the length of the whole.
-        if self.takes_rows or isinstance(self.style, SequenceParallel):
+        if self.takes_rows:
             check = functools.partial(_check_length, sequence, axis.size)
             module.register_forward_pre_hook(check)
 
     @property
     def takes_rows(self) -> bool:
         """Whether its input is declared to be a part of the batch or the sequence."""
-        placements = getattr(self.style, "input_layouts", None) or ()
+        style = getattr(self.style, "prepare_module_input", self.style)
+        if isinstance(style, SequenceParallel):
+            return True
+        named = getattr(style, "input_kwarg_layouts", None) or {}
+        placements = (*(getattr(style, "input_layouts", None) or ()), *named.values())
         return any(isinstance(x, Shard) and x.dim in (0, 1) for x in placements)
 
     @property

@@ -1,12 +1,20 @@
 """parallelize looks, at the first training forward, whether the ranks of a tp group read the same rows."""
 
+from typing import Any
+
 import pytest
 import torch
 from _support.models import LM_PLAN, Lm, lm_loss, tokens
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
 
 from parallel3d import AgreementError, MeshLayout, build_mesh, parallelize
 from parallel3d.testing import assert_parity, fake_world, local_world, record_collectives
@@ -133,16 +141,36 @@ def test_switched_off(gloo_pool) -> None:
 
 def test_an_input_that_is_declared_a_part_is_not_compared() -> None:
     """As in pytorch/examples' sequence parallelism: each rank has its own rows."""
-    layouts = {
-        "rows": {"input_layouts": Shard(0)},
-        "whole": {"input_layouts": Replicate()},
-        "features": {},
+    first: dict[str, Any] = {
+        "rows": ColwiseParallel(input_layouts=Shard(0)),
+        "whole": ColwiseParallel(input_layouts=Replicate()),
+        "features": RowwiseParallel(),
     }
-    for name, given in layouts.items():
-        style = RowwiseParallel() if name == "features" else ColwiseParallel(**given)
-        with fake_world(0, 2):
-            model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-            mesh = build_mesh(MeshLayout(1, 1, 2), device_type="cpu")
-            parallelize(model, mesh, {"0": style}, strict=True)
-        compared = any(isinstance(h, _FirstForward) for h in model._forward_pre_hooks.values())
-        assert compared is (name != "rows")
+    for name, style in first.items():
+        assert is_compared(nn.Linear(8, 8), style) is (name != "rows")
+
+
+def is_compared(module: nn.Module, style: Any) -> bool:
+    with fake_world(0, 2):
+        model = nn.Sequential(module, nn.Linear(8, 8))
+        mesh = build_mesh(MeshLayout(1, 1, 2), device_type="cpu")
+        parallelize(model, mesh, {"0": style}, strict=True)
+    return any(isinstance(h, _FirstForward) for h in model._forward_pre_hooks.values())
+
+
+def test_a_norm_on_parts_of_a_sequence_comes_first() -> None:
+    assert not is_compared(nn.LayerNorm(8), SequenceParallel())
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize("outputs", [False, True])
+def test_an_argument_that_is_declared_a_part(dim: int, outputs: bool) -> None:
+    given: dict[str, Any] = {
+        "input_kwarg_layouts": {"input": Shard(dim)},
+        "desired_input_kwarg_layouts": {"input": Replicate()},
+    }
+    style: Any = PrepareModuleInput(**given)
+    if outputs:
+        whole = {"output_layouts": Replicate(), "desired_output_layouts": Replicate()}
+        style = PrepareModuleInputOutput(**given, **whole)
+    assert is_compared(nn.Sequential(nn.Linear(8, 8)), style) is (dim == -1)
