@@ -6,7 +6,8 @@ from _support.tp.derive_models import Mlp, Vit
 from torch import Tensor, nn
 from torch.nn import functional
 
-from parallel3d.tp import Colwise, Rowwise, auto_plan
+from parallel3d.errors import PlanError
+from parallel3d.tp import Colwise, Rowwise, auto_plan, resolve_plan
 
 MLP = {"mlp.up": Colwise(), "mlp.down": Rowwise()}
 
@@ -148,3 +149,39 @@ def test_images_sound_and_video_are_guessed(conv: nn.Module) -> None:
 
 def test_the_side_of_an_image_fits_the_positions() -> None:
     assert auto_plan(Vit(size=32, patch=8), 2)
+
+
+class Holder:
+    """An object of the user's."""
+
+
+def held(value: object) -> Holder:
+    holder = Holder()
+    holder.value = value  # type: ignore[attr-defined]
+    return holder
+
+
+def with_graph(mlp: Mlp) -> Tensor:
+    return mlp.up.weight * 2
+
+
+UNCOPIED = {
+    "in an object": (
+        lambda mlp: held(with_graph(mlp)),
+        "can't be copied: it has a tensor that was",
+    ),
+    "in an object's list": (lambda mlp: [held([with_graph(mlp)])], "delete it before parallelize"),
+    "no tensor": (lambda mlp: (each for each in mlp.children()), "TypeError: cannot pickle"),
+}
+
+
+@pytest.mark.parametrize("case", UNCOPIED)
+def test_what_cannot_be_copied_is_named_and_no_example_asked_for(case: str) -> None:
+    make, said = UNCOPIED[case]
+    model = nn.Sequential(Mlp("activation"))
+    model[0].extra = make(model[0])
+    with pytest.raises(PlanError, match=rf"0\.extra of Sequential.*{said}") as raised:
+        auto_plan(model, 2)
+    assert "example" not in str(raised.value)
+    with pytest.raises(PlanError, match=rf"0\.extra of Sequential.*{said}"):
+        resolve_plan(model, {"0.up": "colwise", "0.down": "rowwise"}, 2)

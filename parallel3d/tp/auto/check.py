@@ -35,7 +35,7 @@ from parallel3d.tp.auto.derive import (
 )
 from parallel3d.tp.auto.heads import GROUP_SIZES, HEAD_SIZES, KV_NUMBERS, NUMBERS, Attention
 from parallel3d.tp.auto.prove import NotEqual, NotProven, Proof, Prover, Split
-from parallel3d.tp.auto.trace import OUTPUT, Layer, Trace, find_layers, inside
+from parallel3d.tp.auto.trace import OUTPUT, Layer, NotCopied, Trace, find_layers, inside
 from parallel3d.tp.local_attributes import method_trees, reads_of
 from parallel3d.tp.resolve import Resolution, is_in, numberless
 from parallel3d.tp.styles import (
@@ -119,12 +119,15 @@ class _Check:
             return
         try:
             trace = run_once(model, self.layers, example)
-        except DidNotRun as error:
-            first = (error.tries.strip().splitlines() or [""])[0].removeprefix("- ")
-            if example is not None:
-                self.problem(f"the model {error}: {first}")
-                return
-            why = f"the model {error} ({first}); give parallelize, or resolve_plan, example=((input,), {{}})"
+        except (DidNotRun, NotCopied) as error:
+            why = str(error)
+            if isinstance(error, DidNotRun):
+                first = (error.tries.strip().splitlines() or [""])[0].removeprefix("- ")
+                if example is not None:
+                    self.problem(f"the model {error}: {first}")
+                    return
+                give = "give parallelize, or resolve_plan, example=((input,), {})"
+                why = f"the model {error} ({first}); {give}"
             self.unchecked.append(f"which weights the model reads outside their modules: {why}")
             for group in self.by_structure():
                 self.not_proven(group, why)

@@ -23,6 +23,7 @@ from parallel3d.tp.auto.trace import (
     OUTPUT,
     Call,
     Layer,
+    NotCopied,
     Trace,
     check_example,
     common_path,
@@ -282,7 +283,8 @@ class DidNotRun(Exception):
 
 
 def run_once(model: nn.Module, layers: dict[str, Layer], example: Any = None) -> Trace:
-    """Returns the trace of ``model`` on ``example``, or else on an input that may fit it; or DidNotRun."""
+    """Returns the trace of ``model`` on ``example``, or else on an input that may fit it. Raises
+    DidNotRun, NotCopied."""
     inputs = [check_example(example)] if example is not None else list(examples(model))
     # In the model's dtypes; in float32 what the CPU can't do in others.
     dtypes = {t.dtype for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()}
@@ -291,6 +293,8 @@ def run_once(model: nn.Module, layers: dict[str, Layer], example: Any = None) ->
     for (args, kwargs), own_dtype in product(inputs, ways):
         try:
             return trace(model, layers, args, kwargs, own_dtype=own_dtype)
+        except NotCopied:  # whatever the input
+            raise
         except Exception as error:
             first = (str(error).strip().splitlines() or [""])[0]
             errors.append(f"{describe((args, kwargs))}: {type(error).__name__}: {first}")
@@ -317,6 +321,10 @@ class _Derivation:
         layers = find_layers(model)
         try:
             self.trace = run_once(model, layers, example)
+        except NotCopied as error:
+            raise PlanError(
+                f"a plan for {type(model).__name__} can't be derived: {error}"
+            ) from error
         except DidNotRun as error:
             raise PlanError(
                 f"a plan for {type(model).__name__} can't be derived: the model must run once, and {error}. "

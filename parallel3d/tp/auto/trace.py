@@ -31,9 +31,14 @@ from parallel3d.tp.styles.base import is_embedding, linear_kind
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
+class NotCopied(PlanError):
+    """The model can't be copied; the message says why, and where."""
+
+
 def copy_with(module: ModuleT, make: Callable[[nn.Parameter], nn.Parameter]) -> ModuleT:
     """Returns a copy of ``module`` on the CPU with ``make(p)`` in the place of each parameter ``p``; ties
-    stay. Buffers, and tensors that are attributes, are copied; see ``_with_values`` for those without."""
+    stay. Buffers, and tensors that are attributes, are copied; see ``_with_values`` for those without. Raises
+    NotCopied."""
     memo: dict[int, object] = {id(param): make(param) for param in module.parameters()}
     for _, owner, name in left_by_forward(module):  # which torch can't copy
         memo |= {id(t): t.detach().cpu() for t in tensors_in(vars(owner)[name]) if t.grad_fn}
@@ -43,7 +48,30 @@ def copy_with(module: ModuleT, make: Callable[[nn.Parameter], nn.Parameter]) -> 
         for tensor in (*each._buffers.values(), *filter(_is_without_values, others)):
             if tensor is not None and id(tensor) not in memo:
                 memo[id(tensor)] = _with_values(tensor, generator)
-    return copy.deepcopy(module, memo)
+    before = dict(memo)
+    try:
+        return copy.deepcopy(module, memo)
+    except Exception as error:
+        raise NotCopied(_why_not_copied(module, before, error)) from error
+
+
+def _why_not_copied(module: nn.Module, memo: dict[int, object], error: Exception) -> str:
+    """Names the attribute that can't be copied, with ``error`` or, of a tensor with a graph, what to do."""
+    first = (str(error).strip().splitlines() or [""])[0]
+    why = f"{type(error).__name__}: {first}"
+    if "graph leaves" in first:
+        why = (
+            "it has a tensor that was computed from weights, with its graph, which torch can't copy; keep it "
+            "detached, or delete it before parallelize"
+        )
+    for path, each in module.named_modules():
+        for name, value in vars(each).items():
+            try:
+                if name != "_modules":
+                    copy.deepcopy(value, dict(memo))
+            except Exception:
+                return f"{join(path, name)} of {type(module).__name__} can't be copied: {why}"
+    return f"{type(module).__name__} can't be copied: {why}"
 
 
 def _is_without_values(tensor: Tensor) -> bool:
