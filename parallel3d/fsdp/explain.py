@@ -315,7 +315,7 @@ def explain_mixed(error: BaseException, operands: Iterable[Any] = ()) -> str | N
 def _message(operands: Iterable[Any], frames: list[tuple[FrameType, int]]) -> str:
     found = (*operands, *(value for frame, _ in frames for value in _tensors(frame.f_locals)))
     owner = next((o for each in found if (o := owner_of(each)) is not None), None)
-    stack = (*frames, *traceback.walk_stack(sys._getframe()))
+    stack = [*frames, *traceback.walk_stack(sys._getframe())]
     lines = ((frame.f_code.co_filename, line) for frame, line in stack)
     where = next((f" ({f}:{line})" for f, line in lines if not f.startswith(_LIBRARIES)), "")
     what, root = "a sharded parameter, or what was computed from one,", ""
@@ -329,12 +329,25 @@ def _message(operands: Iterable[Any], frames: list[tuple[FrameType, int]]) -> st
         unit = owner.unit()
         if unit and _of_other_unit(owner.sharded) and any(_is_forward(f) for f, _ in frames):
             root = f', or leave its module in the root: parallelize(..., units=["!{unit.label}"])'
+        if unit and (method := _method(unit.modules, stack)):
+            root += f", or let its {method} gather as forward does: parallel3d.fsdp."
+            root += f'register_fsdp_forward_method(model, "{method}")'
     return (
         f"{what} was used beside a plain tensor outside the unit's forward{where}. Use its whole value, "
         "param.full_tensor(), which all ranks must call; or give the other tensor its layout: "
         "torch.distributed.tensor.distribute_tensor(tensor, param.device_mesh, param.placements); or compute "
         f"it in the unit's forward{root}. A penalty is added to a loss by loss = loss + penalty, not in place"
     )
+
+
+def _method(modules: Sequence[nn.Module], stack: list[tuple[FrameType, int]]) -> str | None:
+    """Returns the method of a unit's module, other than forward, that is being called."""
+    for frame, _ in stack:
+        name, module = frame.f_code.co_name, frame.f_locals.get("self")
+        own = any(module is each for each in modules) and not hasattr(nn.Module, name)
+        if own and callable(getattr(module, name, None)):
+            return name
+    return None
 
 
 def _is_forward(frame: FrameType) -> bool:

@@ -1,6 +1,7 @@
 """Sharded parameters beside plain tensors, outside their unit's forward: penalties, and what errors say."""
 
 import copy
+import itertools
 import subprocess
 import sys
 
@@ -12,7 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import PrepareModuleInput
 
 from parallel3d import MeshLayout, Parallel3dError, StateError, build_mesh, parallelize
-from parallel3d.fsdp import fully_shard
+from parallel3d.fsdp import fully_shard, register_fsdp_forward_method
+from parallel3d.fsdp.explain import explain_mixed
 from parallel3d.testing import assert_parity, fake_world
 
 LAYOUTS = {
@@ -54,9 +56,13 @@ PENALTIES = {
 
 
 class TestPenalties:
-    @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-    @pytest.mark.parametrize("loss", PENALTIES.values(), ids=PENALTIES)
+    @pytest.mark.parametrize(
+        ("loss", "layout"),
+        [("before", layout) for layout in LAYOUTS]
+        + [*zip(list(PENALTIES)[1:], itertools.cycle(LAYOUTS))],
+    )
     def test_as_plain(self, loss, layout):
+        loss, layout = PENALTIES[loss], LAYOUTS[layout]
         plan = {"tp_plan": {"0": "colwise", "2": "rowwise"}} if layout.tp > 1 else {}
         assert_parity(small, inputs, layout, loss=loss, steps=2, fp32=False, **plan)
 
@@ -123,7 +129,8 @@ PROGRAM = """
 import torch
 from torch import nn
 from parallel3d import MeshLayout, build_mesh
-from parallel3d.fsdp import fully_shard
+from parallel3d.fsdp import fully_shard, register_fsdp_forward_method
+from parallel3d.fsdp.explain import explain_mixed
 torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 model = fully_shard(nn.Linear(4, 4), mesh=build_mesh(MeshLayout(), device_type="cpu"))
 weight = model.weight
@@ -137,6 +144,36 @@ def test_uncaught_errors_have_a_note():
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60
     )
     assert "parameter weight of unit Linear is sharded, a DTensor, and was used" in done.stderr
+
+
+class Writer(nn.Module):
+    """Its method calls a module inside, which is no unit, as generate of an adapter's model does."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Embedding(8, 6), nn.Linear(6, 8))
+
+    def forward(self, ids):
+        return self.body(ids)
+
+    def write(self, ids):
+        return self.body(ids)
+
+
+def test_a_method_other_than_forward():
+    ids = torch.arange(4)
+    with fake_world(0, 2):
+        model = Writer()
+        fully_shard(model, mesh=build_mesh(MeshLayout(1, 2, 1)))
+        with pytest.raises(RuntimeError) as caught:
+            model.write(ids)
+        said = explain_mixed(caught.value)
+        assert 'register_fsdp_forward_method(model, "write")' in said
+        register_fsdp_forward_method(model, "write")
+        assert model.write(ids).shape == (4, 8)
+        with pytest.raises(RuntimeError) as caught:
+            model.body(ids)
+        assert "register_fsdp_forward_method" not in explain_mixed(caught.value)
 
 
 class Inner(nn.Module):
