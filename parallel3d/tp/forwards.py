@@ -44,6 +44,7 @@ class TpState:
         names, first: the arguments of that forward in order, and the first that may be positional, or ``""``.
         packing: how the style splits features, if not as ``torch.chunk`` does.
         once: parameters that every rank holds and only the first rank adds.
+        casts: whether the plain forward casts the parameters to the input's dtype.
         index: an index that a forward keeps; it is made on the device of the first call.
     """
 
@@ -55,6 +56,7 @@ class TpState:
     first: str = ""
     packing: Packing | None = None
     once: tuple[str, ...] = ()
+    casts: bool = False
     index: Tensor | None = field(default=None, repr=False)
 
 

@@ -5,6 +5,7 @@ Groups of layers that may be split together are read off a trace; ways to split 
 
 import inspect
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 
 from parallel3d._torch.simulated import simulation_off
 from parallel3d._util import dry_run
@@ -353,12 +355,24 @@ class _Derivation:
                 proven[key] = self._prove(group)
             self._accept(group, proven[key])
         self._vocabulary()
+        own = self._with_own_forward()
         if not self.styles:
             listed = "".join(f"\n  - {note}" for note in self._notes())
             raise PlanError(
                 f"no plan can be derived for {type(self.model).__name__} on {self.tp} tp ranks: nothing of "
                 "it was proven to be the same when split"
                 f"{listed or '; it has no linear layers that were called'}"
+            )
+        if own and not (dist.is_initialized() and dist.get_rank()):
+            number = sum(self._kind(name) in ("linear", "embedding") for name in self.layers)
+            kinds = ", ".join(dict.fromkeys(type(self.modules[name]).__qualname__ for name in own))
+            shown = ", ".join(dict.fromkeys(map(numberless, own)))
+            warnings.warn(
+                f'tp_plan="auto": {len(own)} of the {number + len(own)} linear layers and embeddings of '
+                f"{type(self.model).__name__} stay whole on every tp rank: {shown}. Their class ({kinds}) "
+                "has a forward of its own; one that calls super().forward(x), or that is F.linear(x, "
+                "self.weight.to(x.dtype)), can be split",
+                stacklevel=2,
             )
         rules, why = with_patterns(self.styles, self.why, self.modules)
         return PlanSource(rules, why, tuple(self._notes()), "derived")
@@ -501,6 +515,19 @@ class _Derivation:
             shared = ", tied to the embedding" if head in tied else ""
             self.why[head] = f"puts out the model's output over the vocabulary of {size}{shared}"
             self.refused.pop(head, None)
+
+    def _with_own_forward(self) -> list[str]:
+        """Returns the linear layers and embeddings that were called and whose own forward isn't known."""
+        own = [
+            name
+            for name, module in self.modules.items()
+            if isinstance(module, (nn.Linear, nn.Embedding)) and name not in self.layers
+            if name in self.trace.calls
+        ]
+        for name in own:
+            kind = type(self.modules[name]).__qualname__
+            self.refused[name] = f"{kind} has a forward of its own, of which nothing is known"
+        return own
 
     def _split_shared(self, head: str) -> bool:
         """Whether the head's parameters can be split where other modules own them too; gives such modules, if

@@ -25,6 +25,7 @@ from parallel3d.errors import PlanError
 from parallel3d.tp.collectives import SequenceLength, TpAxis
 from parallel3d.tp.float8 import has_own_forward, is_float8
 from parallel3d.tp.forwards import TpState, bind_forward
+from parallel3d.tp.styles.casts import casts_weight
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,8 @@ class LinearKind:
 def linear_kind(style: object, module: Any) -> LinearKind:
     """Returns ``module`` as a linear layer, for ``style``; PlanError if it computes something else."""
     float8 = is_float8(module) and not has_own_forward(module)
-    if float8 or is_plain(module, nn.Linear) or calls_forward_of(module, nn.Linear):
+    is_linear = is_plain(module, nn.Linear) or calls_forward_of(module, nn.Linear)
+    if float8 or is_linear or casts_weight(module):
         base = type(module) if float8 else nn.Linear
         return LinearKind(
             module.out_features, module.in_features, "out_features", "in_features", 0, 1, base
@@ -194,7 +196,7 @@ def calls_forward_of(module: nn.Module, base: type[nn.Module]) -> bool:
 def works_by_element(module: nn.Module, base: type[nn.Module]) -> bool:
     """Whether ``module`` is a plain ``base``, or applies to input and output of its ``super().forward`` only
     arithmetic with numbers, alike for each element, which is right on any part too."""
-    if type(module).forward is base.forward:
+    if type(module).forward is base.forward or casts_weight(module):
         return True
     return calls_forward_of(module, base) and all(
         _is_arithmetic(forward, module) for forward in _forwards_over(module, base)

@@ -19,6 +19,7 @@ from parallel3d.tp.float8 import float8_linear, is_float8
 from parallel3d.tp.forwards import (
     TpState,
     bind_base_forward,
+    bind_forward,
     finish_sum,
     gather_features,
     split_features,
@@ -39,6 +40,7 @@ from parallel3d.tp.styles.base import (
     sum_traffic,
     works_by_element,
 )
+from parallel3d.tp.styles.casts import cast_to, casts_weight
 
 
 class SplitStyle(LayoutStyle):
@@ -48,7 +50,11 @@ class SplitStyle(LayoutStyle):
         embedding = isinstance(module, nn.Embedding)
         base = nn.Embedding if embedding else linear_kind(self, module).base
         state = TpState(self, axis, sequence, packing=packing_of(module.weight))
-        bind_base_forward(module, base, state)
+        state.casts = casts_weight(module)
+        if state.casts:  # all of its forward is the product
+            bind_forward(module, state)
+        else:
+            bind_base_forward(module, base, state)
 
     def _check_forward(
         self, module: nn.Module, base: type, whole: str = "output", needs: str = "all features"
@@ -261,15 +267,16 @@ class Colwise(SplitStyle):
         if isinstance(module, nn.Embedding):
             y, size = tp.inner(module, input), module.embedding_dim
         else:
-            weight, size = _as_linear(module), _out_features(module)
+            size = _out_features(module)
+            weight, bias = _weight_and_bias(tp, module, input)
             if self.chunks > 1:
-                y = self._in_chunks(tp, input, weight, module.bias)
+                y = self._in_chunks(tp, input, weight, bias)
             if y is None:
                 x = take_input(input, self.input, self.sequence_dim, tp, read_only=True)
                 if is_float8(module):
                     y = float8_linear(module, x, tp.axis, "out", bias=True)
                 else:
-                    y = linear(x, weight, module.bias)
+                    y = linear(x, weight, bias)
         return gather_features(y, size, tp) if self.output == "replicate" else y
 
     def _in_chunks(
@@ -340,7 +347,7 @@ class Rowwise(SplitStyle):
 
     def forward(self, tp: TpState, module: Any, /, input: Tensor) -> Tensor:
         """(..., in / tp), or (..., in) which is split here, -> (..., out)."""
-        x, weight = input, _as_linear(module)
+        x, (weight, bias) = input, _weight_and_bias(tp, module, input)
         features = module.in_features if isinstance(module, nn.Linear) else module.nx
         if self.input == "replicate":
             x = split_features(x, tp)
@@ -356,12 +363,13 @@ class Rowwise(SplitStyle):
             y = F.linear(x, weight)
         y = finish_sum(y, self.output, self.sequence_dim, tp)
         # The bias after the sum, in which it would be added tp times.
-        return y if module.bias is None else y + module.bias
+        return y if bias is None else y + bias
 
 
-def _as_linear(module: Any) -> Tensor:
-    """Returns the weight as (out, in)."""
-    return module.weight if isinstance(module, nn.Linear) else module.weight.t()
+def _weight_and_bias(tp: TpState, module: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Returns the weight as (out, in), and the bias, as the module computes with them on ``x``."""
+    weight: Any = module.weight if isinstance(module, nn.Linear) else module.weight.t()
+    return cast_to(x, weight, module.bias) if tp.casts else (weight, module.bias)  # type: ignore[return-value]
 
 
 def _out_features(module: Any) -> int:
@@ -403,8 +411,9 @@ class GroupedKv(Colwise):
         number = pick_by_rank(numbers, tp.axis.rank)
         size = _out_features(module) // self.kv_heads
         start = pick_by_rank([min(heads) * size for heads in self.heads], tp.axis.rank)
-        weight = _as_linear(module).narrow(0, start, number * size)
-        bias = None if module.bias is None else module.bias.narrow(0, start, number * size)
+        weight, bias = _weight_and_bias(tp, module, input)
+        weight = weight.narrow(0, start, number * size)
+        bias = None if bias is None else bias.narrow(0, start, number * size)
         y = F.linear(x, weight, bias)
         if [len(heads) for heads in self.heads] == numbers:
             return y

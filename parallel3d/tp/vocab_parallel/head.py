@@ -20,6 +20,7 @@ from parallel3d.tp.overlap import linear
 from parallel3d.tp.plan import ResolvedPlan
 from parallel3d.tp.styles import Colwise
 from parallel3d.tp.styles.base import ParamRule, Traffic, is_plain
+from parallel3d.tp.styles.casts import casts_weight
 from parallel3d.tp.styles.linear import SplitStyle
 from parallel3d.tp.vocab_parallel.rows import LossOptions
 from parallel3d.tp.vocab_parallel.vocab_logits import (
@@ -107,7 +108,7 @@ def find_head(model: nn.Module, plan: ResolvedPlan | None) -> str:
     It is the result of the model's ``get_output_embeddings()`` (Hugging Face), else the linear layer that
     shares its weight with an embedding, else the one outside the repeated blocks that has as many outputs
     as an embedding has rows. With a plan it must be column-parallel there. Raises PlanError if there is none,
-    or several, or if it is torchao's Float8Linear.
+    or several, or if it is torchao's Float8Linear, or casts its weight in a forward of its own.
     """
     modules = dict(model.named_modules())
     split = {n for n, m in modules.items() if is_plain(m, nn.Linear)}
@@ -129,6 +130,11 @@ def find_head(model: nn.Module, plan: ResolvedPlan | None) -> str:
                 f"loss_parallel: {candidates[0]!r}, the model's output head, is torchao's Float8Linear, "
                 "whose logits can't stay split; keep it out of the conversion by module_filter_fn, or leave "
                 "loss_parallel out"
+            )
+        if casts_weight(heads[candidates[0]]):
+            raise PlanError(
+                f"loss_parallel: {candidates[0]!r}, the model's output head, casts its weight in a forward "
+                "of its own, and its logits can't stay split; use nn.Linear, or leave loss_parallel out"
             )
         return candidates[0]
     if candidates:
