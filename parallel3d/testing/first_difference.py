@@ -387,7 +387,10 @@ def _check_plain(setup: Setup, run: Run) -> None:
     model = _built(setup.build, setup.seed).to(run.dtype)
     with errors_named("making the inputs of sample 0"):
         inputs = setup.batch(0)
-    with DropoutMode(), errors_named("the plain model's loss", model):
+    what = (
+        f"the plain model's loss, of the model and {len(inputs)} input{'s' * (len(inputs) != 1)},"
+    )
+    with DropoutMode(), errors_named(what, model):
         loss = setup.loss(model, *cast_floats(inputs, run.dtype))
     if not isinstance(loss, torch.Tensor) or loss.dim() != 0 or not loss.requires_grad:
         shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__

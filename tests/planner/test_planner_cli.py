@@ -98,6 +98,19 @@ def build():
     return nn.Sequential(nn.Embedding(1000, 256), *(Block() for _ in range(3)), nn.Linear(256, 1000))
 def fails():
     raise KeyError("size")
+def images():
+    return nn.Sequential(nn.Conv2d(3, 256, 4, 4), nn.Flatten(2), Block2())
+def with_example():
+    return images(), ((torch.randn(2, 3, 16, 16),), {})
+class Block2(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Block(), Block()])
+    def forward(self, x):
+        x = x.transpose(1, 2)
+        for layer in self.layers:
+            x = layer(x)
+        return x
 """
 
 
@@ -116,6 +129,12 @@ def test_an_own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fails = run("plan", "--model", "planned_here:fails", *words)
     assert "planned_here:fails raised KeyError: 'size', at" in fails.stderr
     assert "planned_here.py:13, in fails" in fails.stderr
+    words += ["--seq-len", "16"]
+    assert (
+        "planned_here:images may return (model, example)"
+        in run("plan", "--model", "planned_here:images", *words).stderr
+    )
+    assert run("plan", "--model", "planned_here:with_example", *words).exit_code == 0
 
 
 def test_a_narrow_terminal_has_fewer_columns() -> None:

@@ -121,8 +121,7 @@ def test_an_error_names_line_and_module() -> None:
     line = wrong.__code__.co_firstlineno + 1
     with pytest.raises(Parallel3dError, match=rf"IndexError.*, at {__file__}:{line}, in wrong"):
         verify(Net, wrong, MeshLayout(2, 1, 1))
-    inside = (
-        rf"the plain model's loss raised .*, at {__file__}:\d+, in forward, module embed \(Embed"
-    )
+    inside = r"the plain model's loss, of the model and \d input, raised .*, at "
+    inside += rf"{__file__}:\d+, in forward, module embed \(Embed"
     with pytest.raises(Parallel3dError, match=inside + r"ding\) with input int64 \(2, 2\)"):
         verify(Net, lambda sample: torch.full((2, 2), 99), MeshLayout(2, 1, 1))

@@ -33,7 +33,8 @@ ModelName = Annotated[
     str | None,
     _model(
         "A name such as llama-3.1-8b, a Hugging Face config.json, package.module:function of your own that "
-        "builds it, or shapes: layers=32,hidden=4096,heads=32,kv_heads=8,ffn=14336,vocab=128256.",
+        "builds it (or returns it and an example, (args, kwargs)), or shapes: "
+        "layers=32,hidden=4096,heads=32,kv_heads=8,ffn=14336,vocab=128256.",
     ),
 ]
 

@@ -59,7 +59,7 @@ def read_model(text: str, seq_len: int | None = None) -> ModelSpec:
 
 
 def _of_module(text: str, seq_len: int | None) -> ModelSpec:
-    """The own model that the function ``package.module:name`` builds."""
+    """The own model that the function ``package.module:name`` builds, alone or with an example."""
     build = o.function_named("--model", text)
     import torch
 
@@ -67,8 +67,14 @@ def _of_module(text: str, seq_len: int | None) -> ModelSpec:
     from parallel3d.testing.samples import errors_named
 
     with errors_named(f"--model: {text}"), torch.device("meta"):
-        model = build()
-    return spec_from_module(model, seq_len=seq_len, name=text)
+        made = build()
+    model, example = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    try:
+        return spec_from_module(model, example, seq_len=seq_len, name=text)
+    except PlanningError as error:
+        if example is not None:
+            raise
+        raise PlanningError(f"{error}. For --model, {text} may return (model, example)") from error
 
 
 _ASKED = {
