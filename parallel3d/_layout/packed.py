@@ -255,6 +255,20 @@ def gather_packed(
     return whole
 
 
+def packed_as_param(param: Tensor, value: Any) -> Any:
+    """Returns ``value``, or with the rows of ``param``, which is packed, one that has those of torch.chunk.
+
+    torch's ``distribute_tensor``, which ``set_optimizer_state_dict`` calls, gives whole values such rows.
+    Collective then.
+    """
+    spec = _packed_spec(param)
+    other = isinstance(value, DTensor) and value.ndim and _packed_spec(value) is None
+    if spec is None or not other or value.shape != param.shape:
+        return value
+    local = cut_packed(value.full_tensor(), spec.mesh, spec.placements)
+    return make_dtensor(local, make_spec(spec.mesh, spec.placements, value.shape, value.dtype))
+
+
 # Operations on packed DTensors.
 #
 # DTensor's own operations handle their rows as those of ``torch.chunk``. An operation that does the same to
@@ -415,8 +429,7 @@ class _Call:
         raise Parallel3dError(
             f"{self.func} on a packed parameter (gate and up in one, q, k and v in one, uneven heads) {why} "
             "and DTensor does not know which rows a rank has; use full_tensor(), which every rank must call, "
-            "or to_local(). (Optimizer state that torch's set_optimizer_state_dict has loaded whole has "
-            "other rows than its parameter: load it with parallel3d.fsdp.load_optim_state_dict)"
+            "or to_local()"
         )
 
 

@@ -45,6 +45,16 @@ def wrap_steps(explain: Callable[[Optimizer, RuntimeError], str | None]) -> None
     Optimizer._patch_step_function = patched  # type: ignore[method-assign]
 
 
+def convert_loaded(convert: Callable[[torch.Tensor, Any], Any]) -> None:
+    """From now on ``load_state_dict`` takes ``convert(param, value)`` for each tensor of a param's state."""
+    process: Callable[..., Any] = Optimizer._process_value_according_to_param_policy
+
+    def processed(param: torch.Tensor, value: Any, *args: Any, **kwargs: Any) -> Any:
+        return process(param, convert(param, value), *args, **kwargs)
+
+    Optimizer._process_value_according_to_param_policy = staticmethod(processed)  # type: ignore[method-assign, assignment]
+
+
 def step_dtensors_apart() -> None:
     """Makes foreach and fused steps one call for parameters that are DTensors, and one for others."""
     grouped: Callable[..., Any] = Optimizer._group_tensors_by_device_and_dtype

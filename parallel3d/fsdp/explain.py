@@ -19,8 +19,9 @@ from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.optim.optimizer import Optimizer
 
+from parallel3d._layout.packed import packed_as_param
 from parallel3d._torch.dtensor import watch_writes, wrap_operators
-from parallel3d._torch.optimizers import step_dtensors_apart, wrap_steps
+from parallel3d._torch.optimizers import convert_loaded, step_dtensors_apart, wrap_steps
 from parallel3d._torch.simulated import inner_tensors
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.bucket import (
@@ -249,6 +250,7 @@ def watch_mixed() -> None:
     watch_writes(_refuse_write)
     wrap_steps(_explain_step)
     step_dtensors_apart()
+    convert_loaded(packed_as_param)
     before = sys.excepthook
 
     def hook(kind: Any, error: BaseException, at: Any) -> None:

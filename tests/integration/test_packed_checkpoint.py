@@ -1,6 +1,7 @@
 """Checkpoints of packed parameters: saved on one mesh, loaded on another and into the plain model."""
 
 import copy
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -229,11 +230,8 @@ def what_torch_cannot_cut(kind: str, sizes: tuple[int, int, int]) -> None:
     sent = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     with pytest.raises(Parallel3dError, match="load_model_state_dict"):
         set_model_state_dict(model, weights if first else {}, options=sent)
-    set_optimizer_state_dict(model, optimizer, copy.deepcopy(moments), options=full)
-    model(packed_tokens(0)).square().mean().backward()
     with pytest.raises(Parallel3dError, match="load_optim_state_dict"):
-        optimizer.step()
-    optimizer.zero_grad()
+        set_optimizer_state_dict(model, optimizer, moments if first else {}, options=sent)
     full_type = StateDictType.FULL_STATE_DICT
     load_model_state_dict(
         model, weights if first else {}, type=full_type, broadcast_from_rank0=True
@@ -256,6 +254,46 @@ def what_torch_cannot_cut(kind: str, sizes: tuple[int, int, int]) -> None:
 )
 def test_torchs_state_dict_functions(gloo_pool: GlooPool, kind, sizes) -> None:
     gloo_pool.run(by_torchs_functions, kind, sizes, world_size=4)
+
+
+OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
+    "fused": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
+    "foreach": lambda params: torch.optim.Adam(params, lr=1e-2, foreach=True),
+    "momentum": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
+}
+
+
+def whole_moments(kind: str, sizes: tuple[int, int, int], name: str) -> None:
+    """Whole state that torch has distributed has the parameters' rows, and the next step is the same."""
+    model = parallel_lm(kind, sizes)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    step(model, optimizer)
+    full = StateDictOptions(full_state_dict=True)
+    moments = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=full))
+    weights = copied(get_model_state_dict(model, options=full))
+    step(model, optimizer)
+    want = whole(flat_state(model, optimizer))
+    for again in (optimizer, OPTIMIZERS[name](model.parameters())):
+        set_model_state_dict(model, copied(weights), options=full)
+        set_optimizer_state_dict(model, again, copy.deepcopy(moments), options=full)
+        for param, state in again.state.items():
+            kinds = {type(value) for value in state.values() if value.dim()}
+            assert kinds == {type(param.data)}, kinds
+        step(model, again)
+        check_equal(flat_state(model, again), want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "sizes", "name"),
+    [
+        ("even", (1, 2, 2), "fused"),
+        ("uneven", (1, 1, 4), "foreach"),
+        ("uneven", (1, 2, 2), "momentum"),
+    ],
+)
+def test_whole_moments_by_torchs_function(gloo_pool: GlooPool, kind, sizes, name) -> None:
+    gloo_pool.run(whole_moments, kind, sizes, name, world_size=4)
 
 
 @pytest.mark.slow
