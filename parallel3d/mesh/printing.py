@@ -25,8 +25,9 @@ def print_once(store: dist.Store | None = None, rank: int = 0) -> None:
     Ranks that wait for this one raise it too (see ``mesh.failures``), and those whose collectives fail when
     this one ends print one line that names it.
 
-    An error is the same if its type and text are, and those of the errors that led to it. Errors that only
-    some ranks raise, or that rank 0 doesn't raise within two seconds, are printed by each of them.
+    An error is the same if its type and text are, and those of the errors that led to it. Ctrl-C, which
+    interrupts all ranks, is one. Errors that only some ranks raise, or that rank 0 doesn't raise within two
+    seconds, are printed by each of them.
 
     Args:
         store, rank: those of a default process group that is yet to be started.
@@ -42,7 +43,7 @@ def print_once(store: dist.Store | None = None, rank: int = 0) -> None:
         world_size = 0
         if (found := others()) is not None:
             store, rank, world_size = found
-        if store is None or not isinstance(error, Exception):
+        if store is None or not isinstance(error, Exception | KeyboardInterrupt):
             before(kind, error, at)
         elif is_of_communication(error):
             _print_cause(error, store, rank, world_size) or before(kind, error, at)
@@ -57,7 +58,7 @@ def print_once(store: dist.Store | None = None, rank: int = 0) -> None:
     sys.excepthook = hook
 
 
-def _print_cause(error: Exception, store: dist.Store, rank: int, world_size: int) -> bool:
+def _print_cause(error: BaseException, store: dist.Store, rank: int, world_size: int) -> bool:
     """Prints in one line whose failure ``error`` comes from. Returns False if nobody knows.
 
     The collectives of this rank end when the process of the rank that failed does, which has posted why.

@@ -37,9 +37,13 @@ def attempt(name, action):
     printing._KEY = name
     try:
         action()
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         error.add_note(f"={name}=")
         sys.excepthook(type(error), error, error.__traceback__)
+
+
+def interrupted():
+    raise KeyboardInterrupt
 
 
 def on_second(error):
@@ -63,6 +67,7 @@ attempt("save", lambda: p3d.checkpoint.save("run", model, None, step=torch.distr
 extra = {"x": [print, 1][torch.distributed.get_rank()]}
 attempt("save one", lambda: p3d.checkpoint.save("run", model, None, step=1, extra=extra))
 attempt("own", lambda: on_second(p3d.StateError("of one rank")))
+attempt("interrupt", interrupted)
 attempt("meta", lambda: scale(torch.ones(4)))
 torch.distributed.barrier()
 printing._KEY = "last"
@@ -83,7 +88,18 @@ def test_what_all_ranks_raise_is_printed_once(tmp_path: Path) -> None:
         timeout=120,
     )
     noted = re.findall(r"=([a-z ]+)=$", run.stderr, re.MULTILINE)
-    expected = ["load", "materialize", "mesh", "meta", "no meta", "own", "plan", "save", "save one"]
+    expected = [
+        "interrupt",
+        "load",
+        "materialize",
+        "mesh",
+        "meta",
+        "no meta",
+        "own",
+        "plan",
+        "save",
+        "save one",
+    ]
     assert sorted(noted) == expected, run.stderr
     last = [line for line in run.stderr.splitlines() if "but the world has 2 ranks" in line]
     assert len(last) == 2, run.stderr  # of "mesh", and the one that ends the program
