@@ -171,6 +171,12 @@ def without_values(buffers: Sequence[str], why: str) -> str:
     )
 
 
+DDP_REFUSED = (
+    "DistributedDataParallel was given a model that parallelize or fully_shard has made parallel, and that "
+    "reduces its gradients itself: leave DistributedDataParallel out. Hugging Face's Trainer wraps each "
+    "model in it: use parallel3d.integrations.transformers.Trainer instead; of another (trl's, your own), "
+    "class MyTrainer(parallel3d.integrations.transformers.ParallelMixin, OtherTrainer)"
+)
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
@@ -309,6 +315,10 @@ def explain_mixed(error: BaseException, operands: Iterable[Any] = ()) -> str | N
     Args:
         operands: tensors that were computed with, to be looked at before those on the stack.
     """
+    if "`DTensor` parameters, which is incompatible with DDP" in str(
+        error
+    ):  # accelerate's, on GPUs
+        return DDP_REFUSED
     if isinstance(error, Parallel3dError) or MIXED not in str(error):
         return None
     return _message(operands, list(traceback.walk_tb(error.__traceback__))[::-1])

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from types import FunctionType
@@ -28,6 +29,7 @@ from parallel3d._util.forwards import set_class
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.api import MixedPrecisionPolicy
 from parallel3d.fsdp.comm import Comm, make_comm
+from parallel3d.fsdp.explain import DDP_REFUSED
 from parallel3d.fsdp.members import get_unit, unit_of
 from parallel3d.fsdp.param import ShardedParam
 from parallel3d.fsdp.unit import Unit
@@ -136,6 +138,15 @@ def set_comm(unit: Unit, comm: Comm) -> None:
         unit.context.comm.finish()  # completes what is in flight on the previous one
         comm.max_inputs = max(comm.max_inputs, unit.context.comm.max_inputs)
         unit.context.comm = comm
+
+
+class RefusesDdp:
+    """``_ddp_params_and_buffers_to_ignore``: what DistributedDataParallel asks its module for first."""
+
+    def __get__(self, module: Any, owner: Any = None) -> Any:
+        if isinstance(sys._getframe(1).f_locals.get("self"), nn.parallel.DistributedDataParallel):
+            raise Parallel3dError(DDP_REFUSED)
+        raise AttributeError("_ddp_params_and_buffers_to_ignore")
 
 
 class _TorchNames:

@@ -24,7 +24,7 @@ from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.copying import copy_module
 from parallel3d.fsdp.explain import explain_load
 from parallel3d.fsdp.group import Retain
-from parallel3d.fsdp.interop import TorchState, unit_given
+from parallel3d.fsdp.interop import RefusesDdp, TorchState, unit_given
 from parallel3d.fsdp.members import get_unit, parameters_at_rest, units_of
 from parallel3d.fsdp.options import comm_hooks
 from parallel3d.fsdp.options.checks import fill_from_meta, refuse_accumulation
@@ -86,6 +86,8 @@ class FSDPModule(UnitModule, TorchFSDPModule):
     ``torch._foreach_*`` functions outside of an optimizer, as some EMA implementations make them, but for
     ``param.data = tensor``.
     """
+
+    _ddp_params_and_buffers_to_ignore = RefusesDdp()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Makes an object of the original class: a slice of a container module is no unit."""
