@@ -1,6 +1,7 @@
 """Plans derived by tracing: what is split is proven equal, what can't be is refused with the reason."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -378,3 +379,32 @@ def test_a_width_that_could_be_packed_but_for_its_heads(heads: int, tp: int) -> 
     layers = (ThreeHeads(heads, width) for _ in range(2))
     plan = resolve_plan(nn.Sequential(nn.Embedding(16, width), *layers), "auto", tp_size=tp)
     assert f"{heads} groups of heads as" in str(plan)
+
+
+class OfTheInput(nn.Module):
+    """Attention whose head size is that of its whole input, divided by its heads; or its own."""
+
+    def __init__(self, own_size: bool) -> None:
+        super().__init__()
+        self.heads, self.head_dim, self.own_size = 4, 4, own_size
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, length, width = x.shape
+        size = self.head_dim if self.own_size else width // self.heads
+        q, k, v = (t.view(rows, length, -1, size) for t in self.qkv(x).chunk(3, -1))
+        if not self.own_size:
+            q, k, v = (t.view(rows, length, self.heads, size) for t in (q, k, v))
+        y = nn.functional.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)))
+        return self.out(y.transpose(1, 2).reshape(rows, length, -1 if self.own_size else width))
+
+
+def test_sizes_of_the_whole_input_are_named() -> None:
+    def model(own_size: bool) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 16), OfTheInput(own_size), nn.Linear(16, 8))
+
+    with pytest.warns(UserWarning, match="(?s)2 of the 4 linear .*qkv.*such as self.head_dim"):
+        auto_plan(model(False), 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert any("qkv" in name or name == "1" for name in auto_plan(model(True), 2))

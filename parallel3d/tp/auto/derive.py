@@ -363,19 +363,27 @@ class _Derivation:
                 "it was proven to be the same when split"
                 f"{listed or '; it has no linear layers that were called'}"
             )
-        if own and not (dist.is_initialized() and dist.get_rank()):
-            number = sum(self._kind(name) in ("linear", "embedding") for name in self.layers)
-            kinds = ", ".join(dict.fromkeys(type(self.modules[name]).__qualname__ for name in own))
-            shown = ", ".join(dict.fromkeys(map(numberless, own)))
-            warnings.warn(
-                f'tp_plan="auto": {len(own)} of the {number + len(own)} linear layers and embeddings of '
-                f"{type(self.model).__name__} stay whole on every tp rank: {shown}. Their class ({kinds}) "
-                "has a forward of its own; one that calls super().forward(x), or that is F.linear(x, "
-                "self.weight.to(x.dtype)), can be split",
-                stacklevel=2,
-            )
+        self._warn_of_whole(own)
         rules, why = with_patterns(self.styles, self.why, self.modules)
         return PlanSource(rules, why, tuple(self._notes()), "derived")
+
+    def _warn_of_whole(self, own: list[str]) -> None:
+        """Warns of layers that stay whole for a reason, if they have many parameters or forwards of their
+        own, ``own``."""
+        layers = [n for n in self.layers if self._kind(n) in ("linear", "embedding")] + own
+        whole = [name for name in layers if name not in self.styles and name in self.refused]
+        params = {id(p): p.numel() for p in self.model.parameters()}
+        held = {id(p): p.numel() for name in whole for p in self.modules[name].parameters(False)}
+        share = sum(held.values()) / max(1, sum(params.values()))
+        if (share < _MANY and not own) or (dist.is_initialized() and dist.get_rank()):
+            return
+        notes = "".join(f"\n  - {note.removeprefix(_WHOLE)}" for note in self._notes())
+        warnings.warn(
+            f'tp_plan="auto": {len(whole)} of the {len(layers)} linear layers and embeddings of '
+            f"{type(self.model).__name__}, with {share:.0%} of its parameters, stay whole on every tp rank:"
+            f"{notes}",
+            stacklevel=2,
+        )
 
     def _kind(self, name: str) -> str:
         return self.layers[name].kind if name in self.layers else ""
@@ -526,7 +534,10 @@ class _Derivation:
         ]
         for name in own:
             kind = type(self.modules[name]).__qualname__
-            self.refused[name] = f"{kind} has a forward of its own, of which nothing is known"
+            self.refused[name] = (
+                f"{kind} has a forward of its own, of which nothing is known; one that calls "
+                "super().forward(x), or that is F.linear(x, self.weight.to(x.dtype)), can be split"
+            )
         return own
 
     def _split_shared(self, head: str) -> bool:
@@ -561,10 +572,12 @@ class _Derivation:
                 pattern = numberless(name)
                 alike = {other for other in self.layers if numberless(other) == pattern}
                 shown.append(pattern if alike <= set(names) else name)
-            notes.append(f"derived, left whole: {', '.join(dict.fromkeys(shown))}: {reason}")
+            notes.append(f"{_WHOLE}{', '.join(dict.fromkeys(shown))}: {reason}")
         return notes
 
 
+_WHOLE = "derived, left whole: "
+_MANY = 0.2  # of a model's parameters: as many are worth a word if they stay whole
 _UNINTERESTING = re.compile(r"detach|clone|alias|empty_like|new_zeros|copy|_?to_copy|sym_size")
 
 

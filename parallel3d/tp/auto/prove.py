@@ -125,6 +125,12 @@ _TOLERANCE = 1e-8
 _WHOLE = ParamRule(Replicate())
 
 
+_SIZES = (
+    " (its forward reshapes to sizes of its whole input, such as C // heads with C = x.size(-1): take them "
+    "from the module, such as self.head_dim, or write -1)"
+)
+
+
 class NotEqual(Exception):
     """The split module computes something else; the message says what."""
 
@@ -227,6 +233,8 @@ class Prover:
                 got = run_ranks(self._tp, functools.partial(self._run_split, split, training))
             except Exception as error:
                 first = (str(error) or type(error).__name__).strip().splitlines()[0]
+                if "is invalid for input of size" in first:
+                    first += _SIZES
                 raise NotEqual(
                     f"on {self._tp} ranks it raises {type(error).__name__}: {first}"
                 ) from error
