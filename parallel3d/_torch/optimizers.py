@@ -52,7 +52,7 @@ def convert_loaded(convert: Callable[[torch.Tensor, Any], Any]) -> None:
     def processed(param: torch.Tensor, value: Any, *args: Any, **kwargs: Any) -> Any:
         return process(param, convert(param, value), *args, **kwargs)
 
-    Optimizer._process_value_according_to_param_policy = staticmethod(processed)  # type: ignore[method-assign, assignment]
+    Optimizer._process_value_according_to_param_policy = staticmethod(processed)  # type: ignore[method-assign]
 
 
 def step_dtensors_apart() -> None:
@@ -75,4 +75,4 @@ def step_dtensors_apart() -> None:
                 apart[device, (dtype, wanted)] = [pick(v) for v in lists], pick(indices)
         return apart
 
-    Optimizer._group_tensors_by_device_and_dtype = staticmethod(group)  # type: ignore[method-assign, assignment]
+    Optimizer._group_tensors_by_device_and_dtype = staticmethod(group)  # type: ignore[method-assign]

@@ -405,6 +405,11 @@ def test_sizes_of_the_whole_input_are_named() -> None:
 
     with pytest.warns(UserWarning, match="(?s)2 of the 4 linear .*qkv.*such as self.head_dim"):
         auto_plan(model(False), 2)
+    for more in ({}, {"1": LocalSizes(("heads",))}):
+        plan = {"1.qkv": Colwise(packed=3), "1.out": "rowwise", **more}
+        with pytest.raises(PlanError, match=r"such as self.head_dim, or write -1\)\.") as caught:
+            resolve_plan(model(False), plan, 2)
+        assert "tp.LocalSizes" not in str(caught.value)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert any("qkv" in name or name == "1" for name in auto_plan(model(True), 2))

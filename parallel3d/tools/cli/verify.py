@@ -146,6 +146,7 @@ def _run(
     build: Any, batch: Any, sizes: dict[str, int], options: dict[str, Any]
 ) -> tuple[Verification, bool]:
     """Returns the verification, and whether this process is the one that prints it."""
+    import torch
     from torch import distributed as dist
 
     from parallel3d.mesh import MeshLayout
@@ -154,6 +155,8 @@ def _run(
     layout = MeshLayout(**sizes)
     started = int(os.environ.get("WORLD_SIZE", "0"))
     if started <= 1 or dist.is_initialized():
+        # Simulated ranks are threads, which compute at once.
+        torch.set_num_threads(max(1, torch.get_num_threads() // layout.world_size))
         return verify(build, batch, layout, **options), True
     if started != layout.world_size:
         raise Parallel3dError(

@@ -34,7 +34,7 @@ from parallel3d.tp.auto.derive import (
     ways_to_split,
 )
 from parallel3d.tp.auto.heads import GROUP_SIZES, HEAD_SIZES, KV_NUMBERS, NUMBERS, Attention
-from parallel3d.tp.auto.prove import NotEqual, NotProven, Proof, Prover, Split
+from parallel3d.tp.auto.prove import OF_WHOLE_INPUT, NotEqual, NotProven, Proof, Prover, Split
 from parallel3d.tp.auto.trace import OUTPUT, Layer, NotCopied, Trace, find_layers, inside
 from parallel3d.tp.local_attributes import method_trees, reads_of
 from parallel3d.tp.resolve import Resolution, is_in, numberless
@@ -248,10 +248,12 @@ class _Check:
             if unread := self.whole_readers(group, trace):
                 self.problem(f"{unread}. As the plan is, {wrong}")
                 return
-            way = self.proven_way(group, trace) or self.remedy(group, True)
+            way = self.proven_way(group, trace)
+            if not way and not wrong.endswith(OF_WHOLE_INPUT):  # which no rule of a plan changes
+                way = self.remedy(group, True)
             self.problem(
                 f"{_describe(group)}: on its part a rank doesn't compute what the plain module does: "
-                f"{wrong}. {self.known_heads(group)}{way}"
+                f"{wrong}. {self.known_heads(group)}{way}".strip()
             )
             return
         for path in proof.partial:

@@ -125,7 +125,7 @@ _TOLERANCE = 1e-8
 _WHOLE = ParamRule(Replicate())
 
 
-_SIZES = (
+OF_WHOLE_INPUT = (
     " (its forward reshapes to sizes of its whole input, such as C // heads with C = x.size(-1): take them "
     "from the module, such as self.head_dim, or write -1)"
 )
@@ -234,7 +234,7 @@ class Prover:
             except Exception as error:
                 first = (str(error) or type(error).__name__).strip().splitlines()[0]
                 if "is invalid for input of size" in first:
-                    first += _SIZES
+                    first += OF_WHOLE_INPUT
                 raise NotEqual(
                     f"on {self._tp} ranks it raises {type(error).__name__}: {first}"
                 ) from error

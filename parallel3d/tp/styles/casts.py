@@ -3,6 +3,7 @@
 import functools
 import itertools
 import types
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ def casts_weight(module: nn.Module) -> bool:
     if not isinstance(own, types.FunctionType) or own.__code__.co_freevars:
         return False
     inherited = cls.__mro__[: cls.__mro__.index(nn.Linear)]
-    held = (
+    held: tuple[Iterable[str], ...] = (
         module._parameters,
         module._buffers,
         module._modules,
@@ -31,7 +32,7 @@ def casts_weight(module: nn.Module) -> bool:
     read = set(own.__code__.co_names) - {"weight", "bias"}
     if any(not read.isdisjoint(names) for names in held):
         return False
-    return _computes_cast_product(cls, module.bias is not None)
+    return _computes_cast_product(cls, module.bias is not None)  # type: ignore[arg-type]  # classes are hashable
 
 
 def cast_to(x: Tensor, *params: Tensor | None) -> list[Tensor | None]:
@@ -77,7 +78,7 @@ def _is_cast_product(
     inputs = (x, *layer.parameters())
     try:
         got = layer.forward(x)
-        want = F.linear(x, *cast_to(x, layer.weight, layer.bias))
+        want = F.linear(x, *cast_to(x, layer.weight, layer.bias))  # type: ignore[arg-type]
         if type(got) is not Tensor or got.dtype != want.dtype or not torch.equal(got, want):
             return False
         of_got, of_want = (torch.autograd.grad(y.square().sum(), inputs) for y in (got, want))
