@@ -379,6 +379,7 @@ class RunContext:
         backward_id: autograd's number of the last one.
         iteration: number of the root's forwards so far.
         running: whether one is under way.
+        trains: whether it, or the last, began with gradients enabled.
         options: see ``RootOption``.
         on_meta: whether parameters may still be on the meta device.
         inputs_on_meta: whether the forward's inputs are there too: then it is one of shapes and collectives.
@@ -393,7 +394,7 @@ class RunContext:
         self.backward_id = -1
         self._thread = get_ident()
         self.iteration = 0
-        self.running = False
+        self.running = self.trains = False
         self.options: list[RootOption] = []
         self.same_order: SameOrder | None = None
         self.on_meta = True  # until a forward has found that none are
@@ -469,7 +470,8 @@ class RunContext:
         self.iteration += 1
         self._thread = get_ident()
         issuing.runs += 1
-        if torch.is_grad_enabled():
+        self.trains = torch.is_grad_enabled()
+        if self.trains:
             issuing.forwards += 1
         if issuing.on_run is not None:
             issuing.on_run()

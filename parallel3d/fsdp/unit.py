@@ -304,7 +304,9 @@ class Unit:
             else:
                 group.register_sharded()  # an option's doing, if it was converted within this forward
                 group.adopt()
-                if torch.is_grad_enabled():  # else one that waits for its backward may train others
+                # A forward of the root without gradients may be between one and its backward, which trains
+                # what that has used. (A block that reentrant checkpointing runs has none either.)
+                if context.trains if context.running else torch.is_grad_enabled():
                     group.count_trainable()
                 if group.renewed:  # a forward of the root has renewed them
                     keep = context.running or self.keep_between_forwards

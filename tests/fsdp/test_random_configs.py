@@ -5,6 +5,7 @@ as the falsifying example is the same without hypothesis.
 """
 
 import warnings
+from dataclasses import replace
 
 import hypothesis
 import pytest
@@ -40,6 +41,12 @@ FOUND = {
         (1, 2, 1),
         (Step(),),
         input_grad=True,
+    ),
+    "a parameter is unfrozen in a list unit that reentrant checkpointing runs": Config(
+        RandomModel((Leaf("mlp"), replace(RECOMPUTED, unit=Unit(), as_list=True))),
+        (1, 2, 1),
+        (Step(), Step(flips=(4,))),
+        (4,),
     ),
 }
 

@@ -185,3 +185,9 @@ def test_what_cannot_be_copied_is_named_and_no_example_asked_for(case: str) -> N
     assert "example" not in str(raised.value)
     with pytest.raises(PlanError, match=rf"0\.extra of Sequential.*{said}"):
         resolve_plan(model, {"0.up": "colwise", "0.down": "rowwise"}, 2)
+
+
+def test_a_table_without_rows_is_no_table_of_ids() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6))
+    model.register_parameter("none", nn.Parameter(torch.empty(0, 3)))
+    assert "0" in auto_plan(model, 2)

@@ -406,7 +406,7 @@ def _inputs_for(model: nn.Module) -> Iterator[torch.Tensor]:
             yield torch.randn(_BATCH, _LENGTH, features)
             yield torch.randn(_BATCH, features)
         else:  # its own embedding, perhaps
-            yield from (ids % param.shape[0] for param in own if param.dim() == 2)
+            yield from (ids % param.shape[0] for param in own if param.dim() == 2 and param.numel())
 
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
