@@ -3,7 +3,7 @@
 from collections import Counter
 
 import pytest
-from _support.tiers import IN_CI, mark
+from _support.tiers import IN_CI, TURNS, mark
 
 
 class Item:
@@ -71,3 +71,14 @@ def test_own_marks_stay() -> None:
 
 def test_every_slow_case_of_some() -> None:
     assert len(tiers(*cases(40, "slow", every=True), day=0)["slow"]) == 40
+
+
+@pytest.mark.parametrize("n", [1, TURNS, TURNS + 1, 25])
+def test_programs_take_turns(n: int) -> None:
+    seen: Counter[str] = Counter()
+    for day in range(n):
+        items = [Item(f"{i}.py::test", "slow", turns=True) for i in range(n)]
+        found = tiers(*items, day=day)
+        assert not found["quick"] and len(found["slow"]) == min(n, TURNS)
+        seen.update(found["slow"])
+    assert len(seen) == n

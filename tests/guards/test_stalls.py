@@ -160,7 +160,7 @@ model(torch.ones(4, 8)).sum().backward()
 """
 
 
-@pytest.mark.slow
+@pytest.mark.slow(turns=True)
 @pytest.mark.parametrize(
     ("kind", "texts"),
     [

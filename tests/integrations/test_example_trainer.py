@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("accelerate")
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(turns=True)
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "examples" / "trainer.py"
