@@ -75,4 +75,4 @@ def step_dtensors_apart() -> None:
                 apart[device, (dtype, wanted)] = [pick(v) for v in lists], pick(indices)
         return apart
 
-    Optimizer._group_tensors_by_device_and_dtype = staticmethod(group)  # type: ignore[method-assign]
+    Optimizer._group_tensors_by_device_and_dtype = staticmethod(group)  # type: ignore[method-assign, assignment]

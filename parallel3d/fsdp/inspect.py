@@ -3,6 +3,7 @@
 # ruff: noqa: F401 (others import these names from here)
 from parallel3d.fsdp.api import as_instance, check_policy, strategy_options
 from parallel3d.fsdp.bucket import Bucket
+from parallel3d.fsdp.explain import explain_mixed
 from parallel3d.fsdp.gradients import flat_gradient, flat_gradients_of, waits_for_reduction
 from parallel3d.fsdp.members import (
     check_param,

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from parallel3d import MeshLayout, build_mesh, parallelize
 from parallel3d.errors import Parallel3dError
 from parallel3d.fsdp import fully_shard
-from parallel3d.fsdp.explain import explain_mixed
+from parallel3d.fsdp.inspect import explain_mixed
 from parallel3d.testing.worlds import fake_world
 
 

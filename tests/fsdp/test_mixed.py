@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import PrepareModuleInput
 
 from parallel3d import MeshLayout, Parallel3dError, StateError, build_mesh, parallelize
 from parallel3d.fsdp import fully_shard, register_fsdp_forward_method
-from parallel3d.fsdp.explain import explain_mixed
+from parallel3d.fsdp.inspect import explain_mixed
 from parallel3d.testing import assert_parity, fake_world
 
 LAYOUTS = {
@@ -130,7 +130,7 @@ import torch
 from torch import nn
 from parallel3d import MeshLayout, build_mesh
 from parallel3d.fsdp import fully_shard, register_fsdp_forward_method
-from parallel3d.fsdp.explain import explain_mixed
+from parallel3d.fsdp.inspect import explain_mixed
 torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 model = fully_shard(nn.Linear(4, 4), mesh=build_mesh(MeshLayout(), device_type="cpu"))
 weight = model.weight
