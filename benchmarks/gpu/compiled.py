@@ -1,29 +1,25 @@
-"""compile: blocks compiled one by one, under both engines."""
+"""compile: a training with blocks compiled one by one, beside the same without, and beside FSDP2's."""
 
 import statistics
 import time
-from functools import partial
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from llama import Llama, LlamaConfig
 from measure import range_of
 from page import Part
-from share import running, synced, synchronize, take_rounds
-from sides import NAMES, batch_of, check_finite, fill, forward_backward, loss_of, make, rank_of_many
+from runner import running
+from share import synced, synchronize, take_rounds
+from sides import Batch, batch_of, fill, loss_of, make, rank_of_many
 from torch import nn
 from torch._dynamo.utils import counters
 
 import parallel3d as p3d
 
-SHAPE = LlamaConfig(2048, 8, 32, 8, 8192, 32_000, 2048)  # eight blocks of a 1B model
+SHAPE = LlamaConfig(2048, 4, 32, 8, 8192, 32_000, 2048)  # four blocks of a 1B model
 TINY = LlamaConfig(64, 2, 4, 2, 192, 256, 64)
-LAYOUTS = {
-    "FSDP": p3d.MeshLayout(shard=8),
-    "HSDP": p3d.MeshLayout(2, 4),
-    "replicated": p3d.MeshLayout(replicate=8),
-    "FSDP and TP 2": p3d.MeshLayout(1, 4, 2),
-}
 PLAN = {
     "tok_embeddings": "embedding",
     "layers.*.attention.w[qkv]": "colwise",
@@ -32,102 +28,152 @@ PLAN = {
     "layers.*.feed_forward.w2": "rowwise",
     "output": "colwise_gather_output",
 }
-AFTER = 3  # steps after the second, which must not compile anything
+STEPS = 5  # of the training; those after the second must not compile anything
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training.
+
+    Attributes:
+        name: of the row. layout: the mesh. mixed: bf16 computation, fp32 reduction; else all in fp32.
+        bound: how far the compiled losses may be from the others; relative.
+        peer: whether it is timed, beside FSDP2. FSDP2 with tensor parallelism is another program.
+    """
+
+    name: str
+    layout: p3d.MeshLayout
+    mixed: bool = True
+    bound: float = 1e-2
+    peer: bool = True
+
+
+CASES = (
+    Case("FSDP bf16/fp32", p3d.MeshLayout(shard=8)),
+    Case("FSDP fp32", p3d.MeshLayout(shard=8), mixed=False, bound=1e-4, peer=False),
+    Case("HSDP bf16/fp32", p3d.MeshLayout(2, 4)),
+    Case("FSDP and TP 2, bf16/fp32", p3d.MeshLayout(1, 4, 2), peer=False),
+    Case("replicated, bf16/fp32", p3d.MeshLayout(replicate=8)),
+)
 
 
 def compile(device: str, small: bool) -> Part:
-    """Step, recompilations, graph breaks, seconds of compiling."""
+    """Losses, step, recompilations, graph breaks, seconds of compiling."""
     config, tokens = (TINY, 32) if small else (SHAPE, 4096)
     backend = "inductor" if device == "cuda" else "aot_eager"
     part = Part(
         "compile",
-        f"Forward and backward with each of {config.n_layers} blocks of width {config.dim} compiled "
-        f"({backend}), {tokens} tokens, bf16/fp32: ours against FSDP2",
-        ["layout", "ours ms", "FSDP2 ms", "ours / FSDP2", "middle half"]
-        + ["first two steps, warm caches: ours s", "FSDP2 s", "graph breaks: ours", "FSDP2"]
-        + ["recompiles after step 2: ours", "FSDP2"],
+        f"{STEPS} steps of AdamW with each of {config.n_layers} blocks of width {config.dim} compiled "
+        f"({backend}), {tokens} tokens: losses beside those without compile; then the step beside FSDP2's",
+        ["layout", "loss off by", "first two steps s", "graph breaks", "recompiles after step 2"]
+        + ["step: ours ms", "FSDP2 ms", "ours / FSDP2", "middle half"],
     )
-    for index, (name, layout) in enumerate(LAYOUTS.items()):
+    cases = CASES[:1] if small else CASES
+    for index, case in enumerate(cases):
         if index and running().used_up:
-            part.notes.append(f"left out, the share of the time was over: {name}")
+            part.left_out.append(case.name)
             continue
-        seconds = running().left / (len(LAYOUTS) - index)
-        with rank_of_many(layout, device) as (network, mesh):
+        seconds = running().left / (len(cases) - index)
+        with rank_of_many(case.layout, device) as (network, mesh):
             torch._dynamo.reset()
             batch = batch_of(config, tokens, device, length=2048)
-            if (
-                not index
-            ):  # the compiler's caches, which the first to compile would fill for the other
-                model = _compiled("ours", config, mesh, device, backend)
-                cold = _compile(part, "cold", model, batch, device)["seconds"]
-                part.notes.append(f"with cold caches the first two steps take {cold:.1f} s (ours)")
-                torch._dynamo.reset()
-            found: dict[str, dict[str, Any]] = {}
-            steps = {}
-            # FSDP2 with tensor parallelism compiles DTensors, which is another program.
-            for side in ("ours", "torch") if layout.tp == 1 else ("ours",):
-                model = _compiled(side, config, mesh, device, backend)
-                found[side] = _compile(part, f"{name}, {NAMES[side]}", model, batch, device)
-                steps[side] = synced(forward_backward(model, batch), device)
-                del model
-            network.values = False
-            taken = take_rounds(part, name, steps, small=small, seconds=0.5 * seconds)
-            steps.clear()
-        row: list[Any] = [name, taken.median("ours") * 1e3, "", "", ""]
-        if "torch" in found:
-            ratios = taken.ratios("ours", "torch")
-            row[2:] = [taken.median("torch") * 1e3, statistics.median(ratios), range_of(ratios)]
-        for what in ("seconds", "breaks", "recompiles"):
-            row += [found[side][what] if side in found else "" for side in ("ours", "torch")]
-        part.rows.append(row)
-        part.data[name] = {"found": found, **taken.seconds}
-        if found["ours"]["recompiles"]:
-            part.failed.append(f"{name}: ours compiles again after the second step")
+            made = {
+                "eager": _ours(config, mesh, device, case, False),
+                "ours": _ours(config, mesh, device, case, backend),
+            }
+            losses = _train(made["eager"], batch)["losses"]
+            found = _train(made["ours"], batch, lambda: synchronize(device))
+            apart = max(abs(a - b) / abs(b) for a, b in zip(found["losses"], losses, strict=True))
+            if not apart <= case.bound:
+                part.failed.append(f"{case.name}: losses {found['losses']}, without compile {losses}")
+            if found["recompiles"]:
+                part.failed.append(f"{case.name}: ours compiles again after the second step")
+            row: list[Any] = [case.name, apart, found["seconds"], found["breaks"], found["recompiles"]]
+            part.data[case.name] = {**found, "eager": losses}
+            if case.peer:
+                row += _timed(part, case, made["ours"], batch, network, mesh, device, backend, config,
+                              small, 0.3 * seconds)  # fmt: skip
+            part.rows.append(row + [""] * (len(part.head) - len(row)))
+            made.clear()
     torch._dynamo.reset()
     part.notes += [
+        "the compiler's caches are cold for the first row, and warm where a block is the same",
         "expected: the step 0.95 to 1.00 of FSDP2's; no recompilation",
-        "the seconds in the table are with warm caches, for both sides",
     ]
     return part
 
 
-def _compiled(
-    side: str, config: LlamaConfig, mesh: torch.distributed.DeviceMesh, device: str, backend: str
-) -> nn.Module:
-    """A model whose blocks are compiled inside the engine's hooks."""
-    if side == "torch":
-        model = make(side, config, mesh, device)
-        for block in model.layers:
-            block.compile(backend=backend)
-        return model
+def _ours(config: LlamaConfig, mesh: Any, device: str, case: Case, backend: str | bool) -> nn.Module:
+    """Our engine, with blocks compiled inside its hooks."""
     with torch.device("meta"):
         plain = Llama(config)
-    policy = p3d.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    plan = PLAN if mesh.shape[2] > 1 else None
+    policy = p3d.MixedPrecisionPolicy()
+    if case.mixed:
+        policy = p3d.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    plan = PLAN if case.layout.tp > 1 else None
     made = p3d.parallelize(plain, mesh, tp_plan=plan, mp_policy=policy, compile=backend)
     made.to_empty(device=device)
     fill(made)
     return made
 
 
-def _compile(
-    part: Part, what: str, model: nn.Module, batch: Any, device: str
-) -> dict[str, float | int]:
-    """Runs the steps that compile, then some that must not."""
+def _train(
+    model: nn.Module, batch: Batch, synchronize: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
+    """Trains, and says what has been compiled when."""
     counters.clear()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses: list[float] = []
     start = time.perf_counter()
-    check_finite(part, what, partial(loss_of, model, batch))
-    model.zero_grad()
-    step = forward_backward(model, batch)
-    step()
-    synchronize(device)
-    seconds = time.perf_counter() - start
-    graphs = counters["stats"]["unique_graphs"]
-    for _ in range(AFTER):
-        step()
+    seconds, graphs = 0.0, 0
+    for step in range(STEPS):
+        loss = loss_of(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+        if step == 1:
+            synchronize()
+            seconds = time.perf_counter() - start
+            graphs = counters["stats"]["unique_graphs"]
     return {
+        "losses": losses,
         "seconds": seconds,
         "breaks": sum(counters["graph_break"].values()),
-        "graphs": graphs,
         "recompiles": counters["stats"]["unique_graphs"] - graphs,
     }
+
+
+def _timed(
+    part: Part,
+    case: Case,
+    ours: nn.Module,
+    batch: Batch,
+    network: Any,
+    mesh: Any,
+    device: str,
+    backend: str,
+    config: LlamaConfig,
+    small: bool,
+    seconds: float,
+) -> list[Any]:
+    """Milliseconds of a step, ours and FSDP2's, the ratio and its middle half."""
+    theirs = make("torch", config, mesh, device)
+    for block in theirs.layers:
+        block.compile(backend=backend)
+    part.data[f"{case.name}, FSDP2"] = _train(theirs, batch)
+    network.values = False
+    steps = {
+        side: synced(lambda model=model: _step(model, batch, network), device)
+        for side, model in (("ours", ours), ("torch", theirs))
+    }
+    taken = take_rounds(part, case.name, steps, small=small, seconds=seconds)
+    ratios = taken.ratios("ours", "torch")
+    ms = [taken.median(side) * 1e3 for side in ("ours", "torch")]
+    return [*ms, statistics.median(ratios), range_of(ratios)]
+
+
+def _step(model: nn.Module, batch: Batch, network: Any) -> None:
+    loss_of(model, batch).backward()
+    model.zero_grad()
+    network.clear()

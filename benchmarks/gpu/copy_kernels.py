@@ -9,7 +9,8 @@ import torch
 from copies import CopiedBytes
 from llama import LlamaConfig
 from page import Part
-from share import running, synced, take_rounds
+from runner import running
+from share import synced, take_rounds
 from sides import SIDES, batch_of, check_finite, forward_backward, loss_of, make, rank_of_many
 from torch.profiler import ProfilerActivity, profile
 

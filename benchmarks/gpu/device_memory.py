@@ -10,7 +10,7 @@ import torch
 from llama import LlamaConfig
 from memory import PeakMemory
 from page import Part
-from share import running
+from runner import running
 from sides import (
     NAMES,
     SIDES,
@@ -125,7 +125,7 @@ def allocator(device: str, small: bool) -> Part:
                 case = f"{name}, {str(dtype).removeprefix('torch.')} parameters"
                 case += ", expandable segments" * expandable
                 if part.rows and running().used_up:
-                    part.notes.append(f"left out, the share of the time was over: {case}")
+                    part.left_out.append(f"{case}")
                     continue
                 _compare(part, case, layout, config, tokens, device, dtype)
     if device == "cuda":
@@ -202,7 +202,7 @@ def largest_batch(device: str, small: bool) -> Part:
     guess = dict.fromkeys(SIDES, 1)
     for cap in caps:
         if part.rows and running().left < 0.2 * running().seconds:
-            part.notes.append(f"left out, the share of the time was over: {cap} GiB")
+            part.left_out.append(f"{cap} GiB")
             continue
         if device == "cuda" and cap * GIB >= torch.cuda.get_device_properties(0).total_memory:
             part.notes.append(f"left out, the card has less: {cap} GiB")

@@ -1,4 +1,4 @@
-"""overlap: a step's time against the larger of its computation and its communication."""
+"""overlap, overlap_hsdp: a step's time against the larger of its computation and its communication."""
 
 import copy
 import gc
@@ -11,7 +11,8 @@ import torch
 from measure import Rounds, no_gc, range_of
 from models import MlpBlock, Stack, ours, torchs
 from page import Part
-from share import LEAST, ROUNDS, running, synchronize
+from runner import running
+from share import LEAST, ROUNDS, synchronize
 from sides import rank_of_many
 from torch import nn
 
@@ -24,15 +25,22 @@ LAYOUTS: dict[str, tuple[p3d.MeshLayout, dict[str, str]]] = {
     "HSDP, replicate on its own link": (p3d.MeshLayout(2, WORLD // 2), {"replicate": "second"}),
     "HSDP, one link": (p3d.MeshLayout(2, WORLD // 2), {}),
 }
-CASES = [("FSDP", 1.0), ("FSDP", 0.5), ("FSDP", 2.0)] + [
-    (name, 1.0) for name in LAYOUTS if name != "FSDP"
-]
+Cases = list[tuple[str, float]]
 
 
 def overlap(device: str, small: bool) -> Part:
     """Step / max(compute, communication)."""
+    return _part("overlap", [("FSDP", 1.0), ("FSDP", 0.5), ("FSDP", 2.0)], device, small)
+
+
+def overlap_hsdp(device: str, small: bool) -> Part:
+    """The same of HSDP, with two links and with one."""
+    return _part("overlap_hsdp", [(name, 1.0) for name in LAYOUTS if name != "FSDP"], device, small)
+
+
+def _part(name: str, cases: Cases, device: str, small: bool) -> Part:
     part = Part(
-        "overlap",
+        name,
         f"Forward and backward of one rank of {WORLD}, {BLOCKS} blocks, one dtype for all, on links so "
         "fast that communication takes a given part of the plain model's step: the step over the larger",
         [
@@ -46,11 +54,11 @@ def overlap(device: str, small: bool) -> Part:
         ]
         + ["ours / FSDP2"],
     )
-    for index, (name, factor) in enumerate(CASES):
+    for index, (name, factor) in enumerate(cases):
         if index and running().used_up:
-            part.notes.append(f"left out, the share of the time was over: {name}, {factor}")
+            part.left_out.append(f"{name}, {factor}")
             continue
-        _case(part, name, factor, running().left / (len(CASES) - index), device, small)
+        _case(part, name, factor, running().left / (len(cases) - index), device, small)
     part.notes += [
         "1.0: all is hidden; 1.125 is the bound of both where the two are equal (the first gather of forward "
         "and of backward and the last reduction have nothing to hide behind)",

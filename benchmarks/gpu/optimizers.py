@@ -11,7 +11,8 @@ from llama import LlamaConfig
 from measure import range_of
 from models import SmallBlock, Stack, local_parameters, ours, torchs
 from page import Part
-from share import launched, running, synced, take_rounds
+from runner import running
+from share import launched, synced, take_rounds
 from sides import batch_of, check_finite, loss_of, make, plain_shards, rank_of_many
 from torch import nn
 

@@ -9,7 +9,8 @@ import torch
 from device_memory import Peak, Training, peak_memory
 from llama import Llama, LlamaConfig
 from page import Part
-from share import running, synced, take_rounds
+from runner import running
+from share import synced, take_rounds
 from sides import batch_of, check_finite, loss_of, rank_of_many
 
 import parallel3d as p3d
@@ -64,7 +65,7 @@ def planner(device: str, small: bool) -> Part:
     for index, (layout, sequences, reshard) in enumerate(cases):
         what = f"{layout.sizes}, {sequences}" + ", not resharded" * (not reshard)
         if index > 1 and running().used_up:
-            part.notes.append(f"left out, the share of the time was over: {what}")
+            part.left_out.append(f"{what}")
             continue
         work = Workload(
             seq_len=length,

@@ -1,4 +1,4 @@
-"""A part's share of the run's time, and rounds of timed steps that end with it."""
+"""Steps that are timed, and rounds of them that end when their time is over."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -7,45 +7,9 @@ import torch
 from measure import Rounds, alternate
 from page import Part
 
-__all__ = ["LEAST", "ROUNDS", "Share", "begin", "launched", "synced", "take_rounds"]
+__all__ = ["LEAST", "ROUNDS", "launched", "synced", "take_rounds"]
 
 ROUNDS, LEAST = 20, 4  # rounds wanted on a GPU, and the fewest there are
-
-
-class Share:
-    """What is left of a part's seconds.
-
-    Attributes:
-        seconds: of the whole part, from its start on.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self.end = time.monotonic() + seconds
-
-    @property
-    def left(self) -> float:
-        """Seconds, 0 at least."""
-        return max(0.0, self.end - time.monotonic())
-
-    @property
-    def used_up(self) -> bool:
-        """Whether nothing is left."""
-        return self.left == 0.0
-
-
-_running = Share(float("inf"))
-
-
-def begin(seconds: float) -> None:
-    """Starts the share of the next part."""
-    global _running
-    _running = Share(seconds)
-
-
-def running() -> Share:
-    """Returns the share of the part that runs."""
-    return _running
 
 
 def synced(function: Callable[[], object], device: str) -> Callable[[], float]:

@@ -12,7 +12,8 @@ from llama import LlamaConfig
 from measure import Rounds, range_of
 from models import SmallBlock, Stack, ours, ours_tp, torchs, torchs_tp
 from page import Part
-from share import launched, running, synced, take_rounds
+from runner import running
+from share import launched, synced, take_rounds
 from sides import batch_of, check_finite, loss_of, make, plain_shards, rank_of_many
 from torch import nn
 
@@ -143,7 +144,7 @@ def small_step(device: str, small: bool) -> Part:
     ]
     for index, (name, config, link) in enumerate(cases):
         if index and running().used_up:
-            part.notes.append(f"left out, the share of the time was over: {name}, {link}")
+            part.left_out.append(f"{name}, {link}")
             continue
         what = f"{name}, {link}"
         seconds = running().left / (len(cases) - index)
@@ -185,9 +186,7 @@ def _measure_model(
         sizes = [(largest, True), *((n, False) for n in range(len(tokens)))]
         for done, (number, values) in enumerate(sizes):
             if done > 1 and running().left < end + 0.05 * seconds:
-                part.notes.append(
-                    f"{what}: from {tokens[number]} tokens on left out, no time was left"
-                )
+                part.left_out.append(f"{what}: from {tokens[number]} tokens on")
                 break
             network.values = values
             batches[0] = batch_of(config, tokens[number], device, length=SEQUENCE)

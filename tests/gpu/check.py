@@ -1,66 +1,36 @@
 """Tests on one GPU: is what the engine computes right, and does it stay right whatever streams do?
 
-    python tests/gpu/check.py --out gpu_tests [--device cuda] [--only truth,races]
+    python tests/gpu/check.py --out gpu_tests [--device cuda|cpu] [--minutes M] [--only a,b] [--small]
+    python tests/gpu/check.py --resume gpu_tests [--minutes M]
 
-It takes at most ten minutes on one H200 and no network, and writes gpu_tests.json and gpu_tests.md. With
-``--device cpu --small`` the same runs on a CPU in about a minute, to try the script.
+It takes M minutes at most (7) and no network, and writes page.md and page.json into the folder. With
+``--device cpu --small`` the same runs on a CPU, to try the script. tests/gpu/README.md has the parts.
+The exit code is 1 if something is wrong, else 3 if a part had not time enough: --resume runs it again.
 """
 
 from __future__ import annotations
 
-import argparse
-import functools
-import os
 import sys
-import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 # For the processes that this one starts, too: they get its sys.path.
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks" / "gpu")]
+sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "benchmarks" / "gpu"), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT)]
 
-WORLDS = (1, 2, 4)
+from runner import Task, command_line  # noqa: E402
 
-
-def main() -> int:
-    """Runs the parts; returns the exit code: 0 if all holds."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, default=Path("gpu_tests"), help="files without suffix")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--only", default="truth,races", help="parts, separated by commas")
-    parser.add_argument("--small", action="store_true", help="small models, three seeds")
-    parser.add_argument("--worlds", default="1,2,4", help="numbers of ranks, for truth")
-    options = parser.parse_args()
-    if options.device == "cuda":
-        # All ranks are on one card, which the processes see as the only one.
-        shown = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
-        os.environ["CUDA_VISIBLE_DEVICES"] = shown.split(",")[0] or "0"
-    import torch
-
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("there is no GPU; --device cpu --small tries the script")
-    import races
-    import truth
-    from page import run_parts
-
-    wanted = options.only.split(",")
-    worlds = tuple(int(world) for world in options.worlds.split(","))
-    if unknown := set(wanted) - {"truth", "races"} or set(worlds) - set(WORLDS):
-        parser.error(f"unknown: {', '.join(map(str, unknown))}")
-    with tempfile.TemporaryDirectory() as folder:
-        where = Path(folder)
-        parts = {
-            "truth": functools.partial(
-                truth.run, options.device, small=options.small, worlds=worlds, folder=where
-            ),
-            "races": functools.partial(
-                races.run, options.device, small=options.small, folder=where
-            ),
-        }
-        return run_parts({name: parts[name] for name in wanted}, options.out, options.device)
-
+# The most valuable first. Weights are the seconds that a part took on an H200, or may take.
+PARTS = (
+    Task("truth2", "truth", "truth2", 60),
+    Task("races", "races", "races", 80),
+    Task("truth4", "truth", "truth4", 60),
+    Task("races_offload", "races", "races_offload", 45),
+    Task("libraries", "truth", "libraries", 25),
+    Task("races_ranks", "races", "races_ranks", 45),
+    Task("truth1", "truth", "truth1", 20),
+)
+PRELOAD = ("torch", "torch.distributed.tensor", "torch.distributed.fsdp", "parallel3d", "ranks")
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command_line(__doc__, PARTS, minutes=7, preload=PRELOAD))

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -24,7 +23,8 @@ import torch
 from _support.models import SEQUENCE_PLAN, lm_loss, tokens
 from disturbed import Disturber, delay_modules, disturb_engine, network_of_one
 from page import Part
-from ranks import Outcome, Rank, run_cases, try_nccl
+from ranks import Outcome, Rank, backend_of, run_cases
+from runner import running
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 from truth import VOCAB, Case, build, ours, torchs
@@ -32,7 +32,7 @@ from truth import VOCAB, Case, build, ours, torchs
 import parallel3d as p3d
 from parallel3d.fsdp import context
 
-__all__ = ["run"]
+__all__ = ["races", "races_offload", "races_ranks"]
 
 STEPS = 2
 LENGTH = 4  # tokens of a sample: sequence parallelism divides them
@@ -184,7 +184,7 @@ class Training:
     def __init__(self, trial: Trial, here: Rank, disturber: Disturber) -> None:
         self.trial, self.here, self.disturber = trial, here, disturber
         case = trial.case
-        mesh = here.mesh(case.sizes)
+        mesh = here.mesh(case.layout)
         plain = build(case, here.device)
         if trial.sequence:
             self.model: Any = p3d.parallelize(plain, mesh, SEQUENCE_PLAN)
@@ -302,43 +302,9 @@ def different(found: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) ->
 HEAD = ["trial", "on", "runs", "runs that differed", "delays a run", "seconds", "verdict"]
 
 
-def run(device_type: str, *, small: bool, folder: Path) -> Part:
-    """The part ``races``."""
-    part = Part(
-        "races", "a training under random delays, and NaN in freed memory: the same bits", HEAD
-    )
-    wanted = trials(device_type, small=small)
-    outcome = run_cases(
-        work,
-        [(trial.name, trial) for trial in wanted],
-        world=1,
-        device_type=device_type,
-        backend="",
-        folder=folder / "races",
-        limit=90.0,
-        deadline=time.monotonic() + (150 if small else 170),
-    )
-    for trial in wanted:
-        _report(part, trial, outcome, "one process", device_type)
-    backend = "gloo"
-    if device_type == "cuda":
-        why = try_nccl(4, folder / "races4")
-        backend = "gloo" if why else "nccl"
-        if why:
-            part.notes.append(f"NCCL does not run four ranks on one card here: {why}")
-    real = _on_ranks(small=small)
-    outcome = run_cases(
-        work,
-        [(trial.name, trial) for trial in real],
-        world=4,
-        device_type=device_type,
-        backend=backend,
-        folder=folder / "races4",
-        limit=90.0,
-        deadline=time.monotonic() + (100 if small else 50),
-    )
-    for trial in real:
-        _report(part, trial, outcome, f"four ranks, {backend}", device_type)
+def races(device_type: str, small: bool) -> Part:
+    """The part ``races``: on the network of one process."""
+    part = _run("races", trials(device_type, small=small), 1, device_type)
     part.notes.append(
         "one process: collectives are computed by this process, on a stream for each group; what an engine "
         "does around them is real"
@@ -350,20 +316,58 @@ def run(device_type: str, *, small: bool, folder: Path) -> Part:
     return part
 
 
-def _on_ranks(*, small: bool) -> list[Trial]:
-    """Those on a real process group of four ranks. A collective there takes some 15 ms on one card."""
+def races_ranks(device_type: str, small: bool) -> Part:
+    """The part ``races_ranks``: HSDP on four ranks."""
+    return _run("races_ranks", [_on_ranks(small=small)], 4, device_type)
+
+
+def races_offload(device_type: str, small: bool) -> Part:
+    """The part ``races_offload``: HSDP on four ranks, with CPU offload."""
+    trial = _on_ranks(small=small)
+    case = replace(trial.case, offload=True)
+    offload = replace(trial, name="HSDP, offload", case=case)
+    return _run("races_offload", [offload], 4, device_type)
+
+
+def _run(name: str, wanted: list[Trial], world: int, device_type: str) -> Part:
+    title = "a training under random delays, and NaN in freed memory: the same bits"
+    part = Part(name, title, HEAD)
+    backend, where = "", "one process"
+    if world > 1:
+        backend, why = backend_of(device_type, world, running().folder)
+        where = f"{world} ranks, {backend}"
+        if why:
+            part.notes.append(f"NCCL does not run {world} ranks on one card here: {why}")
+    # A trial stops at its seconds, the sum of which is what the whole part may take.
+    each = running().left / sum(trial.seconds for trial in wanted)
+    by_name = {
+        trial.name: replace(trial, seconds=trial.seconds * min(1.0, each)) for trial in wanted
+    }
+    outcome = run_cases(
+        work,
+        list(by_name.items()),
+        world=world,
+        device_type=device_type,
+        backend=backend,
+        folder=running().folder,
+        limit=running().limit(90.0),
+        deadline=running().end,
+        each=lambda trial, outcome: _report(part, by_name[trial], outcome, where),
+    )
+    part.left_out += outcome.left_out
+    return part
+
+
+def _on_ranks(*, small: bool) -> Trial:
+    """On a real process group of four ranks. A collective there takes some 15 ms on one card."""
     size: dict[str, Any] = {} if small else {"width": 256, "hidden": 1024}
     hsdp = Case("hsdp", HSDP, mixed=True, **size)
-    seeds, seconds = (2, 10.0) if small else (40, 20.0)
+    seeds, seconds = (2, 10.0) if small else (40, 25.0)
     most = 2.0 if small else 30.0
-    plain = Trial("HSDP", hsdp, alone=False, seeds=seeds, seconds=seconds, most_ms=most)
-    if small:
-        return [plain]
-    offload = replace(plain, name="HSDP, offload", case=replace(hsdp, offload=True))
-    return [plain, offload]
+    return Trial("HSDP", hsdp, alone=False, seeds=seeds, seconds=seconds, most_ms=most)
 
 
-def _report(part: Part, trial: Trial, outcome: Outcome, where: str, device_type: str) -> None:
+def _report(part: Part, trial: Trial, outcome: Outcome, where: str) -> None:
     """Adds the row of a trial, and what is wrong."""
     if trial.name in outcome.failed:
         text = f"{trial.name} ({where}): {outcome.failed[trial.name]}"

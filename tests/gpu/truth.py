@@ -8,6 +8,8 @@ once more from the same seed, and every bit must be the same.
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.util
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -15,10 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _support.models import LM_PLAN, Lm, lm_loss, tokens
+from _support.cp.models import Lm as AttentionLm
+from _support.models import LM_PLAN, SEQUENCE_PLAN, Lm, lm_loss, tokens
 from page import Part
-from ranks import Outcome, Rank, run_cases, try_nccl
+from ranks import Outcome, Rank, backend_of, run_cases
+from runner import running
+from torch import distributed as dist
 from torch import nn
+from torch.nn import functional as F
 from torch.distributed import DeviceMesh, fsdp
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -26,7 +32,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import parallel3d as p3d
 from parallel3d.testing import shards_of
 
-__all__ = ["run"]
+__all__ = ["libraries", "truth1", "truth2", "truth4"]
 
 Sizes = tuple[int, int, int]
 MESHES: dict[int, list[Sizes]] = {
@@ -34,7 +40,9 @@ MESHES: dict[int, list[Sizes]] = {
     2: [(1, 2, 1), (2, 1, 1), (1, 1, 2)],
     4: [(2, 2, 1), (1, 2, 2)],
 }
-CASE_SECONDS = 90.0
+CP_KINDS = ("ulysses", "ring", "gather")
+CP = 2  # the size of the axis cp where there is one
+CASE_SECONDS = 90.0  # at most; less where a part's share is short
 STEPS = 3
 CLIP = 0.05
 
@@ -49,6 +57,10 @@ class Case:
         offload, hfsdp, local, clip: CPU offload, HFSDP, ``optim.local``, ``clip_grad_norm_``.
         micro_batches: per step. defer: what all but the last defer: ``all_reduce`` or ``sync``.
         skips: whether the second step leaves a block out, so that its unit gets no gradient.
+        cp: the kind of attention on an axis cp of two ranks; "": no such axis.
+        sequence: sequence parallelism beside tensor parallelism.
+        adapters: a LoRA of the peft library is trained, and nothing else.
+        float8: the linear layers compute in float8 by torchao, and their weights are gathered so.
         onto: the mesh to continue on from a checkpoint after the second step; None: no checkpoint.
         width, hidden: of the model. Weights of 16 MiB and more are gathered without a copy on a GPU.
         peer: whether FSDP2 can do the same.
@@ -65,6 +77,10 @@ class Case:
     micro_batches: int = 1
     defer: str = "all_reduce"
     skips: bool = False
+    cp: str = ""
+    sequence: bool = False
+    adapters: bool = False
+    float8: bool = False
     onto: Sizes | None = None
     width: int = 12
     hidden: int = 20
@@ -72,7 +88,12 @@ class Case:
 
     @property
     def layout(self) -> p3d.MeshLayout:
-        return p3d.MeshLayout(*self.sizes)
+        return p3d.MeshLayout(*self.sizes, cp=CP if self.cp else 1)
+
+    @property
+    def library(self) -> str:
+        """What it needs beside torch."""
+        return "peft" if self.adapters else "torchao.float8" if self.float8 else ""
 
     @property
     def label(self) -> str:
@@ -83,6 +104,9 @@ class Case:
         """How far loss and gradients, and weights, may be from the plain model's; relative."""
         if self.dtype is torch.float64:
             return 1e-9, 1e-8
+        # A weight that is only rounded elsewhere may become the next float8.
+        if self.float8:
+            return 5e-2, float("inf")
         # bfloat16 has 8 bits: the plain model computes in float32. The weights of AdamW are not compared
         # with it: a gradient that is only rounding moves a weight as far as any.
         return (1e-1, float("inf")) if self.mixed else (2e-5, 1e-4)
@@ -100,6 +124,16 @@ def cases(world: int, *, small: bool) -> list[Case]:
     sizes: dict[str, Any] = {} if small else {"width": 256, "hidden": 1024}
     make: Callable[..., Case] = functools.partial(Case, **sizes)
     found: list[Case] = []
+    for sharded in {2: (1,), 4: (2,)}.get(world, ()):
+        for kind in CP_KINDS:
+            on = (1, sharded, 1)
+            found.append(make(f"cp {kind}", on, torch.float64, cp=kind, peer=False))
+            if not small:
+                found.append(make(f"cp {kind} bf16", on, mixed=True, cp=kind, peer=False))
+        on = (1, sharded, 2)
+        found.append(make("sequence fp64", on, torch.float64, sequence=True, peer=False))
+        if not small:
+            found.append(make("sequence bf16", on, mixed=True, sequence=True, peer=False))
     for mesh in MESHES[world]:
         found += [make("fp64", mesh, torch.float64), make("fp32", mesh)]
         found.append(make("bf16/fp32", mesh, mixed=True))
@@ -133,6 +167,28 @@ def cases(world: int, *, small: bool) -> list[Case]:
     return found
 
 
+def of_libraries(world: int, *, small: bool) -> list[Case]:
+    """The trainings with other libraries' layers."""
+    sizes: dict[str, Any] = {"width": 32, "hidden": 64} if small else {"width": 256, "hidden": 1024}
+    mesh = MESHES[world][0]
+    lora = [Case("LoRA", mesh, torch.float64, adapters=True, **sizes)]
+    if not small:
+        lora.append(Case("LoRA bf16", mesh, mixed=True, adapters=True, **sizes))
+    return [*lora, Case("float8", mesh, float8=True, **sizes)]
+
+
+def missing(case: Case, device_type: str) -> str:
+    """Returns why a training can't run here; "" if it can."""
+    library = case.library.partition(".")[0]
+    if library and importlib.util.find_spec(library) is None:
+        return f"{library} is not installed"
+    if case.float8 and device_type == "cuda":
+        capability = torch.cuda.get_device_capability()
+        if capability < (8, 9):
+            return f"float8 needs compute capability 8.9, this card has {capability}"
+    return ""
+
+
 # -- the model, plain and on three engines --------------------------------------------------------------
 
 
@@ -151,14 +207,28 @@ class Model(Lm):
 VOCAB, LAYERS = 20, 3
 
 
-def build(case: Case, device: torch.device, seed: int = 0) -> Model:
+def build(case: Case, device: torch.device, seed: int = 0) -> Any:
     """The plain model; the same on all ranks."""
     torch.manual_seed(seed)
-    model = Model(case.width, case.hidden, LAYERS, VOCAB)
+    model: nn.Module = (
+        AttentionLm() if case.cp else Model(case.width, case.hidden, LAYERS, VOCAB)
+    )
+    if case.adapters:
+        peft = importlib.import_module(case.library)
+        # Not zeros, as they are by default: each adapter then has a gradient.
+        config = peft.LoraConfig(r=4, target_modules=["up", "down"], init_lora_weights=False)
+        model = peft.get_peft_model(model, config)
+    if case.float8:
+        float8 = importlib.import_module(case.library)
+        emulate = device.type == "cpu"
+        config = float8.Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=emulate)
+        model = float8.convert_to_float8_training(
+            model, config=config, module_filter_fn=lambda module, name: name != "head"
+        )
     return model.to(case.dtype).to(device)
 
 
-def ours(model: Model, case: Case, mesh: DeviceMesh) -> Model:
+def ours(model: Any, case: Case, mesh: DeviceMesh) -> Any:
     """``model`` on our engine."""
     policy = p3d.MixedPrecisionPolicy()
     if case.mixed:
@@ -172,13 +242,18 @@ def ours(model: Model, case: Case, mesh: DeviceMesh) -> Model:
             shard(layer)
         shard(model)
         return model
-    plan = LM_PLAN if case.sizes[2] > 1 or (case.onto or (1, 1, 1))[2] > 1 else None
+    plan: Any = LM_PLAN if case.sizes[2] > 1 or (case.onto or (1, 1, 1))[2] > 1 else None
     return p3d.parallelize(
-        model, mesh, plan, mp_policy=policy, shard_optimizer_over_replicate=case.hfsdp
+        model,
+        mesh,
+        SEQUENCE_PLAN if case.sequence else plan,
+        mp_policy=policy,
+        shard_optimizer_over_replicate=case.hfsdp,
+        context_parallel=case.cp or None,
     )
 
 
-def torchs(model: Model, case: Case, mesh: DeviceMesh) -> Model:
+def torchs(model: Any, case: Case, mesh: DeviceMesh) -> Any:
     """``model`` on torch's FSDP2 and its tensor parallelism."""
     policy = fsdp.MixedPrecisionPolicy()
     if case.mixed:
@@ -240,7 +315,28 @@ def optimizer_of(model: nn.Module, case: Case, *, local: bool = False) -> torch.
 def sample(case: Case, step: int, micro: int, data_rank: int, device: torch.device) -> torch.Tensor:
     """What one data rank reads in one micro-batch."""
     number = (step * case.micro_batches + micro) * case.layout.data_size + data_rank
-    return tokens(number, vocab=VOCAB).to(device)
+    # Sequences are divided by cp and tp, and float8's products take multiples of 16 tokens.
+    shape = (4, 8) if case.cp or case.sequence or case.float8 else (2, 5)
+    return tokens(number, *shape, vocab=VOCAB).to(device)
+
+
+def loss_of(model: Any, ids: torch.Tensor, mesh: DeviceMesh | None = None) -> torch.Tensor:
+    """The next token's loss; with a ``mesh`` of this cp rank's part of the sequences, whose mean it is."""
+    if not isinstance(model, AttentionLm):
+        return lm_loss(model, ids)
+    parts: tuple[torch.Tensor, torch.Tensor] = (ids, ids.roll(-1, 1))
+    if mesh is not None:
+        parts = p3d.cp.shard_batch(parts, mesh)
+    return F.cross_entropy(model(parts[0]).flatten(0, 1), parts[1].flatten())
+
+
+def mean_over_cp(loss: torch.Tensor, mesh: DeviceMesh, case: Case) -> torch.Tensor:
+    """The loss of whole sequences, on the CPU."""
+    loss = loss.detach().clone()
+    if case.cp:
+        dist.all_reduce(loss, group=mesh["cp"].get_group())
+        loss /= CP
+    return loss.cpu()
 
 
 def train_plain(case: Case, here: Rank) -> Record:
@@ -252,7 +348,7 @@ def train_plain(case: Case, here: Rank) -> Record:
         model.skips = case.skips and step == 1
         for micro in range(case.micro_batches):
             for data_rank in range(size):
-                loss = lm_loss(model, sample(case, step, micro, data_rank, here.device))
+                loss = loss_of(model, sample(case, step, micro, data_rank, here.device))
                 (loss / (size * case.micro_batches)).backward()
                 if data_rank == own:
                     record.losses.append(loss.detach().cpu())
@@ -269,13 +365,14 @@ def train_plain(case: Case, here: Rank) -> Record:
 def train(case: Case, here: Rank, *, peer: bool, folder: Path) -> Record:
     """Our engine, or FSDP2 (``peer``), on the samples of this rank."""
     wrap = torchs if peer else ours
-    model, record = wrap(build(case, here.device), case, here.mesh(case.sizes)), Record()
+    mesh = here.mesh(case.layout)
+    model, record = wrap(build(case, here.device), case, mesh), Record()
     optimizer = optimizer_of(model, case, local=case.local and not peer)
     now = case
     for step in range(STEPS):
         if case.onto is not None and step == STEPS - 1:
             p3d.checkpoint.save(folder, model, optimizer, step=step)
-            model = ours(build(case, here.device, seed=1), case, here.mesh(case.onto))
+            model = ours(build(case, here.device, seed=1), case, here.mesh(p3d.MeshLayout(*case.onto)))
             optimizer = optimizer_of(model, case)
             p3d.checkpoint.load(folder, model, optimizer)
             now = Case(case.name, case.onto, case.dtype)
@@ -287,10 +384,10 @@ def train(case: Case, here: Rank, *, peer: bool, folder: Path) -> Record:
             mine = range(own % case.layout.data_size, case.layout.data_size, case.layout.data_size)
         micro_batches = [(micro, rank) for micro in range(case.micro_batches) for rank in mine]
         for micro, rank, last in _deferred(model, micro_batches, case, peer=peer):
-            loss = lm_loss(model, sample(case, step, micro, rank, here.device))
+            loss = loss_of(model, sample(case, step, micro, rank, here.device), mesh)
             (loss / len(micro_batches)).backward()
             if last or case.onto is None:
-                record.losses.append(loss.detach().cpu())
+                record.losses.append(mean_over_cp(loss, mesh, case))
         if case.clip and peer:
             norm: Any = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
             record.norms.append(norm.full_tensor().detach().cpu())
@@ -410,31 +507,51 @@ HEAD += [f"{what} of {kind}" for what in ("ours - plain", "ours - FSDP2") for ki
 HEAD += ["FSDP2 - plain of grads", "repeats", "verdict"]
 
 
-def run(device_type: str, *, small: bool, worlds: tuple[int, ...], folder: Path) -> Part:
-    """The part ``truth``."""
-    part = Part("truth", "losses, gradients and weights: ours, the plain model, FSDP2", HEAD)
-    deadline = time.monotonic() + (400 if small else 280)
-    for world in worlds:
-        backend, wanted = "gloo", cases(world, small=small)
-        if device_type == "cuda":
-            why = try_nccl(world, folder / f"truth{world}") if world > 1 else ""
-            backend = "gloo" if why else "nccl"
-            if why:
-                part.notes.append(
-                    f"NCCL does not run {world} ranks on one card here, so these ran on gloo: {why}"
-                )
-        outcome = run_cases(
-            work,
-            [(case.label, case) for case in wanted],
-            world=world,
-            device_type=device_type,
-            backend=backend,
-            folder=folder / f"truth{world}",
-            limit=CASE_SECONDS,
-            deadline=deadline,
+def truth1(device_type: str, small: bool) -> Part:
+    """The part ``truth1``: one process."""
+    return _run("truth1", 1, cases(1, small=small), device_type)
+
+
+def truth2(device_type: str, small: bool) -> Part:
+    """The part ``truth2``: two ranks."""
+    return _run("truth2", 2, cases(2, small=small), device_type)
+
+
+def truth4(device_type: str, small: bool) -> Part:
+    """The part ``truth4``: four ranks."""
+    return _run("truth4", 4, cases(4, small=small), device_type)
+
+
+def libraries(device_type: str, small: bool) -> Part:
+    """The part ``libraries``: LoRA of peft, and float8 of torchao, on two ranks."""
+    return _run("libraries", 2, of_libraries(2, small=small), device_type)
+
+
+def _run(name: str, world: int, wanted: list[Case], device_type: str) -> Part:
+    part = Part(name, "losses, gradients and weights: ours, the plain model, FSDP2", HEAD)
+    for case in wanted:
+        if why := missing(case, device_type):
+            part.notes.append(f"{case.label} did not run: {why}")
+    wanted = [case for case in wanted if not missing(case, device_type)]
+    backend, why = backend_of(device_type, world, running().folder)
+    if why:
+        part.notes.append(
+            f"NCCL does not run {world} ranks on one card here, so these ran on gloo: {why}"
         )
-        for case in wanted:
-            _report(part, case, outcome)
+    by_label = {case.label: case for case in wanted}
+    outcome = run_cases(
+        work,
+        list(by_label.items()),
+        world=world,
+        device_type=device_type,
+        backend=backend,
+        folder=running().folder,
+        limit=running().limit(CASE_SECONDS),
+        deadline=running().end,
+        imports=[case.library for case in wanted if case.library],
+        each=lambda label, outcome: _report(part, by_label[label], outcome),
+    )
+    part.left_out += outcome.left_out
     part.notes.append(
         "differences are relative: losses to the loss, gradients and weights to the model's largest"
     )

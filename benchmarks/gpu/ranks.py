@@ -8,6 +8,7 @@ the world runs on gloo, which sends the tensors of a card through the CPU's memo
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import os
 import signal
 import sys
@@ -15,21 +16,22 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
+from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import torch
+from runner import stack_in
 from torch import distributed as dist
-from torch import multiprocessing
 from torch.distributed import DeviceMesh
 
 from parallel3d import MeshLayout, build_mesh
 
-__all__ = ["FAULT", "Outcome", "Rank", "run_cases", "try_nccl"]
+__all__ = ["FAULT", "Outcome", "Rank", "backend_of", "run_cases"]
 
 TRIAL = "the first all-reduce"
 TRIAL_SECONDS = 60.0
@@ -54,7 +56,7 @@ class Rank:
     world: int
     device_type: str
     folder: Path
-    meshes: dict[tuple[int, int, int], DeviceMesh] = field(default_factory=dict)
+    meshes: dict[MeshLayout, DeviceMesh] = field(default_factory=dict)
 
     @cached_property
     def device(self) -> torch.device:
@@ -64,11 +66,11 @@ class Rank:
     def is_cuda(self) -> bool:
         return self.device_type == "cuda"
 
-    def mesh(self, sizes: tuple[int, int, int]) -> DeviceMesh:
-        """Returns the mesh of these sizes, which is made once: its communicators take a second each."""
-        if sizes not in self.meshes:
-            self.meshes[sizes] = build_mesh(MeshLayout(*sizes), device_type=self.device_type)
-        return self.meshes[sizes]
+    def mesh(self, layout: MeshLayout) -> DeviceMesh:
+        """Returns the layout's mesh, which is made once: its communicators take a second each."""
+        if layout not in self.meshes:
+            self.meshes[layout] = build_mesh(layout, device_type=self.device_type)
+        return self.meshes[layout]
 
     def synchronize(self) -> None:
         """Waits for all kernels."""
@@ -86,17 +88,17 @@ class Outcome:
     Attributes:
         results: by case, what each rank has returned.
         failed: by case, why there is no result: an error, or the stack of a hang.
+        left_out: cases that were not begun, as no time was left.
         backend: that of the device's tensors.
-        notes: what a reader must know.
     """
 
     backend: str
     results: dict[str, list[Any]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Job:
     """What a process is started with."""
 
@@ -109,6 +111,8 @@ class _Job:
     folder: str
     limit: float
     deadline: float
+    exact: bool
+    imports: tuple[str, ...]
 
 
 def run_cases(
@@ -121,6 +125,9 @@ def run_cases(
     folder: Path,
     limit: float,
     deadline: float,
+    exact: bool = True,
+    imports: Sequence[str] = (),
+    each: Callable[[str, Outcome], None] = lambda name, outcome: None,
 ) -> Outcome:
     """Runs ``work(rank, argument)`` for each case on every rank of a world.
 
@@ -131,35 +138,87 @@ def run_cases(
         folder: for the processes' files.
         limit: seconds that one case may take.
         deadline: the time (``time.monotonic``) after which no further case is begun.
+        exact: whether kernels are deterministic and as exact as they can be. They take longer.
+        imports: modules that the cases need and that take long to import.
+        each: is called with each case that has been run, as soon as its result is there or it has failed.
     """
     outcome = Outcome(backend)
     folder.mkdir(parents=True, exist_ok=True)
     left = list(cases)
+
+    def take(name: str, results: list[Any] | None, why: str) -> None:
+        if results is None:
+            outcome.failed[name] = why
+        else:
+            outcome.results[name] = results
+        if name != TRIAL:
+            each(name, outcome)
+
     for _ in range(MOST_LAUNCHES):
         if not left or time.monotonic() > deadline:
             break
-        launch = _Launch(work, left, world, device_type, backend, folder, limit, deadline)
-        launch.run()
-        outcome.results |= launch.complete()
-        outcome.failed |= launch.failed
+        job = _Job(
+            work=work,
+            cases=left,
+            world=world,
+            device_type=device_type,
+            backend=backend,
+            port=0,
+            folder=str(folder),
+            limit=limit,
+            deadline=deadline,
+            exact=exact,
+            imports=tuple(imports),
+        )
+        _Launch(job, take).run()
         # After an error the processes are not used any further: a collective may be half done.
         left = [c for c in left if c[0] not in outcome.results and c[0] not in outcome.failed]
         if TRIAL in outcome.failed:
             break
-    why = outcome.failed.pop(TRIAL, "no time was left, or too many cases before it have failed")
+    out_of_time = time.monotonic() > deadline
+    why = outcome.failed.pop(TRIAL, "too many cases before it have failed")
     for name, _ in left:
-        outcome.failed[name] = f"not run: {why}"
+        if out_of_time:
+            outcome.left_out.append(name)
+        else:
+            take(name, None, f"not run: {why}")
     return outcome
 
 
 def try_nccl(world: int, folder: Path) -> str:
     """Returns "" if NCCL carries an all-reduce between ``world`` processes on one card, else why not."""
     deadline = time.monotonic() + TRIAL_SECONDS + START_SECONDS
-    launch = _Launch(_nothing, [], world, "cuda", "nccl", folder / "trial", TRIAL_SECONDS, deadline)
+    where = folder / "trial"
+    where.mkdir(parents=True, exist_ok=True)
+    failed: dict[str, str] = {}
+
+    def take(name: str, results: list[Any] | None, why: str) -> None:
+        failed[name] = why
+
+    job = _Job(
+        work=_nothing,
+        cases=[],
+        world=world,
+        device_type="cuda",
+        backend="nccl",
+        port=0,
+        folder=str(where),
+        limit=TRIAL_SECONDS,
+        deadline=deadline,
+        exact=True,
+        imports=(),
+    )
+    launch = _Launch(job, take)
     launch.run()
-    if launch.started:
-        return ""
-    return launch.failed.get(TRIAL, "a process did not start")
+    return "" if launch.started else failed.get(TRIAL, "a process did not start")
+
+
+def backend_of(device_type: str, world: int, folder: Path) -> tuple[str, str]:
+    """Returns the backend of ranks on this device, and why it isn't NCCL where it should be."""
+    if device_type != "cuda":
+        return "gloo", ""
+    why = try_nccl(world, folder) if world > 1 else ""
+    return "gloo" if why else "nccl", why
 
 
 def _nothing(rank: Rank, argument: Any) -> None:
@@ -170,39 +229,26 @@ class _Launch:
     """The processes of a world, from their start until they have run all cases or one has failed.
 
     Attributes:
-        failed: by case, why it has no result.
         started: whether all ranks have done their first all-reduce.
     """
 
-    def __init__(
-        self,
-        work: Work,
-        cases: list[tuple[str, Any]],
-        world: int,
-        device_type: str,
-        backend: str,
-        folder: Path,
-        limit: float,
-        deadline: float,
-    ) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.names = [name for name, _ in cases]
-        self.world, self.limit, self.deadline = world, limit, deadline
-        self.folder = folder
-        self.results: list[dict[str, Any]] = [{} for _ in range(world)]
+    def __init__(self, job: _Job, take: Callable[[str, list[Any] | None, str], None]) -> None:
+        self.names = [name for name, _ in job.cases]
+        self.world, self.limit, self.deadline = job.world, job.limit, job.deadline
+        self.folder, self.take = Path(job.folder), take
+        self.results: dict[str, dict[int, Any]] = {name: {} for name in self.names}
         self.errors: dict[int, str] = {}
         self.ready: set[int] = set()
         self.done: set[int] = set()
-        self.at = [TRIAL] * world  # what each rank does
-        self.failed: dict[str, str] = {}
+        self.at = [TRIAL] * self.world  # what each rank does
         # It is served here, and not by rank 0: it outlives the ranks.
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        port = self.store.port
-        job = _Job(work, cases, world, device_type, backend, port, str(folder), limit, deadline)
-        context = multiprocessing.get_context("spawn")  # CUDA doesn't survive a fork
+        job = replace(job, port=self.store.port)
+        context = get_context("forkserver")  # CUDA doesn't survive a fork of a process that uses it
+        context.set_forkserver_preload(["ranks", job.work.__module__])
         self.connections: list[Connection] = []
         self.processes = []
-        for rank in range(world):
+        for rank in range(self.world):
             receive, send = context.Pipe(duplex=False)
             process = context.Process(target=_main, args=(rank, job, send), daemon=True)
             process.start()
@@ -213,11 +259,6 @@ class _Launch:
     @property
     def started(self) -> bool:
         return len(self.ready) == self.world
-
-    def complete(self) -> dict[str, list[Any]]:
-        """The cases that every rank has ended."""
-        common = [n for n in self.names if all(n in results for results in self.results)]
-        return {name: [results[name] for results in self.results] for name in common}
 
     def run(self) -> None:
         """Returns when all is done, or something has failed and the processes are gone."""
@@ -249,9 +290,11 @@ class _Launch:
         if kind == "begin":
             self.at[rank] = name
         elif kind == "end":
-            self.results[rank][name] = value
+            self.results[name][rank] = value
+            if len(self.results[name]) == self.world:
+                self.take(name, [self.results[name][each] for each in range(self.world)], "")
         elif kind == "failed":
-            self.failed[name] = f"it raised {value}"
+            self.take(name, None, f"it raised {value}")
         elif kind == "ready":
             self.ready.add(rank)
         elif kind == "done":
@@ -276,19 +319,11 @@ class _Launch:
             elif rank not in self.done:
                 code = process.exitcode
                 state = "hangs" if code in (None, 1) else f"ended with code {code}"
-                texts.append(f"rank {rank} {state} in {self.at[rank]}; {self._stack(rank)}")
-        self.failed[first] = " | ".join(texts)
-
-    def _stack(self, rank: int) -> str:
-        """The innermost lines of the main thread of a rank that has written its stack."""
-        try:
-            text = (self.folder / f"stack{rank}.txt").read_text(errors="replace")
-        except OSError:
-            return "no stack"
-        threads = text.split("\n\n")
-        main = [t for t in threads if "_main" in t] or threads
-        lines = [line.strip() for line in main[-1].splitlines() if line.strip().startswith("File")]
-        return "stack: " + " < ".join(lines[:10]) if lines else "no stack"
+                texts.append(
+                    f"rank {rank} {state} in {self.at[rank]}; "
+                    + stack_in(self.folder / f"stack{rank}.txt", "_main")
+                )
+        self.take(first, None, " | ".join(texts))
 
     def _end(self) -> None:
         for process in self.processes:
@@ -313,6 +348,8 @@ def _main(rank: int, job: _Job, send: Connection) -> None:
     code, name = 0, TRIAL
     try:
         faulthandler.dump_traceback_later(START_SECONDS, exit=True, file=stack)
+        for module in job.imports:
+            importlib.import_module(module)
         here = _start(rank, job)
         faulthandler.dump_traceback_later(TRIAL_SECONDS, exit=True, file=stack)
         if job.backend:
@@ -394,12 +431,13 @@ def _start(rank: int, job: _Job) -> Rank:
             os.environ["NCCL_SOCKET_IFNAME"] = "lo"
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.cuda.set_device(0)
+    if job.exact:
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    # What is uninitialized stays so: the tests fill freed memory themselves.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        # What is uninitialized stays so: the tests fill freed memory themselves.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if job.backend:
         store = dist.TCPStore("127.0.0.1", job.port, is_master=False, wait_for_workers=False)
         both = "gloo" if not here.is_cuda else f"cpu:gloo,cuda:{job.backend}"
