@@ -1,9 +1,8 @@
 """benchmarks/gpu/bench.py: every part runs without a GPU, on tiny models."""
 
 import importlib
-import json
 import math
-import subprocess
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,18 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from _support.gpu_run import killed_and_resumed
 
 ROOT = Path(__file__).parent.parent
 RUN = ROOT / "benchmarks" / "gpu" / "bench.py"
-PARTS = [
-    *("host_time", "small_step", "allocator", "largest_batch", "copies"),
-    *("overlap", "optimizer", "clip", "compile", "planner"),
-]
 
 
-def run(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(RUN), *options]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=400)
+def names() -> list[str]:
+    """The parts, of the script's text: what it imports is not imported here."""
+    return re.findall(r'^    Task\("(\w+)"', RUN.read_text(), re.MULTILINE)
 
 
 def numbers(value: Any) -> list[float]:
@@ -35,18 +31,14 @@ def numbers(value: Any) -> list[float]:
 
 
 @pytest.mark.slow
-def test_every_part_on_a_cpu(tmp_path: Path) -> None:
-    done = run("--out", str(tmp_path / "page"), "--device", "cpu", "--small")
-    assert done.returncode == 0, done.stdout + done.stderr
-    written = json.loads((tmp_path / "page.json").read_text())
-    assert [part["name"] for part in written["parts"]] == PARTS
-    for part in written["parts"]:
-        assert part["rows"] and not part["failed"], part["name"]
+def test_every_part_in_a_run_that_is_killed_and_resumed(tmp_path: Path) -> None:
+    page = killed_and_resumed(RUN, tmp_path / "run", names())
+    for result in page:
+        part = result["part"]
+        assert part["rows"] and not part["failed"] and not part["left_out"], part["name"]
         assert all(len(row) == len(part["head"]) for row in part["rows"]), part["name"]
         measured = numbers(part["rows"]) + numbers(part["data"])
         assert measured and all(map(math.isfinite, measured)), part["name"]
-    page = (tmp_path / "page.md").read_text()
-    assert all(f"## {name}: ok" in page for name in PARTS)
 
 
 @pytest.fixture
@@ -78,6 +70,24 @@ def test_the_kernels_that_copy(parts: Callable[[str], ModuleType]) -> None:
         "aten::copy_: Memcpy DtoD (Device -> Device)": 2.0,
         "aten::_chunk_cat: chunk_cat_cuda_kernel": 1.0,
     }
+
+
+def test_calls_of_a_unit(parts: Callable[[str], ModuleType]) -> None:
+    """Names that the profiler gives CUDA's functions and operations, by kind, a unit and step."""
+    found = parts("host_profile").per_unit(
+        {
+            "cudaLaunchKernel": (60, 600.0),
+            "cudaLaunchKernelExC": (30, 90.0),
+            "cudaEventRecordWithFlags": (12, 6.0),
+            "aten::empty_strided": (6, 12.0),
+            "aten::mm": (6, 12.0),
+        },
+        2,
+    )
+    assert found["launches"] == (15.0, 115.0)
+    assert found["events recorded"] == (2.0, 1.0)
+    assert found["allocations"] == (1.0, 2.0)
+    assert found["events waited for"] == (0.0, 0.0)
 
 
 def test_search_of_the_largest_batch(parts: Callable[[str], ModuleType]) -> None:
@@ -118,13 +128,6 @@ def test_a_batch_that_does_not_fit(parts: Callable[[str], ModuleType], monkeypat
     assert len(made) == 2 and limits == [0.25, 1.0] * 4
 
 
-@pytest.mark.slow
-def test_an_unknown_part_is_refused(tmp_path: Path) -> None:
-    done = run("--out", str(tmp_path / "page"), "--only", "clip,clap")
-    assert done.returncode == 2
-    assert "there is no part 'clap'" in done.stderr
-
-
 def test_readme_lists_the_parts() -> None:
     text = (RUN.parent / "README.md").read_text()
-    assert [line.split("`")[1] for line in text.splitlines() if line.startswith("| `")] == PARTS
+    assert [line.split("`")[1] for line in text.splitlines() if line.startswith("| `")] == names()

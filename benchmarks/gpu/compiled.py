@@ -85,10 +85,18 @@ def compile(device: str, small: bool) -> Part:
             found = _train(made["ours"], batch, lambda: synchronize(device))
             apart = max(abs(a - b) / abs(b) for a, b in zip(found["losses"], losses, strict=True))
             if not apart <= case.bound:
-                part.failed.append(f"{case.name}: losses {found['losses']}, without compile {losses}")
+                part.failed.append(
+                    f"{case.name}: losses {found['losses']}, without compile {losses}"
+                )
             if found["recompiles"]:
                 part.failed.append(f"{case.name}: ours compiles again after the second step")
-            row: list[Any] = [case.name, apart, found["seconds"], found["breaks"], found["recompiles"]]
+            row: list[Any] = [
+                case.name,
+                apart,
+                found["seconds"],
+                found["breaks"],
+                found["recompiles"],
+            ]
             part.data[case.name] = {**found, "eager": losses}
             if case.peer:
                 row += _timed(part, case, made["ours"], batch, network, mesh, device, backend, config,
@@ -103,7 +111,9 @@ def compile(device: str, small: bool) -> Part:
     return part
 
 
-def _ours(config: LlamaConfig, mesh: Any, device: str, case: Case, backend: str | bool) -> nn.Module:
+def _ours(
+    config: LlamaConfig, mesh: Any, device: str, case: Case, backend: str | bool
+) -> nn.Module:
     """Our engine, with blocks compiled inside its hooks."""
     with torch.device("meta"):
         plain = Llama(config)

@@ -1,4 +1,4 @@
-"""host_profile: what the host does for a unit and step, call by call: launches, events, waits, copies, memory."""
+"""host_profile: what the host does for a unit and step: launches, events, waits, copies, allocations."""
 
 import copy
 import cProfile
@@ -98,6 +98,8 @@ def host_profile(device: str, small: bool) -> Part:
     )
     layouts = {"FSDP": p3d.MeshLayout(shard=64), "HSDP": p3d.MeshLayout(2, 32)}
     for name, layout in layouts.items():
+        if small and part.rows:
+            break
         if part.rows and running().used_up:
             part.left_out.append(name)
             continue
@@ -122,7 +124,10 @@ def host_profile(device: str, small: bool) -> Part:
                 calls = calls_of(step, device)
                 tables[side] = per_unit(calls, units)
                 number, longest = python_of(step)
-                tables[side][PYTHON] = (number / STEPS / units, sum(e[2] for e in longest) / STEPS / units)
+                tables[side][PYTHON] = (
+                    number / STEPS / units,
+                    sum(e[2] for e in longest) / STEPS / units,
+                )
                 own = sorted(calls.items(), key=lambda each: -each[1][1])
                 part.data[f"{name}, {side}"] = {"calls": dict(own[:80]), "python": longest}
             models.clear()

@@ -81,7 +81,9 @@ def compose(folder: Path, results: Sequence[Mapping[str, Any]]) -> None:
     for result in results:
         part = Part(**result["part"])
         wrong, status = "FAILED" if part.failed else "ok", result["status"]
-        verdict = wrong if status == "done" else f"{status}; so far {wrong}" if part.rows else status
+        verdict = (
+            wrong if status == "done" else f"{status}; so far {wrong}" if part.rows else status
+        )
         lines += [f"## {part.name}: {verdict}", "", part.title, ""]
         if len(machines) > 1 and result["machine"]:
             lines += [_described(result["machine"]), ""]

@@ -30,6 +30,7 @@ from torch import distributed as dist
 from torch.distributed import DeviceMesh
 
 from parallel3d import MeshLayout, build_mesh
+from parallel3d.testing.gloo_pool import _PRELOAD
 
 __all__ = ["FAULT", "Outcome", "Rank", "backend_of", "run_cases"]
 
@@ -113,6 +114,7 @@ class _Job:
     deadline: float
     exact: bool
     imports: tuple[str, ...]
+    fault: str = ""
 
 
 def run_cases(
@@ -169,6 +171,7 @@ def run_cases(
             deadline=deadline,
             exact=exact,
             imports=tuple(imports),
+            fault=os.environ.get(FAULT, ""),
         )
         _Launch(job, take).run()
         # After an error the processes are not used any further: a collective may be half done.
@@ -244,8 +247,10 @@ class _Launch:
         # It is served here, and not by rank 0: it outlives the ranks.
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         job = replace(job, port=self.store.port)
-        context = get_context("forkserver")  # CUDA doesn't survive a fork of a process that uses it
-        context.set_forkserver_preload(["ranks", job.work.__module__])
+        context: Any = get_context("spawn")  # CUDA may have been used, and doesn't survive a fork
+        if job.device_type == "cpu":  # few cores: what is needed is imported once
+            context = get_context("forkserver")
+            context.set_forkserver_preload([*_PRELOAD, "ranks", job.work.__module__])
         self.connections: list[Connection] = []
         self.processes = []
         for rank in range(self.world):
@@ -448,7 +453,7 @@ def _start(rank: int, job: _Job) -> Rank:
             world_size=job.world,
             timeout=timedelta(seconds=300),
         )
-    if os.environ.get(FAULT) == "scaled_gradient":
+    if job.fault == "scaled_gradient":
         _scale_gradients()
     return here
 

@@ -37,6 +37,7 @@ __all__ = ["Share", "Status", "Task", "ask", "command_line", "run_parts", "runni
 LEAST_SECONDS = 1.0  # with less left no part is begun
 AIM = 0.8  # of its share: when a part is to end by itself
 MOST = 1.4  # of its share: when it is ended; the others then share what is left
+LOAN = 0.1  # of all that is left, which it may take beside that
 AHEAD = 0.4  # seconds before that in which a process writes its stack and ends itself
 TICK = 0.2  # seconds between two looks at a part's rows
 ASK_SECONDS = 120.0
@@ -74,10 +75,14 @@ class Share:
     Attributes:
         seconds: of the whole part, from its start on.
         folder: for its files; removed when it has ended.
+        before: the part as an earlier run has left it, on the same machine; else empty. A part may go on
+            from its rows.
     """
 
-    def __init__(self, seconds: float, folder: Path = Path()) -> None:
-        self.seconds, self.folder = seconds, folder
+    def __init__(
+        self, seconds: float, folder: Path = Path(), before: Mapping[str, Any] | None = None
+    ) -> None:
+        self.seconds, self.folder, self.before = seconds, folder, before or {}
         self.end = time.monotonic() + seconds
 
     @property
@@ -107,7 +112,7 @@ def running() -> Share:
 
 
 def command_line(
-    doc: str, tasks: Sequence[Task], *, minutes: float, preload: Sequence[str]
+    doc: str, tasks: Sequence[Task], *, minutes: float, preload: Sequence[str] | None
 ) -> int:
     """The command line of a script of parts; returns its exit code.
 
@@ -115,7 +120,8 @@ def command_line(
         doc: the script's docstring.
         tasks: its parts, the most valuable first.
         minutes: for all parts, unless given.
-        preload: modules that are imported once for all processes. None of them may touch the GPU.
+        preload: modules that are imported once for all processes, without using CUDA. If a process then
+            can't use it, each is started anew.
     """
     names = [task.name for task in tasks]
     parser = argparse.ArgumentParser(
@@ -126,7 +132,9 @@ def command_line(
     where.add_argument("--resume", type=Path, metavar="FOLDER", help="of a run that is to go on")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="by default cuda if there is one")
     parser.add_argument("--small", action="store_true", help="tiny models and few rounds")
-    parser.add_argument("--minutes", type=float, default=minutes, help=f"in all, {minutes:g} by default")
+    parser.add_argument(
+        "--minutes", type=float, default=minutes, help=f"in all, {minutes:g} by default"
+    )
     parser.add_argument("--only", default="", help=f"parts, by commas: {', '.join(names)}")
     given = parser.parse_args()
     only = [name for name in given.only.split(",") if name] or names
@@ -145,14 +153,23 @@ def command_line(
     if given.resume:
         settings = json.loads(kept.read_text())
         if given.device not in (None, settings["device"]) or given.small > settings["small"]:
-            parser.error(f"--resume {given.resume}: that run has {settings}, which can't be changed")
+            parser.error(
+                f"--resume {given.resume}: that run has {settings}, which can't be changed"
+            )
     # Streams that share one of the 8 default queues would wait for each other's sleeping links.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     # All processes are on one card, which they see as the only one.
     shown = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     os.environ["CUDA_VISIBLE_DEVICES"] = shown or "0"
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    machine = ask("page", "card", settings["device"], preload=preload)
+    # So that what is imported can ask for GPUs without using CUDA, which would not survive a fork.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    try:
+        machine = ask("page", "card", settings["device"], preload=preload)
+    except RuntimeError as error:
+        print(f"processes are not forked from one that has imported torch: {error}", flush=True)
+        preload = None
+        machine = ask("page", "card", settings["device"], preload=preload)
     if settings["device"] not in (None, machine["device"]):
         parser.error("there is no GPU; --device cpu --small tries the script")
     settings["device"] = machine["device"]
@@ -170,15 +187,17 @@ def command_line(
     )
 
 
-def _context(preload: Sequence[str]) -> Any:
-    """Processes are forked from a server that has imported ``preload`` and nothing else; CUDA survives that,
-    as neither the server nor this process ever uses it."""
+def _context(preload: Sequence[str] | None) -> Any:
+    """Processes are forked from a server that has imported ``preload`` and nothing else, which never uses
+    CUDA; None: each is started anew."""
+    if preload is None:
+        return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
     return context
 
 
-def ask(module: str, function: str, *arguments: Any, preload: Sequence[str] = ()) -> Any:
+def ask(module: str, function: str, *arguments: Any, preload: Sequence[str] | None = ()) -> Any:
     """Returns what a function gives in a process of its own.
 
     Raises:
@@ -215,11 +234,12 @@ def run_parts(
     seconds: float,
     machine: Mapping[str, Any],
     order: Sequence[str] = (),
-    preload: Sequence[str] = (),
+    preload: Sequence[str] | None = (),
 ) -> int:
     """Runs the parts whose result in ``folder`` isn't complete, in their order.
 
-    Each gets its share of what is left by its weight. It knows ``AIM`` of that, and is ended at ``MOST``.
+    Each gets its share of what is left by its weight. It knows ``AIM`` of that; at ``MOST`` of it, and
+    ``LOAN`` of all that is left, it is ended.
 
     Args:
         tasks: the most valuable first.
@@ -242,7 +262,8 @@ def run_parts(
         task = waiting.pop(0)
         share = left * task.weight / (task.weight + sum(each.weight for each in waiting))
         start = time.monotonic()
-        _run(task, folder, (device, small), AIM * share, min(MOST * share, left), machine, preload)
+        most = min(MOST * share + LOAN * left, left)
+        _run(task, folder, (device, small), AIM * share, most, machine, preload)
         found = read(folder, task.name)
         wrong = "FAILED: " + "; ".join(found["part"]["failed"]) if found["part"]["failed"] else "ok"
         verdict = wrong if found["status"] == Status.DONE else f"{found['status']}; so far {wrong}"
@@ -272,7 +293,7 @@ def _run(
     aim: float,
     most: float,
     machine: Mapping[str, Any],
-    preload: Sequence[str],
+    preload: Sequence[str] | None,
 ) -> None:
     """Runs one part until it ends, or until ``most`` seconds are over; its file then says which."""
     context = _context(preload)
@@ -303,7 +324,9 @@ def _run(
             found["part"]["failed"].append(f"its process ended with code {code}; {where}")
         else:
             found["part"]["notes"].append(f"ended at its limit of {most:.0f} s; {where}")
-        _replace(folder / f"{task.name}.json", {**found, "seconds": seconds, "machine": dict(machine)})
+        _replace(
+            folder / f"{task.name}.json", {**found, "seconds": seconds, "machine": dict(machine)}
+        )
     shutil.rmtree(work, ignore_errors=True)
 
 
@@ -364,7 +387,8 @@ def _main(
     writer = _Writer(folder / f"{task.name}.json", machine, before)
     status = Status.DONE
     try:
-        _running = Share(aim, work)
+        same = {**before["machine"], "date": ""} == {**machine, "date": ""}
+        _running = Share(aim, work, before["part"] if same else None)
         part = getattr(importlib.import_module(task.module), task.function)(*arguments)
         if part.left_out:
             status = Status.OUT_OF_TIME
@@ -420,5 +444,9 @@ class _Writer:
                     self.written = now
 
     def _write(self, part: Part, status: Status) -> None:
-        found = {"status": status, "machine": self.machine, "seconds": time.monotonic() - self.start}
+        found = {
+            "status": status,
+            "machine": self.machine,
+            "seconds": time.monotonic() - self.start,
+        }
         _replace(self.path, {**found, "part": asdict(part) | {"name": self.path.stem}})

@@ -1,4 +1,4 @@
-"""Runs ``tests/gpu/check.py`` and ``benchmarks/gpu/bench.py`` on the CPU, and parts that stand in for theirs."""
+"""Runs of ``tests/gpu/check.py`` and ``benchmarks/gpu/bench.py``, and parts that stand in for theirs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ def killed_and_resumed(script: Path, folder: Path, parts: list[str]) -> list[dic
     """
     command = [sys.executable, str(script), "--device", "cpu", "--small", "--minutes", "2"]
     first = subprocess.Popen(
-        [*command, "--out", str(folder)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [*command, "--out", str(folder)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     until(lambda: "running" in statuses(folder).values() and "done" in statuses(folder).values(),
           first, 150)  # fmt: skip

@@ -26,11 +26,18 @@ PARTS = (
     Task("races", "races", "races", 80),
     Task("truth4", "truth", "truth4", 60),
     Task("races_offload", "races", "races_offload", 45),
-    Task("libraries", "truth", "libraries", 25),
+    Task("libraries", "truth", "libraries", 40),
     Task("races_ranks", "races", "races_ranks", 45),
     Task("truth1", "truth", "truth1", 20),
 )
-PRELOAD = ("torch", "torch.distributed.tensor", "torch.distributed.fsdp", "parallel3d", "ranks")
+PRELOAD = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "parallel3d",
+    "ranks",
+)
 
 if __name__ == "__main__":
     sys.exit(command_line(__doc__, PARTS, minutes=7, preload=PRELOAD))

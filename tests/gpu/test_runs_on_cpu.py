@@ -1,71 +1,60 @@
 """``check.py`` on a CPU: all parts run, a wrong engine is seen, and a hang ends with its stack."""
 
-import json
-import os
-import subprocess
+import re
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from _support.gpu_run import ROOT, killed_and_resumed
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
+sys.path.append(str(ROOT / "benchmarks" / "gpu"))  # for the processes, too: they get this path
 
 pytestmark = pytest.mark.slow
 
 
-def run(folder: Path, *arguments: str, **variables: str) -> tuple[int, dict[str, Any]]:
-    """The script's exit code, and the parts of its JSON by name."""
-    command = [sys.executable, str(HERE / "check.py"), "--device", "cpu", "--small"]
-    command += ["--out", str(folder / "out"), *arguments]
-    done = subprocess.run(
-        command,
-        env=os.environ | variables,
-        cwd=folder,
-        timeout=600,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (folder / "out.json").exists(), done.stdout + done.stderr
-    found = json.loads((folder / "out.json").read_text())
-    assert (folder / "out.md").read_text().startswith("# On a CPU")
-    return done.returncode, {part["name"]: part for part in found["parts"]}
-
-
-def test_one_process_and_the_races(tmp_path: Path) -> None:
-    code, parts = run(tmp_path, "--worlds", "1")
-    assert [each for part in parts.values() for each in part["failed"]] == []
-    assert code == 0
-    assert len(parts["truth"]["rows"]) >= 10
-    assert {row[-1] for row in parts["truth"]["rows"]} == {"ok"}
-    assert {row[-1] for row in parts["races"]["rows"]} == {"ok", "control", "control seen"}
-
-
-@pytest.mark.full
-def test_all_parts(tmp_path: Path) -> None:
-    code, parts = run(tmp_path)
-    assert list(parts) == ["truth", "races"]
-    assert [each for part in parts.values() for each in part["failed"]] == []
-    assert code == 0
-    assert len(parts["truth"]["rows"]) > 40
-    assert {row[-1] for row in parts["truth"]["rows"]} == {"ok"}
-    assert {row[0] for row in parts["truth"]["rows"]} == {
+def test_every_part_in_a_run_that_is_killed_and_resumed(tmp_path: Path) -> None:
+    script = HERE / "check.py"
+    names = re.findall(r'^    Task\("(\w+)"', script.read_text(), re.MULTILINE)
+    page = killed_and_resumed(script, tmp_path / "run", names)
+    rows = {each["part"]["name"]: each["part"]["rows"] for each in page}
+    assert [each["part"]["failed"] for each in page] == [[]] * len(page)
+    truth = [row for name in rows if name.startswith(("truth", "libraries")) for row in rows[name]]
+    assert {row[-1] for row in truth} == {"ok"}
+    assert {row[0] for row in truth} == {
         *("(1, 1, 1)", "(1, 2, 1)", "(2, 1, 1)", "(2, 2, 1)", "(1, 1, 2)", "(1, 2, 2)")
     }
-    assert {row[-1] for row in parts["races"]["rows"]} == {"ok", "control", "control seen"}
+    assert {row[1] for row in rows["truth2"]} > {
+        "cp ulysses",
+        "cp ring",
+        "cp gather",
+        "sequence fp64",
+    }
+    assert {row[1] for row in rows["libraries"]} == {"LoRA", "float8"}
+    assert {row[-1] for row in rows["races"]} == {"ok", "control", "control seen"}
+    assert {row[-1] for name in ("races_ranks", "races_offload") for row in rows[name]} == {"ok"}
 
 
-def test_a_wrong_engine_is_seen(tmp_path: Path) -> None:
-    fault = {"PARALLEL3D_GPU_TESTS_FAULT": "scaled_gradient"}
-    code, parts = run(tmp_path, "--only", "truth", "--worlds", "1", **fault)
-    assert code == 1
+def test_readme_lists_the_parts() -> None:
+    text, script = ((HERE / name).read_text() for name in ("README.md", "check.py"))
+    listed = [line.split("`")[1] for line in text.splitlines() if line.startswith("| `")]
+    assert listed == re.findall(r'^    Task\("(\w+)"', script, re.MULTILINE)
+
+
+def test_a_wrong_engine_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import truth
+    from ranks import FAULT
+
+    monkeypatch.setenv(FAULT, "scaled_gradient")
+    monkeypatch.chdir(tmp_path)
+    wanted = {"fp64", "offload", "accumulate", "checkpoint"}
+    some = [case for case in truth.cases(1, small=True) if case.name in wanted]
+    part = truth.run("truth1", 1, some, "cpu")
     # Loss and gradients of the checkpoint's mesh, too: each case sees it.
-    wrong = {row[1] for row in parts["truth"]["rows"] if row[-1] == "FAILED"}
-    assert wrong >= {"fp64", "fp32", "offload", "accumulate", "checkpoint"}
-    assert any("grads differ from the plain model's by 0.01" in f for f in parts["truth"]["failed"])
+    assert {row[1] for row in part.rows if row[-1] == "FAILED"} == wanted
+    assert any("grads differ from the plain model's by 0.01" in each for each in part.failed)
 
 
 def hang(here: Any, argument: str) -> str:
