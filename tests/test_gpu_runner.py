@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,11 @@ import json, sys, time
 from pathlib import Path
 from runner import Task, run_parts
 if __name__ == "__main__":
-    folder, parts, seconds, machine = json.loads(sys.argv[1])
+    folder, parts, seconds, machine, preload = json.loads(sys.argv[1])
     tasks = [Task(name, "_support.gpu_run", function, weight) for name, function, weight in parts]
     begun = time.monotonic()
     code = run_parts(tasks, Path(folder), device="cpu", small=True, seconds=seconds, machine=machine,
-                     preload=("runner", "_support.gpu_run"))
+                     preload=preload)
     print(json.dumps([code, time.monotonic() - begun]))
 """
 
@@ -39,8 +39,11 @@ def run(tmp_path: Path) -> Run:
     program.write_text(PROGRAM)
     (tmp_path / "run").mkdir()
 
-    def run(*parts: tuple[str, str, float], seconds: float = 20.0) -> tuple[int, float]:
-        given = json.dumps([str(tmp_path / "run"), parts, seconds, MACHINE])
+    def run(
+        *parts: tuple[str, str, float], seconds: float = 20.0, forked: bool = True
+    ) -> tuple[int, float]:
+        preload = ["runner", "_support.gpu_run"] if forked else None
+        given = json.dumps([str(tmp_path / "run"), parts, seconds, MACHINE, preload])
         command = [sys.executable, "-S", str(program), given]
         env = {**os.environ, "PYTHONPATH": PATH}
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
@@ -90,6 +93,15 @@ def test_all_hold(run: Run, folder: Path) -> None:
     ]
 
 
+def test_processes_that_are_not_forked(run: Run, folder: Path) -> None:
+    code, _ = run(
+        ("a", "quick", 1), ("b", "hangs", 1), ("c", "raises", 1), seconds=8.0, forked=False
+    )
+    assert code == 1
+    assert statuses(folder) == {"a": "done", "b": "out of time", "c": "raised an error"}
+    assert all(is_gone(row[1]) for row in read(folder, "b")["part"]["rows"])
+
+
 def test_one_that_hangs_is_ended_with_its_processes_and_named(run: Run, folder: Path) -> None:
     code, seconds = run(("first", "hangs", 1), ("second", "quick", 1), seconds=4.0)
     assert code == 3 and seconds < 4.5
@@ -129,7 +141,7 @@ def test_a_share_grows_by_what_others_leave(run: Run, folder: Path) -> None:
 
 @pytest.mark.parametrize("function", ["leaves_out", "hangs", "raises", "vanishes"])
 def test_resumed_is_only_what_is_not_complete(run: Run, folder: Path, function: str) -> None:
-    assert run(("a", "quick", 1), ("b", function, 1), ("c", "wrong", 1), seconds=6.0)[0] == 1
+    assert run(("a", "quick", 1), ("b", function, 1), ("c", "wrong", 1), seconds=5.0)[0] == 1
     before = {name: read(folder, name) for name in "abc"}
     assert before["b"]["status"] != "done"
     # A part that has found something wrong is complete.
@@ -153,19 +165,31 @@ def test_a_resumed_part_keeps_its_rows_until_it_has_more(run: Run, folder: Path)
     assert len(read(folder, "a")["part"]["rows"]) == 1
 
 
+def test_a_part_goes_on_behind_its_rows_on_the_same_machine_only(run: Run, folder: Path) -> None:
+    run(("a", "goes_on", 1), seconds=3.0)
+    first = read(folder, "a")
+    assert first["status"] == "out of time" and len(first["part"]["rows"]) == 1
+    run(("a", "goes_on", 1), seconds=3.0)
+    assert [row[0] for row in read(folder, "a")["part"]["rows"]] == [0, 1]
+    (folder / "a.json").write_text(json.dumps({**first, "machine": {**MACHINE, "torch": "other"}}))
+    run(("a", "goes_on", 1), seconds=3.0)
+    assert [row[0] for row in read(folder, "a")["part"]["rows"]] == [0]
+
+
 SCRIPT = """
 import sys
 sys.path[:0] = [{gpu!r}, {tests!r}]
 from runner import Task, command_line
 if __name__ == "__main__":
     tasks = [Task(name, "_support.gpu_run", name, 1) for name in ("quick", "slow", "wrong")]
-    sys.exit(command_line("A script.", tasks, minutes=0.5, preload=()))
+    sys.exit(command_line("A script.", tasks, minutes=0.5, preload={preload!r}))
 """
 
 
-def script(folder: Path, *options: str) -> list[str]:
+def script(folder: Path, *options: str, preload: Sequence[str] = ()) -> list[str]:
     path = folder / "script.py"
-    path.write_text(SCRIPT.format(gpu=str(ROOT / "benchmarks" / "gpu"), tests=str(ROOT / "tests")))
+    gpu, tests = (str(ROOT / name) for name in ("benchmarks/gpu", "tests"))
+    path.write_text(SCRIPT.format(gpu=gpu, tests=tests, preload=list(preload)))
     return [sys.executable, str(path), *options]
 
 
@@ -186,6 +210,27 @@ def test_bad_options_are_refused(tmp_path: Path) -> None:
     assert "which can't be changed" in text
     assert "--minutes 0" in refused(tmp_path, "--out", "x", "--minutes", "0")
     assert "required" in refused(tmp_path)
+
+
+@pytest.mark.slow
+def test_where_the_server_has_used_the_device_processes_are_started_anew(tmp_path: Path) -> None:
+    """As CUDA does not survive a fork: what the server imports makes ``card`` fail there."""
+    (tmp_path / "uses_cuda.py").write_text("import page\npage.card = None\n")
+    options = [
+        "--out",
+        str(tmp_path / "run"),
+        "--device",
+        "cpu",
+        "--minutes",
+        "2",
+        "--only",
+        "quick",
+    ]
+    command = script(tmp_path, *options, preload=["uses_cuda"])
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "processes are not forked" in done.stdout
+    assert statuses(tmp_path / "run") == {"quick": "done"}
 
 
 @pytest.mark.slow

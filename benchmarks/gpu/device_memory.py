@@ -121,11 +121,11 @@ def allocator(device: str, small: bool) -> Part:
                 part.notes.append(f"expandable segments can't be set to {expandable}: {error}")
                 continue
         for layout, name in ((FSDP, "FSDP"), (HSDP, "HSDP")):
-            for dtype in (torch.float32, torch.bfloat16):
+            for dtype in (torch.float32, torch.bfloat16)[small:]:
                 case = f"{name}, {str(dtype).removeprefix('torch.')} parameters"
                 case += ", expandable segments" * expandable
                 if part.rows and running().used_up:
-                    part.left_out.append(f"{case}")
+                    part.left_out.append(case)
                     continue
                 _compare(part, case, layout, config, tokens, device, dtype)
     if device == "cuda":

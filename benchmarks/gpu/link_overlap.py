@@ -39,6 +39,8 @@ def overlap_hsdp(device: str, small: bool) -> Part:
 
 
 def _part(name: str, cases: Cases, device: str, small: bool) -> Part:
+    if small:
+        cases = cases[:1]
     part = Part(
         name,
         f"Forward and backward of one rank of {WORLD}, {BLOCKS} blocks, one dtype for all, on links so "

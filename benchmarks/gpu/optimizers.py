@@ -69,7 +69,7 @@ def optimizer(device: str, small: bool) -> Part:
     )
     with _large(part, device, small) as (models, network):
         numel = sum(local.numel() for local in local_parameters(models["ours"]))
-        for index, kind in enumerate(("fused", "foreach")):
+        for index, kind in enumerate(("fused", "foreach")[: 1 if small else 2]):
             options: dict[str, Any] = {"lr": 1e-6, kind: True}
             optimizers = {
                 "plain": torch.optim.AdamW(plain_shards(models["ours"]), **options),

@@ -297,7 +297,7 @@ def _run(
 ) -> None:
     """Runs one part until it ends, or until ``most`` seconds are over; its file then says which."""
     context = _context(preload)
-    start = time.monotonic()
+    start, before = time.monotonic(), read(folder, task.name)
     hold, alive = context.Pipe(duplex=False)  # the part ends when our end of it is closed
     work = folder / "work" / task.name
     shutil.rmtree(work, ignore_errors=True)
@@ -319,14 +319,16 @@ def _run(
         in_time = code is not None and seconds < most - 2 * AHEAD
         where = stack_in(work / "stack.txt", "_main")
         found = read(folder, task.name)
+        if (
+            found != before or not found["machine"]
+        ):  # else what an earlier run has left stays as it is
+            found |= {"seconds": seconds, "machine": dict(machine)}
         found["status"] = Status.RAISED if in_time else Status.OUT_OF_TIME
         if in_time:
             found["part"]["failed"].append(f"its process ended with code {code}; {where}")
         else:
             found["part"]["notes"].append(f"ended at its limit of {most:.0f} s; {where}")
-        _replace(
-            folder / f"{task.name}.json", {**found, "seconds": seconds, "machine": dict(machine)}
-        )
+        _replace(folder / f"{task.name}.json", found)
     shutil.rmtree(work, ignore_errors=True)
 
 

@@ -147,7 +147,7 @@ def small_step(device: str, small: bool) -> Part:
         (name, config, link)
         for name, config in (TINY if small else MODELS).items()
         for link in links
-        if link == "300 GB/s" or name in ("350M", "tiny")
+        if link == "300 GB/s" or name == "350M"
     ]
     for index, (name, config, link) in enumerate(cases):
         if index and running().used_up:

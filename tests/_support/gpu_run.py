@@ -113,6 +113,18 @@ def slow(device: str, small: bool) -> Any:
     return _part(20, 0.5)
 
 
+def goes_on(device: str, small: bool) -> Any:
+    """Has one row more than before, and no time for all."""
+    from page import Part
+    from runner import running
+
+    part = Part("a part", "what it shows", ["number"])
+    part.rows = list(running().before.get("rows", []))
+    part.rows.append([len(part.rows)])
+    part.left_out.append("the others")
+    return part
+
+
 def hangs(device: str, small: bool) -> Any:
     """Never ends, nor does the process that it has started."""
     part = _part(2)

@@ -338,10 +338,10 @@ def _run(name: str, wanted: list[Trial], world: int, device_type: str) -> Part:
         where = f"{world} ranks, {backend}"
         if why:
             part.notes.append(f"NCCL does not run {world} ranks on one card here: {why}")
-    # A trial stops at its seconds, the sum of which is what the whole part may take.
-    each = running().left / sum(trial.seconds for trial in wanted)
+    # Each trial stops at its seconds, so that all have a part of the time. Few take all of theirs.
+    most = 2 * running().left / sum(trial.seconds for trial in wanted)
     by_name = {
-        trial.name: replace(trial, seconds=trial.seconds * min(1.0, each)) for trial in wanted
+        trial.name: replace(trial, seconds=trial.seconds * min(1.0, most)) for trial in wanted
     }
     outcome = run_cases(
         work,

@@ -49,7 +49,7 @@ def test_a_wrong_engine_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setenv(FAULT, "scaled_gradient")
     monkeypatch.chdir(tmp_path)
-    wanted = {"fp64", "offload", "accumulate", "checkpoint"}
+    wanted = {"fp64", "offload", "checkpoint"}
     some = [case for case in truth.cases(1, small=True) if case.name in wanted]
     part = truth.run("truth1", 1, some, "cpu")
     # Loss and gradients of the checkpoint's mesh, too: each case sees it.
