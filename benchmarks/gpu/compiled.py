@@ -4,6 +4,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -174,7 +175,7 @@ def _timed(
     part.data[f"{case.name}, FSDP2"] = _train(theirs, batch)
     network.values = False
     steps = {
-        side: synced(lambda model=model: _step(model, batch, network), device)
+        side: synced(partial(_step, model, batch, network), device)
         for side, model in (("ours", ours), ("torch", theirs))
     }
     taken = take_rounds(part, case.name, steps, small=small, seconds=seconds)

@@ -3,6 +3,7 @@
 import copy
 import statistics
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -103,7 +104,8 @@ def _work(here: Rank, case: dict[str, Any]) -> dict[str, Any]:
         for _ in range(3):
             step(side)
     end = time.monotonic() + case["stop"]
-    order, seconds = list(models), {side: [] for side in models}
+    order = list(models)
+    seconds: dict[str, list[float]] = {side: [] for side in models}
     for number in range(case["rounds"]):
         over = torch.tensor(float(number >= LEAST and time.monotonic() > end))
         dist.all_reduce(over, op=dist.ReduceOp.MAX)
@@ -114,7 +116,7 @@ def _work(here: Rank, case: dict[str, Any]) -> dict[str, Any]:
                 seconds[side].append(step(side))
         order.reverse()
     calls = {
-        side: per_unit(calls_of(lambda side=side: step(side), here.device_type), case["units"])
+        side: per_unit(calls_of(partial(step, side), here.device_type), case["units"])
         for side in SIDES
     }
     return {"seconds": seconds, "calls": calls}

@@ -95,8 +95,13 @@ class Case:
         return "peft" if self.adapters else "torchao.float8" if self.float8 else ""
 
     @property
+    def mesh(self) -> str:
+        """Its mesh, in words."""
+        return f"{self.sizes}, cp {CP}" if self.cp else str(self.sizes)
+
+    @property
     def label(self) -> str:
-        return f"{self.name} {self.sizes}"
+        return f"{self.name} {self.mesh}"
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -483,7 +488,7 @@ def same_bits(a: Record, b: Record) -> bool:
 def work(here: Rank, case: Case) -> dict[str, Any]:
     """One case on one rank."""
     plain = train_plain(case, here)
-    name = f"{case.label}".replace(" ", "_").replace("/", "_")
+    name = case.label.replace(" ", "_").replace("/", "_")
     records = [
         train(case, here, peer=False, folder=here.folder / f"{name}-{number}") for number in (0, 1)
     ]
@@ -539,7 +544,7 @@ def run(name: str, world: int, wanted: list[Case], device_type: str) -> Part:
     # What an earlier run has found right is not run again.
     part.rows = [row for row in running().before.get("rows", []) if row[-1] == "ok"]
     right = {(row[0], row[1]) for row in part.rows}
-    wanted = [case for case in wanted if (str(case.sizes), case.name) not in right]
+    wanted = [case for case in wanted if (case.mesh, case.name) not in right]
     part.data = dict(running().before.get("data", {}))
     backend, why = backend_of(device_type, world, running().folder) if wanted else ("", "")
     if why:
@@ -577,7 +582,7 @@ def _report(part: Part, case: Case, outcome: Outcome) -> None:
     """Adds the row of a case, and what is wrong."""
     if case.label in outcome.failed:
         part.failed.append(f"{case.label}: {outcome.failed[case.label]}")
-        row = [str(case.sizes), case.name, outcome.backend]
+        row = [case.mesh, case.name, outcome.backend]
         part.rows.append(row + [""] * (len(HEAD) - 4) + ["FAILED"])
         return
     ranks = outcome.results[case.label]
@@ -597,7 +602,7 @@ def _report(part: Part, case: Case, outcome: Outcome) -> None:
         wrong.append("a second run gave other bits")
     part.failed += [f"{case.label}: {each}" for each in wrong]
     part.rows.append(
-        [str(case.sizes), case.name, outcome.backend]
+        [case.mesh, case.name, outcome.backend]
         + [_worst([r["plain"] for r in ranks], kind) for kind in KINDS]
         + [_worst(peers, kind) if peers else "" for kind in KINDS]
         + [_worst(apart, "grads") if apart else ""]
