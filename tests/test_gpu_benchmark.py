@@ -80,6 +80,8 @@ def test_calls_of_a_unit(parts: Callable[[str], ModuleType]) -> None:
             "cudaLaunchKernelExC": (30, 90.0),
             "cudaEventRecordWithFlags": (12, 6.0),
             "aten::empty_strided": (6, 12.0),
+            "aten::empty_like": (6, 1.0),  # it calls the former
+            "c10d::allgather_": (12, 60.0),
             "aten::mm": (6, 12.0),
         },
         2,
@@ -87,6 +89,7 @@ def test_calls_of_a_unit(parts: Callable[[str], ModuleType]) -> None:
     assert found["launches"] == (15.0, 115.0)
     assert found["events recorded"] == (2.0, 1.0)
     assert found["allocations"] == (1.0, 2.0)
+    assert found["collectives"] == (2.0, 10.0)
     assert found["events waited for"] == (0.0, 0.0)
 
 

@@ -18,7 +18,7 @@ import parallel3d as p3d
 
 __all__ = ["CALLS", "calls_of", "host_profile", "per_unit"]
 
-# Kind of call -> how the names begin that the profiler has for it: of CUDA's functions, or operations.
+# Kind of call -> operations, or how the names of CUDA's functions and of collectives begin.
 CALLS: dict[str, tuple[str, ...]] = {
     "launches": ("cudaLaunch", "cuLaunch"),
     "events recorded": ("cudaEventRecord",),
@@ -30,8 +30,11 @@ CALLS: dict[str, tuple[str, ...]] = {
         "hipStreamSynchronize",
     ),
     "memory of the driver": ("cudaMalloc", "cudaFree", "cudaHostAlloc"),
-    "allocations": ("aten::empty",),
-    "views": ("aten::view", "aten::as_strided", "aten::split", "aten::slice", "aten::detach"),
+    "allocations": ("aten::empty", "aten::empty_strided"),
+    "views": (
+        *("aten::view", "aten::as_strided", "aten::split", "aten::split_with_sizes"),
+        *("aten::slice", "aten::narrow", "aten::detach"),
+    ),
     "copies: copy_": ("aten::copy_",),
     "copies: _foreach_copy_": ("aten::_foreach_copy_",),
     "copies: split_with_sizes_copy": ("aten::split_with_sizes_copy", "fsdp::split_with_sizes_copy"),
@@ -77,8 +80,9 @@ def python_of(step: Callable[[], object]) -> tuple[int, list[list[Any]]]:
 def per_unit(calls: Mapping[str, tuple[int, float]], units: int) -> Table:
     """Returns for each kind of ``CALLS`` how many there are in a unit and step, and their microseconds."""
     found: Table = {}
-    for kind, starts in CALLS.items():
-        those = [value for name, value in calls.items() if name.startswith(starts)]
+    for kind, wanted in CALLS.items():
+        starts = tuple(each for each in wanted if not each.startswith(("aten::", "fsdp::")))
+        those = [v for name, v in calls.items() if name in wanted or name.startswith(starts)]
         found[kind] = (
             sum(count for count, _ in those) / STEPS / units,
             sum(us for _, us in those) / STEPS / units,

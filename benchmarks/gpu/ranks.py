@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from runner import stack_in
+from runner import running, stack_in
 from torch import distributed as dist
 from torch.distributed import DeviceMesh
 
@@ -38,6 +38,7 @@ TRIAL = "the first all-reduce"
 TRIAL_SECONDS = 60.0
 START_SECONDS = 120.0  # imports of all processes, which share the machine's cores
 GRACE = 5.0  # seconds in which the other ranks may report what they have found, too
+END = 3.0  # seconds before the end of this process in which it says what the ranks are at
 MOST_LAUNCHES = 10  # of one world: each failure costs a launch
 
 FAULT = "PARALLEL3D_GPU_TESTS_FAULT"
@@ -89,7 +90,7 @@ class Outcome:
     Attributes:
         results: by case, what each rank has returned.
         failed: by case, why there is no result: an error, or the stack of a hang.
-        left_out: cases that were not begun, as no time was left.
+        left_out: cases for which no time was left; of one that had begun, where the ranks were.
         backend: that of the device's tensors.
     """
 
@@ -173,12 +174,16 @@ def run_cases(
             imports=tuple(imports),
             fault=os.environ.get(FAULT, ""),
         )
-        _Launch(job, take).run()
+        launch = _Launch(job, take)
+        launch.run()
         # After an error the processes are not used any further: a collective may be half done.
         left = [c for c in left if c[0] not in outcome.results and c[0] not in outcome.failed]
-        if TRIAL in outcome.failed:
+        if launch.cut:
+            outcome.left_out.append(launch.cut)
+            left = [c for c in left if not launch.cut.startswith(f"{c[0]}: ")]
+        if TRIAL in outcome.failed or launch.cut:
             break
-    out_of_time = time.monotonic() > deadline
+    out_of_time = time.monotonic() > min(deadline, running().until - END)
     why = outcome.failed.pop(TRIAL, "too many cases before it have failed")
     for name, _ in left:
         if out_of_time:
@@ -233,6 +238,7 @@ class _Launch:
 
     Attributes:
         started: whether all ranks have done their first all-reduce.
+        cut: the case that has no result as no time was left, and where the ranks were.
     """
 
     def __init__(self, job: _Job, take: Callable[[str, list[Any] | None, str], None]) -> None:
@@ -244,6 +250,7 @@ class _Launch:
         self.ready: set[int] = set()
         self.done: set[int] = set()
         self.at = [TRIAL] * self.world  # what each rank does
+        self.cut = ""
         # It is served here, and not by rank 0: it outlives the ranks.
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         job = replace(job, port=self.store.port)
@@ -278,6 +285,8 @@ class _Launch:
             # A rank's own watchdog ends a case; this is for what that can't end.
             if self.started and now > self.deadline + 2 * self.limit:
                 break
+            if now > running().until - END:
+                break
             for connection in wait(list(open_), timeout=0.5):
                 assert isinstance(connection, Connection)
                 rank = open_[connection]
@@ -288,7 +297,12 @@ class _Launch:
                 if rank in self.errors or (connection not in open_ and rank not in self.done):
                     trouble = trouble or time.monotonic()
         if len(self.done) < self.world:
-            self._explain()
+            out_of_time = time.monotonic() > running().until - END
+            name, where = self._explain()
+            if out_of_time:
+                self.cut = f"{name}: {where}"
+            else:
+                self.take(name, None, where)
         self._end()
 
     def _take(self, rank: int, kind: str, name: str, value: Any) -> None:
@@ -308,8 +322,8 @@ class _Launch:
             self.at[rank] = name
             self.errors[rank] = value
 
-    def _explain(self) -> None:
-        """Says of the case that failed what each rank has raised, or where it is."""
+    def _explain(self) -> tuple[str, str]:
+        """Returns the case that failed, and what each rank has raised, or where it is."""
         for process in self.processes:
             if process.is_alive() and process.pid is not None and hasattr(signal, "SIGUSR1"):
                 os.kill(process.pid, signal.SIGUSR1)  # it writes its stack; see ``_main``
@@ -328,7 +342,7 @@ class _Launch:
                     f"rank {rank} {state} in {self.at[rank]}; "
                     + stack_in(self.folder / f"stack{rank}.txt", "_main")
                 )
-        self.take(first, None, " | ".join(texts))
+        return first, " | ".join(texts)
 
     def _end(self) -> None:
         for process in self.processes:

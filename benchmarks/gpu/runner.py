@@ -77,12 +77,18 @@ class Share:
         folder: for its files; removed when it has ended.
         before: the part as an earlier run has left it, on the same machine; else empty. A part may go on
             from its rows.
+        until: the time (``time.monotonic``) at which its process is ended.
     """
 
     def __init__(
-        self, seconds: float, folder: Path = Path(), before: Mapping[str, Any] | None = None
+        self,
+        seconds: float,
+        folder: Path = Path(),
+        before: Mapping[str, Any] | None = None,
+        until: float = float("inf"),
     ) -> None:
         self.seconds, self.folder, self.before = seconds, folder, before or {}
+        self.until = until
         self.end = time.monotonic() + seconds
 
     @property
@@ -390,7 +396,7 @@ def _main(
     status = Status.DONE
     try:
         same = {**before["machine"], "date": ""} == {**machine, "date": ""}
-        _running = Share(aim, work, before["part"] if same else None)
+        _running = Share(aim, work, before["part"] if same else None, until)
         part = getattr(importlib.import_module(task.module), task.function)(*arguments)
         if part.left_out:
             status = Status.OUT_OF_TIME

@@ -91,6 +91,32 @@ def test_a_hang_ends_with_its_stack(tmp_path: Path) -> None:
     assert "ValueError: on purpose" in outcome.failed["raises"]
 
 
+def test_where_ranks_are_when_no_time_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import runner
+    from ranks import run_cases
+
+    until = time.monotonic() + 20
+    monkeypatch.setattr(runner, "_running", runner.Share(20.0, until=until))
+    outcome = run_cases(
+        hang,
+        [(name, name) for name in ("first", "hangs", "second")],
+        world=2,
+        device_type="cpu",
+        backend="gloo",
+        folder=tmp_path,
+        limit=60.0,
+        deadline=until,
+    )
+    assert time.monotonic() < until
+    assert outcome.results == {"first": ["first", "first"]}
+    assert outcome.failed == {}
+    assert [each.partition(":")[0] for each in outcome.left_out] == ["hangs", "second"]
+    assert "rank 1 hangs in hangs" in outcome.left_out[0]
+    assert "test_runs_on_cpu.py" in outcome.left_out[0]
+
+
 def test_one_process_goes_on_after_an_error(tmp_path: Path) -> None:
     from ranks import run_cases
 
