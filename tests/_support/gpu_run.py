@@ -14,8 +14,6 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 
-__all__ = ["hangs", "killed_and_resumed", "quick", "raises", "slow", "statuses", "vanishes"]
-
 
 def statuses(folder: Path) -> dict[str, str]:
     """The status of each part that has a file in a run's folder."""
