@@ -24,7 +24,6 @@ from parallel3d.testing import fake_world
 
 STREAMS = {
     "compute": ("compute", "#2e75b6"),
-    "copy_in": ("copy-in, high priority", "#8a8f98"),
     "gather": ("all-gather, high priority", "#59a14f"),
     "scatter": ("reduce-scatter, high priority", "#f28e2b"),
     "replicate": ("all-reduce", "#b07aa1"),

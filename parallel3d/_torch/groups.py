@@ -171,22 +171,44 @@ def max_over(tensor: torch.Tensor, group: ProcessGroup) -> dist.Work:
 
 
 def all_gather_members(
-    outputs: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], group: ProcessGroup
-) -> dist.Work:
+    outputs: Sequence[torch.Tensor],
+    parts: Sequence[torch.Tensor],
+    group: ProcessGroup,
+    *,
+    async_op: bool,
+) -> dist.Work | None:
     """Issues all-gathers of each of ``parts``, (S,), into its output, (n * S,), as one call."""
     options = dist.distributed_c10d.AllgatherOptions()
-    options.asyncOp = True
-    return group.allgather_into_tensor_coalesced(list(outputs), list(parts), options)
+    options.asyncOp = async_op
+    work = group.allgather_into_tensor_coalesced(list(outputs), list(parts), options)
+    return _ended(work, async_op)
 
 
 def reduce_scatter_members(
-    outputs: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor], group: ProcessGroup
-) -> dist.Work:
-    """Issues reduce-scatters, which sum, of each of ``wholes``, (n * S,), into its output, (S,), as one
-    asynchronous call."""
+    outputs: Sequence[torch.Tensor],
+    wholes: Sequence[torch.Tensor],
+    group: ProcessGroup,
+    *,
+    op: Any,
+    async_op: bool,
+) -> dist.Work | None:
+    """Issues reduce-scatters of each of ``wholes``, (n * S,), into its output, (S,), as one call."""
     options = dist.distributed_c10d.ReduceScatterOptions()
-    options.asyncOp = True
-    return group.reduce_scatter_tensor_coalesced(list(outputs), list(wholes), options)
+    options.reduceOp, options.asyncOp = op, async_op
+    work = group.reduce_scatter_tensor_coalesced(list(outputs), list(wholes), options)
+    return _ended(work, async_op)
+
+
+def _ended(work: dist.Work | None, async_op: bool) -> dist.Work | None:
+    """Waits for the work of a synchronous call, which some backends return; returns an asynchronous one's."""
+    if async_op or work is None:
+        return work
+    work.wait()
+    return None
+
+
+scaled_sum: Callable[[float], Any] = dist._make_nccl_premul_sum
+"""``scaled_sum(factor)`` is NCCL's reduction that multiplies each summand by ``factor``."""
 
 
 COLLECTIVES = (

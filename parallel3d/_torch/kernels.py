@@ -10,6 +10,9 @@ from parallel3d._torch.dtensor import DTensorSpec, local_tensor_of
 foreach_copy_: Callable[[list[torch.Tensor], list[torch.Tensor]], Any] = torch._foreach_copy_
 """``foreach_copy_(targets, sources)`` copies each source into its target, casting, in few kernels."""
 
+split_copy: Callable[..., Any] = torch.split_with_sizes_copy
+"""``split_copy(rows, sizes, dim=1, out=views)`` copies columns of ``rows``, ``sizes`` wide, to the views."""
+
 chunk_cat: Callable[..., torch.Tensor] = torch._chunk_cat
 """``chunk_cat(tensors, dim=0, num_chunks=n, out=out)`` cuts each tensor into n chunks along dim 0, the last
 padded with zeros; row i of ``out``, (n, elements), gets the i-th chunk of each, one after another, cast."""

@@ -25,6 +25,11 @@ def accelerator() -> Any:
     return None if _run is None else _run[0]
 
 
+def has_streams(device_type: str) -> bool:
+    """Returns whether work on the device type is put on streams: an accelerator's, or a dry run's of one."""
+    return device_type not in ("cpu", "meta") or accelerator() is not None
+
+
 def real() -> AbstractContextManager[None]:
     """Returns a context in which a dry run executes operations for real and doesn't record them."""
     return nullcontext() if _run is None else _run[1]()

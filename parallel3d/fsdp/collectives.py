@@ -1,4 +1,8 @@
-"""The collectives of the engine: all-gather, reduce-scatter and all-reduce, each one asynchronous call.
+"""The collectives of the engine: all-gather, reduce-scatter and all-reduce, each one call.
+
+On the CPU a call is asynchronous. On an accelerator the engine issues it on a stream of its own, and it is
+synchronous: it is put on that stream, and the host goes on. (An asynchronous call would be on a stream of
+the backend's, with two more events, and a work whose wait costs more host time than the call.)
 
 A call may have several pairs of an output and an input. It is one launch where the backend groups them. On
 gloo it is one call per pair, and all of them are under way at once.
@@ -6,6 +10,7 @@ gloo it is one call per pair, and all of them are under way at once.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -23,7 +28,9 @@ from parallel3d._torch.groups import (
     backend_name,
     reduce_scatter_members,
     reduce_scatter_single,
+    scaled_sum,
 )
+from parallel3d._util.dry_run import has_streams
 from parallel3d._util.trace import issuing
 
 _backends: defaultdict[str, WeakKeyDictionary[ProcessGroup, str]] = defaultdict(WeakKeyDictionary)
@@ -113,13 +120,15 @@ def _issue_members(
     outputs: Sequence[torch.Tensor],
     inputs: Sequence[torch.Tensor],
     group: ProcessGroup,
+    **options: Any,
 ) -> Any:
     """Issues ``call`` for each pair of an output and an input. Returns the work to wait for, or None."""
     if len(outputs) == 1:
-        return call(outputs[0], inputs[0], group=group, async_op=True)
+        return call(outputs[0], inputs[0], group=group, **options)
     with issuing.one_call():
         pairs = zip(outputs, inputs, strict=True)
-        return Works([call(output, input, group=group, async_op=True) for output, input in pairs])
+        works = [call(output, input, group=group, **options) for output, input in pairs]
+    return Works(works) if options["async_op"] else None
 
 
 class ScatterWork:
@@ -127,15 +136,22 @@ class ScatterWork:
 
     Attributes:
         output: (S,), the result, if the backend sums.
+        is_scaled: whether the collective scales too.
         rows: for each input the (n, S) tensor that ``wait`` sums, if the backend does not.
     """
 
     def __init__(
-        self, work: Any, output: torch.Tensor | None, rows: Sequence[torch.Tensor] = ()
+        self,
+        work: Any,
+        output: torch.Tensor | None,
+        rows: Sequence[torch.Tensor] = (),
+        *,
+        is_scaled: bool = False,
     ) -> None:
         self.work = work
         self.output = output
         self.rows = rows
+        self.is_scaled = is_scaled
 
     def wait(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Waits, or lets an accelerator's current stream wait, and returns the result.
@@ -180,16 +196,18 @@ def all_gather(
         outputs = [tensor.view(torch.uint8) for tensor in outputs]
         inputs = [tensor.view(torch.uint8) for tensor in inputs]
     before, issuing.unit = issuing.unit, unit
+    device_type = inputs[0].device.type
+    async_op = not has_streams(device_type)
     try:
         if comm is not None and len(inputs) == 1:
             return comm(
-                output_tensor=outputs[0], input_tensor=inputs[0], group=group, async_op=True
+                output_tensor=outputs[0], input_tensor=inputs[0], group=group, async_op=async_op
             )
-        backend = _backend(group, inputs[0].device.type)
+        backend = _backend(group, device_type)
         if len(inputs) > 1 and backend in _GROUPING_BACKENDS:
-            return all_gather_members(outputs, inputs, group)
+            return all_gather_members(outputs, inputs, group, async_op=async_op)
         call = _gather_on_gloo if backend == "gloo" else all_gather_single
-        return _issue_members(call, outputs, inputs, group)
+        return _issue_members(call, outputs, inputs, group, async_op=async_op)
     finally:
         issuing.unit = before
 
@@ -203,7 +221,12 @@ def _gather_on_gloo(
 
 
 def reduce_scatter(
-    inputs: Sequence[torch.Tensor], group: ProcessGroup, *, unit: str, device_type: str
+    inputs: Sequence[torch.Tensor],
+    group: ProcessGroup,
+    *,
+    unit: str,
+    device_type: str,
+    scale: float = 1.0,
 ) -> ScatterWork:
     """Issues a reduce-scatter: ``inputs``, (n * S,), are summed over n ranks, and each rank gets (S,).
 
@@ -213,30 +236,50 @@ def reduce_scatter(
     Args:
         inputs: the tensors of one call, whose results lie one after another.
         unit: name of the unit that it is for, for the recorder.
+        scale: what the sum is to be multiplied by, if the backend does that without rounding more than a
+            product of its own would; see ``ScatterWork.is_scaled``.
     """
     n = group.size()
+    async_op = not has_streams(device_type)
     backend = _backend(group, device_type)
     before, issuing.unit = issuing.unit, unit
     try:
         if device_type == "cpu" and backend == "gloo":
             received = [torch.empty_like(tensor) for tensor in inputs]
-            work = _issue_members(dist.all_to_all_single, received, inputs, group)
+            work = _issue_members(
+                dist.all_to_all_single, received, inputs, group, async_op=async_op
+            )
             return ScatterWork(work, None, [tensor.view(n, -1) for tensor in received])
         sizes = [tensor.numel() // n for tensor in inputs]
         output = inputs[0].new_empty(sum(sizes))
         outputs = output.split(sizes)
+        is_scaled = backend == "nccl" and scale != 1.0 and _scales_exactly(scale, output.dtype)
+        op = scaled_sum(scale) if is_scaled else dist.ReduceOp.SUM
         if len(sizes) > 1 and backend in _GROUPING_BACKENDS:
-            return ScatterWork(reduce_scatter_members(outputs, inputs, group), output)
-        work = _issue_members(reduce_scatter_single, outputs, inputs, group)
-        return ScatterWork(work, output)
+            work = reduce_scatter_members(outputs, inputs, group, op=op, async_op=async_op)
+        else:
+            call = reduce_scatter_single
+            work = _issue_members(call, outputs, inputs, group, op=op, async_op=async_op)
+        return ScatterWork(work, output, is_scaled=is_scaled)
     finally:
         issuing.unit = before
+
+
+def _scales_exactly(scale: float, dtype: torch.dtype) -> bool:
+    """Returns whether NCCL, which multiplies each summand in ``dtype``, loses nothing by that.
+
+    bfloat16 has the range of float32, and powers of two don't round. A factor like 1/3 would itself be off by
+    up to 0.4 % in it.
+    """
+    if dtype is torch.bfloat16:
+        return abs(math.frexp(scale)[0]) == 0.5
+    return dtype in (torch.float32, torch.float64)
 
 
 def all_reduce(tensor: torch.Tensor, group: ProcessGroup, *, unit: str) -> dist.Work | None:
     """Issues an all-reduce that sums ``tensor`` in place. ``unit``: as for ``reduce_scatter``."""
     before, issuing.unit = issuing.unit, unit
     try:
-        return dist.all_reduce(tensor, group=group, async_op=True)
+        return dist.all_reduce(tensor, group=group, async_op=not has_streams(tensor.device.type))
     finally:
         issuing.unit = before

@@ -495,12 +495,12 @@ class RunContext:
         if group.renewed:  # all at once: they overlap the first units' compute
             group.renew_copies(self.comm, if_changed=unit.keep_between_forwards)
 
-    def issue_gathers(self) -> None:
-        """Issues the all-gathers that the schedule asks for."""
+    def issue_gathers(self, compute: Any = None) -> None:
+        """Issues the all-gathers that the schedule asks for; ``compute``: see ``Comm.issue_gather``."""
         while (ref := self.schedule.next()) is not None:
             unit = ref()  # type: ignore[operator]
             if unit is not None:
-                unit.issue_unshard(self)
+                unit.issue_unshard(self, compute)
 
     def end_forward(self, *, backward_to_come: bool) -> None:
         """Ends the root's forward: all units register their sharded parameters, and reshard if no backward
@@ -566,8 +566,9 @@ class RunContext:
         finally:
             self.backward = before
 
-    def begin_unit_backward(self, unit: Unit, position: int) -> None:
-        """Issues the all-gathers that are due when ``unit`` begins the backward of forward ``position``."""
+    def begin_unit_backward(self, unit: Unit, position: int, compute: Any) -> None:
+        """Issues the all-gathers that are due when ``unit`` begins the backward of forward ``position``;
+        ``compute``: the comm's ``current_stream()``."""
         self._drop_deferred()
         bucket, backward = None, self.backward
         assert backward is not None
@@ -576,7 +577,7 @@ class RunContext:
         if bucket is not None:
             backward.deferred = DeferredPrefetch(bucket, unit, self)
         self.schedule.begin_backward(unit.ref, position, defer=bucket is not None)
-        self.issue_gathers()
+        self.issue_gathers(compute)
 
     def end_unit_backward(self, unit: Unit) -> None:
         """Issues the all-gathers and the reduction that are due when a unit's backward is over.

@@ -16,9 +16,8 @@ from torch.distributed import ProcessGroup
 
 from parallel3d._torch.autograd import set_grad_dtype, untraced
 from parallel3d._torch.dtensor import keep_partial_gradients
-from parallel3d._torch.kernels import foreach_copy_
 from parallel3d.errors import StateError
-from parallel3d.fsdp.bucket import Bucket, allocate
+from parallel3d.fsdp.bucket import Bucket, allocate, plan_copy
 from parallel3d.fsdp.collectives import all_gather
 from parallel3d.fsdp.comm import Comm
 from parallel3d.fsdp.members import missing_values
@@ -293,8 +292,8 @@ class ParamGroup:
 
     # -- unshard / reshard ---------------------------------------------------------------------------
 
-    def issue_unshard(self, comm: Comm) -> None:
-        """Issues the all-gathers if the group is sharded."""
+    def issue_unshard(self, comm: Comm, compute: Any = None) -> None:
+        """Issues the all-gathers if the group is sharded; ``compute``: see ``Comm.issue_gather``."""
         if self.registered is Registered.OTHER:
             label = "" if self.unit is None else self.unit.label
             raise StateError(
@@ -311,7 +310,7 @@ class ParamGroup:
         self.note_weights(comm)
         self.gathers = self.buckets if len(self.buckets) < 2 else plan_gathers(self.buckets)
         for gather in self.gathers:
-            comm.issue_gather(gather)
+            comm.issue_gather(gather, compute)
         self.enter(Event.ISSUE)
 
     def note_weights(self, comm: Comm) -> None:
@@ -332,12 +331,13 @@ class ParamGroup:
         for bucket in self.renewed:
             bucket.renew(comm, if_changed=if_changed)
 
-    def unshard(self, comm: Comm) -> None:
-        """Issues the all-gathers if need be and finishes them: the current stream may use the parameters."""
-        self.issue_unshard(comm)
+    def unshard(self, comm: Comm, compute: Any = None) -> None:
+        """Issues the all-gathers if need be and finishes them: the current stream may use the parameters;
+        ``compute``: see ``Comm.issue_gather``."""
+        self.issue_unshard(comm, compute)
         if self.state is ShardedState.GATHERING:
             for gather in self.gathers:
-                comm.finish_gather(gather)
+                comm.finish_gather(gather, compute)
             self.gathers = []
             self.enter(Event.FINISH)
             for bucket in self.buckets:
@@ -533,14 +533,12 @@ class CoalescedGather:
         """Copies what was gathered to the unsharded parameters, after the all-gather."""
         if self._output is None:
             return
-        with torch.inference_mode(False), torch.no_grad():  # in whichever mode it was issued
-            sizes = [bucket.packed for bucket in self.buckets]
-            columns = self._output.view(-1, self.packed).split(sizes, dim=1)
-        for bucket, rows in zip(self.buckets, columns, strict=True):
+        for bucket in self.buckets:
             if not bucket.zero_copy:
                 allocate(bucket.unsharded)
-            if bucket.packed:
-                foreach_copy_(*bucket.copy_pairs(rows, since=bucket.zero_copy))
+        with torch.inference_mode(False), torch.no_grad():  # in whichever mode it was issued
+            rows = self._output.view(-1, self.packed)
+        plan_copy(rows, self.buckets, [bucket.zero_copy for bucket in self.buckets])()
 
     def free_gathered(self) -> None:
         """Frees the output, after ``copy_out``."""

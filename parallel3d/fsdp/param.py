@@ -235,6 +235,7 @@ class ShardedParam:
         grad_dtype: the user's setting, see ``grad_dtype_of``.
         fills_segment: whether chunks are equal on all tp ranks.
         even: whether no rank's segment has padding.
+        lies_as_sent: whether the segments of all shard ranks, one after another, are the unsharded parameter.
         padded_inside: whether padding would lie between the rows, and not behind them.
         dim: the dim that the engine shards; None if the parameter is replicated on the shard axis.
         num_shards: number of ranks that it is sharded over.
@@ -325,6 +326,7 @@ class ShardedParam:
         self.chunk_shape = tuple(chunk_local)
         self.fills_segment = self.on.are_even(self.global_shape)
         self.even = self.fills_segment and padded == largest
+        self.lies_as_sent = self.fills_segment and self.dim in (None, 0)
         self.padded_inside = (
             self.dim not in (None, 0)
             and padded[self.dim] * self.on.ways(self.dim) != self.global_shape[self.dim]
@@ -685,5 +687,4 @@ def segment_of(param: ShardedParam) -> Segment:
 
 def zero_copy_bytes(device_type: str) -> int:
     """From how many unsharded bytes on a parameter is zero-copy."""
-    on_cpu = device_type == "cpu" and dry_run.accelerator() is None
-    return CPU_BYTES if on_cpu else ACCELERATOR_BYTES
+    return ACCELERATOR_BYTES if dry_run.has_streams(device_type) else CPU_BYTES

@@ -44,11 +44,14 @@ class Reducer:
     averages = False
 
     def reduce_scatter(
-        self, inputs: list[torch.Tensor], group: ProcessGroup, *, unit: str
+        self, inputs: list[torch.Tensor], group: ProcessGroup, *, unit: str, scale: float = 1.0
     ) -> ScatterWork:
-        """Issues a reduce-scatter of ``inputs``, together (n * S,), of every rank; its result is (S,)."""
+        """Issues a reduce-scatter of ``inputs``, together (n * S,), of every rank; its result is (S,).
+
+        It may multiply the sum by ``scale`` too; see ``ScatterWork.is_scaled``.
+        """
         return collectives.reduce_scatter(
-            inputs, group, unit=unit, device_type=inputs[0].device.type
+            inputs, group, unit=unit, device_type=inputs[0].device.type, scale=scale
         )
 
     def all_reduce(self, tensor: torch.Tensor, group: ProcessGroup, *, unit: str) -> Any:
@@ -138,14 +141,17 @@ class ReduceScatter(Stage):
         bucket = job.bucket
         if bucket.scatter_group is None:
             return None
-        return bucket.reducer.reduce_scatter(job.inputs, bucket.scatter_group, unit=bucket.unit)
+        scale = 1.0 if bucket.force_sum else job.scale
+        return bucket.reducer.reduce_scatter(
+            job.inputs, bucket.scatter_group, unit=bucket.unit, scale=scale
+        )
 
     def finish(self, job: Reduction, work: ScatterWork | None) -> None:
         """Issues no collective: when it is called depends on sizes, which may differ between tp ranks."""
         if work is not None:
             job.tensor = work.wait()
         job.inputs = []
-        if job.scale != 1.0:
+        if job.scale != 1.0 and (work is None or not work.is_scaled):
             job.tensor.mul_(job.scale)
 
 

@@ -269,8 +269,9 @@ class Unit:
             others = context.begin_forward()
         for observer in self.observers:
             observer.prepare(self, context)
-        self.issue_unshard(context)
-        self.group.unshard(context.comm)
+        compute = context.comm.current_stream()
+        self.issue_unshard(context, compute)
+        self.group.unshard(context.comm, compute)
         if self.group.direct:
             self.group.note_changes()
         if not recomputes:
@@ -281,11 +282,12 @@ class Unit:
         forward.position = 0
         if context.running and not recomputes:
             forward.position = context.schedule.begin_forward(self.ref)
-            context.issue_gathers()
+            context.issue_gathers(compute)
         return others
 
-    def issue_unshard(self, context: RunContext) -> None:
-        """Issues a forward's all-gather, after taking over what the user has changed since the last."""
+    def issue_unshard(self, context: RunContext, compute: Any = None) -> None:
+        """Issues a forward's all-gather, after taking over what the user has changed since the last;
+        ``compute``: the current stream, if it is known."""
         group = self.group
         if context.backward is None:
             if self.forward is None:
@@ -314,7 +316,7 @@ class Unit:
         else:
             for observer in self.observers:
                 observer.gather_in_backward(self)
-        group.issue_unshard(context.comm)
+        group.issue_unshard(context.comm, compute)
 
     @untraced
     def post_forward(self, module: nn.Module, args: tuple, output: Any) -> Any:
@@ -416,14 +418,15 @@ class Unit:
         backward.has_begun = self.has_unreduced = True
         for observer in self.observers:
             observer.begin_backward(self)
+        compute = context.comm.current_stream()
         if self.unshard_in_backward:
-            self.group.unshard(context.comm)
+            self.group.unshard(context.comm, compute)
             if self.group.direct:
                 self.group.note_changes()
             if call.weights != self.group.weights:
                 raise self.weights_changed()
         self.group.register_unsharded()
-        context.begin_unit_backward(self, call.position)
+        context.begin_unit_backward(self, call.position, compute)
         issuing.unit = self.label
 
     def weights_changed(self) -> StateError:

@@ -269,7 +269,7 @@ def test_streams(monkeypatch) -> None:
         step(model)
     before, after = find(device.log, "pre"), find(device.log, "post")
     gathers = [entry for entry in device.log if entry[0].startswith("all_gather")]
-    assert {stream for _, stream, _ in before} == {"copy_in"}
+    assert {stream for _, stream, _ in before} == {"gather"}
     assert {stream for _, stream, _ in after} == {"compute"}
     assert happens_before(optimizer, before[0])
     assert happens_before(before[1], gathers[0]) and happens_before(gathers[0], after[0])

@@ -183,7 +183,7 @@ class TestStreams:
     def test_one_rank_fetches_beside_the_compute(self, device):
         log, _ = self.step(device, MeshLayout(1, 1, 1))
         fetches = [entry for entry in log if entry[0].startswith("gather_buffers")]
-        assert len(fetches) == 7 and {stream for _, stream, _ in fetches} == {"copy_in"}
+        assert len(fetches) == 7 and {stream for _, stream, _ in fetches} == {"fetch"}
         for fetch, use in zip(fetches, find_all(log, "copy_out"), strict=True):
             assert happens_before(fetch, use)
 

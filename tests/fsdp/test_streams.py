@@ -37,9 +37,9 @@ def train_step(device: Device, policy: MixedPrecisionPolicy | None = None) -> li
     return device.log
 
 
-def test_four_streams_and_their_priorities(device: Device) -> None:
+def test_three_streams_and_their_priorities(device: Device) -> None:
     train_step(device)
-    assert device.priorities == [-1, -1, -1, 0]  # the all-reduce must not delay the others
+    assert device.priorities == [-1, -1, 0]  # the all-reduce must not delay the others
 
 
 def test_each_kind_of_work_has_its_stream(device: Device) -> None:
@@ -48,7 +48,7 @@ def test_each_kind_of_work_has_its_stream(device: Device) -> None:
         streams.setdefault(what.split()[0], set()).add(stream)
     del streams["compute"], streams["optimizer"], streams["free_gathered"]
     assert streams == {
-        "gather_buffers": {"copy_in"},
+        "gather_buffers": {"gather"},
         "all_gather": {"gather"},
         "reduce_scatter": {"scatter"},
         "all_reduce": {"replicate"},
@@ -56,7 +56,7 @@ def test_each_kind_of_work_has_its_stream(device: Device) -> None:
     }
 
 
-def test_gather_follows_copy_in_and_precedes_use(device: Device) -> None:
+def test_gather_follows_its_cast_and_precedes_use(device: Device) -> None:
     log = train_step(device)
     for unit in ("layers.0", "layers.1", "layers.2"):
         cast, gather = find(log, f"gather_buffers {unit}"), find(log, f"all_gather {unit}")
@@ -126,7 +126,7 @@ def test_gather_waits_for_the_optimizer(device: Device) -> None:
 
 
 def test_memory_is_not_reused_under_a_reader(device: Device) -> None:
-    """A gather's buffer is freed after copy-out, and copy_in, which owns it, waits for compute."""
+    """A gather's buffer is freed after copy-out, and its stream, which owns it, waits for compute."""
     log = train_step(device)
     frees = [e for e in log if e[0].startswith("free_gathered")]
     casts = [e for e in log if e[0].startswith("gather_buffers")]

@@ -171,7 +171,7 @@ def disturb_engine(disturber: Disturber) -> Iterator[None]:
         return freeing
 
     operations: list[tuple[Any, str]] = [
-        (bucket.Bucket, "gather_buffers"),  # casts and fetches shards: on copy_in
+        (bucket.Bucket, "gather_buffers"),  # casts shards, on gather, and fetches them, on fetch
         (param_group.CoalescedGather, "gather_buffers"),
         (bucket, "all_gather"),
         (param_group, "all_gather"),
@@ -187,7 +187,7 @@ def disturb_engine(disturber: Disturber) -> Iterator[None]:
         (gather_extension, "release"),
         (comm.StreamComm, "finish_gather"),
         (comm.StreamComm, "_wait_for"),
-        (comm.StreamComm, "_free_oldest_input"),
+        (comm.StreamComm, "_free_inputs"),
     ]
     with ExitStack() as stack:
         for wrap, places in ((around, operations), (then_poison, frees)):

@@ -64,6 +64,7 @@ class Trial:
 
 HSDP = (2, 2, 1)
 OFFLOAD = "HSDP bf16, offload"
+FETCH = "the all-gather does not wait for the fetch"
 
 
 def trials(device_type: str, *, small: bool) -> list[Trial]:
@@ -82,7 +83,8 @@ def trials(device_type: str, *, small: bool) -> list[Trial]:
         wanted.append((20, Trial("HSDP bf16, large weights", large)))
     found = [replace(trial, seeds=3 if small else seeds) for seeds, trial in wanted]
     for name in controls(device_type):
-        found.append(Trial(name, hsdp, without=name, seeds=3 if small else 20, seconds=15.0))
+        case = replace(hsdp, offload=name == FETCH)
+        found.append(Trial(name, case, without=name, seeds=3 if small else 20, seconds=15.0))
     name = f"FSDP2, {OFFLOAD}"
     peer = Trial(name, replace(hsdp, offload=True), peer=True, seeds=2 if small else 40)
     return [*found, peer]
@@ -93,10 +95,6 @@ def trials(device_type: str, *, small: bool) -> list[Trial]:
 
 def _nothing(*args: Any) -> None:
     """In place of a wait."""
-
-
-def _copy_in(comm: Any) -> None:
-    comm.copy_in.wait_stream = _nothing
 
 
 def _gather(comm: Any) -> None:
@@ -114,8 +112,8 @@ def _replicate(comm: Any) -> None:
 def _gathered(comm: Any) -> None:
     issue = comm.issue_gather
 
-    def issue_gather(bucket: Any) -> None:
-        issue(bucket)
+    def issue_gather(bucket: Any, compute: Any = None) -> None:
+        issue(bucket, compute)
         if bucket.gathering is not None:
             bucket.gathering = (None, bucket.gathering[1])
 
@@ -123,7 +121,7 @@ def _gathered(comm: Any) -> None:
 
 
 def _reduced(comm: Any) -> None:
-    def drop(flight: Any) -> None:
+    def drop(flight: Any, compute: Any) -> None:
         flight.source = None
         flight.held.clear()
 
@@ -142,8 +140,8 @@ def _inputs(comm: Any) -> None:
 
 
 CONTROLS: dict[str, Callable[[Any], None]] = {
-    "copy-in does not wait for compute": _copy_in,
-    "the all-gather does not wait for copy-in": _gather,
+    "the all-gather does not wait for compute": _gather,
+    FETCH: _gather,
     "compute does not wait for the all-gather": _gathered,
     "the reduce-scatter does not wait for compute": _scatter,
     "the all-reduce does not wait for the reduce-scatter": _replicate,

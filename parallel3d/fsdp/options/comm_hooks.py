@@ -27,6 +27,7 @@ from parallel3d._torch.memory import (
     use_symmetric_memory,
 )
 from parallel3d._util.arguments import is_positive
+from parallel3d._util.dry_run import has_streams
 from parallel3d._util.trace import issuing
 from parallel3d.errors import Parallel3dError, RefusedStateError, StateError
 from parallel3d.fsdp.collectives import ScatterWork, all_reduce, reduce_scatter
@@ -214,7 +215,7 @@ class HookedReduce(Reducer):
         self.hook = hook
 
     def reduce_scatter(
-        self, inputs: list[torch.Tensor], group: ProcessGroup, *, unit: str
+        self, inputs: list[torch.Tensor], group: ProcessGroup, *, unit: str, scale: float = 1.0
     ) -> ScatterWork:
         """Lets the hook reduce one buffer (n * S,) to this rank's (S,)."""
         whole = inputs[0]
@@ -344,14 +345,15 @@ class CustomReduce(Reducer):
         self.comm = comm
 
     def reduce_scatter(
-        self, inputs: list[torch.Tensor], group: ProcessGroup, *, unit: str
+        self, inputs: list[torch.Tensor], group: ProcessGroup, *, unit: str, scale: float = 1.0
     ) -> ScatterWork:
         """Sums one buffer (n * S,) of every rank; this rank receives (S,)."""
         whole = inputs[0]
         output = self.allocate(whole.numel() // group.size(), whole.dtype, whole.device)
         tensors = {"output_tensor": output, "input_tensor": whole}
         with issuing.as_unit(unit):
-            work = self.comm(**tensors, group=group, op=dist.ReduceOp.SUM, async_op=True)
+            async_op = not has_streams(whole.device.type)
+            work = self.comm(**tensors, group=group, op=dist.ReduceOp.SUM, async_op=async_op)
         return ScatterWork(work, output)
 
     def allocate(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

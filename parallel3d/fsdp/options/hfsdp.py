@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 
 from parallel3d._torch.dtensor import get_local_tensor, make_dtensor
 from parallel3d._torch.kernels import foreach_copy_
-from parallel3d.fsdp.bucket import Bucket, allocate
+from parallel3d.fsdp.bucket import Bucket, allocate, plan_copy
 from parallel3d.fsdp.collectives import all_gather
 from parallel3d.fsdp.gradients import AccumulatedGradients, BucketGradients
 from parallel3d.fsdp.options.gather_extension import is_extended
@@ -178,7 +178,7 @@ class HybridBucket(Bucket):
         if self.shard_group is None:
             # Views are made here, as those made in inference mode could not be trained.
             allocate(self.unsharded)
-            self._whole_pairs = self.copy_pairs(self.copy.view(self.num_shards, -1))
+            self._copy_whole = plan_copy(self.copy.view(self.num_shards, -1), [self], [0])
             self.free_unsharded()
         self.renewing: tuple[Any, list[torch.Tensor]] | None = None
         self.is_new = True
@@ -230,4 +230,4 @@ class HybridBucket(Bucket):
         """Unshards without a shard axis, from the copy alone."""
         self.finish_renewal()
         allocate(self.unsharded)
-        foreach_copy_(*self._whole_pairs)
+        self._copy_whole()

@@ -370,15 +370,13 @@ class DryMode(RecordingMode):
         if index >= count:
             dtype = dtype_name(read[0]) if read else ""
             self._add("collective", signature.op, collective=index, dtype=dtype)
-        stream = self.streams.issue(index, group.group_name, call.axis or "")
+        # Its caller waits, if at all.
+        blocks = not call.asynchronous and call.op not in _POINT_TO_POINT
+        stream = self.streams.issue(index, group.group_name, call.axis or "", blocks=blocks)
         if self.races is not None:
             if not _writes(call.op, group, values):
                 written = []
-            self.races.collective(index, stream, call.op, read, [*written, *made])
-        if (
-            not call.asynchronous and call.op not in _POINT_TO_POINT
-        ):  # whose caller waits, if at all
-            self._arrived(index)
+            self.races.collective(index, stream, call.op, read, [*written, *made], holds=not blocks)
         if work is not None:
             work.index = index
             self._works.append(work)

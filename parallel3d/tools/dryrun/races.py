@@ -5,7 +5,7 @@ if one of them writes, and neither comes before the other. Memory that is freed 
 it was allocated on, as in torch's caching allocator, and may be used again by what is allocated on that
 stream later: those who use it then must come after everybody who used it before.
 
-A collective on several streams: see ``PlayedStreams``. Until its work is waited for, the backend holds the
+Which stream a collective is on: see ``PlayedStreams``. Until its work is waited for, the backend holds the
 tensors of an asynchronous one, as ProcessGroupNCCL does: what the program frees meanwhile is freed then.
 """
 
@@ -103,16 +103,19 @@ class RaceDetector:
         name: str,
         read: Iterable[Tensor],
         written: Iterable[Tensor],
+        *,
+        holds: bool,
     ) -> None:
-        """A collective that was just put on its communicator's stream."""
+        """A collective that was just put on ``stream``. An asynchronous one ``holds`` its tensors."""
         reads, writes = self._known(read), self._known(written)
         if self._is_hosts(reads | writes):  # gloo's, and over when it is waited for
             stream = self.streams.host
             stream.put()
         self._use(stream, name, reads, writes)
-        self._holding[index] = list(reads | writes)
-        for held in self._holding[index]:
-            self._memory[held].held_by += 1
+        if holds:
+            self._holding[index] = list(reads | writes)
+            for held in self._holding[index]:
+                self._memory[held].held_by += 1
 
     def arrived(self, index: int) -> None:
         """The current stream has waited for the collective with this index: it holds nothing any more."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from operator import itemgetter
 from typing import Any
 
 from parallel3d._util.streams import HOST, Clock, FakeStream, Streams, join
@@ -11,9 +14,11 @@ from parallel3d._util.streams import HOST, Clock, FakeStream, Streams, join
 class PlayedStreams(Streams):
     """Replaces ``torch.cuda`` for the engine, and for the program's own streams.
 
-    Operations are put on the current stream. A collective is on its communicator's own stream, which waits
-    for the current one when the collective is issued; the stream on which its work is waited for comes after
-    it. ``on_wait`` is called when the computation begins to wait for a collective, with its index among the
+    Operations are put on the current stream, and so are synchronous collectives, as on NCCL. An asynchronous
+    one is on its communicator's own stream, which waits for the current one when the collective is issued;
+    the stream on which its work is waited for comes after it.
+
+    ``on_wait`` is called when the computation begins to wait for a collective, with its index among the
     collectives and the indices of the operations on other streams that come before, or, with None, for such
     operations alone; ``on_host_wait`` when the host waits for a stream.
     """
@@ -24,9 +29,10 @@ class PlayedStreams(Streams):
         self.on_host_wait: Callable[[], None] | None = None
         self.communicators: dict[str, FakeStream] = {}  # name of a process group -> its stream
         self._operations: dict[int, list[int]] = {}  # number of a stream -> what was put on it
-        self._collectives: dict[int, list[int]] = {}  # the same of communicators
+        # Number of a stream -> (its count, index) of each collective that was put on it.
+        self._collectives: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         self._before: dict[int, Clock] = {}  # number of a stream -> its clock at its last operation
-        self._issued: dict[int, Clock] = {}  # index of a collective -> its clock
+        self._issued: dict[int, Clock] = {}  # index of an asynchronous collective -> its clock
 
     def place(self, position: int) -> tuple[int, tuple[int, ...]]:
         """Puts the operation with index ``position`` on the current stream.
@@ -45,17 +51,21 @@ class PlayedStreams(Streams):
         self._operations.setdefault(stream.number, []).append(position)
         return stream.number, after
 
-    def issue(self, index: int, group: str, name: str = "") -> FakeStream:
-        """Puts the collective with this index on the communicator of ``group``; returns its stream."""
-        if group not in self.communicators:
-            stream = self.new_stream(f"communicator of {name or group}")
-            self.communicators[group] = stream
-            self._collectives[stream.number] = []
-        stream = self.communicators[group]
-        join(stream.clock, self.current_stream().seen())
-        stream.put()
-        self._collectives[stream.number].append(index)
-        self._issued[index] = dict(stream.clock)
+    def issue(self, index: int, group: str, name: str = "", *, blocks: bool = False) -> FakeStream:
+        """Puts the collective with this index on the communicator of ``group``; returns its stream.
+
+        ``blocks``: it is the operation that was placed on the current stream last.
+        """
+        if blocks:
+            stream = self.current_stream()
+        else:
+            if group not in self.communicators:
+                self.communicators[group] = self.new_stream(f"communicator of {name or group}")
+            stream = self.communicators[group]
+            join(stream.clock, self.current_stream().seen())
+            stream.put()
+            self._issued[index] = dict(stream.clock)
+        self._collectives[stream.number].append((stream.clock[stream.number], index))
         return stream
 
     def arrived(self, index: int) -> bool:
@@ -65,7 +75,7 @@ class PlayedStreams(Streams):
         computation's.
         """
         stream = self.current_stream()
-        join(stream.clock, self._issued[index])
+        join(stream.clock, self._issued.get(index, {}))
         return stream is self.compute
 
     def waits(self, stream: FakeStream, clock: Clock) -> None:
@@ -78,7 +88,7 @@ class PlayedStreams(Streams):
             found = sorted(
                 index
                 for number, issued in self._collectives.items()
-                for index in issued[known.get(number, 0) : clock.get(number, 0)]
+                for index in _within(issued, known.get(number, 0), clock.get(number, 0))
             )
             after = self._new_operations(clock, known)
             join(stream.clock, clock)
@@ -105,3 +115,14 @@ class PlayedStreams(Streams):
                 if number in self._operations and position > known.get(number, 0)
             )
         )
+
+
+_COUNT = itemgetter(0)
+
+
+def _within(issued: list[tuple[int, int]], known: int, until: int) -> Iterator[int]:
+    """The indices of the collectives whose count is above ``known``, and not above ``until``."""
+    if until > known:
+        start = bisect_right(issued, known, key=_COUNT)
+        for _, index in issued[start : bisect_right(issued, until, key=_COUNT)]:
+            yield index

@@ -384,7 +384,7 @@ def timeline(run: DryRun, cluster: Cluster | str | None = None) -> Timeline:
 
 @dataclass(frozen=True)
 class Call(Collective):
-    """A collective and its times in predicted seconds.
+    """A collective and its times in predicted seconds; ``asynchronous`` if it does not block the computation.
 
     Attributes:
         issued: index among the operations.
@@ -436,6 +436,8 @@ def calls_of(run: DryRun, timeline: Timeline) -> tuple[Call, ...]:
     calls = []
     for index, position in positions["collective"].items():
         collective, operation = run.collectives[index], run.operations[position]
+        if operation.stream:  # beside the computation, whether or not it has a work
+            collective = replace(collective, asynchronous=True)
         wait, cluster = positions["wait"].get(index), timeline.cluster
         call = Call(
             **vars(collective),

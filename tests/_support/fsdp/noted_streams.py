@@ -1,7 +1,8 @@
 """Streams and events that take notes: who waits for whom on an accelerator, shown without one."""
 
+from parallel3d._util import dry_run
 from parallel3d._util.streams import FakeEvent, FakeStream, Streams
-from parallel3d.fsdp import bucket, comm, reduction
+from parallel3d.fsdp import bucket, reduction
 from parallel3d.fsdp.inspect import Bucket
 from parallel3d.fsdp.options import hfsdp, offload
 
@@ -58,10 +59,7 @@ def note(device: Device, monkeypatch) -> None:
         noting(reduction.Reducer, name, name)
     noting(reduction, "sum_over_tp", "sum_over_tp")
     noting(offload.CopyToHost, "finish", "copy_to_host")
-    monkeypatch.setattr(
-        "parallel3d.fsdp.context.make_comm",
-        lambda device_type: comm.StreamComm(device),
-    )
+    monkeypatch.setattr(dry_run, "accelerator", lambda: device)
 
 
 def find(log: list, what: str) -> list[tuple[str, str, dict[str, int]]]:

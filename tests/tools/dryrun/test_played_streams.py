@@ -6,8 +6,8 @@ from _support.tools.dryrun.dry_programs import Training, named, recorded, train
 from _support.tools.dryrun.made_runs import Program
 
 from parallel3d._torch import groups
+from parallel3d._util import dry_run
 from parallel3d.fsdp import param
-from parallel3d.fsdp.comm import StreamComm
 from parallel3d.mesh import MeshLayout
 from parallel3d.testing import fake_world
 from parallel3d.tools.dryrun import record, timeline
@@ -28,7 +28,8 @@ def test_collectives_are_those_of_the_engine_on_streams(case, monkeypatch):
     with monkeypatch.context() as patch, fake_world(1, case.world_size):
         patch.setattr(groups, "pretended_backend", "nccl")
         patch.setattr(param, "CPU_BYTES", param.ACCELERATOR_BYTES)
-        patch.setattr("parallel3d.fsdp.context.make_comm", lambda device_type: StreamComm(Device()))
+        device = Device()
+        patch.setattr(dry_run, "accelerator", lambda: device)
         calls = recorded(case)
     run = record(lambda: train(case), case.world_size, 1)
     assert list(run.collectives) == calls

@@ -70,11 +70,14 @@ def test_the_engine_is_clean(name: str) -> None:
 
 SHOWN_BY = {
     "_InFlight.__init__": "HSDP",
-    "Comm.finish_gather": "HSDP",
-    "copy_in.wait_event(self.post_optim_event)": "optimizer's event",
-    "bucket.gathering = event, inputs": "a backward that raises",
+    "stream.wait_event(self.post_optim_event)": "optimizer's event",
+    "stream.wait_stream(self.fetch)": "offload, HSDP",
+    "issue_gather: work.wait()": "collectives of the user's",
+    "AllReduce.finish: work.wait()": "collectives of the user's",
+    "ScatterWork.wait: work.wait()": "collectives of the user's",
+    "bucket.gathering = event, inputs": "offload, prefetch lists",
+    "_On.__exit__": "a reduction that raises",
     "StreamComm.run_over_replicate": "HFSDP",
-    "flight.held.append(flight.job.tensor)": "offload, one rank",
     "flight.held.append(job.tensor)": "offload, HSDP",
     "flight.done.synchronize()": "offload, HSDP",
     "StreamComm.settle_host": "offload, evaluated",
@@ -91,8 +94,9 @@ NOT_SHOWN = {
     "that has raised before it issues others",
     "self.replicate.wait_stream(self.gather)": "the computation has waited for each all-gather that reads "
     "the copy before the optimizer changes the weights",
-    "StreamComm.abandon": "what an exception keeps out of the lists is held by its collective's work until "
-    "that is over",
+    "StreamComm.abandon": "what an exception keeps out of the lists is waited for where it was raised, but "
+    "for a KeyboardInterrupt between two lines",
+    "sum_over_tp: work.wait()": "the engine's own collectives have a work on the CPU only",
     "_check_agreement": "the sizes that ranks compare are integers, which a dry run does not follow",
 }
 """Part of a mutant's text -> why no program can show it."""
@@ -168,7 +172,7 @@ def test_torchs_race_of_hsdp_with_offload(monkeypatch) -> None:
     (copy,) = [race for race in races if race.first.name == "_to_copy"]
     assert copy.kind == "memory used again" and copy.freed
     assert (copy.first.stream, copy.first.does) == ("all_reduce_stream", "reads")
-    assert (copy.second.name, copy.second.stream) == ("reduce_scatter", "communicator of shard")
+    assert (copy.second.name, copy.second.stream) == ("reduce_scatter", "reduce_scatter_stream")
     assert "foreach_reduce" in copy.first.line
     assert "all_reduce_stream" in copy.missing and "keep the memory" in copy.missing
 

@@ -14,7 +14,7 @@ from typing import Any
 __all__ = ["FILES", "Mutant", "mutants"]
 
 FILES = {
-    "parallel3d.fsdp.comm": "StreamComm Comm _InFlight",
+    "parallel3d.fsdp.comm": "StreamComm Comm _InFlight _On",
     "parallel3d.fsdp.reduction": "AllReduce ReduceScatter sum_over_tp",
     "parallel3d.fsdp.collectives": "ScatterWork",
     "parallel3d.fsdp.options.hfsdp": "",
@@ -28,7 +28,6 @@ FILES = {
 WAITS = ("wait_stream", "wait_event", "synchronize", "wait")
 KEPT = {  # what keeps memory alive, and what it becomes
     "flight.held.append(job.tensor)": "pass",
-    "flight.held.append(flight.job.tensor)": "pass",
     "bucket.gathering = event, inputs": "bucket.gathering = event, None",
     "self.source: list[torch.Tensor] | None = job.inputs": "self.source = []",
     "moved.append(found)": "found.release()",

@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from llama import SIZES, Llama, LlamaConfig
 from plans import LLAMA_SEQUENCE_PLAN, LLAMA_TP_PLAN
+from torch import distributed as dist
 from torch import nn
 
 import parallel3d as p3d
 from _support.extended import Bf16, extend, mlp
+from parallel3d._torch.groups import all_gather_single, reduce_scatter_single
 from parallel3d._util import dry_run
 from parallel3d.fsdp import (
     CommHookState,
@@ -40,7 +42,8 @@ class Program:
         reshard: ``reshard_after_forward``. mixed: bf16 parameters, fp32 sums. inputs: how many inputs of
             reduce-scatters may be in flight; 0: the default. prefetch: lists of what is prefetched.
         micro: micro-batches. sync, all_reduce: the switches in all micro-batches but the last.
-        hook: ``comm``, ``all_reduce`` (on its own stream without a replicate axis), ``sum``: no average.
+        hook: ``comm``, ``all_reduce`` (on its own stream without a replicate axis), ``sum``: no average;
+            ``own``: a communication hook and a custom all-gather that are always asynchronous.
         recompute: what ``activation_checkpointing`` is.
         extended: parameters that say themselves what is gathered.
         raises: ``forward``, ``backward`` or ``hook`` (the communication hook): that of the second step
@@ -104,9 +107,11 @@ CASES: dict[str, Program] = {
     "offload": Program(offload=True),
     "offload, HSDP": Program(mesh=(2, 2, 1), offload=True),
     "offload, accumulated": Program(mesh=(2, 2, 1), offload=True, micro=2, all_reduce=False),
+    "offload, prefetch lists": Program(offload=True, prefetch=True),
     "offload, one rank": Program(mesh=(1, 1, 1), offload=True),
     "comm hook": Program(hook="comm"),
     "comm hook, HSDP": Program(mesh=(2, 2, 1), hook="comm"),
+    "collectives of the user's": Program(mesh=(2, 2, 1), hook="own"),
     "all-reduce hook on a stream": Program(hook="all_reduce"),
     "all-reduce hook, HSDP": Program(mesh=(2, 2, 1), hook="all_reduce"),
     "sums": Program(mesh=(2, 2, 1), hook="sum"),
@@ -291,6 +296,10 @@ def _set_options(program: Program, made: _Made) -> None:
             return work
 
         model.register_comm_hook(CommHookState(), hook)
+    elif program.hook == "own":
+        for unit in made.units:
+            unit.set_custom_all_gather(_OwnGather())
+        model.register_comm_hook(CommHookState(), _own_reduction)
     elif program.hook == "all_reduce":
         own = program.mesh[0] == 1 and dry_run.accelerator() is not None
         stream = torch.cuda.Stream() if own else None
@@ -298,6 +307,25 @@ def _set_options(program: Program, made: _Made) -> None:
             unit.set_all_reduce_hook(lambda tensor: tensor.mul_(0.5), stream=stream)
     elif program.hook == "sum":
         model.set_force_sum_reduction_for_comms(True)
+
+
+class _OwnGather:
+    """An all-gather of a user's, with a work."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool
+    ) -> Any:
+        return all_gather_single(output_tensor, input_tensor, group=group, async_op=True)
+
+
+def _own_reduction(state: CommHookState, grad: torch.Tensor, output: Any = None) -> Any:
+    """A communication hook of a user's, with a work."""
+    if output is None:
+        return dist.all_reduce(grad, group=state.process_group, async_op=True)
+    return reduce_scatter_single(output, grad, group=state.process_group, async_op=True)
 
 
 def train(program: Program) -> None:
@@ -334,6 +362,7 @@ def train(program: Program) -> None:
             with suppress(Broken):
                 made.loss(model(*made.batch)).backward()
             optimizer.zero_grad()
+            torch.randn(8)  # in memory that the error has freed
         for number in range(program.micro):
             last = number == program.micro - 1
             model.set_requires_gradient_sync(program.sync or last)
