@@ -104,7 +104,7 @@ class Bucket:
         copy_gathered: copies ``gathered`` to ``unsharded``; see ``plan_copy``.
         gather_comm: the user's collective in place of the all-gather; ``custom_gathered`` is its output.
         max_inputs: how many inputs of reduce-scatters may be in flight.
-        force_sum: whether the user has asked for sums instead of averages; the engine always sums.
+        force_sum: whether the user has asked for plain sums, which no collective scales.
         stand_ins: tensors that forward sees instead of the unsharded parameters, one for each; an option
             sets them. None again when the unsharded parameters are rebuilt, or others of them are trained.
         on_rebuilt: returns a function to call after the unsharded parameters were rebuilt.
