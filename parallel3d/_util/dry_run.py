@@ -13,6 +13,7 @@ HOST_DEVICE = torch.device("cpu", 0)
 
 Unrecorded = Callable[[], AbstractContextManager[None]]
 _run: tuple[Any, Unrecorded] | None = None  # what ``running`` was given
+played: Any = None  # what ``accelerator`` returns
 
 
 def active() -> bool:
@@ -22,12 +23,7 @@ def active() -> bool:
 
 def accelerator() -> Any:
     """Returns the stand-in for ``torch.cuda``'s streams in a dry run of GPUs, else None."""
-    return None if _run is None else _run[0]
-
-
-def has_streams(device_type: str) -> bool:
-    """Returns whether work on the device type is put on streams: an accelerator's, or a dry run's of one."""
-    return device_type not in ("cpu", "meta") or accelerator() is not None
+    return played
 
 
 def real() -> AbstractContextManager[None]:
@@ -38,9 +34,9 @@ def real() -> AbstractContextManager[None]:
 @contextmanager
 def running(accelerator: Any, unrecorded: Unrecorded) -> Iterator[None]:
     """Makes the body a dry run; the arguments are what ``accelerator()`` and ``real()`` return in it."""
-    global _run
-    _run = accelerator, unrecorded
+    global _run, played
+    _run, played = (accelerator, unrecorded), accelerator
     try:
         yield
     finally:
-        _run = None
+        _run = played = None

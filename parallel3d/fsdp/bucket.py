@@ -44,11 +44,10 @@ from parallel3d._torch.autograd import (
 from parallel3d._torch.dtensor import local_tensor_of, tensor_class
 from parallel3d._torch.kernels import foreach_copy_, split_copy, views_like
 from parallel3d._torch.simulated import inner_tensors
-from parallel3d._util.dry_run import has_streams
 from parallel3d._util.storage import with_own_storage
 from parallel3d.errors import Parallel3dError
 from parallel3d.fsdp.api import MixedPrecisionPolicy, in_own_dtype
-from parallel3d.fsdp.collectives import all_gather
+from parallel3d.fsdp.collectives import all_gather, has_streams
 from parallel3d.fsdp.comm import Comm
 from parallel3d.fsdp.gradients import BucketGradients
 from parallel3d.fsdp.layout import are_zero_copy, bucket_order

@@ -30,7 +30,7 @@ from parallel3d._torch.groups import (
     reduce_scatter_single,
     scaled_sum,
 )
-from parallel3d._util.dry_run import has_streams
+from parallel3d._util import dry_run
 from parallel3d._util.trace import issuing
 
 _backends: defaultdict[str, WeakKeyDictionary[ProcessGroup, str]] = defaultdict(WeakKeyDictionary)
@@ -42,6 +42,11 @@ def _backend(group: ProcessGroup, device_type: str) -> str:
     if name is None:
         name = _backends[device_type][group] = backend_name(group, device_type)
     return name
+
+
+def has_streams(device_type: str) -> bool:
+    """Returns whether work on the device type is put on streams: an accelerator's, or a dry run's of one."""
+    return device_type not in ("cpu", "meta") or dry_run.played is not None
 
 
 class Works:

@@ -17,6 +17,7 @@ import torch
 
 from parallel3d._torch.groups import let_gloo_finish_at_exit
 from parallel3d._util import dry_run
+from parallel3d.fsdp.collectives import has_streams
 from parallel3d.fsdp.reduction import Lane, Reduced, Reduction, Stage
 
 Gather = Any
@@ -89,7 +90,7 @@ class Comm(Protocol):
 
 def make_comm(device_type: str) -> Comm:
     """Returns a comm on streams if the device has them, and otherwise one on asynchronous works."""
-    if not dry_run.has_streams(device_type):
+    if not has_streams(device_type):
         return CpuComm()
     return StreamComm(dry_run.accelerator() or torch.get_device_module(device_type))
 

@@ -31,10 +31,10 @@ from parallel3d._torch.dtensor import (
     make_spec,
     set_local_tensor,
 )
-from parallel3d._util import dry_run
 from parallel3d._util.replaced_params import mark_replaced
 from parallel3d._util.storage import own_copy
 from parallel3d.errors import Parallel3dError, StateError
+from parallel3d.fsdp.collectives import has_streams
 from parallel3d.fsdp.layout import (
     ACCELERATOR_BYTES,
     CPU_BYTES,
@@ -687,4 +687,4 @@ def segment_of(param: ShardedParam) -> Segment:
 
 def zero_copy_bytes(device_type: str) -> int:
     """From how many unsharded bytes on a parameter is zero-copy."""
-    return ACCELERATOR_BYTES if dry_run.has_streams(device_type) else CPU_BYTES
+    return ACCELERATOR_BYTES if has_streams(device_type) else CPU_BYTES

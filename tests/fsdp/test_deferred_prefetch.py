@@ -15,9 +15,14 @@ def test_an_input_that_is_freed_early_issues_nothing_over_tp(monkeypatch) -> Non
     sums: list[object] = []
     monkeypatch.setattr(reduction, "sum_over_tp", lambda bucket, *_: sums.append(bucket))
     scatter = ScatterWork(None, torch.full((2,), 3.0))
-    monkeypatch.setattr(Reducer, "reduce_scatter", lambda *_, unit: scatter)
+    monkeypatch.setattr(Reducer, "reduce_scatter", lambda *_, unit, scale: scatter)
     bucket = SimpleNamespace(
-        unit="", tp_group=object(), scatter_group=object(), reducer=Reducer(), on_reduced=None
+        unit="",
+        tp_group=object(),
+        scatter_group=object(),
+        reducer=Reducer(),
+        on_reduced=None,
+        force_sum=False,
     )
     job = Reduction(bucket, [torch.ones(4)], [0], 0.5)
     job.stages = stages_of(job, (), (), ())

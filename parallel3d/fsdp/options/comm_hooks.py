@@ -27,10 +27,9 @@ from parallel3d._torch.memory import (
     use_symmetric_memory,
 )
 from parallel3d._util.arguments import is_positive
-from parallel3d._util.dry_run import has_streams
 from parallel3d._util.trace import issuing
 from parallel3d.errors import Parallel3dError, RefusedStateError, StateError
-from parallel3d.fsdp.collectives import ScatterWork, all_reduce, reduce_scatter
+from parallel3d.fsdp.collectives import ScatterWork, all_reduce, has_streams, reduce_scatter
 from parallel3d.fsdp.reduction import (
     DEFAULT_REDUCER,
     Lane,

@@ -83,7 +83,7 @@ class _Event(FakeEvent):
 def on_streams(streams: Streams) -> Iterator[None]:
     """Both engines take ``streams`` for the accelerator's, and their process groups for NCCL's."""
     with ExitStack() as stack:
-        stack.enter_context(patch.object(dry_run, "accelerator", lambda: streams))
+        stack.enter_context(patch.object(dry_run, "played", streams))
         stack.enter_context(patch.object(groups, "pretended_backend", "nccl"))
         stack.enter_context(
             patch.object(torch.accelerator, "current_stream", streams.current_stream)

@@ -59,7 +59,7 @@ def note(device: Device, monkeypatch) -> None:
         noting(reduction.Reducer, name, name)
     noting(reduction, "sum_over_tp", "sum_over_tp")
     noting(offload.CopyToHost, "finish", "copy_to_host")
-    monkeypatch.setattr(dry_run, "accelerator", lambda: device)
+    monkeypatch.setattr(dry_run, "played", device)
 
 
 def find(log: list, what: str) -> list[tuple[str, str, dict[str, int]]]:

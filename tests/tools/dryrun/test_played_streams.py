@@ -28,8 +28,7 @@ def test_collectives_are_those_of_the_engine_on_streams(case, monkeypatch):
     with monkeypatch.context() as patch, fake_world(1, case.world_size):
         patch.setattr(groups, "pretended_backend", "nccl")
         patch.setattr(param, "CPU_BYTES", param.ACCELERATOR_BYTES)
-        device = Device()
-        patch.setattr(dry_run, "accelerator", lambda: device)
+        patch.setattr(dry_run, "played", Device())
         calls = recorded(case)
     run = record(lambda: train(case), case.world_size, 1)
     assert list(run.collectives) == calls
