@@ -232,9 +232,9 @@ class TestHalfWay:
         least(size)
         held, issue = [], CpuComm.issue_gather
 
-        def noting(comm, bucket):
+        def noting(comm, bucket, compute=None):
             held.append((bucket.unit, sum(len(running.job.inputs) for running in comm.holding)))
-            issue(comm, bucket)
+            issue(comm, bucket, compute)
 
         with fake_world(0, 4):
             mesh = build_mesh(MeshLayout(1, 4, 1), device_type="cpu")
