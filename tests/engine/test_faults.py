@@ -169,11 +169,13 @@ def hand_cast(plain: nn.Module, batches: list[torch.Tensor]) -> list[torch.Tenso
     return totals
 
 
-def fresh_parameter(engine) -> None:
+def fresh_parameter(engine, unused: bool) -> None:
     plain = Growing()
     model = copy.deepcopy(plain)
     policy = engine.MixedPrecisionPolicy(BF16, FP32)
     engine.fully_shard(model, mesh=device_mesh(), mp_policy=policy)
+    if unused:  # parameters that a rank doesn't use are reduced as zeros
+        model.set_reduce_scatter_unused_params(True)
     wants = []
     for grown in (False, True):
         plain.grown = model.grown = grown
@@ -188,8 +190,9 @@ def fresh_parameter(engine) -> None:
 
 @pytest.mark.parity("fault f: fresh parameters in accumulation", "behaviour: gradient accumulation")
 @pytest.mark.torch_fails("fault f", match="uniform gradient dtype")
-def test_parameter_first_used_in_the_last_micro_batch(on_ranks) -> None:
-    on_ranks(fresh_parameter)
+@pytest.mark.parametrize("unused", [False, True])
+def test_parameter_first_used_in_the_last_micro_batch(on_ranks, unused) -> None:
+    on_ranks(fresh_parameter, unused)
 
 
 def unfrozen(engine, frozen: list[int]) -> None:
