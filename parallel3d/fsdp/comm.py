@@ -41,6 +41,7 @@ class Comm(Protocol):
 
     def current_stream(self) -> Any:
         """Returns the current stream, for a hook that calls several methods with it; None on the CPU."""
+        return None
 
     def issue_gather(self, bucket: Gather, compute: Any = None) -> None:
         """Issues the all-gather of ``bucket``; ``compute``: ``current_stream()``, if it is known."""

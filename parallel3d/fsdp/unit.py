@@ -286,8 +286,7 @@ class Unit:
         return others
 
     def issue_unshard(self, context: RunContext, compute: Any = None) -> None:
-        """Issues a forward's all-gather, after taking over what the user has changed since the last;
-        ``compute``: the current stream, if it is known."""
+        """Issues a forward's all-gather, after taking over the user's changes; ``compute``: see ``Comm``."""
         group = self.group
         if context.backward is None:
             if self.forward is None:
