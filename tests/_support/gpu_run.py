@@ -34,7 +34,7 @@ def until(condition: Callable[[], bool], process: subprocess.Popen[str], seconds
 
 
 def killed_and_resumed(script: Path, folder: Path, parts: list[str]) -> list[dict[str, Any]]:
-    """Runs a script for two minutes, kills it when one part is done, and resumes it until all are.
+    """Runs a script for two minutes, kills it behind its first part, and resumes it until all are done.
 
     Returns:
         The parts of page.json, all of them complete.
@@ -46,20 +46,20 @@ def killed_and_resumed(script: Path, folder: Path, parts: list[str]) -> list[dic
         stderr=subprocess.STDOUT,
         text=True,
     )
-    until(lambda: "running" in statuses(folder).values() and "done" in statuses(folder).values(),
-          first, 150)  # fmt: skip
+    until((folder / "page.json").exists, first, 120)
+    time.sleep(2.0)  # into the second
     first.send_signal(signal.SIGKILL)
     print(first.communicate()[0])
     before = {name for name, status in statuses(folder).items() if status == "done"}
     written = {name: (folder / f"{name}.json").stat().st_mtime_ns for name in before}
-    for _ in range(3):  # a machine that is busy may not do all in two minutes
+    for _ in range(3):  # a busy machine may not do all at once
         begun = time.monotonic()
         done = subprocess.run(
-            [sys.executable, str(script), "--resume", str(folder), "--minutes", "2"],
-            capture_output=True, text=True, timeout=200, check=False,
+            [sys.executable, str(script), "--resume", str(folder), "--minutes", "4"],
+            capture_output=True, text=True, timeout=300, check=False,
         )  # fmt: skip
         print(done.stdout, done.stderr)
-        assert time.monotonic() - begun < 130
+        assert time.monotonic() - begun < 260
         if done.returncode != 3:
             break
     assert done.returncode == 0, done.stdout + done.stderr
