@@ -257,7 +257,9 @@ class _Launch:
         context: Any = get_context("spawn")  # CUDA may have been used, and doesn't survive a fork
         if job.device_type == "cpu":  # few cores: what is needed is imported once
             context = get_context("forkserver")
-            context.set_forkserver_preload([*_PRELOAD, "ranks", job.work.__module__])
+            # Within pytest the server is that of all tests.
+            first = _PRELOAD if "pytest" in sys.modules else []
+            context.set_forkserver_preload([*first, "ranks", job.work.__module__])
         self.connections: list[Connection] = []
         self.processes = []
         for rank in range(self.world):
