@@ -30,7 +30,7 @@ def numbers(value: Any) -> list[float]:
     return [value] if isinstance(value, (int, float)) else []
 
 
-@pytest.mark.slow
+@pytest.mark.full  # minutes
 def test_every_part_in_a_run_that_is_killed_and_resumed(tmp_path: Path) -> None:
     page = killed_and_resumed(RUN, tmp_path / "run", names())
     for result in page:

@@ -1,6 +1,7 @@
 """wrapped_alone: what parallel code costs that is left on with one GPU."""
 
 import statistics
+from typing import Any
 
 import torch
 from llama import LlamaConfig
@@ -47,7 +48,7 @@ def wrapped_alone(device: str, small: bool) -> Part:
                 seconds=running().left / (len(sizes) - index),
                 steps_per_round=3,
             )
-            row = [tokens, taken.median("plain") * 1e3]
+            row: list[Any] = [tokens, taken.median("plain") * 1e3]
             for side in SIDES:
                 ratios = taken.ratios(side, "plain")
                 row += [statistics.median(ratios), range_of(ratios)]

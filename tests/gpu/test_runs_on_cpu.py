@@ -12,9 +12,10 @@ from _support.gpu_run import ROOT, killed_and_resumed
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(ROOT / "benchmarks" / "gpu"))  # for the processes, too: they get this path
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(turns=True)
 
 
+@pytest.mark.full  # minutes
 def test_every_part_in_a_run_that_is_killed_and_resumed(tmp_path: Path) -> None:
     script = HERE / "check.py"
     names = re.findall(r'^    Task\("(\w+)"', script.read_text(), re.MULTILINE)
