@@ -43,10 +43,12 @@ def mark(items: Iterable[pytest.Item], day: int | None = None) -> None:
     functions: dict[str, list[pytest.Item]] = defaultdict(list)
     programs: list[pytest.Item] = []
     for item in items:
+        if item.get_closest_marker("full") is not None:
+            continue
         own = item.get_closest_marker("slow")
         if own is not None and own.kwargs.get("turns"):
             programs.append(item)
-        elif item.get_closest_marker("full") is None:
+        else:
             functions[item.nodeid.partition("[")[0]].append(item)
     for cases in functions.values():
         fast = [case for case in cases if case.get_closest_marker("slow") is None]
