@@ -101,17 +101,20 @@ def test_the_documents_have_the_markers(tables: ModuleType) -> None:
         tables.replace_between(text, "claims", "new")
 
 
-def test_readme_has_the_figures_of_the_claims() -> None:
-    """Each ratio in README's table is one that its command has in docs/claims.md."""
-    rows = re.findall(
-        r"^\|.*\| ([\d.]+) \| (`python benchmarks/\w+\.py`) \|$",
-        (BENCHMARKS.parent / "README.md").read_text(),
-        re.MULTILINE,
-    )
-    claims = (BENCHMARKS.parent / "docs" / "claims.md").read_text().splitlines()
-    assert len(rows) == 4
+def test_readme_has_the_figures_of_the_pages() -> None:
+    """Each ratio in README's table is one that its command has in docs/claims.md, or a GPU's page has."""
+    readme = (BENCHMARKS.parent / "README.md").read_text()
+    docs = BENCHMARKS.parent / "docs"
+    command = r"(`python benchmarks/[\w/]+\.py`)"
+    rows = re.findall(rf"^\| CPU.*\| ([\d.]+) \| {command} \|$", readme, re.MULTILINE)
+    of_gpu = re.findall(rf"^\| H200.*\| ([\d.; to]+) \| {command} \|$", readme, re.MULTILINE)
+    assert len(rows) == 1 and len(of_gpu) == 3
+    claims = (docs / "claims.md").read_text().splitlines()
     for ratio, command in rows:
         assert any(f"| {ratio} (" in line and command in line for line in claims), command
+    for ratios, _ in of_gpu:
+        for ratio in re.findall(r"[\d.]+", ratios):
+            assert ratio in (docs / "gpu.md").read_text(), ratio
 
 
 SCRIPT = """

@@ -14,7 +14,6 @@ from _support.docs.doc_pages import PAGES, ROOT, Command, commands, sections
 from parallel3d.tools.cli import main
 
 ELSEWHERE = {
-    "python3 -m venv .venv && source .venv/bin/activate": ".ci/run: python3 -m venv",
     "pip install -c constraints.txt -e '.[cli]' "
     "&& parallel3d demo": "tests/tools/launch/test_run_locally.py: demo",
     "torchrun --nproc-per-node 8 examples/llama/train.py --replicate 2 --shard 2 --tp 2 "

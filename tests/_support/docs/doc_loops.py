@@ -140,6 +140,7 @@ LOOPS: dict[str, tuple[Callable[[Names], nn.Module], Loss, float]] = {
 }
 
 NOT_RUN = {
+    "README.md": "the model is loaded from the network",
     "from_accelerate.md": "accelerator.accumulate divides the loss itself",
     "from_fsdp1.md": "FSDP1's side: divided as ours is",
 }
