@@ -233,7 +233,7 @@ def test_where_the_server_has_used_the_device_processes_are_started_anew(tmp_pat
     assert statuses(tmp_path / "run") == {"quick": "done"}
 
 
-@pytest.mark.slow
+@pytest.mark.full  # beside other work its part may run out of time
 def test_a_killed_run_leaves_nothing_and_is_resumed(tmp_path: Path) -> None:
     """The torch that ``card`` imports makes it slow."""
     folder = tmp_path / "run"
