@@ -315,10 +315,8 @@ def explain_mixed(error: BaseException, operands: Iterable[Any] = ()) -> str | N
     Args:
         operands: tensors that were computed with, to be looked at before those on the stack.
     """
-    if "`DTensor` parameters, which is incompatible with DDP" in str(
-        error
-    ):  # accelerate's, on GPUs
-        return DDP_REFUSED
+    if "`DTensor` parameters, which is incompatible with DDP" in str(error):
+        return DDP_REFUSED  # accelerate's words, on GPUs
     if isinstance(error, Parallel3dError) or MIXED not in str(error):
         return None
     return _message(operands, list(traceback.walk_tb(error.__traceback__))[::-1])
