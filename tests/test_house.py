@@ -14,6 +14,7 @@ def edges() -> dict[str, dict[str, int]]:
     return house.graph()
 
 
+@pytest.mark.slow(every=True)
 def test_no_import_circle(edges: dict[str, dict[str, int]]) -> None:
     """Every import counted, in functions and under TYPE_CHECKING too."""
     assert house.circles(edges) == []
@@ -24,6 +25,7 @@ def test_a_circle_is_found() -> None:
     assert house.circles(edges) == [["a", "b", "c"]]
 
 
+@pytest.mark.slow(every=True)
 def test_layers(edges: dict[str, dict[str, int]]) -> None:
     assert house.wrong_layers(edges, house.LAYERS) == []
     assert house.wrong_layers(edges, house.FSDP_LAYERS, "fsdp") == []

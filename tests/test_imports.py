@@ -53,6 +53,7 @@ def test_shared_modules_import_no_package() -> None:
             assert not imported(path) & MAY.keys(), path
 
 
+@pytest.mark.slow(every=True)
 def test_private_names_of_torch_are_in_one_place() -> None:
     for path in PACKAGE.rglob("*.py"):
         if path.parent == PACKAGE / "_torch":

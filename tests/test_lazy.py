@@ -21,6 +21,7 @@ def in_fresh_process(code: str) -> list[list[str]]:
     return [line.split() for line in done.stdout.splitlines()]
 
 
+@pytest.mark.slow(every=True)
 def test_an_import_loads_nothing_beyond_torch_but_the_package() -> None:
     code = f"""
 import sys

@@ -1,9 +1,10 @@
 """Which cases of a test function run at once, in CI and with ``-m full``."""
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
-from _support.tiers import IN_CI, TURNS, mark
+from _support.tiers import DAYS, mark, measured, name_of
 
 
 class Item:
@@ -20,8 +21,8 @@ class Item:
         self.marks[made.name] = made
 
 
-def tiers(*items: Item, day: int) -> dict[str, list[str]]:
-    mark(items, day)  # type: ignore[arg-type]
+def tiers(*items: Item, day: int, seconds: dict[str, float] | None = None) -> dict[str, list[str]]:
+    mark(items, day, seconds or {})  # type: ignore[arg-type]
     found: dict[str, list[str]] = {"quick": [], "slow": [], "full": []}
     for item in items:
         tier = "full" if "full" in item.marks else "slow" if "slow" in item.marks else "quick"
@@ -53,32 +54,44 @@ def test_each_case_has_its_turn(n: int) -> None:
     assert len(seen) == n
 
 
-@pytest.mark.parametrize("n", [1, IN_CI, IN_CI + 1, 40])
+@pytest.mark.parametrize("n", [1, DAYS, DAYS + 1, 40])
 def test_slow_cases_have_their_turn_in_ci(n: int) -> None:
     seen: Counter[str] = Counter()
-    for day in range(n):
-        found = tiers(*cases(n, "slow"), day=day)
-        assert not found["quick"] and len(found["slow"]) == min(n, IN_CI + 1)
+    for day in range(DAYS):
+        items = [Item(f"{i}.py::test", "slow") for i in range(n)]
+        found = tiers(*items, day=day)
+        assert not found["quick"] and len(found["slow"]) <= n // DAYS + 1
         seen.update(found["slow"])
-    assert len(seen) == n
+    assert len(seen) == n and max(seen.values()) == 1
+
+
+def test_what_was_measured_to_be_slow() -> None:
+    items = [
+        *cases(DAYS),
+        *cases(1, name="b.py::test"),
+        *cases(1, "slow", name="c.py::test", every=True),
+    ]
+    found = tiers(*items, day=0, seconds={"a.test": 9.0, "b.test": 1.0, "c.test": 9.0})
+    assert found["quick"] == ["b.py::test[0]"] and "c.py::test[0]" in found["slow"]
+    assert [len(found[tier]) for tier in ("slow", "full")] == [2, DAYS - 1]
+
+
+def test_times_of_a_report(tmp_path: Path) -> None:
+    report = tmp_path / "report.xml"
+    report.write_text(
+        '<testsuites><testsuite><testcase classname="tests.a.test_b.TestC" name="test_d[1]@gloo" time="3.5"/>'
+        '<testcase classname="tests.a.test_b.TestC" name="test_d[2]@gloo" time="1.5"/>'
+        '<testcase classname="tests.a.test_b" name="test_e" time="0"><skipped/></testcase>'
+        "</testsuite></testsuites>"
+    )
+    assert measured(report) == {name_of("tests/a/test_b.py::TestC::test_d[1]"): 3.5}
 
 
 def test_own_marks_stay() -> None:
-    items = [*cases(2), *cases(3, "slow"), *cases(2, "full", name="b.py::test")]
+    items = [*cases(2), *cases(1, "slow", name="c.py::test"), *cases(2, "full", name="b.py::test")]
     found = tiers(*items, day=0)
-    assert [len(found[tier]) for tier in ("quick", "slow", "full")] == [2, 3, 2]
+    assert [len(found[tier]) for tier in ("quick", "slow", "full")] == [2, 1, 2]
 
 
 def test_every_slow_case_of_some() -> None:
     assert len(tiers(*cases(40, "slow", every=True), day=0)["slow"]) == 40
-
-
-@pytest.mark.parametrize("n", [1, TURNS, TURNS + 1, 25])
-def test_programs_take_turns(n: int) -> None:
-    seen: Counter[str] = Counter()
-    for day in range(n):
-        items = [Item(f"{i}.py::test", "slow", turns=True) for i in range(n)]
-        found = tiers(*items, day=day)
-        assert not found["quick"] and len(found["slow"]) == min(n, TURNS)
-        seen.update(found["slow"])
-    assert len(seen) == n

@@ -41,8 +41,8 @@ if sys.argv[2] == "saved again":
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param("not asked", marks=pytest.mark.slow(turns=True)),
-        pytest.param("asked", marks=pytest.mark.slow(turns=True)),
+        pytest.param("not asked", marks=pytest.mark.slow),
+        pytest.param("asked", marks=pytest.mark.slow),
         pytest.param("saved again", marks=pytest.mark.full),
     ],
 )

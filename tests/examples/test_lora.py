@@ -59,7 +59,7 @@ def numbers(text: str) -> list[float]:
 @pytest.mark.parametrize(
     "source",
     [
-        pytest.param("config", marks=pytest.mark.slow(turns=True)),
+        pytest.param("config", marks=pytest.mark.slow),
         pytest.param("folder", marks=pytest.mark.full),
     ],
 )

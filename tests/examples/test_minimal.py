@@ -20,7 +20,7 @@ def test_readme_shows_minimal() -> None:
     assert f"`{' '.join(words)}` prints" in readme and "```text\n" + "\n".join(printed) in readme
 
 
-@pytest.mark.slow(turns=True)
+@pytest.mark.slow
 def test_notebook_prints_what_it_shows() -> None:
     cells = json.loads(NOTEBOOK.read_text())["cells"]
     assert run(cells) == kept(cells), "run python tests/_support/docs/notebook.py"

@@ -32,7 +32,7 @@ def test_each_is_one_short_file_that_says_how_to_start_it(path: Path) -> None:
 @pytest.mark.parametrize(
     "more",
     [
-        pytest.param(False, marks=pytest.mark.slow(turns=True)),
+        pytest.param(False, marks=pytest.mark.slow),
         pytest.param(True, marks=pytest.mark.full),
     ],
 )
@@ -72,7 +72,7 @@ def write_tokenizer(folder: Path) -> None:
     fast.save_pretrained(folder)
 
 
-@pytest.mark.slow(turns=True)
+@pytest.mark.slow
 def test_pretrain(tmp_path: Path) -> None:
     words, lines = shown(PRETRAIN)
     assert len(lines) == 3 and printed(words, tmp_path) == lines
@@ -96,7 +96,7 @@ exit "$status"
 """Stand for SLURM's: two tasks on this machine, whose numbers of processes are in the file ``tasks``."""
 
 
-@pytest.mark.slow(turns=True)
+@pytest.mark.slow
 def test_sbatch_file(tmp_path: Path) -> None:
     """Its tasks are the ranks; it is put back into the queue after USR1, and not when all steps are done."""
     subprocess.run(["bash", "-n", str(SBATCH)], check=True)

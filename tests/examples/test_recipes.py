@@ -92,7 +92,7 @@ def check(recipe, run, model):
 @pytest.mark.parametrize(
     "name",
     [
-        *(pytest.param(name, marks=pytest.mark.slow(turns=True)) for name in ALL[:2]),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ALL[:2]),
         *(pytest.param(name, marks=pytest.mark.full) for name in ALL[2:]),
     ],
 )
@@ -104,8 +104,8 @@ def test_a_dry_run_on_all_its_gpus(name):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(ALL[2], marks=pytest.mark.slow(turns=True)),
-        pytest.param(ALL[3], marks=pytest.mark.slow(turns=True)),
+        pytest.param(ALL[2], marks=pytest.mark.slow),
+        pytest.param(ALL[3], marks=pytest.mark.slow),
         *(pytest.param(name, marks=pytest.mark.full) for name in LONG),
     ],
 )

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "weights_to_inference.py"
 
 
-@pytest.mark.slow(turns=True)
+@pytest.mark.slow
 @pytest.mark.xdist_group("gloo")
 def test_prints_what_it_says() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

@@ -37,7 +37,7 @@ def test_of_a_unit(case: Case) -> None:
     assert ours["allocations"] <= 10
 
 
-@pytest.mark.slow
+@pytest.mark.slow(every=True)
 def test_table_is_up_to_date() -> None:
     """Ours are nowhere above torch's. The page is of torch 2.13 and Python 3.11, whose calls it counts."""
     for case in CASES:

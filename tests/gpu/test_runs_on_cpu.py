@@ -12,7 +12,7 @@ from _support.gpu_run import ROOT, killed_and_resumed
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(ROOT / "benchmarks" / "gpu"))  # for the processes, too: they get this path
 
-pytestmark = pytest.mark.slow(turns=True)
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.full  # minutes

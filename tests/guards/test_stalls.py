@@ -164,7 +164,7 @@ model(torch.ones(4, 8)).sum().backward()
 """
 
 
-@pytest.mark.slow(turns=True)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "texts"),
     [

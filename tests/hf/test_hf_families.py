@@ -40,7 +40,7 @@ def run(gloo_pool, cases, plan="auto", timeout=300.0):
     return merged(gloo_pool.run(compare_cases, cases, plan, world_size=size, timeout=timeout))
 
 
-@pytest.mark.slow(turns=True)
+@pytest.mark.slow
 def test_a_family_of_each_kind(gloo_pool) -> None:
     cases = [(name, variant, (1, 1, 2)) for name, variant in SAMPLE]
     outcomes = [*run(gloo_pool, cases), *run(gloo_pool, SAMPLE_ON_FOUR)]
@@ -62,7 +62,7 @@ def compare_untried(cases, plan):
         return compare_cases(cases, plan)
 
 
-@pytest.mark.slow(turns=True)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "rule", "instead", "differs"),
     [
@@ -132,7 +132,7 @@ def check_all_trains(name: str) -> None:
 WITH_CP = [("mixtral", "equal"), ("gemma3_text", "equal"), ("jamba", "refused")]
 
 
-@pytest.mark.slow(turns=True)
+@pytest.mark.slow
 def test_families_with_context_parallelism(gloo_pool) -> None:
     from _support.hf.side_by_side_hf import CP_CASE
 

@@ -76,12 +76,12 @@ def stops_and_saves(folder: Path, python: list[str], forked: bool) -> None:
     assert "Traceback" not in job.said and "Signal" not in job.said
 
 
-@pytest.mark.slow(turns=True)
+@pytest.mark.slow
 def test_once_saves_and_ends(tmp_path: Path, python: list[str]) -> None:
     stops_and_saves(tmp_path, python, forked=True)
 
 
-@pytest.mark.slow(turns=True)  # torch is imported by three processes
+@pytest.mark.slow  # torch is imported by three processes
 def test_once_saves_and_ends_as_a_user_starts_it(tmp_path: Path) -> None:
     stops_and_saves(tmp_path, [sys.executable], forked=False)
 
@@ -104,7 +104,7 @@ def test_twice_ends_at_once(tmp_path: Path, python: list[str]) -> None:
     check_twice(tmp_path, python, forked=True)
 
 
-@pytest.mark.slow(turns=True)
+@pytest.mark.slow
 def test_twice_ends_at_once_as_a_user_starts_it(tmp_path: Path) -> None:
     check_twice(tmp_path, [sys.executable], forked=False)
 

@@ -75,7 +75,7 @@ p3d.build_mesh(p3d.MeshLayout(tp=5), device_type="cpu")
 """
 
 
-@pytest.mark.slow(turns=True)
+@pytest.mark.slow
 def test_what_all_ranks_raise_is_printed_once(tmp_path: Path) -> None:
     program = tmp_path / "attempts.py"
     program.write_text(ATTEMPTS)

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("accelerate")
 
-pytestmark = pytest.mark.slow(turns=True)
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "examples" / "trainer.py"

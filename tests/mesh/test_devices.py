@@ -152,7 +152,7 @@ p3d.build_mesh(p3d.MeshLayout(shard=-1))
 """
 
 
-@pytest.mark.slow(turns=True)
+@pytest.mark.slow
 def test_it_is_printed_once(tmp_path) -> None:
     (tmp_path / "train.py").write_text(PROGRAM)
     words = ["-m", "parallel3d", "run", "--standalone", "--nproc-per-node", "3", "train.py"]

@@ -31,5 +31,6 @@ def test_fewer_where_inputs_are_shared(case: Case, results: Results) -> None:
         assert ours[kind][0] == torchs[kind][0] - saved
 
 
+@pytest.mark.slow(every=True)
 def test_page_is_up_to_date(results: Results) -> None:
     assert PAGE.read_text() == table(results), "run python tests/_support/tp_collectives_table.py"
