@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -53,6 +54,7 @@ from parallel3d.tp.torch_plan import with_torch_styles
 from parallel3d.tp.vocab_parallel.head import chunk_whole_head, find_head, with_loss_parallel
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
+_LOGGER = logging.getLogger(__name__)
 
 
 @tells_others
@@ -196,6 +198,7 @@ def parallelize(
         problem = error
     _compare_ranks(mesh, settings, problem, timeout if isinstance(timeout, timedelta) else None)
     say_where_ranks_wait()
+    _log(whole, switches, found, plan, cp_plan)
     warning = of_one_unit(model, found) if data_axes(mesh).data_size > 1 else ""
     if warning and (ranks_are_simulated() or dist.get_rank() == int(mesh.mesh.flatten()[0])):
         warnings.warn(warning, stacklevel=2)
@@ -234,6 +237,29 @@ def parallelize(
         if check_same_batch and not (plan is not None and plan.takes_rows):
             check_first_batch(model, mesh)
     return model
+
+
+def _log(
+    mesh: DeviceMesh,
+    switches: Mapping[str, Any],
+    units: Units,
+    plan: ResolvedPlan | None,
+    cp_plan: CpPlan | None,
+) -> None:
+    """Logs what was decided: in one line as info, each module with ``DEBUG``."""
+    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.mesh.shape, strict=False))
+    chosen = ", ".join(f"{name}={value}" for name, value in switches.items())
+    _LOGGER.info("mesh %s, %d units and the root; %s", sizes, sum(map(bool, units.modules)), chosen)
+    if not _LOGGER.isEnabledFor(logging.DEBUG):
+        return
+    for kind, members in units._asdict().items():
+        if members:
+            _LOGGER.debug("units, %s: %s", kind, ", ".join(name for name, _ in members))
+    if plan is not None:
+        _LOGGER.debug("%s", plan)
+    if cp_plan is not None:
+        calls = (f"{path} ({found[0].kind})" for path, found in cp_plan.attention.items())
+        _LOGGER.debug("context parallel %s: %s", cp_plan.options.kind, ", ".join(calls))
 
 
 def _compare_ranks(

@@ -113,6 +113,11 @@ assert_async: Callable[[torch.Tensor, str], None] = torch._assert_async
 """``assert_async(condition, message)`` raises if it is false, without waiting for an accelerator."""
 
 
+def profiler_runs() -> bool:
+    """Whether ``torch.profiler``, or autograd's, records in this process."""
+    return torch.autograd.profiler._is_profiler_enabled
+
+
 def in_backward_pass() -> bool:
     """Whether autograd is running a backward on this thread."""
     return torch._C._current_graph_task_id() != -1

@@ -170,6 +170,16 @@ class Bucket:
         device = (first.local if first.initial is None else first.initial).device
         self.build(device if device.type in ("meta", device_type) else torch.device(device_type))
 
+    def __str__(self) -> str:
+        """Returns what a log says of it: how many parameters of which kind, and what is communicated how."""
+        name = str(self.dtype).removeprefix("torch.")
+        rank = f"{len(self.params)} of {name}, {self.numel} elements a rank"
+        dtypes = f"{self.compute_dtype}, reduced in {self.reduce_dtype}".replace("torch.", "")
+        if self.shard_group is None:
+            return f"{rank}, not sharded, computes in {dtypes}"
+        gathered = f"gathered over {self.num_shards} ranks in {dtypes}"
+        return f"{rank}, {gathered}, {self.zero_copy} without a copy, class {type(self).__name__}"
+
     def plan_copies(self) -> None:
         """Decides which of ``params`` are zero-copy, and how the gradients of the others are packed."""
         segments = [*map(segment_of, self.params)]

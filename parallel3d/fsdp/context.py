@@ -5,6 +5,7 @@ Here too is what options are told of units (``Observer``) and of roots (``RootOp
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ from parallel3d._util.reachable import PLAIN_TYPES, tensors_with_graph
 from parallel3d._util.trace import issuing
 from parallel3d._util.trees import map_tensors, tensors_in
 from parallel3d.errors import StateError
+from parallel3d.fsdp import scopes
 from parallel3d.fsdp.api import input_dtype
 from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.comm import make_comm
@@ -51,6 +53,7 @@ from parallel3d.guards.nan_losses import nan_losses
 
 Unit = Any
 """A ``unit.Unit``; ``unit`` imports this file."""
+_LOGGER = logging.getLogger(__name__)
 
 # What options are told.
 
@@ -380,6 +383,7 @@ class RunContext:
         iteration: number of the root's forwards so far.
         running: whether one is under way.
         trains: whether it, or the last, began with gradients enabled.
+        has_scopes: whether its phases are in scopes of a profile or log, see ``scopes``.
         options: see ``RootOption``.
         on_meta: whether parameters may still be on the meta device.
         inputs_on_meta: whether the forward's inputs are there too: then it is one of shapes and collectives.
@@ -394,7 +398,7 @@ class RunContext:
         self.backward_id = -1
         self._thread = get_ident()
         self.iteration = 0
-        self.running = self.trains = False
+        self.running = self.trains = self.has_scopes = False
         self.options: list[RootOption] = []
         self.same_order: SameOrder | None = None
         self.on_meta = True  # until a forward has found that none are
@@ -422,6 +426,9 @@ class RunContext:
         context.options = [option for option in made if option is not None]
         context.limit_inputs(at_least=context.comm.max_inputs)
         context.same_order = SameOrder.of(context)
+        if _LOGGER.isEnabledFor(logging.DEBUG):
+            for unit in context.units:
+                _LOGGER.debug("unit %s: %s", unit.label, "; ".join(map(str, unit.group.buckets)))
         return context
 
     def limit_inputs(self, *, at_least: int = 1) -> None:
@@ -459,6 +466,13 @@ class RunContext:
 
     def begin_forward(self) -> Sequence[Unit]:
         """Begins the root's forward. Returns the units: the graph holds them."""
+        if scopes.are_wanted() is not self.has_scopes:
+            self.has_scopes = not self.has_scopes
+            scopes.put_around(self, on=self.has_scopes)
+        return self.prepare_forward()
+
+    def prepare_forward(self) -> Sequence[Unit]:
+        """Prepares the units for a forward, and returns them."""
         root = self.root
         check_registered(root)
         units = self.units
