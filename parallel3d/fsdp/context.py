@@ -23,16 +23,17 @@ from parallel3d._torch.autograd import (
     backward_id,
     have_tensor_hooks,
     in_backward_pass,
+    profiler_runs,
     queue_backward_callback,
     untraced,
     wrap_backward,
 )
 from parallel3d._torch.fully_shard import FULLY_SHARD_KEYS
+from parallel3d._util import scopes
 from parallel3d._util.reachable import PLAIN_TYPES, tensors_with_graph
 from parallel3d._util.trace import issuing
 from parallel3d._util.trees import map_tensors, tensors_in
 from parallel3d.errors import StateError
-from parallel3d.fsdp import scopes
 from parallel3d.fsdp.api import input_dtype
 from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.comm import make_comm
@@ -466,7 +467,8 @@ class RunContext:
 
     def begin_forward(self) -> Sequence[Unit]:
         """Begins the root's forward. Returns the units: the graph holds them."""
-        if scopes.are_wanted() is not self.has_scopes:
+        # Asked here, so that a step without them runs no function of theirs.
+        if (profiler_runs() or scopes.LOGGER.isEnabledFor(logging.DEBUG)) is not self.has_scopes:
             self.has_scopes = not self.has_scopes
             scopes.put_around(self, on=self.has_scopes)
         return self.prepare_forward()

@@ -12,7 +12,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import parallel3d as p3d
-from parallel3d.fsdp import scopes
+from parallel3d._util import scopes
 from parallel3d.fsdp.inspect import get_unit
 from parallel3d.testing import GlooPool, fake_world
 
@@ -165,4 +165,4 @@ def test_decisions_are_logged(caplog: pytest.LogCaptureFixture) -> None:
 def test_quiet_by_default() -> None:
     assert not logging.getLogger("parallel3d").handlers
     assert not logging.getLogger("parallel3d.parallelize").isEnabledFor(logging.INFO)
-    assert not scopes.are_wanted()
+    assert not scopes.LOGGER.isEnabledFor(logging.DEBUG)

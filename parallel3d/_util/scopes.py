@@ -13,9 +13,9 @@ from typing import Any
 
 from torch.profiler import record_function
 
-from parallel3d._torch.autograd import profiler_runs, untraced
+from parallel3d._torch.autograd import untraced
 
-__all__ = ["LOGGER", "are_wanted", "put_around"]
+__all__ = ["LOGGER", "put_around"]
 
 LOGGER = logging.getLogger("torch.distributed.fsdp.parallel3d")
 """A child of those that ``TORCH_LOGS=fsdp`` switches on."""
@@ -37,11 +37,6 @@ _OF_COMM = {
     "reduce": "post_backward_reduce",
 }
 _OF_REGISTRAR = {"before_unit": "pre_forward", "after_unit": "post_forward"}
-
-
-def are_wanted() -> bool:
-    """Whether a profiler runs, or phases are logged."""
-    return profiler_runs() or LOGGER.isEnabledFor(logging.DEBUG)
 
 
 def put_around(context: Any, *, on: bool) -> None:
