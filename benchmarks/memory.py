@@ -6,14 +6,24 @@
 usual prefetching on both sides. Counted are the bytes of all tensor storages alive after each operation of
 forward and backward, whichever side made them, less sharded parameters, their gradients and the batch.
 Without ``--quick`` it also says what was alive at each side's peak, by the operation that had made it.
+
+Then a whole training step as a user has it, with activations and the optimizer: eight blocks of an 8B Llama,
+2,048 tokens, the third step of rank 0 of 64 in a dry run, and what is alive at its peak by kind.
 """
 
 import copy
+import sys
 from collections import Counter
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from measure import Claim, bytes_claim, command_line, print_rows
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "examples" / "llama"))
+
+from llama import Llama, LlamaConfig
+from measure import Claim, bytes_claim, command_line, print_rows, print_table
 from models import MlpBlock, Stack, local_gradients, local_parameters, ours, torchs
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -22,12 +32,15 @@ from torch.utils._pytree import tree_leaves
 
 import parallel3d as p3d
 from parallel3d.testing import fake_world
+from parallel3d.tools.dryrun import record
 
 WORLD = 64
 BLOCKS = 6
 WIDTH = 1024
 ROWS = 4
 STEPS = 3
+TOKENS = 2048
+SIDES = ("ours", "torch")
 
 
 class PeakMemory(TorchDispatchMode):
@@ -134,6 +147,53 @@ def case(mixed: bool, where: bool) -> dict[str, Any]:
     return row
 
 
+def training(engine: str, layout: p3d.MeshLayout) -> None:
+    """Three steps of eight blocks of an 8B model, bf16/fp32, under ours or torch's ``fully_shard``."""
+    mesh = p3d.build_mesh(layout)
+    with torch.device("meta"):
+        model: nn.Module = Llama(LlamaConfig(4096, 8, 32, 8, 14336, 32_000, TOKENS))
+    policy = p3d.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    p3d.parallelize(model, mesh, mp_policy=policy, engine=engine)  # type: ignore[arg-type]
+    if engine == "torch":
+        model.to_empty(device="cpu")
+    else:
+        p3d.materialize(model, seed=0)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for _ in range(STEPS):
+        tokens = torch.randint(0, 32_000, (1, TOKENS))
+        logits = model(tokens)
+        nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def whole_step(name: str, layout: p3d.MeshLayout) -> dict[str, Any]:
+    """One row: both peaks beyond parameters, gradients and optimizer state, and their kinds in bytes."""
+    row: dict[str, Any] = {"policy": f"{name} bf16/fp32"}
+    for side, engine in (("ours", "parallel3d"), ("torch", "torch")):
+        found = record(partial(training, engine, layout), layout.world_size)
+        at_peak = Counter(found.step_peak.by_kind)
+        parameters = at_peak["parameters"]  # there will be as many gradients
+        state = parameters * 2 + at_peak["optimizer state"] + at_peak["buffers"]
+        row[f"{side}_bytes"] = found.step_peak.bytes - state
+        row[f"{side}_kinds"] = dict(at_peak)
+    row["ratio"] = row["ours_bytes"] / row["torch_bytes"]
+    return row
+
+
+def print_kinds(rows: list[dict[str, Any]]) -> None:
+    """What is alive at both sides' peaks, a row for each kind."""
+    kinds = dict.fromkeys(k for row in rows for side in SIDES for k in row[f"{side}_kinds"])
+    table = [
+        [row["policy"], kind, *(row[f"{side}_kinds"].get(kind, 0) / 2**20 for side in SIDES)]
+        for row in rows
+        for kind in kinds
+    ]
+    print_table(
+        "alive at the peak of a training step, MiB", ["case", "kind", "ours", "FSDP2"], table
+    )
+
+
 def run(quick: bool) -> tuple[list[Claim], dict[str, Any]]:
     """Both policies; nothing here is timed, so nothing is repeated."""
     rows = [case(mixed, not quick) for mixed in (False, True)]
@@ -148,10 +208,17 @@ def run(quick: bool) -> tuple[list[Claim], dict[str, Any]]:
         },
         rows,
     )
+    layouts = {"FSDP": p3d.MeshLayout(shard=WORLD), "HSDP": p3d.MeshLayout(2, WORLD // 2)}
+    whole = [whole_step(name, layout) for name, layout in layouts.items()]
+    print_kinds(whole)
     claims = [
         bytes_claim("peak memory beyond the sharded state", r, bar=0.80, aim=0.65) for r in rows
     ]
-    return claims, {"memory": rows}
+    claims += [
+        bytes_claim("peak memory with activations, 8 blocks of 8B", r, bar=0.95, aim=0.90)
+        for r in whole
+    ]
+    return claims, {"memory": rows, "whole_step": whole}
 
 
 if __name__ == "__main__":

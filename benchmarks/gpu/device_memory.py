@@ -109,7 +109,7 @@ def allocator(device: str, small: bool) -> Part:
         f"{config.n_layers} blocks of width {config.dim}, {tokens} tokens, "
         f"bf16 computation, fp32 reduction, fused AdamW: ours against FSDP2",
         ["case", "side", "state MiB", "allocated MiB", "beyond state MiB", "beyond: ours / FSDP2"]
-        + ["reserved MiB", "segments", "retries"],
+        + ["reserved MiB", "fragmentation MiB", "segments", "retries"],
     )
     settings = (False, True) if device == "cuda" else (False,)
     for expandable in settings:
@@ -137,7 +137,9 @@ def allocator(device: str, small: bool) -> Part:
             "on a CPU there is no caching allocator: reserved, segments, retries are left out"
         )
     part.notes += [
-        "beyond state: less parameters, as many gradients, and the optimizer's state",
+        "beyond state: less parameters, as many gradients, and the optimizer's state; what it consists of: "
+        "python benchmarks/memory.py",
+        "fragmentation: reserved less allocated, each at its peak",
         "expected beyond the state, without the activations, which are the same on both sides: 0.70 to 0.75 "
         "of FSDP2's; HSDP with bf16 parameters includes what pytorch issue 179443 describes, which depends "
         "on torch's version",
@@ -180,9 +182,11 @@ def _compare(
     for side, (state, peak) in found.items():
         numbers = [state / MIB, peak.allocated / MIB, beyond[side] / MIB]
         ratio = beyond["ours"] / beyond["torch"] if side == "ours" else ""
-        reserved = "" if peak.reserved is None else peak.reserved / MIB
+        reserved: list[Any] = ["", ""]
+        if peak.reserved is not None:
+            reserved = [peak.reserved / MIB, (peak.reserved - peak.allocated) / MIB]
         counts = ["" if n is None else n for n in (peak.segments, peak.retries)]
-        part.rows.append([case, NAMES[side], *numbers, ratio, reserved, *counts])
+        part.rows.append([case, NAMES[side], *numbers, ratio, *reserved, *counts])
         part.data[f"{case}, {NAMES[side]}"] = {"state": state, **vars(peak)}
     if found["ours"][1].allocated > 1.01 * found["torch"][1].allocated:
         part.failed.append(f"{case}: ours allocates more than FSDP2")

@@ -1,8 +1,10 @@
 """Private names of torch's own ``fully_shard``, which other libraries read."""
 
 import weakref
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
@@ -47,6 +49,19 @@ def enter_module_state(module: nn.Module, state: Any) -> None:
 def fully_shard_state(module: nn.Module) -> Any:
     """Returns ``torch.distributed.fsdp.fully_shard.state(module)``."""
     return torch_fully_shard.state(module)  # type: ignore[attr-defined]
+
+
+def unsharded_by_torch(module: nn.Module) -> Iterator[torch.Tensor]:
+    """What torch's ``fully_shard`` gathers the parameters of ``module`` into, if it is a unit of it."""
+    if not isinstance(module, torch_fsdp.FSDPModule):
+        return
+    state: Any = module._get_fsdp_state()
+    of_2_11 = getattr(state, "_fsdp_param_group", None)
+    for group in getattr(state, "_fsdp_param_groups", [of_2_11]):
+        for param in () if group is None else group.fsdp_params:
+            yield from getattr(
+                param, "all_gather_outputs", ()
+            )  # there are none before its first gather
 
 
 def is_torch_hook_state(state: object) -> bool:

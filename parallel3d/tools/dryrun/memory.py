@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from parallel3d._torch.dtensor import get_local_tensor
+from parallel3d._torch.fully_shard import unsharded_by_torch
 from parallel3d._util.trees import tensors_in
 from parallel3d.fsdp.inspect import units_of
 from parallel3d.tools.dryrun.result import KINDS, LiveTensor, MemorySample, Operation, Peak
@@ -137,6 +138,9 @@ def name_kinds(roots: list[nn.Module], optimizers: Iterable[Optimizer], ledger: 
                 if bucket.has_own_unsharded:
                     _mark(ledger, bucket.unsharded, "unsharded parameters", bucket.unit)
                 _mark(ledger, bucket.gathered, "communication", bucket.unit)
+        for name, module in root.named_modules():
+            for gathered in unsharded_by_torch(module):
+                _mark(ledger, gathered, "unsharded parameters", name)
         for name, param in root.named_parameters():
             _mark(ledger, param, "parameters", name)
         for name, buffer in root.named_buffers():

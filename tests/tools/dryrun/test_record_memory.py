@@ -5,9 +5,12 @@ import itertools
 from typing import Any
 
 import pytest
+import torch
 from _support.tools.dryrun.dry_programs import Training, named, train
 from _support.tools.dryrun.float_memory import FloatMemory
+from torch import nn
 
+import parallel3d as p3d
 from parallel3d._torch import groups
 from parallel3d._util import dry_run
 from parallel3d.testing import fake_world
@@ -86,3 +89,23 @@ def test_equal_that_of_real_tensors(case, monkeypatch):
     assert unseen.peak == seen.peak
     floats = unseen.peak.bytes - unseen.peak.by_kind.get("inputs", 0)
     assert floats == real.most()
+
+
+@pytest.mark.parametrize("engine", ["parallel3d", "torch"])
+def test_both_engines_unsharded_parameters_are_told(engine):
+    def program() -> None:
+        mesh = p3d.build_mesh(p3d.MeshLayout(shard=4))
+        model = nn.Sequential()
+        model.layers = nn.ModuleList([nn.Linear(64, 64, bias=False) for _ in range(3)])
+        model.forward = lambda x: model.layers[2](model.layers[1](model.layers[0](x)))
+        p3d.parallelize(model, mesh, engine=engine)
+        optimizer = torch.optim.SGD(model.parameters())
+        for _ in range(2):
+            model(torch.randn(2, 64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    samples = record(program, 4).memory
+    most = max(sample.by_kind.get("unsharded parameters", 0) for sample in samples)
+    unit = 4 * 64 * 64
+    assert unit <= most <= 3 * unit and most % unit == 0
