@@ -172,10 +172,11 @@ def whole_step(name: str, layout: p3d.MeshLayout) -> dict[str, Any]:
     row: dict[str, Any] = {"policy": f"{name} bf16/fp32"}
     for side, engine in (("ours", "parallel3d"), ("torch", "torch")):
         found = record(partial(training, engine, layout), layout.world_size)
-        at_peak = Counter(found.step_peak.by_kind)
+        peak = found.step_peak or found.peak
+        at_peak = Counter(peak.by_kind)
         parameters = at_peak["parameters"]  # there will be as many gradients
         state = parameters * 2 + at_peak["optimizer state"] + at_peak["buffers"]
-        row[f"{side}_bytes"] = found.step_peak.bytes - state
+        row[f"{side}_bytes"] = peak.bytes - state
         row[f"{side}_kinds"] = dict(at_peak)
     row["ratio"] = row["ours_bytes"] / row["torch_bytes"]
     return row

@@ -35,14 +35,5 @@ PARTS = (
     Task("planner", "predicted", "planner", 40),
     Task("largest_batch", "device_memory", "largest_batch", 60),
 )
-PRELOAD = (
-    "torch",
-    "torch._dynamo",
-    "torch.distributed.tensor",
-    "torch.distributed.fsdp",
-    "parallel3d",
-    "sides",
-)
-
 if __name__ == "__main__":
-    sys.exit(command_line(__doc__, PARTS, minutes=8, preload=PRELOAD))
+    sys.exit(command_line(__doc__, PARTS, minutes=8, preload=["sides"]))

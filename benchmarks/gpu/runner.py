@@ -126,8 +126,8 @@ def command_line(
         doc: the script's docstring.
         tasks: its parts, the most valuable first.
         minutes: for all parts, unless given.
-        preload: modules that are imported once for all processes, without using CUDA. If a process then
-            can't use it, each is started anew.
+        preload: modules that are imported once for all processes, without using CUDA, beside torch and
+            parallel3d. If a process then can't use it, each is started anew.
     """
     names = [task.name for task in tasks]
     parser = argparse.ArgumentParser(
@@ -193,13 +193,22 @@ def command_line(
     )
 
 
+_IMPORTED = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "parallel3d",
+)
+
+
 def _context(preload: Sequence[str] | None) -> Any:
     """Processes are forked from a server that has imported ``preload`` and nothing else, which never uses
     CUDA; None: each is started anew."""
     if preload is None:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(preload))
+    context.set_forkserver_preload([*_IMPORTED, *preload] if preload else [])
     return context
 
 

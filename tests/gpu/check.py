@@ -30,14 +30,5 @@ PARTS = (
     Task("races_ranks", "races", "races_ranks", 45),
     Task("truth1", "truth", "truth1", 20),
 )
-PRELOAD = (
-    "torch",
-    "torch._dynamo",
-    "torch.distributed.tensor",
-    "torch.distributed.fsdp",
-    "parallel3d",
-    "ranks",
-)
-
 if __name__ == "__main__":
-    sys.exit(command_line(__doc__, PARTS, minutes=7, preload=PRELOAD))
+    sys.exit(command_line(__doc__, PARTS, minutes=7, preload=["ranks"]))
