@@ -1,5 +1,6 @@
 """Private names of autograd, hooks, the compiler and torch.func."""
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -111,6 +112,12 @@ queue_backward_callback = torch.autograd.Variable._execution_engine.queue_callba
 
 assert_async: Callable[[torch.Tensor, str], None] = torch._assert_async
 """``assert_async(condition, message)`` raises if it is false, without waiting for an accelerator."""
+
+
+def has_compiled() -> bool:
+    """Whether ``torch.compile`` has run in this process."""
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    return compiler is not None and bool(compiler.cached_backends)
 
 
 def profiler_runs() -> bool:

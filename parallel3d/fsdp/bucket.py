@@ -38,6 +38,7 @@ from torch.distributed.tensor import DTensor
 from parallel3d._torch.autograd import (
     follows_grad_dtype,
     grads_may_differ_in_dtype,
+    has_compiled,
     set_versions,
     torch_function_off,
 )
@@ -663,6 +664,8 @@ class Versions:
         self._seen = (-1, -1)  # optimizer steps, and the sum of the counters at rest
         self._unsharded_of: Any = None
         self._unsharded: tuple[torch.Tensor, ...] = ()
+        self._watched: list[torch.Tensor] = []  # those of them that lie in the bucket's buffer
+        self._storage = 0
         self._set = 0  # what ``set_unsharded`` has set
         numbered_buckets[self.number] = bucket
 
@@ -708,11 +711,16 @@ class Versions:
     def written(self) -> list[str]:
         """Returns the names of the unsharded parameters that were written since ``set_unsharded``."""
         tensors = self._of_unsharded()
-        if sum(map(_version_of, tensors)) == self._set * len(tensors):
-            return []
-        written = {id(tensor) for tensor in tensors if tensor._version != self._set}
         bucket = self._bucket()
         assert bucket is not None
+        # A compiled ``.data = ...`` gives it other memory, since torch 2.15 without another version.
+        moved = (
+            [t for t in self._watched if _storage_of(t) != self._storage] if has_compiled() else ()
+        )
+        if sum(map(_version_of, tensors)) == self._set * len(tensors) and not moved:
+            return []
+        written = {id(tensor) for tensor in tensors if tensor._version != self._set}
+        written.update(map(id, moved))
         return [
             param.name
             for param, compute in zip(bucket.params, bucket.compute_params, strict=True)
@@ -732,7 +740,13 @@ class Versions:
             self._unsharded_of = params = bucket.compute_params
             local = [local_tensor_of(p) for p in params if isinstance(p, DTensor)]
             self._unsharded = (*params, *local)
+            self._storage = _storage_of(bucket.unsharded)
+            self._watched = [t for t in self._unsharded if _storage_of(t) == self._storage != 0]
         return self._unsharded
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata if type(tensor) in (torch.Tensor, nn.Parameter) else 0
 
 
 def release(tensor: torch.Tensor) -> None:
