@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from parallel3d.fsdp import comm, reduction
 from parallel3d.fsdp.gradients import BucketGradients
-from parallel3d.fsdp.inspect import units_of
+from parallel3d.fsdp.inspect import Bucket, units_of
 from parallel3d.fsdp.options import replicated
 from parallel3d.fsdp.options.replicated import CoalescedAllReduce
 
@@ -49,6 +49,8 @@ class Held(TorchDispatchMode):
         self.results: dict[int, StorageWeakRef] = {}
         self.peak = self.most_reduced = self.unsharded = 0
         self.into = "made"
+        # The planner counts gradients in the parameters' dtype. Since 2.15 torch hands over a norm's in fp32.
+        patch.setattr(Bucket, "takes_wider_gradients", False)
         for name in ("issue_gather", "finish_gather", "reduce", "finish", "free_inputs", "drain"):
             self._wrap(patch, comm.CpuComm, name)
         self._wrap(patch, BucketGradients, "accept", takes=lambda args: [args[2]])
