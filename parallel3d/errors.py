@@ -62,6 +62,10 @@ class UnnamedAxesError(MeshError, RefusedError):
     """A mesh of several axes without names."""
 
 
+class AuditError(Parallel3dError, RuntimeError):
+    """A training step does not compute what the plain model does; see ``parallel3d.audit``."""
+
+
 class CheckpointError(Parallel3dError):
     """A checkpoint that can't be written, or read into this model. The same error on every rank."""
 

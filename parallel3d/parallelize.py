@@ -28,6 +28,7 @@ from parallel3d.activations.kinds import (
     name_of,
     recompute_blocks,
 )
+from parallel3d.audit.training import attach, skeleton_of
 from parallel3d.cp.batch import cp_axis
 from parallel3d.cp.model import ContextParallel, CpPlan, check_options, plan_cp
 from parallel3d.errors import AgreementError, MeshError, Parallel3dError, PlanError
@@ -78,6 +79,7 @@ def parallelize(
     check_same_batch: bool = True,
     engine: Literal["parallel3d", "torch"] = "parallel3d",
     timeout: timedelta | None = None,
+    audit: bool | None = None,
 ) -> ModelT:
     """Makes ``model`` train with tensor parallelism, FSDP and HSDP on ``mesh``.
 
@@ -127,6 +129,9 @@ def parallelize(
             or as a way out. What they can't do is an error.
         timeout: how long ranks wait for one that has not come, say because it still loads its model; by
             default the process group's timeout. After half a minute one says who is missing.
+        audit: compare the first training step with the plain computation, unit by unit, on its batch and
+            device, and raise AuditError on all ranks if something differs (``docs/audit.md``); None: where cp
+            is more than 1.
 
     Returns:
         ``model`` itself.
@@ -203,6 +208,8 @@ def parallelize(
     if warning and (ranks_are_simulated() or dist.get_rank() == int(mesh.mesh.flatten()[0])):
         warnings.warn(warning, stacklevel=2)
     blocks = [block for _, block in found.blocks]
+    audited = cp_plan is not None if audit is None else audit
+    skeleton = skeleton_of(model) if audited and engine == "parallel3d" else None
     with unchanged_on_error(model):
         # Tensor parallelism first: what it leaves on each rank is what the engine shards.
         if plan is not None:
@@ -236,6 +243,8 @@ def parallelize(
         attach_offload()
         if check_same_batch and not (plan is not None and plan.takes_rows):
             check_first_batch(model, mesh)
+        if skeleton is not None:
+            attach(model, skeleton, whole, due=True)
     return model
 
 

@@ -20,6 +20,7 @@ class _Issuing:
         backwards: how many backwards have reached a root.
         compared: whether ranks compare each collective before it is issued, see ``guards.debug``.
         on_run: called when one begins; None: nobody wants to know. See ``guards.watch``.
+        after_backward: called once when the call of autograd's engine under way has returned; see ``audit``.
     """
 
     def __init__(self) -> None:
@@ -32,6 +33,7 @@ class _Issuing:
         self.backwards = 0
         self.compared = False
         self.on_run: Callable[[], None] | None = None
+        self.after_backward: Callable[[], None] | None = None
 
     @contextmanager
     def as_unit(self, name: str) -> Iterator[None]:

@@ -223,9 +223,14 @@ def gather(x: Tensor, mesh: DeviceMesh, *, like: Any, dim: int = 1) -> Tensor:
         raise StateError(
             "gather: `like` must be what p3d.cp.shard_batch has returned for this batch"
         )
-    sequence, first = batch.sequence, x.detach().movedim(dim, 0)
+    return join(x, dim, batch.sequence, CpAxis(axis_mesh))
+
+
+def join(x: Tensor, dim: int, sequence: Sequence, axis: CpAxis) -> Tensor:
+    """Returns ``x`` of all ranks of ``axis`` along ``dim`` in the sequence's order, without padding."""
+    first = x.detach().movedim(dim, 0)
     rows = first.reshape(1, 1, first.shape[0], -1)
-    (whole,) = gather_positions((rows,), sequence, CpAxis(axis_mesh))
+    (whole,) = gather_positions((rows,), sequence, axis)
     whole = whole[0, 0, : sequence.length]
     return whole.reshape(sequence.length, *first.shape[1:]).movedim(0, dim)
 

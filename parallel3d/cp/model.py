@@ -115,6 +115,7 @@ class CpPlan:
             checked=self.checked,
             chunked=chunked,
             any_parts=not (self.attention or self.counts),
+            planned=frozenset(self.attention),
         )
         set_state(model, state)
         kinds = {path: calls[0].kind for path, calls in self.attention.items()}

@@ -68,6 +68,8 @@ class CpState:
             sequences were cut.
         chunked: whether masks have chunks, which begin after padding on the left.
         made: path of a module -> what was chosen for its attention.
+        planned, attended: paths of the modules whose attention is that of all ranks, and of those that called
+            it since the model was made.
     """
 
     def __init__(
@@ -77,7 +79,10 @@ class CpState:
         checked: Checked,
         chunked: bool = False,
         any_parts: bool = False,
+        planned: frozenset[str] = frozenset(),
     ) -> None:
+        self.planned = planned
+        self.attended: set[str] = set()
         self.axis = axis
         self.any_parts = any_parts
         self.checked = checked
@@ -88,7 +93,11 @@ class CpState:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CpState:
         return CpState(
-            self.axis, checked=self.checked, chunked=self.chunked, any_parts=self.any_parts
+            self.axis,
+            checked=self.checked,
+            chunked=self.chunked,
+            any_parts=self.any_parts,
+            planned=self.planned,
         )
 
     def running(self) -> Batch:
@@ -227,6 +236,7 @@ class CpState:
         """Attention of this rank's queries, (B, heads, rows, size), to the keys of all ranks."""
         sequence = batch.sequence
         assert sequence is not None
+        self.attended.add(path)
         if q.dim() == 4 and q.shape[2] != sequence.rows:
             raise StateError(
                 f"attention has {q.shape[2]} positions, this rank's part of the sequences has "

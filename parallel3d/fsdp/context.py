@@ -185,6 +185,9 @@ def _run_backward(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             nan_losses.say()
         elif looks and loss.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             nan_losses.look_later(loss)
+    if issuing.after_backward is not None and not in_backward_pass():
+        then, issuing.after_backward = issuing.after_backward, None
+        then()
     return result
 
 

@@ -1,0 +1,140 @@
+"""What the units of a parallel model were given, returned, and got as gradients in one step, on this rank."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from parallel3d._torch.autograd import in_backward_pass, untraced
+from parallel3d._util.trees import map_tensors
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yields (path, tensor) of the tensors in tuples, lists, mappings and dataclasses."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, (tuple, list)):
+        for i, item in enumerate(value):
+            yield from leaves(item, f"{path}.{i}")
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from leaves(item, f"{path}.{key}")
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for each in dataclasses.fields(value):
+            yield from leaves(getattr(value, each.name), f"{path}.{each.name}")
+
+
+def replaced(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Returns ``value`` with the tensors at the paths of ``tensors`` replaced."""
+    paths = iter([path for path, _ in leaves(value)])
+    return map_tensors(lambda tensor: tensors.get(next(paths), tensor), value)
+
+
+def kept(tensor: Tensor) -> Tensor:
+    """A copy that no later change reaches, in the CPU's memory."""
+    tensor = tensor.detach()
+    return tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
+
+
+@dataclasses.dataclass(eq=False)
+class Call:
+    """One call of a module: path -> copy of a tensor.
+
+    Attributes:
+        inputs: of ``(args, kwargs)``. outputs: of what it has returned; None while it runs.
+        input_grads, output_grads: the gradients that have arrived, by the same paths.
+        odd: paths of outputs whose class is not torch's own.
+    """
+
+    inputs: dict[str, Tensor]
+    outputs: dict[str, Tensor] | None = None
+    input_grads: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    output_grads: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    odd: set[str] = dataclasses.field(default_factory=set)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter)
+
+
+class Recording:
+    """Hooks on modules, from its making until ``stop``; module's name -> its calls, in order.
+
+    Args:
+        modules: those to watch, by name.
+        inputs: of the model itself, whose forward has begun.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], inputs: Any) -> None:
+        self.calls: dict[str, list[Call]] = defaultdict(list)
+        self._running: dict[str, list[Call]] = defaultdict(list)
+        self._handles: list[Any] = []
+        self.root = self._begin("", inputs)
+        for name, module in modules.items():
+            if name:
+                self._handles += [
+                    module.register_forward_pre_hook(partial(self._before, name), with_kwargs=True),
+                    module.register_forward_hook(partial(self._after, name)),
+                ]
+
+    def stop(self) -> None:
+        """Removes the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    @untraced
+    def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not in_backward_pass():  # else it is recomputed
+            self._running[name].append(self._begin(name, (args, kwargs)))
+
+    @untraced
+    def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if self._running[name] and not in_backward_pass():
+            self.end(self._running[name].pop(), output)
+
+    def _begin(self, name: str, inputs: Any) -> Call:
+        tensors = dict(leaves(inputs))
+        call = Call({path: kept(t) for path, t in tensors.items() if _is_plain(t)})
+        self.calls[name].append(call)
+        for path, tensor in tensors.items():
+            _hook(tensor, call.input_grads, path)
+        return call
+
+    def end(self, call: Call, output: Any) -> None:
+        """Notes what a call has returned."""
+        tensors = dict(leaves(output))
+        call.odd = {path for path, t in tensors.items() if not _is_plain(t)}
+        call.outputs = {path: kept(t) for path, t in tensors.items() if _is_plain(t)}
+        for path, tensor in tensors.items():
+            if path not in call.odd:
+                _hook(tensor, call.output_grads, path)
+
+
+def _hook(tensor: Tensor, grads: dict[str, Tensor], path: str) -> None:
+    if tensor.requires_grad:
+        tensor.register_hook(partial(_note, grads, path))
+
+
+@untraced
+def _note(grads: dict[str, Tensor], path: str, grad: Tensor) -> None:
+    grads[path] = kept(grad) + grads[path] if path in grads else kept(grad)
+
+
+RANDOM = ("drop",)
+
+
+def set_dropout(model: nn.Module, value: Callable[[nn.Module, str, float], float]) -> None:
+    """Sets the numbers of ``model`` whose names say dropout (``p`` of ``nn.Dropout``, ``attention_dropout``)."""
+    for module in model.modules():
+        is_one = "drop" in type(module).__name__.lower()
+        for name, found in list(vars(module).items()):
+            if isinstance(found, float) and (
+                (is_one and name in ("p", "drop_prob")) or "drop" in name.lower()
+            ):
+                object.__setattr__(module, name, value(module, name, found))

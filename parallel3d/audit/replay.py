@@ -1,0 +1,319 @@
+"""The plain computation of a recorded step, unit by unit, on gathered inputs and parameters.
+
+The skeleton's own code runs once, from its inputs to its outputs. Each unit inside it is given what the
+parallel unit was given, gathered, and computes from it; what it returns and the gradients that reach it are
+compared, and then the code around it goes on with what the parallel unit has returned. So a difference is that
+of the unit, or the code between units, in which it begins. Memory: one unit whole, and its activations of the
+whole sequence.
+
+Gradients: those of a part of a sequence are of the loss that the average over the ranks of cp is; so the plain
+ones are the gathered, divided by cp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parallel3d.audit.recording import Call, Recording, leaves, replaced
+from parallel3d.audit.report import Finding, Report, bound_of, gap_between
+from parallel3d.audit.whole import Incomparable, Whole
+
+
+class Replay:
+    """One comparison of a step.
+
+    Args:
+        skeleton: the plain model on meta; its audited modules by name in ``modules``.
+        values: name of a parameter or buffer -> its whole value, on the device that computes.
+        recording: the step.
+        whole: gathers tensors.
+        backward: whether gradients are compared too.
+
+    Attributes:
+        grads: name of a parameter -> its gradient in the plain step, of this data rank's batch.
+    """
+
+    def __init__(
+        self,
+        skeleton: nn.Module,
+        modules: Mapping[str, nn.Module],
+        values: Any,
+        recording: Recording,
+        whole: Whole,
+        report: Report,
+        *,
+        backward: bool,
+    ) -> None:
+        self.skeleton, self.modules, self.values = skeleton, modules, values
+        self.calls = {name: list(calls) for name, calls in recording.calls.items()}
+        self.whole, self.report, self.backward = whole, report, backward
+        self.findings: list[Finding] = []
+        self.grads: dict[str, Tensor] = {}
+        self.draws = False  # whether a unit has drawn random numbers
+        self._places = _places(skeleton, modules)
+
+    def run(self, args: Any, kwargs: Any) -> None:
+        """Runs the model on its whole inputs."""
+        for name, module in self.modules.items():
+            if name:
+                vars(module)["forward"] = _StandIn(self, name, module.forward)
+        try:
+            self._call("", self.skeleton.forward, args, kwargs, self.calls[""][0])
+        finally:
+            for name, module in self.modules.items():
+                if name:
+                    stand_in = vars(module).pop("forward")
+                    if stand_in.own is not None:
+                        vars(module)["forward"] = stand_in.own
+
+    # -- one unit --------------------------------------------------------------------------------------
+
+    def call(self, name: str, forward: Any, args: Any, kwargs: Any) -> Any:
+        """A unit inside the one that runs is called. Returns what the parallel one has returned."""
+        calls = self.calls.get(name)
+        if not calls:
+            self.leave_out(name, "it was not called in the step, or with gradients switched off")
+            with self._entered(name):
+                return forward(*args, **kwargs)
+        call = calls.pop(0)
+        plain = dict(leaves((args, kwargs)))
+        given: dict[str, Tensor] = {}
+        for path, tensor in plain.items():
+            recorded = call.inputs.get(path)
+            if recorded is None or recorded.dtype == torch.bool:
+                continue
+            found = self._gathered(name, f"input{_word(path)}", recorded, tensor.shape)
+            if found is not None:
+                self.compare(name, f"input{_word(path)}", tensor, found, around=True)
+                if found.is_floating_point():
+                    given[path] = found
+        with torch.set_grad_enabled(self.backward):
+            mine = {
+                path: t.requires_grad_(self.backward and plain[path].requires_grad)
+                for path, t in given.items()
+            }
+            mine = {path: t.detach().requires_grad_(t.requires_grad) for path, t in mine.items()}
+            args, kwargs = replaced((args, kwargs), {k: t.clone() for k, t in mine.items()})
+            outputs, result = self._call(name, forward, args, kwargs, call)
+        grads_in = {}
+        for path, leaf in mine.items():
+            if not leaf.requires_grad:
+                continue
+            got = self._gathered_grad(
+                name, f"gradient of its input{_word(path)}", call.input_grads.get(path), leaf
+            )
+            if got is not None:
+                want = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+                self.compare(name, f"gradient of its input{_word(path)}", want, got)
+                grads_in[path] = got
+        sources = [plain[path] for path in grads_in]
+        passed = {p: t for p, t in outputs.items() if t.is_floating_point()}
+        if sources and self.backward and passed:
+            made = _Passed.apply(
+                self, name, call, list(passed), list(grads_in.values()), *passed.values(), *sources
+            )
+            outputs = {**outputs, **dict(zip(passed, made, strict=True))}
+        return replaced(result, outputs)
+
+    def _call(
+        self, name: str, forward: Any, args: Any, kwargs: Any, call: Call
+    ) -> tuple[dict[str, Tensor], Any]:
+        """Runs a unit and compares it. Returns what the parallel one has returned, gathered, and its result."""
+        state = torch.get_rng_state()
+        device_state = self.whole.rng_state()
+        with self._entered(name) as parameters:
+            result = forward(*args, **kwargs)
+            plain = dict(leaves(result))
+            if not torch.equal(state, torch.get_rng_state()) or not self.whole.is_rng_state(
+                device_state
+            ):
+                self.draws = True
+                self.leave_out(name, "it draws random numbers, which the axes draw otherwise")
+                return self._gathered_outputs(name, call, plain, compared=False), result
+            outputs = self._gathered_outputs(name, call, plain, compared=True)
+            if self.backward:
+                self._backward(name, call, plain, parameters)
+        return outputs, result
+
+    def _gathered_outputs(
+        self, name: str, call: Call, plain: Mapping[str, Tensor], *, compared: bool
+    ) -> dict[str, Tensor]:
+        outputs = {}
+        for path, tensor in plain.items():
+            what = f"output{_word(path)}"
+            recorded = (call.outputs or {}).get(path)
+            if recorded is None:
+                why = "its class is not torch's own" if path in call.odd else "there is none"
+                self.leave_out(name, f"{what}: {why}")
+                continue
+            found = self._gathered(name, what, recorded, tensor.shape)
+            if found is not None:
+                if compared:
+                    self.compare(name, what, tensor, found)
+                outputs[path] = found
+        return outputs
+
+    def _backward(
+        self,
+        name: str,
+        call: Call,
+        plain: Mapping[str, Tensor],
+        parameters: Mapping[str, Tensor],
+    ) -> None:
+        roots, grads = [], []
+        for path, tensor in plain.items():
+            if not tensor.requires_grad or path not in call.output_grads:
+                continue
+            grad = self._gathered_grad(
+                name, f"gradient of output{_word(path)}", call.output_grads[path], tensor
+            )
+            if grad is not None:
+                roots.append(tensor)
+                grads.append(grad.to(tensor.dtype))
+        if not roots:
+            return
+        torch.autograd.backward(roots, grads)
+        for own, value in parameters.items():
+            if value.grad is not None:
+                before = self.grads.get(own)
+                self.grads[own] = value.grad if before is None else before + value.grad
+                value.grad = None
+
+    @contextmanager
+    def _entered(self, name: str) -> Iterator[dict[str, Tensor]]:
+        """Within it the parameters and buffers of a unit, without those of units inside, have values."""
+        made: dict[str, Tensor] = {}
+        before = []
+        for own, places in self._places[name].items():
+            value = self.values(own, name)
+            if value is None:
+                continue
+            if any(kind == "_parameters" for _, kind, _ in places):
+                trained = any(getattr(m, kind)[key].requires_grad for m, kind, key in places)
+                value = value.detach().requires_grad_(trained and self.backward)
+                made[own] = value
+            for module, kind, key in places:
+                before.append((getattr(module, kind), key, getattr(module, kind)[key]))
+                getattr(module, kind)[key] = value
+        try:
+            yield made
+        finally:
+            for holder, key, value in reversed(before):
+                holder[key] = value
+
+    # -- comparing -------------------------------------------------------------------------------------
+
+    def compare(
+        self,
+        name: str,
+        what: str,
+        want: Tensor,
+        got: Tensor,
+        *,
+        floor: float = 0.0,
+        around: bool = False,
+    ) -> None:
+        """Compares a tensor; ``around``: it is the work of the code around the unit."""
+        bound = bound_of(want.dtype, got.dtype)
+        gap = gap_between(want, got, bound, floor)
+        self.report.compared[name] = self.report.compared.get(name, 0) + 1
+        if gap.difference > bound:
+            found = Finding(name, what, gap, bound)
+            if around:
+                found = replace(
+                    found, unit=_owner(name, self.modules), what=f"what it gives to {name}, {what}"
+                )
+            self.findings.append(found)
+        else:
+            self.report.largest = max(self.report.largest, gap.difference / bound)
+
+    def leave_out(self, name: str, why: str) -> None:
+        """Notes what can't be compared."""
+        self.report.left_out[f"{name or 'the model itself'}: {why}"] = None
+
+    def _gathered(self, name: str, what: str, tensor: Tensor, shape: torch.Size) -> Tensor | None:
+        try:
+            return self.whole(tensor, shape)
+        except Incomparable as error:
+            self.leave_out(name, f"{what}: {error}")
+            return None
+
+    def _gathered_grad(
+        self, name: str, what: str, grad: Tensor | None, like: Tensor
+    ) -> Tensor | None:
+        if grad is None:
+            return torch.zeros_like(like)
+        try:
+            return self.whole.gradient(grad, like.shape)
+        except Incomparable as error:
+            self.leave_out(name, f"{what}: {error}")
+            return None
+
+
+class _Passed(torch.autograd.Function):
+    """What the parallel unit has returned, in the graph of the plain code around it. Its backward compares the
+    gradients of this code with those that have reached the parallel unit, and goes on with the unit's own."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, replay: Replay, name: str, call: Call, paths: Any, grads: Any, *tensors: Tensor
+    ) -> Any:
+        ctx.replay, ctx.name, ctx.call, ctx.paths, ctx.grads = replay, name, call, paths, grads
+        return tuple(t.clone() for t in tensors[: len(paths)])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        replay, name = ctx.replay, ctx.name
+        for path, want in zip(ctx.paths, grads, strict=True):
+            what = f"gradient of output{_word(path)}"
+            got = replay._gathered_grad(name, what, ctx.call.output_grads.get(path), want)
+            if got is not None:
+                replay.compare(name, what, want, got, around=True)
+        return (None,) * (5 + len(ctx.paths)) + tuple(ctx.grads)
+
+
+class _StandIn:
+    """In the place of a unit's forward in the skeleton."""
+
+    def __init__(self, replay: Replay, name: str, forward: Any) -> None:
+        self.replay, self.name, self.forward = replay, name, forward
+        self.own = forward if not hasattr(forward, "__self__") else None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.replay.call(self.name, self.forward, args, kwargs)
+
+
+def _word(path: str) -> str:
+    """``.0.1`` -> `` 1``, ``.1.position_ids`` -> `` position_ids``: of args and kwargs."""
+    rest = path.partition(".")[2].partition(".")[2] if path.startswith((".0.", ".1.")) else path[1:]
+    return f" {rest}" if rest else ""
+
+
+def _owner(name: str, modules: Mapping[str, nn.Module]) -> str:
+    """The innermost audited module around ``name``."""
+    around = [
+        other for other in modules if other != name and (not other or name.startswith(f"{other}."))
+    ]
+    return max(around, key=len, default="")
+
+
+def _places(
+    skeleton: nn.Module, modules: Mapping[str, nn.Module]
+) -> dict[str, dict[str, list[tuple[nn.Module, str, str]]]]:
+    """Unit -> name of a parameter or buffer -> where it lies in the unit, as (module, dict, key)."""
+    found: dict[str, dict[str, list[tuple[nn.Module, str, str]]]] = {name: {} for name in modules}
+    first: dict[int, str] = {}
+    for path, module in skeleton.named_modules(remove_duplicate=False):
+        unit = path if path in modules else _owner(path, modules)
+        for kind in ("_parameters", "_buffers"):
+            for key, value in getattr(module, kind).items():
+                if value is not None:
+                    own = first.setdefault(id(value), f"{path}.{key}" if path else key)
+                    found[unit].setdefault(own, []).append((module, kind, key))
+    return found

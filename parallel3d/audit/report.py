@@ -1,0 +1,170 @@
+"""What an audit has found: differences with their factor and likely cause, and what was not compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf, isfinite
+
+import torch
+from torch import Tensor
+
+BOUNDS = {
+    torch.float64: 1e-9,
+    torch.float32: 1e-4,
+    torch.float16: 2e-2,
+    torch.bfloat16: 8e-2,
+}
+"""The largest difference that rounding explains, relative to the tensor's largest entry: some eight units of
+the last place of float32's and bfloat16's sums of thousands of terms; other dtypes have float32's."""
+
+
+def bound_of(*dtypes: torch.dtype) -> float:
+    """The bound of the least precise of ``dtypes``."""
+    return max(BOUNDS.get(dtype, BOUNDS[torch.float32]) for dtype in dtypes)
+
+
+@dataclass(frozen=True)
+class Gap:
+    """How far a tensor is from the plain one.
+
+    Attributes:
+        difference: the largest, relative to the plain tensor's largest entry; inf: shapes differ, or NaN.
+        place: the index of the largest difference.
+        factor: the tensor is the plain one times this; None: it is no multiple of it.
+    """
+
+    difference: float
+    place: tuple[int, ...] = ()
+    factor: float | None = None
+
+
+def gap_between(want: Tensor, got: Tensor, bound: float, floor: float = 0.0) -> Gap:
+    """Returns how far ``got`` is from ``want``; ``floor``: the least that differences are relative to."""
+    if want.shape != got.shape:
+        return Gap(inf)
+    if not want.numel():
+        return Gap(0.0)
+    if not want.is_floating_point():
+        wrong = want != got
+        place = _place(wrong.to(torch.uint8))
+        return Gap(inf if bool(wrong.any()) else 0.0, place)
+    wide = torch.float64 if torch.float64 in (want.dtype, got.dtype) else torch.float32
+    want, got = want.detach().to(wide), got.detach().to(wide)
+    unequal = (got - want).abs()
+    unequal = torch.where(want.isnan() & got.isnan() | (want == got), 0.0, unequal)
+    place = _place(unequal)
+    largest = float(unequal.max())
+    scale = max(float(want.nan_to_num(0.0, 0.0, 0.0).abs().max()), floor)
+    difference = largest / scale if scale else (inf if largest else 0.0)
+    if difference != difference:
+        difference = inf
+    factor = None
+    norm = float((want * want).sum())
+    if difference > bound and isfinite(norm) and norm > 0 and isfinite(largest):
+        ratio = float((want * got).sum()) / norm
+        rest = float((got - ratio * want).abs().max())
+        if rest <= 4 * bound * scale * max(1.0, abs(ratio)):
+            factor = ratio
+    return Gap(difference, place, factor)
+
+
+def _place(unequal: Tensor) -> tuple[int, ...]:
+    flat = int(unequal.nan_to_num(inf).flatten().argmax()) if unequal.dim() else 0
+    return tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), unequal.shape))
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One tensor of a unit that is not the plain model's.
+
+    Attributes:
+        unit: the module's name; "" is the model itself.
+        what: ``output``, ``input position_ids``, ``gradient of weight`` and so on.
+        gap: how far it is off, on the rank that is worst.
+        bound: what rounding explains.
+        ranks: on which ranks.
+        cause: the likely one.
+    """
+
+    unit: str
+    what: str
+    gap: Gap
+    bound: float
+    ranks: tuple[int, ...] = ()
+    cause: str = ""
+
+    def text(self, sizes: Mapping[str, int]) -> str:
+        """One line; ``sizes``: of the mesh's axes, which a factor may be made of."""
+        name = self.unit or "the model itself"
+        by = "has another shape or value"
+        if isfinite(self.gap.difference):
+            by = f"differs by {self.gap.difference:.3g} of its largest entry ({self.bound:g} is allowed)"
+        at = f" at {list(self.gap.place)}" if self.gap.place else ""
+        times = ""
+        if self.gap.factor is not None:
+            times = (
+                f"; it is {self.gap.factor:.4g} times the plain one{named(self.gap.factor, sizes)}"
+            )
+        ranks = f", rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))}"
+        cause = f". Likely: {self.cause}" if self.cause else ""
+        return f"{name}: {self.what} {by}{at}{ranks}{times}{cause}"
+
+
+def named(factor: float, sizes: Mapping[str, int]) -> str:
+    """``factor`` as a product of axis sizes or their inverse: `` = 1 / cp``; "" if it is none."""
+    axes = [(name, size) for name, size in sizes.items() if size > 1]
+    names = [[pair] for pair in axes] + ([axes] if len(axes) > 1 else [])
+    for chosen in names:
+        product = 1
+        for _, size in chosen:
+            product *= size
+        text = " x ".join(name for name, _ in chosen)
+        if abs(factor - product) < 0.01 * product:
+            return f" = {text}"
+        if abs(factor * product - 1) < 0.01:
+            return f" = 1 / {text if len(chosen) == 1 else f'({text})'}"
+    return ""
+
+
+@dataclass
+class Report:
+    """What an audit has compared.
+
+    Attributes:
+        compared: unit -> number of its tensors that were compared.
+        largest: the largest difference that rounding explains, relative to its bound.
+        left_out: what could not be compared, and why.
+        findings: what differs.
+        seconds: what the comparison took.
+        notes: how the step was changed for it.
+    """
+
+    compared: dict[str, int] = field(default_factory=dict)
+    largest: float = 0.0
+    left_out: dict[str, None] = field(default_factory=dict)  # in order, each once
+    findings: list[Finding] = field(default_factory=list)
+    seconds: float = 0.0
+    notes: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        count = sum(self.compared.values())
+        lines = [
+            f"audit: {count} tensors of {len(self.compared)} modules compared, in {self.seconds:.1f} s"
+        ]
+        lines += [f"not compared: {line}" for line in self.left_out]
+        return "\n".join([*lines, *self.notes])
+
+
+def message(findings: Sequence[Finding], report: Report, sizes: Mapping[str, int]) -> str:
+    """The error of an audit that has found something."""
+    first, *rest = findings
+    lines = [
+        "this step does not compute what the plain model computes on the same batch. "
+        + first.text(sizes)
+    ]
+    lines += [f"also {each.text(sizes)}" for each in rest[:4]]
+    if len(rest) > 4:
+        lines.append(f"and {len(rest) - 4} more: p3d.audit.report(model).findings")
+    lines += [f"not compared: {line}" for line in list(report.left_out)[:3]]
+    return "\n".join(lines)

@@ -1,0 +1,433 @@
+"""When a training step is audited: hooks that exist until it is, the comparison after its backward, errors."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from parallel3d._torch.autograd import in_backward_pass, untraced
+from parallel3d._torch.dtensor import get_local_tensor, make_dtensor
+from parallel3d._torch.simulated import ranks_are_simulated
+from parallel3d._util import dry_run
+from parallel3d._util.trace import issuing
+from parallel3d.audit.causes import cause_of
+from parallel3d.audit.recording import Call, Recording, leaves, replaced, set_dropout
+from parallel3d.audit.replay import Replay
+from parallel3d.audit.report import Finding, Report, bound_of, message
+from parallel3d.audit.whole import Whole
+from parallel3d.cp.batch import Batch, cp_axis
+from parallel3d.cp.flow import meta_copy
+from parallel3d.cp.state import CpState, state_of
+from parallel3d.errors import AuditError, StateError
+from parallel3d.fsdp.inspect import data_axes, units_of
+from parallel3d.mesh.joined import joined_mesh
+
+_ATTRIBUTE = "_parallel3d_audit"
+
+
+def skeleton_of(model: nn.Module) -> nn.Module | Exception:
+    """Returns a copy of the plain ``model`` on meta, or the error of copying it."""
+    if ranks_are_simulated() or dry_run.active():
+        return StateError("ranks are simulated")
+    try:
+        return meta_copy(model)
+    except Exception as error:
+        return error
+
+
+def attach(
+    model: nn.Module, skeleton: nn.Module | Exception, mesh: DeviceMesh, *, due: bool
+) -> None:
+    """Lets ``model``, which has been made parallel, be audited; ``due``: in its next step."""
+    vars(model)[_ATTRIBUTE] = audit = Audit(model, skeleton, mesh)
+    if due and not isinstance(skeleton, Exception):
+        audit.arm()
+
+
+def audit_of(model: nn.Module) -> Audit:
+    """Returns the audit of ``model``. Raises StateError."""
+    found = vars(model).get(_ATTRIBUTE)
+    if found is None:
+        raise StateError(
+            f"{type(model).__name__} has no audit: give the model that parallelize has returned, with "
+            "parallelize(..., audit=True) where neither cp > 1 nor a plan by hand has it by itself"
+        )
+    return found
+
+
+def next_step(model: nn.Module) -> None:
+    """Has the next training step of ``model``, and its next evaluation on parts of sequences, compared with the
+    plain computation; see ``docs/audit.md``.
+
+    Args:
+        model: as ``parallelize`` has returned it.
+
+    Raises:
+        StateError: it was made without an audit, or could not be copied for it; the message says why.
+    """
+    audit = audit_of(model)
+    if isinstance(audit.skeleton, Exception):
+        raise StateError(
+            f"audit: {type(model).__name__} has no plain copy to compare with: {audit.skeleton}"
+        ) from audit.skeleton
+    audit.arm()
+
+
+def report(model: nn.Module) -> Report | None:
+    """Returns what the last audit of ``model`` has compared; None before it. Raises StateError."""
+    return audit_of(model).report
+
+
+class Audit:
+    """Of one model.
+
+    Attributes:
+        skeleton: the plain model on meta; or why there is none.
+        train_due, eval_due: whether the next step, and the next evaluation on parts, is to be compared.
+        report: of the last comparison.
+    """
+
+    def __init__(self, model: nn.Module, skeleton: nn.Module | Exception, mesh: DeviceMesh) -> None:
+        self._model = weakref.ref(model)
+        self.skeleton = skeleton
+        self.mesh = mesh
+        self.train_due = self.eval_due = False
+        self.report: Report | None = None
+        self._hooks: list[Any] = []
+        self._step: Step | None = None
+        self._dropout: dict[tuple[int, str], float] = {}
+        self._waiting: dict[str, Tensor] = {}  # of micro-batches that were not reduced
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Audit:
+        made = Audit(
+            memo.get(id(self._model()), self._model()), StateError("it is a copy"), self.mesh
+        )
+        return made
+
+    @property
+    def model(self) -> nn.Module:
+        """The model."""
+        model = self._model()
+        assert model is not None
+        return model
+
+    def arm(self) -> None:
+        """Compares the next step."""
+        self.train_due = True
+        self.eval_due = cp_axis(self.mesh) is not None
+        if not self._hooks:
+            self._hooks = [
+                self.model.register_forward_pre_hook(self._before, with_kwargs=True),
+                self.model.register_forward_hook(self._after, always_call=True),
+            ]
+
+    def _disarm(self) -> None:
+        if not (self.train_due or self.eval_due):
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks = []
+
+    @untraced
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if in_backward_pass():
+            return
+        self._drop_step()
+        trains = module.training and torch.is_grad_enabled()
+        state = state_of(module)
+        batch = state.forward if isinstance(state, CpState) else None
+        if not (self.train_due if trains else self.eval_due):
+            return
+        if not trains and (batch is None or batch.sequence is None):
+            return
+        if self.train_due:
+            set_dropout(module, self._off)
+        self._step = Step(self, args, kwargs, batch, trains=trains)
+
+    def _off(self, module: nn.Module, name: str, value: float) -> float:
+        self._dropout.setdefault((id(module), name), value)
+        return 0.0
+
+    def _restore_dropout(self) -> None:
+        if self._dropout:
+            set_dropout(self.model, lambda m, name, value: self._dropout.get((id(m), name), value))
+            self._dropout = {}
+
+    def _drop_step(self) -> None:
+        if self._step is not None:
+            self._step.recording.stop()
+            self._step = None
+        if issuing.after_backward == self._finish:
+            issuing.after_backward = None
+
+    @untraced
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        step = self._step
+        if step is None or in_backward_pass():
+            return
+        step.recording.stop()
+        if output is None:  # it has raised
+            self._drop_step()
+            self._restore_dropout()
+            return
+        step.recording.end(step.recording.root, output)
+        if not step.trains:
+            self._compare(step, backward=False)
+            return
+        for _, tensor in leaves(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._begins)
+
+    @untraced
+    def _begins(self, _: Tensor) -> None:
+        issuing.after_backward = self._finish
+
+    def _finish(self) -> None:
+        step = self._step
+        if step is not None:
+            self._compare(step, backward=True)
+
+    def _compare(self, step: Step, *, backward: bool) -> None:
+        self._step = None
+        try:
+            done = step.compare(self._waiting, backward=backward)
+        finally:
+            if backward:
+                self._restore_dropout()
+        self.report = step.report
+        if done and backward:
+            self.train_due, self._waiting = False, {}
+        elif not backward:
+            self.eval_due = False
+        self._disarm()
+        self._raise(step.report)
+
+    def _raise(self, report: Report) -> None:
+        """Raises AuditError on all ranks if one has a finding."""
+        found: list[list[Finding]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(found, report.findings)
+        merged: dict[tuple[str, str], Finding] = {}
+        ranks: dict[tuple[str, str], list[int]] = {}
+        for rank, findings in enumerate(found):
+            for each in findings:
+                key = each.unit, each.what
+                ranks.setdefault(key, []).append(rank)
+                if key not in merged or each.gap.difference > merged[key].gap.difference:
+                    merged[key] = each
+        if not merged:
+            return
+        sizes = dict(zip(self.mesh.mesh_dim_names or (), self.mesh.mesh.shape, strict=False))
+        state = state_of(self.model)
+        report.findings = [
+            cause_of(each, tuple(ranks[key]), sizes, state if isinstance(state, CpState) else None)
+            for key, each in merged.items()
+        ]
+        raise AuditError(message(report.findings, report, sizes))
+
+
+class Step:
+    """A step under way, or an evaluation.
+
+    Attributes:
+        inputs: the model's arguments, whose tensors are parts of the sequences.
+        dims: path of an input -> its dim that was cut; None: it is whole.
+    """
+
+    def __init__(
+        self, audit: Audit, args: Any, kwargs: Any, batch: Batch | None, *, trains: bool
+    ) -> None:
+        model = audit.model
+        self.audit, self.batch, self.trains = audit, batch, trains
+        self.inputs = args, kwargs
+        self.report = Report()
+        self.modules = {
+            name: module
+            for name, module in model.named_modules()
+            if not name
+            or any(module is each for unit in units_of(module, False) for each in unit.modules)
+        }
+        self.params = {
+            name: param for name, param in model.named_parameters(remove_duplicate=False)
+        }
+        self.buffers = {
+            name: buffer.detach().clone()
+            for name, buffer in model.named_buffers(remove_duplicate=False)
+        }
+        rows = None if batch is None or batch.sequence is None else batch.sequence.rows
+        self.dims = {path: _cut_dim(t, rows) for path, t in leaves(self.inputs)}
+        self.autocast = {
+            device: torch.get_autocast_dtype(device)
+            for device in {"cpu", audit.mesh.device_type}
+            if torch.is_autocast_enabled(device)
+        }
+        self.recording = Recording(self.modules, (args, kwargs))
+
+    def compare(self, waiting: dict[str, Tensor], *, backward: bool) -> bool:
+        """Compares the step. Returns whether gradients were reduced in it, so that it is complete."""
+        start = time.perf_counter()
+        audit = self.audit
+        mesh = audit.mesh
+        device = (
+            torch.device(
+                mesh.device_type, torch.get_device_module(mesh.device_type).current_device()
+            )
+            if mesh.device_type != "cpu"
+            else torch.device("cpu")
+        )
+        axes = data_axes(joined_mesh(mesh))
+        tp = None if axes.size(axes.tp) == 1 else joined_mesh(mesh)[(mesh.mesh_dim_names or ())[-1]]
+        whole = Whole(cp_axis(mesh), tp, self.batch, device)
+        skeleton = audit.skeleton
+        assert isinstance(skeleton, nn.Module)
+        self._take_modes(skeleton)
+        modules = {name: skeleton.get_submodule(name) for name in self.modules}
+        self.shards = {
+            id(param.sharded): (param, bucket)
+            for unit in units_of(audit.model, recurse=True)
+            for bucket in unit.group.buckets
+            for param in bucket.params
+        }
+        self.by_name = self._by_name()
+        replay = Replay(
+            skeleton, modules, self._value, self.recording, whole, self.report, backward=backward
+        )
+        args, kwargs = self._whole_inputs(whole)
+        set_dropout(skeleton, lambda *_: 0.0)
+        with ExitStack() as stack:
+            for name, dtype in self.autocast.items():
+                stack.enter_context(torch.autocast(name, dtype=dtype))
+            devices = [device] if device.type != "cpu" else []
+            stack.enter_context(torch.random.fork_rng(devices))
+            stack.enter_context(torch.set_grad_enabled(backward))
+            stack.enter_context(_device(device))
+            replay.run(args, kwargs)
+        done = True
+        if backward:
+            for name, grad in replay.grads.items():
+                waiting[name] = grad if name not in waiting else waiting[name] + grad
+            done = self._compare_parameters(replay, waiting, axes)
+        self.report.findings = replay.findings
+        self.report.seconds = time.perf_counter() - start
+        if self.trains:
+            self.report.notes = ["the step ran without dropout"] * bool(audit._dropout)
+        return done
+
+    def _take_modes(self, skeleton: nn.Module) -> None:
+        plain = dict(skeleton.named_modules())
+        for name, module in self.audit.model.named_modules():
+            if name in plain:
+                plain[name].training = module.training
+
+    def _by_name(self) -> dict[str, Any]:
+        found = {}
+        for name, param in self.audit.model.named_parameters(remove_duplicate=False):
+            found[name] = self.shards.get(id(param), (None, None))
+        return found
+
+    def _value(self, name: str, unit: str) -> Tensor | None:
+        """The whole value of a parameter or buffer, as the unit computes with it."""
+        device = torch.device(self.audit.mesh.device_type)
+        if name in self.buffers:
+            return self.buffers[name].to(device)
+        param, bucket = self.by_name.get(name, (None, None))
+        if param is None:
+            plain = self.params.get(name)
+            return None if plain is None else _full(plain.detach())
+        value = _full(param.sharded.detach())
+        return value.to(bucket.compute_dtype) if value.is_floating_point() else value
+
+    def _whole_inputs(self, whole: Whole) -> tuple[Any, Any]:
+        recorded = self.recording.root.inputs
+        tensors = {
+            path: whole.of_input(recorded[path], dim)
+            for path, dim in self.dims.items()
+            if path in recorded
+        }
+        for path, tensor in tensors.items():
+            key = path.rpartition(".")[2]
+            if key == "num_items_in_batch" and whole.cp is not None:
+                tensors[path] = tensor * whole.cp.size  # see ``shard_batch``
+            elif (
+                key == "attention_mask"
+                and self.batch is not None
+                and self.batch.key_mask is not None
+            ):
+                tensors[path] = whole.of_input(self.batch.key_mask.to(tensor.dtype), 1)
+        tensors = {
+            path: t.requires_grad_() if _needs_grad(self.recording.root, path, self.inputs) else t
+            for path, t in tensors.items()
+        }
+        args, kwargs = replaced(self.inputs, tensors)
+        return args, kwargs
+
+    def _compare_parameters(self, replay: Replay, waiting: Mapping[str, Tensor], axes: Any) -> bool:
+        """Compares the reduced gradients; False if they are not reduced yet."""
+        units = list(units_of(self.audit.model, recurse=True))
+        if any(not (unit.sync and unit.all_reduce) for unit in units):
+            return False
+        groups = [axes.group(axis) for axis in (axes.replicate, axes.shard) if axes.size(axis) > 1]
+        largest = 0.0
+        found: list[tuple[str, Tensor, Tensor]] = []
+        for name, want in waiting.items():
+            param, bucket = self.by_name.get(name, (None, None))
+            if param is None:
+                continue
+            want = want.to(torch.float32 if want.dtype != torch.float64 else want.dtype)
+            for group in groups:
+                dist.all_reduce(want, group=group)
+            count = 1
+            for axis in (axes.replicate, axes.shard):
+                count *= axes.size(axis)
+            want = want / (count if bucket.divide_factor is None else bucket.divide_factor)
+            if param.sharded.grad is None:
+                got = torch.zeros_like(want)
+            else:
+                got = _full(param.sharded.grad)
+            largest = max(largest, float(want.abs().max()) if want.numel() else 0.0)
+            lowest = (
+                bucket.compute_dtype
+                if bound_of(bucket.compute_dtype) > bound_of(bucket.reduce_dtype)
+                else bucket.reduce_dtype
+            )
+            found.append((name, want.to(lowest), got))
+        for name, want, got in found:
+            unit = next((u for u, places in replay._places.items() if name in places), "")
+            own = name.removeprefix(f"{unit}.") if unit else name
+            replay.compare(unit, f"gradient of {own}", want, got, floor=1e-3 * largest)
+        return True
+
+
+def _needs_grad(root: Call, path: str, inputs: Any) -> bool:
+    return any(p == path and t.requires_grad for p, t in leaves(inputs))
+
+
+def _cut_dim(tensor: Tensor, rows: int | None) -> int | None:
+    """The dim of a model's input that is a part of the sequences: dim 1, if it may be."""
+    if rows is None:
+        return None
+    order = sorted(range(tensor.dim()), key=lambda d: (d != 1, d))
+    return next((d for d in order if tensor.shape[d] == rows), None)
+
+
+def _full(tensor: Tensor) -> Tensor:
+    """The whole of a sharded tensor, on the device of its mesh."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    kind = tensor.device_mesh.device_type
+    local = get_local_tensor(tensor)
+    if local.device.type != kind:  # CPU offload
+        tensor = make_dtensor(local.to(kind), tensor._spec)
+    return tensor.full_tensor()
+
+
+@contextmanager
+def _device(device: torch.device) -> Iterator[None]:
+    yield

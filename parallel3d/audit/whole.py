@@ -1,0 +1,130 @@
+"""Whole tensors of what lies on the ranks of cp and tp."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed import DeviceMesh
+
+from parallel3d.cp.axis import CpAxis
+from parallel3d.cp.batch import Batch, join
+
+
+class Incomparable(Exception):
+    """A tensor whose whole is not known; the message says why."""
+
+
+class Whole:
+    """Gathers tensors of one step.
+
+    Args:
+        cp, tp: the axes; None: there is none of several ranks.
+        batch: what the ranks of cp have of the sequences.
+        device: where results are.
+    """
+
+    def __init__(
+        self,
+        cp: DeviceMesh | None,
+        tp: DeviceMesh | None,
+        batch: Batch | None,
+        device: torch.device,
+    ) -> None:
+        self.sequence = None if batch is None else batch.sequence
+        self.cp = None if cp is None or self.sequence is None else CpAxis(cp)
+        self.tp, self.device = tp, device
+
+    def __call__(self, tensor: Tensor, shape: torch.Size) -> Tensor:
+        """Returns the whole of ``tensor``, which the plain model has in ``shape``.
+
+        Raises:
+            Incomparable: its shape is not that of the whole, nor of a part along one dim.
+        """
+        tensor = tensor.to(self.device)
+        if tensor.dim() == len(shape) == 0:
+            return self._mean(tensor)
+        if tensor.shape == shape:
+            return tensor
+        dims = [
+            d
+            for d in range(len(shape))
+            if tensor.dim() == len(shape) and tensor.shape[d] != shape[d]
+        ]
+        if len(dims) != 1:
+            raise Incomparable(
+                f"it is {tuple(tensor.shape)} here, and {tuple(shape)} in the plain model"
+            )
+        return self._joined(tensor, dims[0], shape)
+
+    def _joined(self, tensor: Tensor, dim: int, shape: torch.Size) -> Tensor:
+        length = shape[dim]
+        whole = tensor
+        if self.tp is not None and not self._is_part_of_cp(tensor, dim, length):
+            whole = self._over_tp(tensor, dim)
+        if self._is_part_of_cp(whole, dim, length):
+            assert self.sequence is not None and self.cp is not None
+            whole = join(whole, dim, self.sequence, self.cp)
+        if whole.shape != shape:
+            raise Incomparable(
+                f"it is {tuple(tensor.shape)} here, and {tuple(shape)} in the plain model"
+            )
+        return whole
+
+    def _is_part_of_cp(self, tensor: Tensor, dim: int, length: int) -> bool:
+        sequence = self.sequence
+        return (
+            self.cp is not None
+            and sequence is not None
+            and (tensor.shape[dim], length) == (sequence.rows, sequence.length)
+        )
+
+    def of_input(self, tensor: Tensor, dim: int | None) -> Tensor:
+        """Returns the whole of an input of the model, cut along ``dim``; None: it is the same on all ranks."""
+        tensor = tensor.to(self.device)
+        if dim is None or self.cp is None or self.sequence is None:
+            return tensor
+        return join(tensor, dim, self.sequence, self.cp)
+
+    def gradient(self, grad: Tensor, shape: torch.Size) -> Tensor:
+        """Returns the plain gradient of a tensor of which this rank has the part with the gradient ``grad``."""
+        whole = self(grad, shape)
+        if self.cp is None:
+            return whole
+        if whole.shape != grad.shape:
+            return whole / self.cp.size
+        return whole if grad.dim() == 0 else self._mean(whole)
+
+    def _mean(self, tensor: Tensor) -> Tensor:
+        """The mean over cp of what each of its ranks has for itself."""
+        if self.cp is None or not tensor.is_floating_point():
+            return tensor
+        total = tensor.clone()
+        dist.all_reduce(total, group=self.cp.group)
+        return total / self.cp.size
+
+    def _over_tp(self, tensor: Tensor, dim: int) -> Tensor:
+        assert self.tp is not None
+        group, n = self.tp.get_group(), self.tp.size()
+        sizes = torch.zeros(n, dtype=torch.int64, device=tensor.device)
+        sizes[self.tp.get_local_rank()] = tensor.shape[dim]
+        dist.all_reduce(sizes, group=group)
+        parts = []
+        for size in sizes.tolist():
+            shape = list(tensor.shape)
+            shape[dim] = size
+            parts.append(tensor.new_empty(shape))
+        dist.all_gather(parts, tensor.contiguous(), group=group)
+        return torch.cat(parts, dim)
+
+    def rng_state(self) -> Any:
+        """The state of the device's random numbers; None on the CPU."""
+        if self.device.type == "cpu":
+            return None
+        return torch.get_device_module(self.device).get_rng_state(self.device)
+
+    def is_rng_state(self, state: Any) -> bool:
+        """Whether it is still ``state``."""
+        return state is None or torch.equal(state, self.rng_state())
