@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from parallel3d._util.lazy import export_lazily
 
 if TYPE_CHECKING:
-    from parallel3d.audit.report import Finding as Finding
-    from parallel3d.audit.report import Report as Report
+    from parallel3d.audit.findings import Finding as Finding
+    from parallel3d.audit.findings import Report as Report
     from parallel3d.audit.training import next_step as next_step
     from parallel3d.audit.training import report as report
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from parallel3d.audit.report import Finding, named
+from parallel3d.audit.findings import Finding, named
 
 
 def cause_of(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -35,10 +35,28 @@ def replaced(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     return map_tensors(lambda tensor: tensors.get(next(paths), tensor), value)
 
 
+def inner(name: str, names: Iterable[str]) -> list[str]:
+    """The paths in the module ``name`` of those of ``names`` that are inside it."""
+    prefix = f"{name}." if name else ""
+    return [each.removeprefix(prefix) for each in names if each != name and each.startswith(prefix)]
+
+
 def kept(tensor: Tensor) -> Tensor:
     """A copy that no later change reaches, in the CPU's memory."""
     tensor = tensor.detach()
     return tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
+
+
+def left_on(module: nn.Module, inside: Iterable[str] = ()) -> Iterator[tuple[str, Tensor]]:
+    """Yields (``@path.attribute``, tensor) of what a forward has left, with its graph, on attributes of the
+    modules in ``module``, without those at the paths ``inside`` and below."""
+    skipped = tuple(inside)
+    for path, each in module.named_modules():
+        if any(path == other or path.startswith(f"{other}.") for other in skipped):
+            continue
+        for name, value in vars(each).items():
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                yield f"@{path}.{name}" if path else f"@{name}", value
 
 
 @dataclasses.dataclass(eq=False)
@@ -71,6 +89,7 @@ class Recording:
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], inputs: Any) -> None:
+        self.names = list(modules)
         self.calls: dict[str, list[Call]] = defaultdict(list)
         self._running: dict[str, list[Call]] = defaultdict(list)
         self._handles: list[Any] = []
@@ -96,7 +115,7 @@ class Recording:
     @untraced
     def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         if self._running[name] and not in_backward_pass():
-            self.end(self._running[name].pop(), output)
+            self.end(self._running[name].pop(), output, name, module)
 
     def _begin(self, name: str, inputs: Any) -> Call:
         tensors = dict(leaves(inputs))
@@ -106,9 +125,9 @@ class Recording:
             _hook(tensor, call.input_grads, path)
         return call
 
-    def end(self, call: Call, output: Any) -> None:
-        """Notes what a call has returned."""
-        tensors = dict(leaves(output))
+    def end(self, call: Call, output: Any, name: str, module: nn.Module) -> None:
+        """Notes what a call of ``module`` has returned."""
+        tensors = dict(leaves(output)) | dict(left_on(module, inner(name, self.names)))
         call.odd = {path for path, t in tensors.items() if not _is_plain(t)}
         call.outputs = {path: kept(t) for path, t in tensors.items() if _is_plain(t)}
         for path, tensor in tensors.items():
@@ -126,11 +145,8 @@ def _note(grads: dict[str, Tensor], path: str, grad: Tensor) -> None:
     grads[path] = kept(grad) + grads[path] if path in grads else kept(grad)
 
 
-RANDOM = ("drop",)
-
-
 def set_dropout(model: nn.Module, value: Callable[[nn.Module, str, float], float]) -> None:
-    """Sets the numbers of ``model`` whose names say dropout (``p`` of ``nn.Dropout``, ``attention_dropout``)."""
+    """Sets the numbers whose names say dropout: ``p`` of ``nn.Dropout``, ``attention_dropout``."""
     for module in model.modules():
         is_one = "drop" in type(module).__name__.lower()
         for name, found in list(vars(module).items()):

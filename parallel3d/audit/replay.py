@@ -1,13 +1,13 @@
 """The plain computation of a recorded step, unit by unit, on gathered inputs and parameters.
 
 The skeleton's own code runs once, from its inputs to its outputs. Each unit inside it is given what the
-parallel unit was given, gathered, and computes from it; what it returns and the gradients that reach it are
-compared, and then the code around it goes on with what the parallel unit has returned. So a difference is that
-of the unit, or the code between units, in which it begins. Memory: one unit whole, and its activations of the
-whole sequence.
+parallel unit was given, gathered, and computes from it; what it returns and the gradients that reach it
+are compared, and then the code around it goes on with what the parallel unit has returned. So a difference
+is that of the unit, or the code between units, in which it begins. Memory: one unit whole, and its
+activations of the whole sequence.
 
-Gradients: those of a part of a sequence are of the loss that the average over the ranks of cp is; so the plain
-ones are the gathered, divided by cp.
+The loss of a step is the mean over the ranks of cp, so the gradients of parts are those of the plain model
+times cp.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel3d.audit.recording import Call, Recording, leaves, replaced
-from parallel3d.audit.report import Finding, Report, bound_of, gap_between
+from parallel3d.audit.recording import Call, Recording, inner, leaves, left_on, replaced
+from parallel3d.audit.findings import Finding, Report, bound_of, gap_between
 from parallel3d.audit.whole import Incomparable, Whole
 
 
@@ -100,7 +100,7 @@ class Replay:
             }
             mine = {path: t.detach().requires_grad_(t.requires_grad) for path, t in mine.items()}
             args, kwargs = replaced((args, kwargs), {k: t.clone() for k, t in mine.items()})
-            outputs, result = self._call(name, forward, args, kwargs, call)
+            outputs, result, trained = self._call(name, forward, args, kwargs, call)
         grads_in = {}
         for path, leaf in mine.items():
             if not leaf.requires_grad:
@@ -113,33 +113,45 @@ class Replay:
                 self.compare(name, f"gradient of its input{_word(path)}", want, got)
                 grads_in[path] = got
         sources = [plain[path] for path in grads_in]
-        passed = {p: t for p, t in outputs.items() if t.is_floating_point()}
-        if sources and self.backward and passed:
+        passed = {path: tensor for path, tensor in outputs.items() if path in trained}
+        if passed:
+            # The last one makes it part of a graph where no input is.
+            anchor = torch.zeros((), requires_grad=True)
+            grads = [*grads_in.values(), None]
             made = _Passed.apply(
-                self, name, call, list(passed), list(grads_in.values()), *passed.values(), *sources
+                self, name, call, list(passed), grads, *passed.values(), *sources, anchor
             )
             outputs = {**outputs, **dict(zip(passed, made, strict=True))}
+        for path, tensor in outputs.items():
+            if path.startswith("@"):
+                owner, _, attribute = path[1:].rpartition(".")
+                setattr(self.modules[name].get_submodule(owner), attribute, tensor)
         return replaced(result, outputs)
 
     def _call(
         self, name: str, forward: Any, args: Any, kwargs: Any, call: Call
-    ) -> tuple[dict[str, Tensor], Any]:
-        """Runs a unit and compares it. Returns what the parallel one has returned, gathered, and its result."""
+    ) -> tuple[dict[str, Tensor], Any, set[str]]:
+        """Runs a unit and compares it. Returns what the parallel one has returned, the plain result, and the paths
+        of what has a gradient in it."""
         state = torch.get_rng_state()
         device_state = self.whole.rng_state()
         with self._entered(name) as parameters:
             result = forward(*args, **kwargs)
-            plain = dict(leaves(result))
+            module = self.modules[name]
+            trained = set[str]()
+            plain = dict(leaves(result)) | dict(left_on(module, inner(name, self.modules)))
+            if self.backward:
+                trained = {path for path, tensor in plain.items() if tensor.requires_grad}
             if not torch.equal(state, torch.get_rng_state()) or not self.whole.is_rng_state(
                 device_state
             ):
                 self.draws = True
                 self.leave_out(name, "it draws random numbers, which the axes draw otherwise")
-                return self._gathered_outputs(name, call, plain, compared=False), result
+                return self._gathered_outputs(name, call, plain, compared=False), result, trained
             outputs = self._gathered_outputs(name, call, plain, compared=True)
             if self.backward:
                 self._backward(name, call, plain, parameters)
-        return outputs, result
+        return outputs, result, trained
 
     def _gathered_outputs(
         self, name: str, call: Call, plain: Mapping[str, Tensor], *, compared: bool
@@ -257,8 +269,11 @@ class Replay:
 
 
 class _Passed(torch.autograd.Function):
-    """What the parallel unit has returned, in the graph of the plain code around it. Its backward compares the
-    gradients of this code with those that have reached the parallel unit, and goes on with the unit's own."""
+    """What the parallel unit has returned, in the graph of the plain code around it.
+
+    Its backward compares the gradients of this code with those that have reached the parallel unit, and goes
+    on with the unit's own.
+    """
 
     @staticmethod
     def forward(
@@ -291,6 +306,8 @@ class _StandIn:
 
 def _word(path: str) -> str:
     """``.0.1`` -> `` 1``, ``.1.position_ids`` -> `` position_ids``: of args and kwargs."""
+    if path.startswith("@"):
+        return f", attribute {path[1:]}"
     rest = path.partition(".")[2].partition(".")[2] if path.startswith((".0.", ".1.")) else path[1:]
     return f" {rest}" if rest else ""
 

@@ -1,11 +1,11 @@
-"""When a training step is audited: hooks that exist until it is, the comparison after its backward, errors."""
+"""When a step is audited: hooks that exist until it is, the comparison after its backward, the error."""
 
 from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -20,9 +20,9 @@ from parallel3d._torch.simulated import ranks_are_simulated
 from parallel3d._util import dry_run
 from parallel3d._util.trace import issuing
 from parallel3d.audit.causes import cause_of
-from parallel3d.audit.recording import Call, Recording, leaves, replaced, set_dropout
+from parallel3d.audit.recording import Call, Recording, leaves, left_on, replaced, set_dropout
 from parallel3d.audit.replay import Replay
-from parallel3d.audit.report import Finding, Report, bound_of, message
+from parallel3d.audit.findings import Finding, Report, bound_of, message
 from parallel3d.audit.whole import Whole
 from parallel3d.cp.batch import Batch, cp_axis
 from parallel3d.cp.flow import meta_copy
@@ -65,8 +65,8 @@ def audit_of(model: nn.Module) -> Audit:
 
 
 def next_step(model: nn.Module) -> None:
-    """Has the next training step of ``model``, and its next evaluation on parts of sequences, compared with the
-    plain computation; see ``docs/audit.md``.
+    """Has the next training step of ``model``, and its next evaluation on parts of sequences, compared with
+    the plain computation; see ``docs/audit.md``.
 
     Args:
         model: as ``parallelize`` has returned it.
@@ -108,10 +108,8 @@ class Audit:
         self._waiting: dict[str, Tensor] = {}  # of micro-batches that were not reduced
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Audit:
-        made = Audit(
-            memo.get(id(self._model()), self._model()), StateError("it is a copy"), self.mesh
-        )
-        return made
+        model = self._model()
+        return Audit(memo.get(id(model), model), StateError("it is a copy"), self.mesh)
 
     @property
     def model(self) -> nn.Module:
@@ -178,11 +176,11 @@ class Audit:
             self._drop_step()
             self._restore_dropout()
             return
-        step.recording.end(step.recording.root, output)
+        step.recording.end(step.recording.root, output, "", module)
         if not step.trains:
             self._compare(step, backward=False)
             return
-        for _, tensor in leaves(output):
+        for _, tensor in (*leaves(output), *left_on(module)):
             if tensor.requires_grad:
                 tensor.register_hook(self._begins)
 
@@ -254,9 +252,7 @@ class Step:
             if not name
             or any(module is each for unit in units_of(module, False) for each in unit.modules)
         }
-        self.params = {
-            name: param for name, param in model.named_parameters(remove_duplicate=False)
-        }
+        self.params = dict(model.named_parameters(remove_duplicate=False))
         self.buffers = {
             name: buffer.detach().clone()
             for name, buffer in model.named_buffers(remove_duplicate=False)
@@ -307,7 +303,6 @@ class Step:
             devices = [device] if device.type != "cpu" else []
             stack.enter_context(torch.random.fork_rng(devices))
             stack.enter_context(torch.set_grad_enabled(backward))
-            stack.enter_context(_device(device))
             replay.run(args, kwargs)
         done = True
         if backward:
@@ -426,8 +421,3 @@ def _full(tensor: Tensor) -> Tensor:
     if local.device.type != kind:  # CPU offload
         tensor = make_dtensor(local.to(kind), tensor._spec)
     return tensor.full_tensor()
-
-
-@contextmanager
-def _device(device: torch.device) -> Iterator[None]:
-    yield

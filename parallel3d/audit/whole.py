@@ -82,14 +82,14 @@ class Whole:
         )
 
     def of_input(self, tensor: Tensor, dim: int | None) -> Tensor:
-        """Returns the whole of an input of the model, cut along ``dim``; None: it is the same on all ranks."""
+        """Returns the whole of an input of the model, cut along ``dim``; None: all ranks have the same."""
         tensor = tensor.to(self.device)
         if dim is None or self.cp is None or self.sequence is None:
             return tensor
         return join(tensor, dim, self.sequence, self.cp)
 
     def gradient(self, grad: Tensor, shape: torch.Size) -> Tensor:
-        """Returns the plain gradient of a tensor of which this rank has the part with the gradient ``grad``."""
+        """Returns the plain gradient of a tensor; ``grad`` is that of what this rank has of it."""
         whole = self(grad, shape)
         if self.cp is None:
             return whole
@@ -111,13 +111,13 @@ class Whole:
         sizes = torch.zeros(n, dtype=torch.int64, device=tensor.device)
         sizes[self.tp.get_local_rank()] = tensor.shape[dim]
         dist.all_reduce(sizes, group=group)
-        parts = []
-        for size in sizes.tolist():
-            shape = list(tensor.shape)
-            shape[dim] = size
-            parts.append(tensor.new_empty(shape))
-        dist.all_gather(parts, tensor.contiguous(), group=group)
-        return torch.cat(parts, dim)
+        rows = tensor.movedim(dim, 0)
+        padded = rows.new_zeros((int(sizes.max()), *rows.shape[1:]))
+        padded[: rows.shape[0]] = rows
+        parts = [torch.empty_like(padded) for _ in range(n)]
+        dist.all_gather(parts, padded, group=group)
+        kept = [part[:size] for part, size in zip(parts, sizes.tolist(), strict=True)]
+        return torch.cat(kept).movedim(0, dim)
 
     def rng_state(self) -> Any:
         """The state of the device's random numbers; None on the CPU."""

@@ -269,7 +269,7 @@ def _run(
     scaling: float | None,
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
-    batch = None if state is None else state.running()
+    batch = None if state is None else state.running(query, key, value)
     if state is None or batch is None or batch.sequence is None:
         mask = mask.make() if isinstance(mask, LazyMask) else mask
         function = plain_attention(plain, module)

@@ -422,7 +422,7 @@ def _with_sdpa(inner: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state = state_of(self)
         assert isinstance(state, CpState)
-        batch = state.running()
+        batch = state.running(args, kwargs)
         if batch.sequence is None:
             return inner(self, *args, **kwargs)
         with _Attend(state, path_of(self), batch):
@@ -446,7 +446,7 @@ def _with_mha(inner: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         state = state_of(self)
         assert isinstance(state, CpState)
-        batch = state.running()
+        batch = state.running(query, key, value)
         if batch.sequence is None:
             rest = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
             return inner(self, query, key, value, *rest)

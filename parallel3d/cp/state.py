@@ -23,6 +23,7 @@ from parallel3d.cp.batch import WHOLE, Batch, batch_of
 from parallel3d.cp.choose import Choice, choose
 from parallel3d.cp.flow import Recorder
 from parallel3d.errors import StateError
+from parallel3d.tp.same_batch import check_whole
 
 _ATTRIBUTE, _PATH = "_parallel3d_cp", "_parallel3d_cp_path"
 
@@ -100,11 +101,14 @@ class CpState:
             planned=self.planned,
         )
 
-    def running(self) -> Batch:
+    def running(self, *inputs: Any) -> Batch:
         """Returns the batch that is being computed: ``WHOLE`` if every rank has all of it.
 
+        Args:
+            inputs: of the module that asks, which are compared if the model's forward does not run.
+
         Raises:
-            StateError: it is not known.
+            StateError: it is not known, or ranks have other parts of it.
         """
         if self.forward is not None:
             return self.forward
@@ -121,6 +125,8 @@ class CpState:
                 "a part of a context-parallel model was called outside the model's forward, with gradients: "
                 "call the model that parallelize was given, on what p3d.cp.shard_batch has returned"
             )
+        if inputs:
+            check_whole(self.axis.mesh, list(tensors_in(inputs)), {})
         return WHOLE
 
     # ---- hooks of the root ----
@@ -136,12 +142,15 @@ class CpState:
                     "write batch = p3d.cp.shard_batch(batch, mesh) right before the forward, after the batch "
                     "was moved to the device; or evaluate whole sequences in eval mode"
                 )
+            if not self.any_parts:
+                check_whole(self.axis.mesh, args, kwargs)
             batch = WHOLE
         elif batch.sequence is not None and batch.sequence.size != self.axis.size:
             raise StateError(
                 f"the batch was cut for cp={batch.sequence.size}, the model's mesh has cp={self.axis.size}"
             )
         if batch.sequence is not None:
+            _check_all_cut(module, args, kwargs, batch.sequence.rows)
             self._check_inputs(module, args, kwargs)
         if self.chunked and batch.left_padded:
             raise StateError(
@@ -265,6 +274,21 @@ class CpState:
         return attention(
             q, k, v, self.axis, sequence, causal=causal, key_mask=key_mask, kind=kind, **options
         )
+
+
+def _check_all_cut(module: nn.Module, args: Any, kwargs: Any, rows: int) -> None:
+    """Raises StateError for numbers of this rank's part that are not from ``shard_batch``: positions or masks
+    that were made of the part."""
+    for name, value in named_arguments(module, args, kwargs):
+        for tensor in tensors_in(value):
+            if tensor.is_floating_point() or batch_of(tensor) is not None:
+                continue
+            if rows in (tensor.shape[1:2] or tensor.shape):
+                raise StateError(
+                    f"{name!r}, of shape {tuple(tensor.shape)}, is as long as this rank's part of the "
+                    f"sequences ({rows}) and not from p3d.cp.shard_batch: it was made of the part, or is a "
+                    "copy. Make it of the whole sequence, and give it to shard_batch with the others"
+                )
 
 
 class Tracing:

@@ -26,7 +26,7 @@ from parallel3d._util import dry_run
 from parallel3d._util.arguments import as_bool
 from parallel3d._util.trace import issuing
 from parallel3d._util.trees import tensors_in
-from parallel3d.errors import AgreementError, MeshError, Parallel3dError
+from parallel3d.errors import AgreementError, MeshError, Parallel3dError, StateError
 from parallel3d.mesh.joined import kept_with
 from parallel3d.mesh.store import others
 
@@ -267,6 +267,27 @@ class _FirstCheck(_Check):
             scale, signed = scale + norm.log(), signed + products / norm
         exact = torch.stack([self.filled(len(tensors)), _hash(kinds, 0), whole])
         return torch.cat([exact, torch.cat([scale.view(1), signed]).view(torch.int64)])
+
+
+def check_whole(mesh: DeviceMesh, args: Any, kwargs: dict[str, Any]) -> None:
+    """Compares inputs over ``mesh``, the axis cp. Only if all its ranks have the same are they whole sequences.
+
+    Raises:
+        StateError: they have others; on every rank.
+    """
+    if not dry_run.active() and (others() is not None or ranks_are_simulated()):
+        _WholeCheck(mesh, 0).compare(_named_inputs(tuple(args), kwargs))
+
+
+class _WholeCheck(_FirstCheck):
+    """The check of what is taken for whole sequences."""
+
+    def fail(self, rank: int, what: str, got: object, want: object) -> NoReturn:
+        raise StateError(
+            "an evaluation without p3d.cp.shard_batch is one of whole sequences, and the ranks of cp were "
+            f"given others: {what} is {got} on rank {rank} and {want} on the first rank. If they are parts, "
+            "give the whole model what shard_batch has returned itself, not a copy of it (.to, .clone)"
+        )
 
 
 class _FirstForward(_FirstCheck):

@@ -64,7 +64,7 @@ def gap_between(want: Tensor, got: Tensor, bound: float, floor: float = 0.0) -> 
     if difference > bound and isfinite(norm) and norm > 0 and isfinite(largest):
         ratio = float((want * got).sum()) / norm
         rest = float((got - ratio * want).abs().max())
-        if rest <= 4 * bound * scale * max(1.0, abs(ratio)):
+        if rest <= 4 * bound * scale * max(1.0, abs(ratio)) and abs(ratio - 1) > 0.02:
             factor = ratio
     return Gap(difference, place, factor)
 
