@@ -114,6 +114,11 @@ assert_async: Callable[[torch.Tensor, str], None] = torch._assert_async
 """``assert_async(condition, message)`` raises if it is false, without waiting for an accelerator."""
 
 
+def function_modes() -> list[Any]:
+    """The ``TorchFunctionMode`` s in force, such as ``torch.device(...)``, the outermost first."""
+    return list(torch.overrides._get_current_function_mode_stack())
+
+
 def has_compiled() -> bool:
     """Whether ``torch.compile`` has run in this process."""
     compiler = sys.modules.get("torch._dynamo.eval_frame")

@@ -59,6 +59,13 @@ def left_on(module: nn.Module, inside: Iterable[str] = ()) -> Iterator[tuple[str
                 yield f"@{path}.{name}" if path else f"@{name}", value
 
 
+def put_on(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Sets the attributes that ``left_on`` has named."""
+    for path, tensor in tensors.items():
+        owner, _, name = path[1:].rpartition(".")
+        setattr(module.get_submodule(owner), name, tensor)
+
+
 @dataclasses.dataclass(eq=False)
 class Call:
     """One call of a module: path -> copy of a tensor.
@@ -113,9 +120,10 @@ class Recording:
             self._running[name].append(self._begin(name, (args, kwargs)))
 
     @untraced
-    def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+    def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> Any:
         if self._running[name] and not in_backward_pass():
-            self.end(self._running[name].pop(), output, name, module)
+            return self.end(self._running[name].pop(), output, name, module)
+        return output
 
     def _begin(self, name: str, inputs: Any) -> Call:
         tensors = dict(leaves(inputs))
@@ -125,14 +133,22 @@ class Recording:
             _hook(tensor, call.input_grads, path)
         return call
 
-    def end(self, call: Call, output: Any, name: str, module: nn.Module) -> None:
-        """Notes what a call of ``module`` has returned."""
-        tensors = dict(leaves(output)) | dict(left_on(module, inner(name, self.names)))
+    def end(self, call: Call, output: Any, name: str, module: nn.Module) -> Any:
+        """Notes what a call of ``module`` has returned, and returns it with aliases of its tensors.
+
+        The gradients of these are those of what is outside: a loss may have been made of logits beside it.
+        """
+        left = dict(left_on(module, inner(name, self.names)))
+        tensors = dict(leaves(output)) | left
         call.odd = {path for path, t in tensors.items() if not _is_plain(t)}
         call.outputs = {path: kept(t) for path, t in tensors.items() if _is_plain(t)}
+        aliases = {}
         for path, tensor in tensors.items():
-            if path not in call.odd:
-                _hook(tensor, call.output_grads, path)
+            if path not in call.odd and tensor.requires_grad:
+                aliases[path] = tensor.view_as(tensor)
+                _hook(aliases[path], call.output_grads, path)
+        put_on(module, {path: alias for path, alias in aliases.items() if path in left})
+        return replaced(output, aliases)
 
 
 def _hook(tensor: Tensor, grads: dict[str, Tensor], path: str) -> None:

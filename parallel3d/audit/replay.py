@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel3d.audit.recording import Call, Recording, inner, leaves, left_on, replaced
 from parallel3d.audit.findings import Finding, Report, bound_of, gap_between
+from parallel3d.audit.recording import Call, Recording, inner, leaves, left_on, put_on, replaced
 from parallel3d.audit.whole import Incomparable, Whole
 
 
@@ -56,6 +56,8 @@ class Replay:
         self.findings: list[Finding] = []
         self.grads: dict[str, Tensor] = {}
         self.draws = False  # whether a unit has drawn random numbers
+        # Inputs that ``shard_batch`` gives the ranks of cp in their share.
+        self.scaled = {".1.num_items_in_batch"}
         self._places = _places(skeleton, modules)
 
     def run(self, args: Any, kwargs: Any) -> None:
@@ -86,7 +88,7 @@ class Replay:
         given: dict[str, Tensor] = {}
         for path, tensor in plain.items():
             recorded = call.inputs.get(path)
-            if recorded is None or recorded.dtype == torch.bool:
+            if recorded is None or recorded.dtype == torch.bool or path in self.scaled:
                 continue
             found = self._gathered(name, f"input{_word(path)}", recorded, tensor.shape)
             if found is not None:
@@ -122,17 +124,14 @@ class Replay:
                 self, name, call, list(passed), grads, *passed.values(), *sources, anchor
             )
             outputs = {**outputs, **dict(zip(passed, made, strict=True))}
-        for path, tensor in outputs.items():
-            if path.startswith("@"):
-                owner, _, attribute = path[1:].rpartition(".")
-                setattr(self.modules[name].get_submodule(owner), attribute, tensor)
+        put_on(self.modules[name], {p: t for p, t in outputs.items() if p.startswith("@")})
         return replaced(result, outputs)
 
     def _call(
         self, name: str, forward: Any, args: Any, kwargs: Any, call: Call
     ) -> tuple[dict[str, Tensor], Any, set[str]]:
-        """Runs a unit and compares it. Returns what the parallel one has returned, the plain result, and the paths
-        of what has a gradient in it."""
+        """Runs a unit and compares it. Returns what the parallel one has returned, the plain result, and the
+        paths of what has a gradient in it."""
         state = torch.get_rng_state()
         device_state = self.whole.rng_state()
         with self._entered(name) as parameters:

@@ -14,15 +14,15 @@ from torch import distributed as dist
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from parallel3d._torch.autograd import in_backward_pass, untraced
+from parallel3d._torch.autograd import function_modes, in_backward_pass, untraced
 from parallel3d._torch.dtensor import get_local_tensor, make_dtensor
 from parallel3d._torch.simulated import ranks_are_simulated
 from parallel3d._util import dry_run
 from parallel3d._util.trace import issuing
 from parallel3d.audit.causes import cause_of
+from parallel3d.audit.findings import Finding, Report, bound_of, message
 from parallel3d.audit.recording import Call, Recording, leaves, left_on, replaced, set_dropout
 from parallel3d.audit.replay import Replay
-from parallel3d.audit.findings import Finding, Report, bound_of, message
 from parallel3d.audit.whole import Whole
 from parallel3d.cp.batch import Batch, cp_axis
 from parallel3d.cp.flow import meta_copy
@@ -30,14 +30,19 @@ from parallel3d.cp.state import CpState, state_of
 from parallel3d.errors import AuditError, StateError
 from parallel3d.fsdp.inspect import data_axes, units_of
 from parallel3d.mesh.joined import joined_mesh
+from parallel3d.mesh.store import others
 
 _ATTRIBUTE = "_parallel3d_audit"
 
 
 def skeleton_of(model: nn.Module) -> nn.Module | Exception:
     """Returns a copy of the plain ``model`` on meta, or the error of copying it."""
-    if ranks_are_simulated() or dry_run.active():
-        return StateError("ranks are simulated")
+    if (
+        ranks_are_simulated()
+        or dry_run.active()
+        or (dist.get_world_size() > 1 and others() is None)
+    ):
+        return StateError("its ranks are simulated, or a dry run's")
     try:
         return meta_copy(model)
     except Exception as error:
@@ -167,22 +172,23 @@ class Audit:
             issuing.after_backward = None
 
     @untraced
-    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
         step = self._step
         if step is None or in_backward_pass():
-            return
+            return output
         step.recording.stop()
         if output is None:  # it has raised
             self._drop_step()
             self._restore_dropout()
-            return
-        step.recording.end(step.recording.root, output, "", module)
+            return output
+        output = step.recording.end(step.recording.root, output, "", module)
         if not step.trains:
             self._compare(step, backward=False)
-            return
+            return output
         for _, tensor in (*leaves(output), *left_on(module)):
             if tensor.requires_grad:
                 tensor.register_hook(self._begins)
+        return output
 
     @untraced
     def _begins(self, _: Tensor) -> None:
@@ -264,6 +270,7 @@ class Step:
             for device in {"cpu", audit.mesh.device_type}
             if torch.is_autocast_enabled(device)
         }
+        self.modes = function_modes()
         self.recording = Recording(self.modules, (args, kwargs))
 
     def compare(self, waiting: dict[str, Tensor], *, backward: bool) -> bool:
@@ -300,6 +307,8 @@ class Step:
         with ExitStack() as stack:
             for name, dtype in self.autocast.items():
                 stack.enter_context(torch.autocast(name, dtype=dtype))
+            for mode in () if function_modes() else self.modes:  # the backward has left them
+                stack.enter_context(mode)
             devices = [device] if device.type != "cpu" else []
             stack.enter_context(torch.random.fork_rng(devices))
             stack.enter_context(torch.set_grad_enabled(backward))
@@ -361,6 +370,9 @@ class Step:
             for path, t in tensors.items()
         }
         args, kwargs = replaced(self.inputs, tensors)
+        packed = whole.sequence is not None and whole.sequence.documents is not None
+        if packed and self.batch is not None and self.batch.key_mask is None:
+            kwargs = {**kwargs, "attention_mask": None} if "attention_mask" in kwargs else kwargs
         return args, kwargs
 
     def _compare_parameters(self, replay: Replay, waiting: Mapping[str, Tensor], axes: Any) -> bool:

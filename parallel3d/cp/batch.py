@@ -232,7 +232,7 @@ def join(x: Tensor, dim: int, sequence: Sequence, axis: CpAxis) -> Tensor:
     rows = first.reshape(1, 1, first.shape[0], -1)
     (whole,) = gather_positions((rows,), sequence, axis)
     whole = whole[0, 0, : sequence.length]
-    return whole.reshape(sequence.length, *first.shape[1:]).movedim(0, dim)
+    return whole.reshape(sequence.length, *first.shape[1:]).movedim(0, dim).contiguous()
 
 
 # ---- the parts of a batch ----

@@ -411,7 +411,12 @@ def _explain_step(optimizer: Optimizer, error: RuntimeError) -> str | None:
 def explain_load(model: nn.Module, given: Mapping[str, Any], error: RuntimeError) -> str | None:
     """Returns why ``model.load_state_dict(given)`` ended in ``error``, if it is about sharded parameters."""
     problems: dict[str, list[str]] = {}
-    marks = (MIXED, "size mismatch", "different meshes")
+    marks = (
+        MIXED,
+        "size mismatch",
+        "different meshes",
+        "across different mesh",
+    )  # the last of 2.11
     if isinstance(error, Parallel3dError) or not any(mark in str(error) for mark in marks):
         return None
     for name, param in model.named_parameters():

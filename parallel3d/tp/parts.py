@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from parallel3d._torch.autograd import is_compiled
 from parallel3d._torch.simulated import ranks_are_simulated
+from parallel3d._torch.v2_11 import IS_2_11
 from parallel3d._util.forwards import packages_of
 from parallel3d._util.trees import map_tensors, tensors_in
 from parallel3d.errors import StateError
@@ -130,6 +131,8 @@ def _replace(module: nn.Module, name: str, fn: Any) -> None:
 _MAKE_WHOLE = {"copy", "split", "split_packed", "_FullBackward", "_LossBackward", "_MakeBackward"}
 _MAKE_PARTS = {"reduce", "gather", "gather_packed", "reduce_scatter", "gather_copies"}
 _MAKE_PARTS |= {"_SharedBackward", "GatherLinearBackward"}
+if IS_2_11:  # there a collective in place, of a matmul's output that is a view, has this name
+    _MAKE_WHOLE |= {"torch::autograd::CopySlices"}
 
 
 class _Graph:

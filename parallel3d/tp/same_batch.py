@@ -270,7 +270,7 @@ class _FirstCheck(_Check):
 
 
 def check_whole(mesh: DeviceMesh, args: Any, kwargs: dict[str, Any]) -> None:
-    """Compares inputs over ``mesh``, the axis cp. Only if all its ranks have the same are they whole sequences.
+    """Compares inputs over ``mesh``, the axis cp: only what all its ranks have alike are whole sequences.
 
     Raises:
         StateError: they have others; on every rank.

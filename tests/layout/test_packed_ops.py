@@ -23,7 +23,7 @@ from parallel3d.errors import Parallel3dError
 from parallel3d.testing.worlds import LocalWorld, local_world
 
 # The second is what torch 2.11 says of a plain tensor, before it asks the packed one.
-OTHER_ROWS = "other rows|got mixed torch.Tensor and DTensor"
+OTHER_ROWS = "other rows|got mixed torch.Tensor and DTensor|used beside a plain tensor"
 EVEN = cut_sections(0, (4, 4), 2)
 UNEVEN = cut_sections(0, (3, 6), 2, (1, 2))
 WHOLE = {
