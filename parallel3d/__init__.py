@@ -7,6 +7,7 @@ from parallel3d._util.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from parallel3d import activations as activations
+    from parallel3d import audit as audit
     from parallel3d import checkpoint as checkpoint
     from parallel3d import cp as cp
     from parallel3d import fsdp as fsdp
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from parallel3d import tp as tp
     from parallel3d.activations import ActivationOffload as ActivationOffload
     from parallel3d.errors import AgreementError as AgreementError
+    from parallel3d.errors import AuditError as AuditError
     from parallel3d.errors import CheckpointError as CheckpointError
     from parallel3d.errors import CorruptCheckpointError as CorruptCheckpointError
     from parallel3d.errors import DryRunError as DryRunError

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,24 @@ from torch import Tensor, nn
 from parallel3d.audit.findings import Finding, Report, bound_of, gap_between
 from parallel3d.audit.recording import Call, Recording, inner, leaves, left_on, put_on, replaced
 from parallel3d.audit.whole import Incomparable, Whole
+
+
+@dataclass
+class _Ran:
+    """A plain unit that has run.
+
+    Attributes:
+        outputs: path -> what the parallel one has returned, gathered.
+        result, plain: what it has returned itself, and its tensors by path.
+        trained: the paths of tensors with a gradient.
+        known: whether its gradients are known.
+    """
+
+    outputs: dict[str, Tensor]
+    result: Any
+    plain: dict[str, Tensor]
+    trained: set[str]
+    known: bool
 
 
 class Replay:
@@ -37,6 +55,7 @@ class Replay:
 
     Attributes:
         grads: name of a parameter -> its gradient in the plain step, of this data rank's batch.
+        unknown: names of parameters whose gradient in the plain step is not known.
     """
 
     def __init__(
@@ -55,7 +74,8 @@ class Replay:
         self.whole, self.report, self.backward = whole, report, backward
         self.findings: list[Finding] = []
         self.grads: dict[str, Tensor] = {}
-        self.draws = False  # whether a unit has drawn random numbers
+        self.unknown: set[str] = set()
+        self._broken: set[str] = set()  # units inside which the graph of the plain code ends
         # Inputs that ``shard_batch`` gives the ranks of cp in their share.
         self.scaled = {".1.num_items_in_batch"}
         self._places = _places(skeleton, modules)
@@ -97,60 +117,62 @@ class Replay:
                     given[path] = found
         with torch.set_grad_enabled(self.backward):
             mine = {
-                path: t.requires_grad_(self.backward and plain[path].requires_grad)
-                for path, t in given.items()
+                path: found.detach().requires_grad_(self.backward and plain[path].requires_grad)
+                for path, found in given.items()
             }
-            mine = {path: t.detach().requires_grad_(t.requires_grad) for path, t in mine.items()}
             args, kwargs = replaced((args, kwargs), {k: t.clone() for k, t in mine.items()})
-            outputs, result, trained = self._call(name, forward, args, kwargs, call)
-        grads_in = {}
+            ran = self._call(name, forward, args, kwargs, call)
+        grads = {}
         for path, leaf in mine.items():
             if not leaf.requires_grad:
                 continue
-            got = self._gathered_grad(
-                name, f"gradient of its input{_word(path)}", call.input_grads.get(path), leaf
-            )
+            what = f"gradient of its input{_word(path)}"
+            got = self._gathered_grad(name, what, call.input_grads.get(path), leaf)
             if got is not None:
-                want = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-                self.compare(name, f"gradient of its input{_word(path)}", want, got)
-                grads_in[path] = got
-        sources = [plain[path] for path in grads_in]
-        passed = {path: tensor for path, tensor in outputs.items() if path in trained}
+                if ran.known:
+                    want = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+                    self.compare(name, what, want, got)
+                grads[path] = got
+        outputs = ran.outputs | {
+            path: tensor.detach() for path, tensor in ran.plain.items() if path not in ran.outputs
+        }
+        passed = {path: ran.outputs[path] for path in ran.trained if path in ran.outputs}
+        if len(passed) < len(ran.trained):
+            self._broken.add(_owner(name, self.modules))
         if passed:
             # The last one makes it part of a graph where no input is.
             anchor = torch.zeros((), requires_grad=True)
-            grads = [*grads_in.values(), None]
+            sources = [*(plain[path] for path in grads), anchor]
+            given_back = [*grads.values(), None]
             made = _Passed.apply(
-                self, name, call, list(passed), grads, *passed.values(), *sources, anchor
+                self, name, call, list(passed), given_back, *passed.values(), *sources
             )
-            outputs = {**outputs, **dict(zip(passed, made, strict=True))}
+            outputs.update(zip(passed, made, strict=True))
         put_on(self.modules[name], {p: t for p, t in outputs.items() if p.startswith("@")})
-        return replaced(result, outputs)
+        return replaced(ran.result, outputs)
 
-    def _call(
-        self, name: str, forward: Any, args: Any, kwargs: Any, call: Call
-    ) -> tuple[dict[str, Tensor], Any, set[str]]:
-        """Runs a unit and compares it. Returns what the parallel one has returned, the plain result, and the
-        paths of what has a gradient in it."""
-        state = torch.get_rng_state()
-        device_state = self.whole.rng_state()
+    def _call(self, name: str, forward: Any, args: Any, kwargs: Any, call: Call) -> _Ran:
+        """Runs a unit and compares it."""
+        before = torch.get_rng_state(), self.whole.rng_state()
         with self._entered(name) as parameters:
             result = forward(*args, **kwargs)
             module = self.modules[name]
-            trained = set[str]()
             plain = dict(leaves(result)) | dict(left_on(module, inner(name, self.modules)))
-            if self.backward:
-                trained = {path for path, tensor in plain.items() if tensor.requires_grad}
-            if not torch.equal(state, torch.get_rng_state()) or not self.whole.is_rng_state(
-                device_state
-            ):
-                self.draws = True
-                self.leave_out(name, "it draws random numbers, which the axes draw otherwise")
-                return self._gathered_outputs(name, call, plain, compared=False), result, trained
-            outputs = self._gathered_outputs(name, call, plain, compared=True)
-            if self.backward:
-                self._backward(name, call, plain, parameters)
-        return outputs, result, trained
+            trained = {p for p, t in plain.items() if t.requires_grad} if self.backward else set()
+            same = torch.equal(before[0], torch.get_rng_state())
+            draws = not (same and self.whole.is_rng_state(before[1]))
+            outputs = self._gathered_outputs(name, call, plain, compared=not draws)
+            known = True
+            if draws:
+                self.leave_out(name, "it draws random numbers, which ranks draw otherwise")
+                known = False
+            elif self.backward:
+                known = name not in self._broken and self._backward(name, call, plain, parameters)
+                if not known:
+                    self.leave_out(name, "its gradients: those of an output are not known")
+            if not known:
+                self.unknown.update(parameters)
+        return _Ran(outputs, result, plain, trained, known)
 
     def _gathered_outputs(
         self, name: str, call: Call, plain: Mapping[str, Tensor], *, compared: bool
@@ -176,25 +198,31 @@ class Replay:
         call: Call,
         plain: Mapping[str, Tensor],
         parameters: Mapping[str, Tensor],
-    ) -> None:
-        roots, grads = [], []
+    ) -> bool:
+        """Runs the backward from the gradients that outputs have got; False if one of these is not known."""
+        roots, grads, known = [], [], True
         for path, tensor in plain.items():
-            if not tensor.requires_grad or path not in call.output_grads:
+            if not tensor.requires_grad:
+                continue
+            if path not in call.output_grads:
+                known = known and path in (call.outputs or {})  # then nothing has read it
                 continue
             grad = self._gathered_grad(
                 name, f"gradient of output{_word(path)}", call.output_grads[path], tensor
             )
+            known = known and grad is not None
             if grad is not None:
                 roots.append(tensor)
                 grads.append(grad.to(tensor.dtype))
-        if not roots:
-            return
+        if not roots or not known:
+            return known
         torch.autograd.backward(roots, grads)
         for own, value in parameters.items():
             if value.grad is not None:
                 before = self.grads.get(own)
                 self.grads[own] = value.grad if before is None else before + value.grad
                 value.grad = None
+        return True
 
     @contextmanager
     def _entered(self, name: str) -> Iterator[dict[str, Tensor]]:

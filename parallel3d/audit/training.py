@@ -113,8 +113,8 @@ class Audit:
         self._waiting: dict[str, Tensor] = {}  # of micro-batches that were not reduced
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Audit:
-        model = self._model()
-        return Audit(memo.get(id(model), model), StateError("it is a copy"), self.mesh)
+        model = memo.get(id(self._model()), self.model)
+        return Audit(model, StateError("it is a copy"), self.mesh)
 
     @property
     def model(self) -> nn.Module:
@@ -385,7 +385,7 @@ class Step:
         found: list[tuple[str, Tensor, Tensor]] = []
         for name, want in waiting.items():
             param, bucket = self.by_name.get(name, (None, None))
-            if param is None:
+            if param is None or name in replay.unknown:
                 continue
             want = want.to(torch.float32 if want.dtype != torch.float64 else want.dtype)
             for group in groups:

@@ -1,0 +1,1 @@
+"""Models and trainings for the tests of audits."""
