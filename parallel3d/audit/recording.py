@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -35,25 +35,16 @@ def replaced(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     return map_tensors(lambda tensor: tensors.get(next(paths), tensor), value)
 
 
-def inner(name: str, names: Iterable[str]) -> list[str]:
-    """The paths in the module ``name`` of those of ``names`` that are inside it."""
-    prefix = f"{name}." if name else ""
-    return [each.removeprefix(prefix) for each in names if each != name and each.startswith(prefix)]
-
-
 def kept(tensor: Tensor) -> Tensor:
     """A copy that no later change reaches, in the CPU's memory."""
     tensor = tensor.detach()
     return tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
 
 
-def left_on(module: nn.Module, inside: Iterable[str] = ()) -> Iterator[tuple[str, Tensor]]:
+def left_on(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yields (``@path.attribute``, tensor) of what a forward has left, with its graph, on attributes of the
-    modules in ``module``, without those at the paths ``inside`` and below."""
-    skipped = tuple(inside)
+    modules in ``module``."""
     for path, each in module.named_modules():
-        if any(path == other or path.startswith(f"{other}.") for other in skipped):
-            continue
         for name, value in vars(each).items():
             if isinstance(value, Tensor) and value.grad_fn is not None:
                 yield f"@{path}.{name}" if path else f"@{name}", value
@@ -96,7 +87,6 @@ class Recording:
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], inputs: Any) -> None:
-        self.names = list(modules)
         self.calls: dict[str, list[Call]] = defaultdict(list)
         self._running: dict[str, list[Call]] = defaultdict(list)
         self._handles: list[Any] = []
@@ -122,7 +112,7 @@ class Recording:
     @untraced
     def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> Any:
         if self._running[name] and not in_backward_pass():
-            return self.end(self._running[name].pop(), output, name, module)
+            return self.end(self._running[name].pop(), output, module)
         return output
 
     def _begin(self, name: str, inputs: Any) -> Call:
@@ -133,12 +123,12 @@ class Recording:
             _hook(tensor, call.input_grads, path)
         return call
 
-    def end(self, call: Call, output: Any, name: str, module: nn.Module) -> Any:
+    def end(self, call: Call, output: Any, module: nn.Module) -> Any:
         """Notes what a call of ``module`` has returned, and returns it with aliases of its tensors.
 
         The gradients of these are those of what is outside: a loss may have been made of logits beside it.
         """
-        left = dict(left_on(module, inner(name, self.names)))
+        left = dict(left_on(module))
         tensors = dict(leaves(output)) | left
         call.odd = {path for path, t in tensors.items() if not _is_plain(t)}
         call.outputs = {path: kept(t) for path, t in tensors.items() if _is_plain(t)}

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.audit.findings import Finding, Report, bound_of, gap_between
-from parallel3d.audit.recording import Call, Recording, inner, leaves, left_on, put_on, replaced
+from parallel3d.audit.recording import Call, Recording, leaves, left_on, put_on, replaced
 from parallel3d.audit.whole import Incomparable, Whole
 
 
@@ -157,7 +157,7 @@ class Replay:
         with self._entered(name) as parameters:
             result = forward(*args, **kwargs)
             module = self.modules[name]
-            plain = dict(leaves(result)) | dict(left_on(module, inner(name, self.modules)))
+            plain = dict(leaves(result)) | dict(left_on(module))
             trained = {p for p, t in plain.items() if t.requires_grad} if self.backward else set()
             same = torch.equal(before[0], torch.get_rng_state())
             draws = not (same and self.whole.is_rng_state(before[1]))

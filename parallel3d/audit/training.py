@@ -181,7 +181,7 @@ class Audit:
             self._drop_step()
             self._restore_dropout()
             return output
-        output = step.recording.end(step.recording.root, output, "", module)
+        output = step.recording.end(step.recording.root, output, module)
         if not step.trains:
             self._compare(step, backward=False)
             return output

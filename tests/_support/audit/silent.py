@@ -1,0 +1,368 @@
+"""Programs that pass cp's static check and compute something else than the plain model.
+
+Of each kind there are several: (model, what the step does with it and a batch of parts).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import parallel3d as p3d
+from _support.audit.models import VOCABULARY, WIDTH, Block, Net, loss_of
+
+Step = Callable[[nn.Module, tuple[Tensor, Tensor], Any], None]
+
+
+def train(model: nn.Module, batch: tuple[Tensor, Tensor], mesh: Any) -> None:
+    loss_of(model, batch).backward()
+
+
+# -- another kernel for real tensors --
+
+
+class OwnSoftmax(Block):
+    def attend(self, x: Tensor) -> Tensor:
+        if x.is_meta:
+            return super().attend(x)
+        q, k, v = (f(x).unflatten(-1, (-1, 6)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        scores = q @ k.mT / math.sqrt(6)
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        y = scores.masked_fill(hidden, -1e9).softmax(-1) @ v
+        return self.o(y.transpose(1, 2).flatten(2))
+
+
+class LinearAttention(Block):
+    """Where no gradient is asked for by a meta tensor, the sums of a linear attention."""
+
+    def attend(self, x: Tensor) -> Tensor:
+        if x.is_meta:
+            return super().attend(x)
+        q, k, v = (F.elu(f(x)) + 1 for f in (self.q, self.k, self.v))
+        return self.o(q * (k * v).cumsum(1) / k.cumsum(1))
+
+
+class ByDtype(Block):
+    def attend(self, x: Tensor) -> Tensor:
+        if x.device.type == "meta":
+            return super().attend(x)
+        return self.o(F.avg_pool1d(self.v(x).mT, 3, 1, 1).mT)
+
+
+# -- positions moved without another length --
+
+
+class TokenShift(Net):
+    def trunk(self, x: Tensor) -> Tensor:
+        return super().trunk(x + F.pad(x, (0, 0, 1, -1)))
+
+
+class ShiftInBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + 0.5 * F.pad(x, (0, 0, 2, -2)))
+
+
+class Smeared(Net):
+    def trunk(self, x: Tensor) -> Tensor:
+        return super().trunk(torch.lerp(x, F.pad(x, (0, 0, 1, -1)), 0.3))
+
+
+# -- a rule that begins at a length --
+
+
+class LogN(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        n = x.shape[1] if x.is_meta else x.shape[1] + 1
+        return super().forward(x * (math.log(n, 15) if n > 15 else 1.0))
+
+
+class ByLength(Net):
+    def trunk(self, x: Tensor) -> Tensor:
+        return super().trunk(x / 2 if x.shape[1] > 20 else x)
+
+
+class MeanIfLong(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(1, keepdim=True) if x.shape[1] > 15 else x)
+
+
+# -- a second input, made of the part --
+
+
+class Positions(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = nn.Embedding(64, WIDTH)
+
+    def forward(self, ids: Tensor, places: Tensor) -> Tensor:
+        return self.head(self.norm(self.trunk(self.tok(ids) + self.place(places))))
+
+
+def with_positions(model: nn.Module, batch: tuple[Tensor, Tensor], mesh: Any) -> None:
+    ids, targets = batch
+    places = torch.arange(ids.shape[1]).expand_as(ids)
+    F.cross_entropy(model(ids, places).flatten(0, 1), targets.flatten()).backward()
+
+
+def with_row_of_positions(model: nn.Module, batch: tuple[Tensor, Tensor], mesh: Any) -> None:
+    ids, targets = batch
+    places = torch.arange(ids.shape[1])
+    F.cross_entropy(model(ids, places).flatten(0, 1), targets.flatten()).backward()
+
+
+def with_a_copy(model: nn.Module, batch: tuple[Tensor, Tensor], mesh: Any) -> None:
+    ids, targets = batch
+    F.cross_entropy(model(ids, ids.clone()).flatten(0, 1), targets.flatten()).backward()
+
+
+# -- evaluation of parts --
+
+
+@torch.no_grad()
+def evaluate_a_copy(model: nn.Module, batch: tuple[Tensor, Tensor], mesh: Any) -> None:
+    model.eval()(batch[0].clone())
+
+
+@torch.no_grad()
+def evaluate_a_part_alone(model: nn.Module, batch: tuple[Tensor, Tensor], mesh: Any) -> None:
+    model.eval()
+    model(batch[0])
+    x = torch.randn(
+        2, 8, WIDTH, generator=torch.Generator().manual_seed(torch.distributed.get_rank())
+    )
+    model.layers[0](x)
+
+
+@torch.no_grad()
+def evaluate_on_another_dtype(model: nn.Module, batch: tuple[Tensor, Tensor], mesh: Any) -> None:
+    model.eval()(batch[0].to(torch.int32))
+
+
+# -- another argument than the one that was checked --
+
+
+class Centered(Net):
+    def forward(self, ids: Tensor, center: float = 0) -> Tensor:
+        x = self.trunk(self.tok(ids))
+        return self.head(x - center * x.mean(1, keepdim=True) if center else x)
+
+
+def center(model: nn.Module, batch: tuple[Tensor, Tensor], mesh: Any) -> None:
+    F.cross_entropy(model(batch[0], 1).flatten(0, 1), batch[1].flatten()).backward()
+
+
+class Rolled(Net):
+    def forward(self, ids: Tensor, shift: int = 0) -> Tensor:
+        return self.head(self.trunk(self.tok(ids).roll(shift, 1) if shift else self.tok(ids)))
+
+
+class ByAttribute(Net):
+    smooth = False
+
+    def trunk(self, x: Tensor) -> Tensor:
+        return super().trunk(x.cumsum(1) / 4 if self.smooth else x)
+
+
+def smooth(model: nn.Module, batch: tuple[Tensor, Tensor], mesh: Any) -> None:
+    model.smooth = True
+    p3d.audit.training.audit_of(model).skeleton.smooth = True
+    train(model, batch, mesh)
+
+
+# -- tables made by Python or NumPy --
+
+
+class Sines(Net):
+    def trunk(self, x: Tensor) -> Tensor:
+        table = np.sin(np.arange(x.shape[1])[:, None] / 10 ** np.arange(WIDTH))
+        return super().trunk(x + torch.tensor(table, dtype=x.dtype, device=x.device))
+
+
+class Decay(Net):
+    def trunk(self, x: Tensor) -> Tensor:
+        rows = [0.9**i for i in range(x.shape[1])]
+        return super().trunk(x * torch.tensor(rows, dtype=x.dtype, device=x.device)[:, None])
+
+
+class LastOnly(Net):
+    def trunk(self, x: Tensor) -> Tensor:
+        flags = [float(i == x.shape[1] - 1) for i in range(x.shape[1])]
+        return super().trunk(x + torch.tensor(flags, dtype=x.dtype, device=x.device)[:, None])
+
+
+# -- a loss inside the model --
+
+
+class MeanLoss(Net):
+    """Over ranks with other numbers of targets."""
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(super().forward(ids).flatten(0, 1), targets.flatten())
+
+
+class SumLoss(Net):
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        logits = super().forward(ids).flatten(0, 1)
+        return F.cross_entropy(logits, targets.flatten(), reduction="sum")
+
+
+class CountedLoss(Net):
+    """Divided by the number of this rank's targets."""
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        logits = super().forward(ids).flatten(0, 1)
+        each = F.cross_entropy(logits, targets.flatten(), reduction="none")
+        return each.sum() / (targets != -100).sum()
+
+
+def own_loss(model: nn.Module, batch: tuple[Tensor, Tensor], mesh: Any) -> None:
+    ids, targets = batch
+    targets = torch.where(
+        torch.arange(targets.shape[1]) < 3 + mesh.get_local_rank("cp"), -100, targets
+    )
+    targets.__dict__.update(vars(batch[1]))
+    model(ids, targets).backward()
+
+
+# -- a branch that the check does not take --
+
+
+class ByBuffer(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("ready", torch.zeros(()))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.trunk(self.tok(ids))
+        return self.head(x if self.ready > 0 else x - x.mean(1, keepdim=True))
+
+
+class InEval(Net):
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.trunk(self.tok(ids))
+        return self.head(x if self.training else x.cumsum(1))
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, batch: tuple[Tensor, Tensor], mesh: Any) -> None:
+    model.eval()(batch[0])
+
+
+class ByValue(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        if not x.is_meta and bool(x.abs().max() < 1e9):
+            x = x - x.mean(1, keepdim=True)
+        return super().forward(x)
+
+
+# -- what only backward does --
+
+
+class HookedGradient(Net):
+    def trunk(self, x: Tensor) -> Tensor:
+        if x.requires_grad:
+            x.register_hook(lambda g: g - g.mean(1, keepdim=True))
+        return super().trunk(x)
+
+
+class OwnBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.flip(1).cumsum(1).flip(1)
+
+
+class WithOwnBackward(Net):
+    def trunk(self, x: Tensor) -> Tensor:
+        return super().trunk(x if x.is_meta else OwnBackward.apply(x))
+
+
+class HookInBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if y.requires_grad and not y.is_meta:
+            y.register_hook(lambda g: g / g.norm(dim=1, keepdim=True).clamp(min=1e-6))
+        return y
+
+
+# -- what is kept on a module --
+
+
+class Load(Net):
+    def trunk(self, x: Tensor) -> Tensor:
+        x = super().trunk(x)
+        self.load = x.softmax(-1).mean((0, 1))
+        return x
+
+
+class LoadInBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        self.load = x.sigmoid().mean((0, 1))
+        return x
+
+
+def with_load(model: nn.Module, batch: tuple[Tensor, Tensor], mesh: Any) -> None:
+    loss = loss_of(model, batch)
+    kept = [m.load for m in model.modules() if "load" in vars(m)]
+    (loss + 16 * sum(each.square().sum() for each in kept)).backward()
+
+
+class LoadOfBlock(Net):
+    """The model leaves it on one of its blocks."""
+
+    def trunk(self, x: Tensor) -> Tensor:
+        x = super().trunk(x)
+        self.layers[0].load = x.tanh().mean((0, 1))
+        return x
+
+
+KINDS: dict[str, list[tuple[Callable[[], nn.Module], Step]]] = {
+    "kernel": [(partial(Net, kind), train) for kind in (OwnSoftmax, LinearAttention, ByDtype)],
+    "shift": [(TokenShift, train), (partial(Net, ShiftInBlock), train), (Smeared, train)],
+    "length": [(partial(Net, LogN), train), (ByLength, train), (partial(Net, MeanIfLong), train)],
+    "second input": [
+        (Positions, with_positions),
+        (Positions, with_row_of_positions),
+        (Positions, with_a_copy),
+    ],
+    "evaluation": [
+        (Net, evaluate_a_copy),
+        (Net, evaluate_a_part_alone),
+        (Net, evaluate_on_another_dtype),
+    ],
+    "argument": [(Centered, center), (Rolled, center), (ByAttribute, smooth)],
+    "tables": [(Sines, train), (Decay, train), (LastOnly, train)],
+    "loss": [(MeanLoss, own_loss), (SumLoss, own_loss), (CountedLoss, own_loss)],
+    "branch": [(ByBuffer, train), (InEval, evaluate), (partial(Net, ByValue), train)],
+    "backward": [
+        (HookedGradient, train),
+        (WithOwnBackward, train),
+        (partial(Net, HookInBlock), train),
+    ],
+    "attribute": [
+        (Load, with_load),
+        (partial(Net, LoadInBlock), with_load),
+        (LoadOfBlock, with_load),
+    ],
+}
+
+
+def example_of(model: nn.Module) -> Any:
+    """Of the model's forward, for parallelize."""
+    ids = torch.zeros((2, 6), dtype=torch.int64)
+    two = isinstance(model, (Positions, MeanLoss, SumLoss, CountedLoss))
+    return ((ids, ids.clone()), {}) if two else ((ids,), {})
+
+
+__all__ = ["KINDS", "VOCABULARY", "example_of"]
