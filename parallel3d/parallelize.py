@@ -131,7 +131,7 @@ def parallelize(
             default the process group's timeout. After half a minute one says who is missing.
         audit: compare the first training step with the plain computation, unit by unit, on its batch and
             device, and raise AuditError on all ranks if something differs (``docs/audit.md``); None: where cp
-            is more than 1.
+            is more than 1, or tp is and ``tp_plan`` is no ``"auto"``.
 
     Returns:
         ``model`` itself.
@@ -142,6 +142,8 @@ def parallelize(
             or options.
     """
     policy = as_instance(MixedPrecisionPolicy if mp_policy is None else mp_policy)
+    if audit is not None:
+        _check_switches(audit=audit)
     switches: dict[str, Any] = {
         "strict": strict,
         "shard_optimizer_over_replicate": shard_optimizer_over_replicate,
@@ -208,7 +210,8 @@ def parallelize(
     if warning and (ranks_are_simulated() or dist.get_rank() == int(mesh.mesh.flatten()[0])):
         warnings.warn(warning, stacklevel=2)
     blocks = [block for _, block in found.blocks]
-    audited = cp_plan is not None if audit is None else audit
+    by_hand = isinstance(tp_plan, Mapping) and plan is not None and plan.tp_size > 1
+    audited = (cp_plan is not None or by_hand) if audit is None else audit
     skeleton = skeleton_of(model) if audited and engine == "parallel3d" else None
     with unchanged_on_error(model):
         # Tensor parallelism first: what it leaves on each rank is what the engine shards.

@@ -20,8 +20,11 @@ the last place of float32's and bfloat16's sums of thousands of terms; other dty
 
 
 def bound_of(*dtypes: torch.dtype) -> float:
-    """The bound of the least precise of ``dtypes``."""
-    return max(BOUNDS.get(dtype, BOUNDS[torch.float32]) for dtype in dtypes)
+    """The bound of the least precise of ``dtypes``. Where float32 is multiplied in TF32, ten times float32's."""
+    reduced = torch.get_float32_matmul_precision() != "highest"
+    single = BOUNDS[torch.float32] * (10 if reduced else 1)
+    bounds = BOUNDS | {torch.float32: single}
+    return max(bounds.get(dtype, single) for dtype in dtypes)
 
 
 @dataclass(frozen=True)
