@@ -142,8 +142,6 @@ def parallelize(
             or options.
     """
     policy = as_instance(MixedPrecisionPolicy if mp_policy is None else mp_policy)
-    if audit is not None:
-        _check_switches(audit=audit)
     switches: dict[str, Any] = {
         "strict": strict,
         "shard_optimizer_over_replicate": shard_optimizer_over_replicate,
@@ -162,7 +160,7 @@ def parallelize(
         mesh = joined_mesh(whole)
         check_duration("timeout", timeout, or_none=True)
         _check_model(model)
-        _check_switches(**switches)
+        _check_switches(**switches, audit=audit is not None and audit)
         _check_compile(compile)
         _check_engine(engine, shard_optimizer_over_replicate, loss_parallel)
         check_kind(activation_checkpointing, engine)
@@ -197,7 +195,15 @@ def parallelize(
         switches |= {"fsdp": bool(fsdp), "reshard_after_forward": reshard}
         switches |= {"context_parallel": cp_options} if cp_plan is not None else {}
         switches |= {"activation_checkpointing": name_of(activation_checkpointing)}
-        switches |= {"compile": compile, "loss_parallel": loss_parallel, "engine": engine}
+        by_hand = isinstance(tp_plan, Mapping) and plan is not None and plan.tp_size > 1
+        audit = (cp_plan is not None or by_hand) if audit is None else audit
+        audit = audit and engine == "parallel3d"
+        switches |= {
+            "audit": audit,
+            "compile": compile,
+            "loss_parallel": loss_parallel,
+            "engine": engine,
+        }
         settings |= {k: str(v) for k, v in switches.items()}
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
         if not dist.is_initialized():
@@ -210,9 +216,7 @@ def parallelize(
     if warning and (ranks_are_simulated() or dist.get_rank() == int(mesh.mesh.flatten()[0])):
         warnings.warn(warning, stacklevel=2)
     blocks = [block for _, block in found.blocks]
-    by_hand = isinstance(tp_plan, Mapping) and plan is not None and plan.tp_size > 1
-    audited = (cp_plan is not None or by_hand) if audit is None else audit
-    skeleton = skeleton_of(model) if audited and engine == "parallel3d" else None
+    skeleton = skeleton_of(model) if audit else None
     with unchanged_on_error(model):
         # Tensor parallelism first: what it leaves on each rank is what the engine shards.
         if plan is not None:

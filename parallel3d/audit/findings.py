@@ -20,7 +20,7 @@ the last place of float32's and bfloat16's sums of thousands of terms; other dty
 
 
 def bound_of(*dtypes: torch.dtype) -> float:
-    """The bound of the least precise of ``dtypes``. Where float32 is multiplied in TF32, ten times float32's."""
+    """The bound of the least precise of ``dtypes``; float32's is tenfold where TF32 multiplies it."""
     reduced = torch.get_float32_matmul_precision() != "highest"
     single = BOUNDS[torch.float32] * (10 if reduced else 1)
     bounds = BOUNDS | {torch.float32: single}
