@@ -285,7 +285,7 @@ def _compare_ranks(
     ranks = None  # those outside the mesh may do something else
     if isinstance(mesh, DeviceMesh) and not ranks_are_simulated():
         ranks = mesh.mesh.flatten().tolist()
-    settings["problem"] = str(problem or "none")
+    settings = {"problem": str(problem or "none")} | settings  # first, as the rest may be cut
     try:
         explain = {"values": _other_weights}
         check_agreement("parallelize", settings, timeout=timeout, ranks=ranks, explain=explain)

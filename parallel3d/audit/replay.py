@@ -75,6 +75,10 @@ class Replay:
         self.findings: list[Finding] = []
         self.grads: dict[str, Tensor] = {}
         self.unknown: set[str] = set()
+        self._random: list[
+            Tensor
+        ] = []  # the state of random numbers when the unit that runs went on
+        self._drawing: set[str] = set()  # units that have drawn some
         self._broken: set[str] = set()  # units inside which the graph of the plain code ends
         # Inputs that ``shard_batch`` gives the ranks of cp in their share.
         self.scaled = {".1.num_items_in_batch"}
@@ -105,6 +109,7 @@ class Replay:
                 return forward(*args, **kwargs)
         call = calls.pop(0)
         plain = dict(leaves((args, kwargs)))
+        compares = not self._draws(_owner(name, self.modules))
         given: dict[str, Tensor] = {}
         for path, tensor in plain.items():
             recorded = call.inputs.get(path)
@@ -112,7 +117,8 @@ class Replay:
                 continue
             found = self._gathered(name, f"input{_word(path)}", recorded, tensor.shape)
             if found is not None:
-                self.compare(name, f"input{_word(path)}", tensor, found, around=True)
+                if compares:
+                    self.compare(name, f"input{_word(path)}", tensor, found, around=True)
                 if found.is_floating_point():
                     given[path] = found
         with torch.set_grad_enabled(self.backward):
@@ -149,18 +155,24 @@ class Replay:
             )
             outputs.update(zip(passed, made, strict=True))
         put_on(self.modules[name], {p: t for p, t in outputs.items() if p.startswith("@")})
+        self._random = self.whole.random_state()
         return replaced(ran.result, outputs)
+
+    def _draws(self, name: str) -> bool:
+        """Whether the code of a unit has drawn random numbers until now."""
+        if not all(map(torch.equal, self._random, self.whole.random_state())):
+            self._drawing.add(name)
+        return name in self._drawing
 
     def _call(self, name: str, forward: Any, args: Any, kwargs: Any, call: Call) -> _Ran:
         """Runs a unit and compares it."""
-        before = torch.get_rng_state(), self.whole.rng_state()
+        self._random = self.whole.random_state()
         with self._entered(name) as parameters:
             result = forward(*args, **kwargs)
+            draws = self._draws(name)
             module = self.modules[name]
             plain = dict(leaves(result)) | dict(left_on(module))
             trained = {p for p, t in plain.items() if t.requires_grad} if self.backward else set()
-            same = torch.equal(before[0], torch.get_rng_state())
-            draws = not (same and self.whole.is_rng_state(before[1]))
             outputs = self._gathered_outputs(name, call, plain, compared=not draws)
             known = True
             if draws:

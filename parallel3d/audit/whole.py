@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch import distributed as dist
@@ -119,12 +117,9 @@ class Whole:
         kept = [part[:size] for part, size in zip(parts, sizes.tolist(), strict=True)]
         return torch.cat(kept).movedim(0, dim)
 
-    def rng_state(self) -> Any:
-        """The state of the device's random numbers; None on the CPU."""
-        if self.device.type == "cpu":
-            return None
-        return torch.get_device_module(self.device).get_rng_state(self.device)
-
-    def is_rng_state(self, state: Any) -> bool:
-        """Whether it is still ``state``."""
-        return state is None or torch.equal(state, self.rng_state())
+    def random_state(self) -> list[Tensor]:
+        """The states of the CPU's and the device's random numbers."""
+        states = [torch.get_rng_state()]
+        if self.device.type != "cpu":
+            states.append(torch.get_device_module(self.device).get_rng_state(self.device))
+        return states

@@ -170,13 +170,14 @@ def test_a_copy_keeps_its_own() -> None:
         trial.model.set_keep_unsharded_storage(True)
         trial.backward(0)
         before = addresses(trial.model)
-        other = copy.deepcopy(trial.model)
+        original, other = trial.model, copy.deepcopy(trial.model)
         trial.model = other
         trial.model.zero_grad()
         trial.backward(1)
         trial.check([1])
         assert all(held(other))
         assert not set(map(tuple, before)) & set(map(tuple, addresses(other)))
+        assert all(held(original))  # so that no memory of it was given to the copy
 
 
 @parity
