@@ -45,7 +45,6 @@ class Op:
         outputs: the tensors that it returns.
         module: path of the module whose code runs it.
         line: ``file:line, in function`` of that code.
-        pointwise: whether each element of the output depends on those in its place only.
     """
 
     name: str
@@ -53,7 +52,6 @@ class Op:
     outputs: tuple[Ref, ...]
     module: str
     line: str
-    pointwise: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,14 +116,14 @@ class Recorder(TorchDispatchMode):
         storage = self._storages.setdefault(place, len(self._storages))
         return Ref(number, storage, tuple(tensor.shape))
 
-    def add(self, name: str, args: dict[str, Any], result: Any, pointwise: bool = False) -> None:
+    def add(self, name: str, args: dict[str, Any], result: Any) -> None:
         """Adds one operation."""
         if self.quiet and _is_called_from(self.quiet):
             return
         line = caller()
         given = {k: map_refs(self.ref, v) for k, v in args.items()}
         made = tuple(self.ref(t) for t in tensors_in(result))
-        self.flow.ops.append(Op(name, given, made, self.where, line, pointwise))
+        self.flow.ops.append(Op(name, given, made, self.where, line))
 
     @property
     def where(self) -> str:
@@ -156,7 +154,7 @@ class Recorder(TorchDispatchMode):
                 named["value"] = args[0].item()  # torch.tensor(length)
             if schema.overload_name:
                 name = f"{name}.{schema.overload_name}"
-            self.add(name, named, result, torch.Tag.pointwise in func.tags)
+            self.add(name, named, result)
         return result
 
     # ---- what is one operation of the list ----

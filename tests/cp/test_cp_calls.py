@@ -119,18 +119,6 @@ def test_a_call_without_what_the_example_has(world) -> None:
         parallel(*cut, last=True)
 
 
-class Pooled(Lm):
-    """It returns the mean of the logits over the sequence."""
-
-    def forward(self, input_ids):
-        return super().forward(input_ids).mean(1)
-
-
-def test_a_mean_over_the_sequence_is_no_output() -> None:
-    with pytest.raises(PlanError, match=r"takes the mean over the sequence .*the model returns it"):
-        plan_cp(Pooled(), ContextParallel())
-
-
 class Other(Block):
     """Attention as ``attend`` gives it."""
 
@@ -163,11 +151,6 @@ def with_blocks(kind: type[nn.Module]) -> Lm:
     model = Lm()
     model.layers = nn.ModuleList([kind(HIDDEN, 4)])
     return model
-
-
-def test_a_scale_that_depends_on_the_length() -> None:
-    with pytest.raises(PlanError, match="a number that depends on the length to attention"):
-        plan_cp(with_blocks(Other), ContextParallel())
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -327,6 +327,54 @@ class LoadOfBlock(Net):
         return x
 
 
+# -- numbers and views that depend on the length, which the static check leaves to the audit --
+
+
+class Before(Net):
+    """``how`` is done with (B, S, WIDTH) before the blocks."""
+
+    def __init__(self, how: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.how = how
+
+    def trunk(self, x: Tensor) -> Tensor:
+        return super().trunk(self.how(x))
+
+
+NUMBERS: list[Callable[[Tensor], Tensor]] = [
+    lambda x: x * torch.tensor(float(x.shape[1])),
+    lambda x: x * torch.full((1,), float(x.shape[1]), device=x.device),
+    lambda x: x * x.new_full((x.shape[1], 1), float(x.shape[1])),
+    lambda x: x * x.shape[1] ** -0.5,
+    lambda x: F.layer_norm(x.mT, x.shape[1:2]).mT,
+    lambda x: x.reshape(x.shape[0], x.shape[2], x.shape[1]).mT,
+    lambda x: x.unflatten(1, (2, -1)).flip(1).flatten(1, 2),
+]
+
+
+class ScaleByLength(Block):
+    def attend(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (-1, 6)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        scale = math.log(x.shape[1])
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+        return self.o(y.transpose(1, 2).flatten(2))
+
+
+class Pooled(Net):
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.trunk(self.tok(ids))).mean(1)
+
+
+def classify(model: nn.Module, batch: tuple[Tensor, Tensor], mesh: Any) -> None:
+    F.cross_entropy(model(batch[0]), torch.tensor([1, 2])).backward()
+
+
+class SquaredLoss(Net):
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        logits = super().forward(ids).flatten(0, 1)
+        return F.cross_entropy(logits, targets.flatten()) ** 2
+
+
 KINDS: dict[str, list[tuple[Callable[[], nn.Module], Step]]] = {
     "kernel": [(partial(Net, kind), train) for kind in (OwnSoftmax, LinearAttention, ByDtype)],
     "shift": [(TokenShift, train), (partial(Net, ShiftInBlock), train), (Smeared, train)],
@@ -350,6 +398,10 @@ KINDS: dict[str, list[tuple[Callable[[], nn.Module], Step]]] = {
         (WithOwnBackward, train),
         (partial(Net, HookInBlock), train),
     ],
+    "numbers": [(partial(Before, how), train) for how in NUMBERS],
+    "scale of attention": [(partial(Net, ScaleByLength), train)],
+    "a mean as output": [(Pooled, classify)],
+    "square of a loss": [(SquaredLoss, own_loss)],
     "attribute": [
         (Load, with_load),
         (partial(Net, LoadInBlock), with_load),
@@ -361,7 +413,7 @@ KINDS: dict[str, list[tuple[Callable[[], nn.Module], Step]]] = {
 def example_of(model: nn.Module) -> Any:
     """Of the model's forward, for parallelize."""
     ids = torch.zeros((2, 6), dtype=torch.int64)
-    two = isinstance(model, (Positions, MeanLoss, SumLoss, CountedLoss))
+    two = isinstance(model, (Positions, MeanLoss, SumLoss, CountedLoss, SquaredLoss))
     return ((ids, ids.clone()), {}) if two else ((ids,), {})
 
 
