@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from parallel3d._torch.autograd import in_backward_pass, untraced
@@ -65,6 +66,7 @@ class Call:
         inputs: of ``(args, kwargs)``. outputs: of what it has returned; None while it runs.
         input_grads, output_grads: the gradients that have arrived, by the same paths.
         odd: paths of outputs whose class is not torch's own.
+        is_plain: whether it ran without a graph, as reentrant checkpoints run what they will recompute.
     """
 
     inputs: dict[str, Tensor]
@@ -72,6 +74,7 @@ class Call:
     input_grads: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     output_grads: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     odd: set[str] = dataclasses.field(default_factory=set)
+    is_plain: bool = False
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -90,6 +93,7 @@ class Recording:
         self.calls: dict[str, list[Call]] = defaultdict(list)
         self._running: dict[str, list[Call]] = defaultdict(list)
         self._handles: list[Any] = []
+        self._is_over = False
         self.root = self._begin("", inputs)
         for name, module in modules.items():
             if name:
@@ -104,26 +108,45 @@ class Recording:
             handle.remove()
         self._handles.clear()
 
+    @property
+    def is_reached(self) -> bool:
+        """Whether a gradient has reached it."""
+        return any(call.output_grads for calls in self.calls.values() for call in calls)
+
+    def end_forward(self, output: Any, module: nn.Module) -> Any:
+        """Ends the forward of the model. Returns its output as ``_end`` does; later calls recompute."""
+        self._is_over = True
+        return self._end(self.root, output, module)
+
     @untraced
     def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not in_backward_pass():  # else it is recomputed
-            self._running[name].append(self._begin(name, (args, kwargs)))
+        if not in_backward_pass():
+            if not self._is_over:
+                self._running[name].append(self._begin(name, (args, kwargs)))
+            return
+        call = next((call for call in reversed(self.calls[name]) if call.is_plain), None)
+        if call is not None and torch.is_grad_enabled():
+            call.is_plain = False
+            self._running[name].append(call)
+            for path, tensor in leaves((args, kwargs)):
+                _hook(tensor, call.input_grads, path)
 
     @untraced
     def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> Any:
-        if self._running[name] and not in_backward_pass():
-            return self.end(self._running[name].pop(), output, module)
-        return output
+        return (
+            self._end(self._running[name].pop(), output, module) if self._running[name] else output
+        )
 
     def _begin(self, name: str, inputs: Any) -> Call:
         tensors = dict(leaves(inputs))
         call = Call({path: kept(t) for path, t in tensors.items() if _is_plain(t)})
+        call.is_plain = not torch.is_grad_enabled()
         self.calls[name].append(call)
-        for path, tensor in tensors.items():
+        for path, tensor in () if call.is_plain else tensors.items():
             _hook(tensor, call.input_grads, path)
         return call
 
-    def end(self, call: Call, output: Any, module: nn.Module) -> Any:
+    def _end(self, call: Call, output: Any, module: nn.Module) -> Any:
         """Notes what a call of ``module`` has returned, and returns it with aliases of its tensors.
 
         The gradients of these are those of what is outside: a loss may have been made of logits beside it.

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import checkpoint
 
 from parallel3d.audit.findings import Finding, Report, bound_of, gap_between
 from parallel3d.audit.recording import Call, Recording, leaves, left_on, put_on, replaced
@@ -75,9 +76,7 @@ class Replay:
         self.findings: list[Finding] = []
         self.grads: dict[str, Tensor] = {}
         self.unknown: set[str] = set()
-        self._random: list[
-            Tensor
-        ] = []  # the state of random numbers when the unit that runs went on
+        self._random: list[Tensor] = []  # their state when the code of the unit that runs went on
         self._drawing: set[str] = set()  # units that have drawn some
         self._broken: set[str] = set()  # units inside which the graph of the plain code ends
         # Inputs that ``shard_batch`` gives the ranks of cp in their share.
@@ -89,9 +88,12 @@ class Replay:
         for name, module in self.modules.items():
             if name:
                 vars(module)["forward"] = _StandIn(self, name, module.forward)
+        inner = vars(checkpoint)["CheckpointFunction"]
+        vars(checkpoint)["CheckpointFunction"] = _Straight
         try:
             self._call("", self.skeleton.forward, args, kwargs, self.calls[""][0])
         finally:
+            vars(checkpoint)["CheckpointFunction"] = inner
             for name, module in self.modules.items():
                 if name:
                     stand_in = vars(module).pop("forward")
@@ -179,7 +181,11 @@ class Replay:
                 self.leave_out(name, "it draws random numbers, which ranks draw otherwise")
                 known = False
             elif self.backward:
-                known = name not in self._broken and self._backward(name, call, plain, parameters)
+                known = (
+                    not call.is_plain
+                    and name not in self._broken
+                    and self._backward(name, call, plain, parameters)
+                )
                 if not known:
                     self.leave_out(name, "its gradients: those of an output are not known")
             if not known:
@@ -330,6 +336,14 @@ class _Passed(torch.autograd.Function):
             if got is not None:
                 replay.compare(name, what, want, got, around=True)
         return (None,) * (5 + len(ctx.paths)) + tuple(ctx.grads)
+
+
+class _Straight:
+    """In the place of a reentrant checkpoint, which would run a unit twice: it runs it once."""
+
+    @staticmethod
+    def apply(function: Any, preserve: bool, *args: Any) -> Any:
+        return function(*args)
 
 
 class _StandIn:

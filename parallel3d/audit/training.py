@@ -33,6 +33,8 @@ from parallel3d.mesh.joined import joined_mesh
 from parallel3d.mesh.store import others
 
 _ATTRIBUTE = "_parallel3d_audit"
+MOST = 8
+"""Forwards that are kept for one backward."""
 
 
 def skeleton_of(model: nn.Module) -> nn.Module | Exception:
@@ -108,7 +110,8 @@ class Audit:
         self.train_due = self.eval_due = False
         self.report: Report | None = None
         self._hooks: list[Any] = []
-        self._step: Step | None = None
+        self._running: Step | None = None
+        self._steps: list[Step] = []  # forwards whose backward has not come
         self._dropout: dict[tuple[int, str], float] = {}
         self._waiting: dict[str, Tensor] = {}  # of micro-batches that were not reduced
 
@@ -143,17 +146,40 @@ class Audit:
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if in_backward_pass():
             return
-        self._drop_step()
         trains = module.training and torch.is_grad_enabled()
         state = state_of(module)
         batch = state.forward if isinstance(state, CpState) else None
+        self._running = None
         if not (self.train_due if trains else self.eval_due):
             return
         if not trains and (batch is None or batch.sequence is None):
             return
         if self.train_due:
             set_dropout(module, self._off)
-        self._step = Step(self, args, kwargs, batch, trains=trains)
+        self._running = Step(self, args, kwargs, batch, trains=trains)
+
+    @untraced
+    def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        step, self._running = self._running, None
+        if step is None or in_backward_pass():
+            return output
+        if output is None:  # it has raised
+            step.recording.stop()
+            if not self._steps:
+                self._restore_dropout()
+            return output
+        output = step.recording.end_forward(output, module)
+        if not step.trains:
+            step.recording.stop()
+            self._compare([step], backward=False)
+            return output
+        self._steps.append(step)
+        if len(self._steps) > MOST:  # no backward seems to follow the first
+            self._steps.pop(0).recording.stop()
+        for _, tensor in (*leaves(output), *left_on(module)):
+            if tensor.requires_grad:
+                tensor.register_hook(self._begins)
+        return output
 
     def _off(self, module: nn.Module, name: str, value: float) -> float:
         self._dropout.setdefault((id(module), name), value)
@@ -164,63 +190,50 @@ class Audit:
             set_dropout(self.model, lambda m, name, value: self._dropout.get((id(m), name), value))
             self._dropout = {}
 
-    def _drop_step(self) -> None:
-        if self._step is not None:
-            self._step.recording.stop()
-            self._step = None
-        if issuing.after_backward == self._finish:
-            issuing.after_backward = None
-
-    @untraced
-    def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        step = self._step
-        if step is None or in_backward_pass():
-            return output
-        step.recording.stop()
-        if output is None:  # it has raised
-            self._drop_step()
-            self._restore_dropout()
-            return output
-        output = step.recording.end(step.recording.root, output, module)
-        if not step.trains:
-            self._compare(step, backward=False)
-            return output
-        for _, tensor in (*leaves(output), *left_on(module)):
-            if tensor.requires_grad:
-                tensor.register_hook(self._begins)
-        return output
-
     @untraced
     def _begins(self, _: Tensor) -> None:
         issuing.after_backward = self._finish
 
     def _finish(self) -> None:
-        step = self._step
-        if step is not None:
-            self._compare(step, backward=True)
+        """Compares the forwards whose backward it was; others go on when theirs comes."""
+        reached = [step for step in self._steps if step.recording.is_reached]
+        self._steps = [step for step in self._steps if step not in reached]
+        if reached:
+            self._compare(reached, backward=True)
 
-    def _compare(self, step: Step, *, backward: bool) -> None:
-        self._step = None
+    def _compare(self, steps: list[Step], *, backward: bool) -> None:
+        report = self.report = Report()
+        for step in steps:
+            step.recording.stop()
+        done = False
         try:
-            done = step.compare(self._waiting, backward=backward)
+            for step in steps:
+                step.compare(report, self._waiting, backward=backward)
+            done = backward and steps[-1].compare_parameters(report, self._waiting)
         finally:
-            if backward:
+            if done:
+                self.train_due, self._waiting = False, {}
+                for step in self._steps:
+                    step.recording.stop()
+                self._steps = []
+            elif not backward:
+                self.eval_due = False
+            if backward and not self._steps:
                 self._restore_dropout()
-        self.report = step.report
-        if done and backward:
-            self.train_due, self._waiting = False, {}
-        elif not backward:
-            self.eval_due = False
         self._disarm()
-        self._raise(step.report)
+        self._raise(report)
 
     def _raise(self, report: Report) -> None:
         """Raises AuditError on all ranks if one has a finding."""
-        found: list[list[Finding]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(found, report.findings)
+        found = {dist.get_rank(): report.findings}
+        for axis in range(self.mesh.ndim):
+            if self.mesh.size(axis) > 1:
+                parts: list[Any] = [None] * self.mesh.size(axis)
+                dist.all_gather_object(parts, found, group=self.mesh.get_group(axis))
+                found = {rank: each for part in parts for rank, each in part.items()}
         merged: dict[tuple[str, str], Finding] = {}
         ranks: dict[tuple[str, str], list[int]] = {}
-        for rank, findings in enumerate(found):
+        for rank, findings in sorted(found.items()):
             for each in findings:
                 key = each.unit, each.what
                 ranks.setdefault(key, []).append(rank)
@@ -251,7 +264,6 @@ class Step:
         model = audit.model
         self.audit, self.batch, self.trains = audit, batch, trains
         self.inputs = args, kwargs
-        self.report = Report()
         self.modules = {
             name: module
             for name, module in model.named_modules()
@@ -273,34 +285,25 @@ class Step:
         self.modes = function_modes()
         self.recording = Recording(self.modules, (args, kwargs))
 
-    def compare(self, waiting: dict[str, Tensor], *, backward: bool) -> bool:
-        """Compares the step. Returns whether gradients were reduced in it, so that it is complete."""
+    def compare(self, report: Report, waiting: dict[str, Tensor], *, backward: bool) -> None:
+        """Compares the step, and adds the gradients of its parameters in the plain model to ``waiting``."""
         start = time.perf_counter()
-        audit = self.audit
-        mesh = audit.mesh
-        device = (
-            torch.device(
-                mesh.device_type, torch.get_device_module(mesh.device_type).current_device()
-            )
-            if mesh.device_type != "cpu"
-            else torch.device("cpu")
-        )
-        axes = data_axes(joined_mesh(mesh))
-        tp = None if axes.size(axes.tp) == 1 else joined_mesh(mesh)[(mesh.mesh_dim_names or ())[-1]]
+        audit, mesh = self.audit, self.audit.mesh
+        device = torch.device(mesh.device_type)
+        if mesh.device_type != "cpu":
+            current = torch.get_device_module(mesh.device_type).current_device()
+            device = torch.device(mesh.device_type, current)
+        joined = joined_mesh(mesh)
+        axes = data_axes(joined)
+        tp = None if axes.size(axes.tp) == 1 else joined[(mesh.mesh_dim_names or ())[-1]]
         whole = Whole(cp_axis(mesh), tp, self.batch, device)
         skeleton = audit.skeleton
         assert isinstance(skeleton, nn.Module)
         self._take_modes(skeleton)
         modules = {name: skeleton.get_submodule(name) for name in self.modules}
-        self.shards = {
-            id(param.sharded): (param, bucket)
-            for unit in units_of(audit.model, recurse=True)
-            for bucket in unit.group.buckets
-            for param in bucket.params
-        }
         self.by_name = self._by_name()
-        replay = Replay(
-            skeleton, modules, self._value, self.recording, whole, self.report, backward=backward
+        self.replay = Replay(
+            skeleton, modules, self._value, self.recording, whole, report, backward=backward
         )
         args, kwargs = self._whole_inputs(whole)
         set_dropout(skeleton, lambda *_: 0.0)
@@ -312,17 +315,13 @@ class Step:
             devices = [device] if device.type != "cpu" else []
             stack.enter_context(torch.random.fork_rng(devices))
             stack.enter_context(torch.set_grad_enabled(backward))
-            replay.run(args, kwargs)
-        done = True
-        if backward:
-            for name, grad in replay.grads.items():
-                waiting[name] = grad if name not in waiting else waiting[name] + grad
-            done = self._compare_parameters(replay, waiting, axes)
-        self.report.findings = replay.findings
-        self.report.seconds = time.perf_counter() - start
-        if self.trains:
-            self.report.notes = ["the step ran without dropout"] * bool(audit._dropout)
-        return done
+            self.replay.run(args, kwargs)
+        for name, grad in self.replay.grads.items():
+            waiting[name] = grad if name not in waiting else waiting[name] + grad
+        report.findings += self.replay.findings
+        report.seconds += time.perf_counter() - start
+        if self.trains and audit._dropout:
+            report.notes = ["the step ran without dropout"]
 
     def _take_modes(self, skeleton: nn.Module) -> None:
         plain = dict(skeleton.named_modules())
@@ -331,10 +330,15 @@ class Step:
                 plain[name].training = module.training
 
     def _by_name(self) -> dict[str, Any]:
-        found = {}
-        for name, param in self.audit.model.named_parameters(remove_duplicate=False):
-            found[name] = self.shards.get(id(param), (None, None))
-        return found
+        """Name of a parameter -> the engine's record of it and its bucket; of ignored ones (None, None)."""
+        known = {
+            id(param.sharded): (param, bucket)
+            for unit in units_of(self.audit.model, recurse=True)
+            for bucket in unit.group.buckets
+            for param in bucket.params
+        }
+        named = self.audit.model.named_parameters(remove_duplicate=False)
+        return {name: known.get(id(param), (None, None)) for name, param in named}
 
     def _value(self, name: str, unit: str) -> Tensor | None:
         """The whole value of a parameter or buffer, as the unit computes with it."""
@@ -375,17 +379,22 @@ class Step:
             kwargs = {**kwargs, "attention_mask": None} if "attention_mask" in kwargs else kwargs
         return args, kwargs
 
-    def _compare_parameters(self, replay: Replay, waiting: Mapping[str, Tensor], axes: Any) -> bool:
+    def compare_parameters(self, report: Report, waiting: Mapping[str, Tensor]) -> bool:
         """Compares the reduced gradients; False if they are not reduced yet."""
+        axes, replay = data_axes(joined_mesh(self.audit.mesh)), self.replay
         units = list(units_of(self.audit.model, recurse=True))
         if any(not (unit.sync and unit.all_reduce) for unit in units):
             return False
-        groups = [axes.group(axis) for axis in (axes.replicate, axes.shard) if axes.size(axis) > 1]
+        data = [a for a in (axes.replicate, axes.shard) if a is not None and axes.size(a) > 1]
+        groups = [axes.group(axis) for axis in data]
         largest = 0.0
         found: list[tuple[str, Tensor, Tensor]] = []
         for name, want in waiting.items():
             param, bucket = self.by_name.get(name, (None, None))
             if param is None or name in replay.unknown:
+                continue
+            if not bucket.reducer.is_exact:
+                report.left_out["gradients that a communication hook reduces"] = None
                 continue
             want = want.to(torch.float32 if want.dtype != torch.float64 else want.dtype)
             for group in groups:
@@ -408,7 +417,10 @@ class Step:
         for name, want, got in found:
             unit = next((u for u, places in replay._places.items() if name in places), "")
             own = name.removeprefix(f"{unit}.") if unit else name
-            replay.compare(unit, f"gradient of {own}", want, got, floor=1e-3 * largest)
+            # One may be zero but for rounding, as a key's bias is.
+            floor = largest * max(1e-3, bound_of(want.dtype) / 4)
+            replay.compare(unit, f"gradient of {own}", want, got, floor=floor)
+        report.findings += [each for each in replay.findings if each not in report.findings]
         return True
 
 

@@ -38,10 +38,11 @@ class Reducer:
         by_row: whether the reduce-scatter takes one buffer with a row per shard rank, so that no gradient is
             zero-copy.
         averages: whether the collectives divide, and the engine does not.
+        is_exact: whether it gives the sum; a communication hook may compress gradients.
     """
 
-    by_row = False
-    averages = False
+    by_row = averages = False
+    is_exact = True
 
     def reduce_scatter(
         self, inputs: list[torch.Tensor], group: ProcessGroup, *, unit: str, scale: float = 1.0

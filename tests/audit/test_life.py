@@ -8,6 +8,7 @@ import pytest
 import torch
 from _support.audit.models import Block, Net, cut, loss_of, made
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import parallel3d as p3d
 from parallel3d import AuditError, MeshLayout, StateError
@@ -128,3 +129,44 @@ def test_who_has_none() -> None:
         with pytest.raises(StateError, match="simulated, or a dry run"):
             p3d.audit.next_step(simulated)
         loss_of(simulated, cut(mesh)).backward()
+
+
+def several_forwards() -> None:
+    """As preference training does: two forwards, one backward."""
+    mesh = p3d.build_mesh(MeshLayout(1, 2), device_type="cpu")
+    model = made(mesh, Wrong)
+    loss_of(model, cut(mesh, seed=7))  # nobody asks for its gradient
+    (loss_of(model, cut(mesh, seed=1)) - 0.5 * loss_of(model, cut(mesh, seed=2))).backward()
+    report = p3d.audit.report(model)
+    assert report is not None and not audit_of(model).train_due
+    model.zero_grad()
+    p3d.audit.next_step(model)
+    first, second = loss_of(model, cut(mesh, seed=1)), loss_of(model, cut(mesh, seed=2))
+    second.backward()
+    first.backward()
+    assert p3d.audit.report(model) is not report
+
+
+def test_of_several_forwards(gloo_pool: GlooPool) -> None:
+    gloo_pool.run(several_forwards, world_size=2)
+
+
+class Checkpointed(Net):
+    """Its blocks are recomputed by torch's reentrant checkpoint around them."""
+
+    def trunk(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return x
+
+
+def reentrant() -> None:
+    mesh = p3d.build_mesh(MeshLayout(1, 2), device_type="cpu")
+    model = made(mesh, Checkpointed)
+    loss_of(model, cut(mesh)).backward()
+    report = p3d.audit.report(model)
+    assert report is not None and report.compared["layers.0"] > 12
+
+
+def test_of_a_reentrant_checkpoint_around_units(gloo_pool: GlooPool) -> None:
+    gloo_pool.run(reentrant, world_size=2)

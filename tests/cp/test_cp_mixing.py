@@ -79,6 +79,10 @@ REFUSED = {
         lambda m, x: F.pad(x, (0, 0, 0, 2)),
         "before or after the sequence, by constant_pad_nd",
     ),
+    "token shift": (
+        lambda m, x: x + F.pad(x, (0, 0, 1, -1)),
+        "before or after the sequence, by constant_pad_nd",
+    ),
     "centered": (
         lambda m, x: x - x.mean(1, keepdim=True),
         r"takes the mean over the sequence.*goes on with it by sub",

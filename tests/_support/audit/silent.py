@@ -56,22 +56,22 @@ class ByDtype(Block):
         return self.o(F.avg_pool1d(self.v(x).mT, 3, 1, 1).mT)
 
 
-# -- positions moved without another length --
+# -- neighbours, by operations that the static check does not know --
 
 
-class TokenShift(Net):
+class Smoothed(Net):
     def trunk(self, x: Tensor) -> Tensor:
-        return super().trunk(x + F.pad(x, (0, 0, 1, -1)))
+        return super().trunk(F.avg_pool1d(x.mT, 3, 1, 1).mT)
 
 
-class ShiftInBlock(Block):
+class LargestOfThree(Block):
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x + 0.5 * F.pad(x, (0, 0, 2, -2)))
+        return super().forward(x + F.max_pool1d(x.mT, 3, 1, 1).mT)
 
 
-class Smeared(Net):
+class Sharpened(Net):
     def trunk(self, x: Tensor) -> Tensor:
-        return super().trunk(torch.lerp(x, F.pad(x, (0, 0, 1, -1)), 0.3))
+        return super().trunk(2 * x - F.avg_pool1d(x.mT, 5, 1, 2, count_include_pad=False).mT)
 
 
 # -- a rule that begins at a length --
@@ -347,8 +347,6 @@ NUMBERS: list[Callable[[Tensor], Tensor]] = [
     lambda x: x * x.new_full((x.shape[1], 1), float(x.shape[1])),
     lambda x: x * x.shape[1] ** -0.5,
     lambda x: F.layer_norm(x.mT, x.shape[1:2]).mT,
-    lambda x: x.reshape(x.shape[0], x.shape[2], x.shape[1]).mT,
-    lambda x: x.unflatten(1, (2, -1)).flip(1).flatten(1, 2),
 ]
 
 
@@ -377,7 +375,7 @@ class SquaredLoss(Net):
 
 KINDS: dict[str, list[tuple[Callable[[], nn.Module], Step]]] = {
     "kernel": [(partial(Net, kind), train) for kind in (OwnSoftmax, LinearAttention, ByDtype)],
-    "shift": [(TokenShift, train), (partial(Net, ShiftInBlock), train), (Smeared, train)],
+    "neighbours": [(Smoothed, train), (partial(Net, LargestOfThree), train), (Sharpened, train)],
     "length": [(partial(Net, LogN), train), (ByLength, train), (partial(Net, MeanIfLong), train)],
     "second input": [
         (Positions, with_positions),
