@@ -278,6 +278,8 @@ class Replay:
     ) -> None:
         """Compares a tensor; ``around``: it is the work of the code around the unit."""
         bound = bound_of(want.dtype, got.dtype)
+        if _is_float8(self.modules[name]):
+            bound = max(bound, FLOAT8)
         gap = gap_between(want, got, bound, floor)
         self.report.compared[name] = self.report.compared.get(name, 0) + 1
         if gap.difference > bound:
@@ -355,6 +357,14 @@ class _StandIn:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.replay.call(self.name, self.forward, args, kwargs)
+
+
+FLOAT8 = 0.15
+"""The bound where a module multiplies in float8: some two units of the last place of e4m3."""
+
+
+def _is_float8(module: nn.Module) -> bool:
+    return any("float8" in type(each).__name__.lower() for each in module.modules())
 
 
 def _word(path: str) -> str:
