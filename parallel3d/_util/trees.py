@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -23,9 +24,9 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
         if all(a is b for a, b in zip(items, value, strict=True)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    members = _members(value)
-    changed = {key: map_tensors(fn, item) for key, item in members.items()}
-    if all(changed[key] is item for key, item in members.items()):
+    inside = members(value)
+    changed = {key: map_tensors(fn, item) for key, item in inside.items()}
+    if all(changed[key] is item for key, item in inside.items()):
         return value
     result: Any = copy.copy(value)
     for key, item in changed.items():
@@ -36,12 +37,16 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     return result
 
 
-def _members(value: Any) -> dict[Any, Any]:
+def members(value: Any) -> dict[Any, Any]:
     """Returns the items of a mapping or dataclass, and none of anything else."""
     if isinstance(value, Mapping):
         return dict(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        found = {}
+        for field in dataclasses.fields(value):
+            with suppress(AttributeError, RuntimeError):  # transformers' configs refuse some
+                found[field.name] = getattr(value, field.name)
+        return found
     return {}
 
 
@@ -59,7 +64,7 @@ def _collect(value: Any, found: list[torch.Tensor]) -> None:
         for item in value:
             _collect(item, found)
     elif not isinstance(value, _SCALARS):
-        for item in _members(value).values():
+        for item in members(value).values():
             _collect(item, found)
 
 

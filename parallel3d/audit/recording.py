@@ -12,22 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d._torch.autograd import in_backward_pass, untraced
-from parallel3d._util.trees import map_tensors
+from parallel3d._util.trees import map_tensors, members
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     """Yields (path, tensor) of the tensors in tuples, lists, mappings and dataclasses."""
     if isinstance(value, Tensor):
         yield path, value
-    elif isinstance(value, (tuple, list)):
-        for i, item in enumerate(value):
-            yield from leaves(item, f"{path}.{i}")
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
+    else:
+        items = enumerate(value) if isinstance(value, (tuple, list)) else members(value).items()
+        for key, item in items:
             yield from leaves(item, f"{path}.{key}")
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for each in dataclasses.fields(value):
-            yield from leaves(getattr(value, each.name), f"{path}.{each.name}")
 
 
 def replaced(value: Any, tensors: Mapping[str, Tensor]) -> Any:
