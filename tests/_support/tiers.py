@@ -25,7 +25,7 @@ __all__ = ["DAY", "DAYS", "all_are_asked_for", "mark", "measured", "name_of"]
 
 QUICK = 2.0
 """The most seconds that a case may take in ``pytest -n auto``, on two cores that do nothing else."""
-DAYS = 7
+DAYS = 10
 """In so many days ``.ci/run`` runs each slow case."""
 DAY = "PARALLEL3D_TESTS_DAY"
 """The environment variable with the number of the day: all workers collect the same, at midnight too."""
