@@ -114,17 +114,27 @@ class Recording:
         return self._end(self.root, output, module)
 
     @untraced
-    def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not in_backward_pass():
-            if not self._is_over:
-                self._running[name].append(self._begin(name, (args, kwargs)))
-            return
-        call = next((call for call in reversed(self.calls[name]) if call.is_plain), None)
-        if call is not None and torch.is_grad_enabled():
+            if self._is_over:
+                return None
+            call = self._begin(name, (args, kwargs))
+        else:
+            plain = (call for call in reversed(self.calls[name]) if call.is_plain)
+            call = next(plain, None) if torch.is_grad_enabled() else None
+            if call is None:
+                return None
             call.is_plain = False
-            self._running[name].append(call)
-            for path, tensor in leaves((args, kwargs)):
-                _hook(tensor, call.input_grads, path)
+        self._running[name].append(call)
+        if call.is_plain:
+            return None
+        # Aliases, whose gradients are this call's share of those that reach the inputs.
+        aliases = {
+            p: t.view_as(t) for p, t in leaves((args, kwargs)) if _is_plain(t) and t.requires_grad
+        }
+        for path, alias in aliases.items():
+            _hook(alias, call.input_grads, path)
+        return replaced((args, kwargs), aliases)
 
     @untraced
     def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> Any:
@@ -137,8 +147,6 @@ class Recording:
         call = Call({path: kept(t) for path, t in tensors.items() if _is_plain(t)})
         call.is_plain = not torch.is_grad_enabled()
         self.calls[name].append(call)
-        for path, tensor in () if call.is_plain else tensors.items():
-            _hook(tensor, call.input_grads, path)
         return call
 
     def _end(self, call: Call, output: Any, module: nn.Module) -> Any:
