@@ -120,10 +120,10 @@ class Recording:
                 return None
             call = self._begin(name, (args, kwargs))
         else:
-            plain = (call for call in reversed(self.calls[name]) if call.is_plain)
-            call = next(plain, None) if torch.is_grad_enabled() else None
-            if call is None:
+            plain = [call for call in self.calls[name] if call.is_plain]
+            if not plain or not torch.is_grad_enabled():
                 return None
+            call = plain[-1]
             call.is_plain = False
         self._running[name].append(call)
         if call.is_plain:
