@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 import weakref
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -58,6 +59,10 @@ def attach(
     vars(model)[_ATTRIBUTE] = audit = Audit(model, skeleton, mesh)
     if due and not isinstance(skeleton, Exception):
         audit.arm()
+    elif due and not isinstance(skeleton, StateError):  # else its ranks are simulated
+        warnings.warn(
+            f"its first step is not audited: it can't be copied: {skeleton}", stacklevel=4
+        )
 
 
 def audit_of(model: nn.Module) -> Audit:
@@ -153,6 +158,10 @@ class Audit:
         if not (self.train_due if trains else self.eval_due):
             return
         if not trains and (batch is None or batch.sequence is None):
+            return
+        if trains and _is_updated_in_backward(module):
+            self.train_due = False
+            self.report = Report(left_out={"the step: its backward changes the weights": None})
             return
         if self.train_due:
             set_dropout(module, self._off)
@@ -422,6 +431,12 @@ class Step:
             replay.compare(unit, f"gradient of {own}", want, got, floor=floor)
         report.findings += [each for each in replay.findings if each not in report.findings]
         return True
+
+
+def _is_updated_in_backward(model: nn.Module) -> bool:
+    """Whether an optimizer uses gradients within the backward, so that its weights are gone afterwards."""
+    buckets = (bucket for unit in units_of(model, recurse=True) for bucket in unit.group.buckets)
+    return any(bucket.on_reduced is not None for bucket in buckets)
 
 
 def _needs_grad(root: Call, path: str, inputs: Any) -> bool:

@@ -170,3 +170,16 @@ def reentrant() -> None:
 
 def test_of_a_reentrant_checkpoint_around_units(gloo_pool: GlooPool) -> None:
     gloo_pool.run(reentrant, world_size=2)
+
+
+def updated_in_backward() -> None:
+    mesh = p3d.build_mesh(MeshLayout(1, 2), device_type="cpu")
+    model = made(mesh)
+    p3d.optim.step_in_backward(model, torch.optim.SGD, lr=0.1)
+    loss_of(model, cut(mesh)).backward()
+    report = p3d.audit.report(model)
+    assert report is not None and "changes the weights" in str(report) and not report.compared
+
+
+def test_of_an_optimizer_in_the_backward(gloo_pool: GlooPool) -> None:
+    gloo_pool.run(updated_in_backward, world_size=2)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import parallel3d as p3d
-from _support.audit.models import VOCABULARY, WIDTH, Block, Net, loss_of
+from _support.audit.models import WIDTH, Block, Net, loss_of
 
 Step = Callable[[nn.Module, tuple[Tensor, Tensor], Any], None]
 
@@ -415,4 +415,4 @@ def example_of(model: nn.Module) -> Any:
     return ((ids, ids.clone()), {}) if two else ((ids,), {})
 
 
-__all__ = ["KINDS", "VOCABULARY", "example_of"]
+__all__ = ["KINDS", "example_of"]
