@@ -56,12 +56,12 @@ def unsharded_by_torch(module: nn.Module) -> Iterator[torch.Tensor]:
     if not isinstance(module, torch_fsdp.FSDPModule):
         return
     state: Any = module._get_fsdp_state()
-    of_2_11 = getattr(state, "_fsdp_param_group", None)
-    for group in getattr(state, "_fsdp_param_groups", [of_2_11]):
-        for param in () if group is None else group.fsdp_params:
-            yield from getattr(
-                param, "all_gather_outputs", ()
-            )  # there are none before its first gather
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # 2.11 has one, or none
+        groups = [group for group in [state._fsdp_param_group] if group is not None]
+    for group in groups:
+        for param in group.fsdp_params:
+            yield from getattr(param, "all_gather_outputs", ())  # none before its first gather
 
 
 def is_torch_hook_state(state: object) -> bool:

@@ -151,6 +151,11 @@ class Audit:
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if in_backward_pass():
             return
+        if issuing.after_backward == self._finish:  # an exception has broken its backward off
+            issuing.after_backward = None
+            for step in [step for step in self._steps if step.recording.is_reached]:
+                step.recording.stop()
+                self._steps.remove(step)
         trains = module.training and torch.is_grad_enabled()
         state = state_of(module)
         batch = state.forward if isinstance(state, CpState) else None
