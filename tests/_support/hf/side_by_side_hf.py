@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from _support.hf.all_double import AllDouble
 from _support.hf.tiny import LENGTH, VARIANTS, tiny_model
 from parallel3d import MeshLayout, build_mesh, cp, parallelize
-from parallel3d.errors import PlanError
+from parallel3d.errors import PlanError, StateError
 from parallel3d.testing.parity import shards_of
 
 __all__ = [
@@ -60,8 +60,8 @@ class Outcome:
     """What became of one family on one mesh.
 
     Attributes:
-        verdict: ``"equal"``, ``"refused"`` (PlanError), ``"failed"`` (any other error), or
-            ``"unequal"``.
+        verdict: ``"equal"``, ``"refused"`` (PlanError; StateError where the model writes its own weights),
+            ``"failed"`` (any other error), or ``"unequal"``.
         note: the reason, or the tensors that differ.
         worst: largest difference, relative to the tensor's largest value.
         held: share of the parameters' numbers that a tp rank holds.
@@ -103,7 +103,7 @@ def _outcome(case: Case, plan: Plan, meshes: dict[Sizes, DeviceMesh]) -> Outcome
         if sizes not in meshes:
             meshes[sizes] = build_mesh(layout, device_type="cpu")
         return _compare(name, variant, layout, meshes[sizes], plan)
-    except PlanError as error:
+    except (PlanError, StateError) as error:
         return Outcome("refused", _line(error))
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
