@@ -4,7 +4,7 @@
         [--json PATH]
     python benchmarks/planner_accuracy.py LONG.csv PREDICTIONS.csv --long [--json PATH]
 
-Scores a file that ``parallel3d predict --runs`` has written: error of tokens/s/GPU and of memory (median,
+Scores a file that ``planner_runs.py`` has written: error of tokens/s/GPU and of memory (median,
 90th percentile of the absolute relative error), the part of the runs in the intervals, fits or not, and
 Spearman's rank correlation in each sweep (rows of one source and model, at least 8 with a speed, the fastest
 1.25 times as fast as the slowest). Of runs that the constants were fitted to, that is in-sample.
@@ -31,10 +31,10 @@ from typing import Any
 import planner_intervals as intervals
 from measure import print_table
 from planner_fit import Group, LeftOut, group_of, groups_of, left_out
+from planner_runs import COLUMNS, Models, cells_of, predict_run, read_models
 
 from parallel3d.planner.measured import fit_stack
 from parallel3d.planner.prediction import Prediction, predict
-from parallel3d.planner.runs import COLUMNS, Models, cells_of, predict_run, read_models
 from parallel3d.planner.uncertainty import Interval
 
 Row = Mapping[str, str]

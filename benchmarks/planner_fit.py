@@ -13,10 +13,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import exp, log
 
+from planner_runs import Models, predict_run
+
 from parallel3d.planner import constants, kernels
 from parallel3d.planner.constants import Constant
 from parallel3d.planner.prediction import Prediction
-from parallel3d.planner.runs import Models, predict_run
 from parallel3d.planner.stacks import stacks
 
 Row = Mapping[str, str]

@@ -6,9 +6,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from _support.planner.runs import read_models
 
 from parallel3d.planner import constants
-from parallel3d.planner.runs import read_models
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 DATA = BENCHMARKS / "published"

@@ -1,6 +1,5 @@
 """The commands plan and predict, and the page they write."""
 
-import csv
 import json
 import re
 import subprocess
@@ -301,36 +300,6 @@ def test_options_reach_the_workload() -> None:
         ), words
 
 
-def test_a_table_of_runs(tmp_path: Path) -> None:
-    models, runs, out = (tmp_path / f"{name}.csv" for name in ("models", "runs", "out"))
-    shapes = {"layers": 16, "hidden": 2048, "heads": 16, "kv_heads": 8, "head_dim": 128}
-    shapes |= {"ffn": 5504, "vocab": 32000}
-    write(models, {"model": "small", **shapes})
-    run_of = {
-        "id": "a",
-        "model": "small",
-        "gpu": "a100-80gb-sxm",
-        "shard": 8,
-        "seq_len": 2048,
-        "micro_batch": 2,
-    }
-    write(runs, run_of)
-    files = ["--runs", str(runs), "--models", str(models), "--out", str(out)]
-    result = run("predict", *files)
-    assert result.exit_code == 0, result.output
-    with out.open(newline="") as file:
-        (row,) = csv.DictReader(file)
-    assert row["id"] == "a" and row["fits"] == "1" and float(row["tokens_per_s_per_gpu"]) > 0
-    assert json.loads(run("predict", *files, "--json").stdout) == {"rows": 1, "out": str(out)}
-
-
-def write(path: Path, row: dict) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, row)
-        writer.writeheader()
-        writer.writerow(row)
-
-
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -355,7 +324,6 @@ def write(path: Path, row: dict) -> None:
             "no-such-model",
         ),
         (["predict", *SETUP, "--profile", "no/such.toml"], "no/such.toml"),
-        (["predict", "--runs", "runs.csv"], "--models, --out"),
         ([*PLAN, "--memory-limit", "1"], "comes closest"),
     ],
 )

@@ -6,6 +6,13 @@ from math import exp, nan
 
 import pytest
 import torch
+from _support.planner.runs import (
+    Models,
+    predict_run,
+    predict_runs,
+    read_models,
+    write_predictions,
+)
 from torch import nn
 
 from parallel3d.errors import PlanningError
@@ -20,13 +27,6 @@ from parallel3d.planner.cluster import (
     link_of,
 )
 from parallel3d.planner.prediction import unit_terms
-from parallel3d.planner.runs import (
-    Models,
-    predict_run,
-    predict_runs,
-    read_models,
-    write_predictions,
-)
 
 LLAMA = spec_from_shapes(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256)
 WORK = Workload(seq_len=4096, micro_batch=1)

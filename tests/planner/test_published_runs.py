@@ -5,16 +5,16 @@ import statistics
 from pathlib import Path
 
 import pytest
-
-from parallel3d.errors import PlanningError
-from parallel3d.mesh import MeshLayout
-from parallel3d.planner.runs import (
+from _support.planner.runs import (
     COLUMNS,
     predict_run,
     predict_runs,
     read_models,
     write_predictions,
 )
+
+from parallel3d.errors import PlanningError
+from parallel3d.mesh import MeshLayout
 
 DATA = Path(__file__).parents[2] / "benchmarks" / "published"
 with (DATA / "runs.csv").open(newline="", encoding="utf-8") as file:

@@ -4,6 +4,7 @@ import dataclasses
 import re
 
 import pytest
+from _support.planner.runs import Models, predict_run, stack_of_run
 
 from parallel3d.errors import PlanningError
 from parallel3d.mesh import MeshLayout
@@ -11,7 +12,6 @@ from parallel3d.planner import Cluster, Workload, predict, spec_from_hf_config
 from parallel3d.planner.cluster import gpu
 from parallel3d.planner.constants import CONSTANTS
 from parallel3d.planner.kernels import attention_kernel, kernels_of, matmul_rate, power_limited
-from parallel3d.planner.runs import Models, predict_run, stack_of_run
 from parallel3d.planner.stacks import OURS, Stack, read_stack, read_stack_file, stack_of, stacks
 
 LLAMA = spec_from_hf_config("llama-3.1-8b")

@@ -36,7 +36,6 @@ from parallel3d.planner.planning import (
 )
 from parallel3d.planner.prediction import Prediction, predict
 from parallel3d.planner.recompute import KINDS, OWN
-from parallel3d.planner.runs import write_predictions
 from parallel3d.planner.stacks import OURS, Stack, read_stack_file
 from parallel3d.planner.uncertainty import FAMILIARITY
 from parallel3d.planner.workload import Workload
@@ -264,9 +263,6 @@ def _as_json(found: MeshPlan, top: int, explain: bool) -> dict[str, Any]:
     return data
 
 
-_runs = o.panel("A table of runs instead")
-
-
 def predict_command(
     ctx: typer.Context,
     model: o.ModelName = None,
@@ -298,17 +294,11 @@ def predict_command(
     shard: o.Shard = -1,
     cp: o.Cp = 1,
     tp: o.Tp = 1,
-    runs: Annotated[Path | None, _runs("A CSV file with one run in each row.")] = None,
-    models: Annotated[Path | None, _runs("A CSV file of the models' shapes.")] = None,
-    out: Annotated[Path | None, _runs("The CSV file to write.")] = None,
     explain: o.Explain = False,
     as_json: o.Json = False,
     html: o.Html = None,
 ) -> None:
-    """Predicts one layout: memory and time by component; with --runs a whole table."""
-    if runs is not None or models is not None or out is not None:
-        _predict_runs(runs, models, out, as_json)
-        return
+    """Predicts one layout: memory and time by component."""
     spec, cluster, work, chosen = _setup(ctx.params, checkpointing, reshard, several=False)
     found = predict(spec, MeshLayout(replicate, shard, tp, cp=cp), cluster, work)
     refused = refusal(found.model, found.layout, cluster, work)
@@ -318,19 +308,6 @@ def predict_command(
     else:
         _show_prediction(found, refused, explain, chosen)
     _write_page(MeshPlan(found.model, cluster, work, (found,), ()), html)
-
-
-def _predict_runs(runs: Path | None, models: Path | None, out: Path | None, as_json: bool) -> None:
-    if runs is None or models is None or out is None:
-        files = {"--runs": runs, "--models": models, "--out": out}
-        missing = ", ".join(name for name, file in files.items() if file is None)
-        raise PlanningError(f"--runs, --models and --out go together; not given: {missing}")
-    with Busy(f"predicting the runs of {runs}"):
-        count = write_predictions(runs, models, out)
-    if as_json:
-        _echo_json({"rows": count, "out": str(out)})
-    else:
-        typer.echo(f"{count} predictions in {out}")
 
 
 _log = o.panel("From a run's log instead")

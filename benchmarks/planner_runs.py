@@ -1,9 +1,13 @@
-"""Predictions for a table of published runs: the columns of ``runs.csv`` and ``models.csv``."""
+"""The planner's predictions for a table of published runs: the columns of ``runs.csv`` and ``models.csv``.
+
+python benchmarks/planner_runs.py RUNS.csv MODELS.csv PREDICTIONS.csv
+"""
 
 from __future__ import annotations
 
 import csv
 import re
+import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -281,3 +285,10 @@ def write_predictions(
         writer.writeheader()
         writer.writerows(predicted)
     return len(predicted)
+
+
+if __name__ == "__main__":
+    given = sys.argv[1:]
+    if len(given) != 3:
+        sys.exit(__doc__)
+    print(f"{write_predictions(*given)} predictions in {given[2]}")
