@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from parallel3d._layout.heads import attended_heads
 from parallel3d.errors import PlanError
 
 
@@ -39,13 +40,11 @@ def share_heads(heads: int, kv_heads: int, size: int) -> tuple[Share, ...]:
             f'kind="ulysses" gives each of cp={size} ranks whole heads, and there are {heads} (after tp has '
             f'taken its share): use cp={heads} or less, or kind="gather" or "ring", which split no heads'
         )
-    group = heads // kv_heads
     shares, first = [], 0
-    for rank in range(size):
-        number = heads // size + (rank < heads % size)
-        kv_first, last = first // group, (first + number - 1) // group
-        kv_number = last - kv_first + 1
-        kv_of = tuple(head // group - kv_first for head in range(first, first + number))
+    for attended in attended_heads(heads, kv_heads, size):
+        number, kv_first = len(attended), attended[0]
+        kv_number = attended[-1] - kv_first + 1
+        kv_of = tuple(head - kv_first for head in attended)
         each = number // kv_number
         equal = kv_of == tuple(i // each for i in range(number)) and number % kv_number == 0
         shares.append(Share(first, number, kv_first, kv_number, None if equal else kv_of))

@@ -1,15 +1,11 @@
-"""How attention's heads are shared by tensor-parallel ranks: what the fullest rank has.
-
-The arithmetic of ``tp/auto/heads.py``, without torch; ``tests/planner/test_head_shares.py`` compares the two.
-"""
+"""How attention's heads are shared by tensor-parallel ranks: what the fullest rank has."""
 
 from __future__ import annotations
 
-from collections import Counter
 from functools import lru_cache
-from itertools import pairwise
 from typing import NamedTuple
 
+from parallel3d._layout.heads import attended_heads
 from parallel3d.fsdp.layout import ceil_div
 from parallel3d.planner.model_spec import Attention
 
@@ -43,11 +39,9 @@ def head_share(heads: int, kv_heads: int, tp: int, fused: bool = False) -> HeadS
     if kv_heads >= tp:
         groups = ceil_div(kv_heads, tp)
         return HeadShare(groups * (heads // kv_heads), groups, groups)
-    ends = [rank * (heads // tp) + min(rank, heads % tp) for rank in range(tp + 1)]
-    # Of each rank: key and value head -> how many of its query heads attend to it.
-    wanted = [Counter(n * kv_heads // heads for n in range(*own)) for own in pairwise(ends)]
-    alike = len({number for own in wanted for number in own.values()}) == 1
-    query, span = ceil_div(heads, tp), max(map(len, wanted))
+    attended = attended_heads(heads, kv_heads, tp)
+    alike = len({own.count(head) for own in attended for head in own}) == 1
+    query, span = len(attended[0]), max(len(set(own)) for own in attended)
     return HeadShare(query, span, span if alike else query)
 
 

@@ -24,6 +24,7 @@ from _support.tp.head_models import (
 from _support.tp.tp_world import check_parity, real_world, tp_mesh
 from torch import Tensor, nn
 
+from parallel3d._layout.heads import share_out
 from parallel3d._layout.packing import Packing, cut_sections
 from parallel3d.errors import PlanError
 from parallel3d.parallelize import parallelize
@@ -40,7 +41,6 @@ from parallel3d.tp import (
     local_attributes,
     resolve_plan,
 )
-from parallel3d.tp.auto.heads import share_out
 from parallel3d.tp.local_attributes import reads_of
 from parallel3d.tp.styles.linear import GroupedKv
 

@@ -15,10 +15,10 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import accumulate
 
 from torch import Tensor, nn
 
+from parallel3d._layout.heads import attended_heads, share_out
 from parallel3d._layout.packing import Packing, cut_sections
 from parallel3d.errors import PlanError
 from parallel3d.tp.local_attributes import local_attributes, reads_of, width_attributes
@@ -163,11 +163,6 @@ def _numbers(module: nn.Module, names: tuple[str, ...]) -> Iterator[int]:
                 yield value
 
 
-def share_out(number: int, ranks: int) -> tuple[int, ...]:
-    """Splits ``number`` evenly; the first ranks get one more."""
-    return tuple(number // ranks + (rank < number % ranks) for rank in range(ranks))
-
-
 def align_heads(resolution: Resolution) -> None:
     """Changes the styles of attention layers so that no head is split, and plans their attributes."""
     if resolution.tp == 1:
@@ -245,16 +240,12 @@ class _Alignment:
     def group_kv_heads(self) -> None:
         """Gives each rank query heads, and the key and value heads that they attend to."""
         layer, tp = self.layer, self.tp
-        query = share_out(self.heads, tp)
-        # [rank][local query head] -> the key and value head it attends to
-        attended = [
-            [head // layer.group for head in range(end - number, end)]
-            for end, number in zip(accumulate(query), query, strict=True)
-        ]
-        kv_heads, group = attended, 1
+        attended = attended_heads(self.heads, self.kv_heads, tp)
+        query, kv_heads, group = [len(heads) for heads in attended], attended, 1
         groups = {heads.count(head) for heads in attended for head in heads}
         if len(groups) == 1:  # alike on all ranks: the module's own repetition does it
-            kv_heads, group = [sorted(set(heads)) for heads in attended], groups.pop()
+            kv_heads = tuple(tuple(sorted(set(heads))) for heads in attended)
+            group = groups.pop()
         for p in layer.projections:
             if p.role in ("key", "value"):
                 style = p.ruled.style
@@ -263,7 +254,7 @@ class _Alignment:
                     input=style.input,
                     sequence_dim=style.sequence_dim,
                     kv_heads=self.kv_heads,
-                    heads=tuple(map(tuple, kv_heads)),
+                    heads=kv_heads,
                 )
                 self.resolution.ruled[id(p.ruled.module)] = replace(p.ruled, style=made)
             elif self.heads % tp:
