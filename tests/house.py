@@ -22,7 +22,7 @@ LAYERS: list[set[str]] = [
     {"_layout", "mesh"},
     {"guards"},
     {"fsdp", "tp"},
-    {"cp", "activations", "audit"},
+    {"cp", "activations", "audit", "_play"},
     {"optim", "parallelize", "materialize"},
     {"checkpoint", "observability", "testing", "planner", "integrations"},
     {"tools"},

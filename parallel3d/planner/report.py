@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from parallel3d._play.units import STEADY, MicroBatch
+from parallel3d._play.units import Span as Played
 from parallel3d._util import page
 from parallel3d._util.arguments import counted
 from parallel3d._util.page import Figure, table
-from parallel3d.planner.constants import constant
-from parallel3d.planner.model_spec import Unit
 from parallel3d.planner.planning import (
     MeshPlan,
     memory_groups,
@@ -49,92 +49,65 @@ class Span:
     phase: str
 
 
-def layer_spans(prediction: Prediction) -> list[Span]:
-    """One block between two others, forward and then backward, in the last micro-batch of a step.
+_WHAT = {
+    ("gather", "forward"): "parameters of the next block",
+    ("gather", "backward"): "parameters of the block before",
+    ("reduce", "backward"): "gradients of the block after",
+    ("all-reduce", "backward"): "gradients of the block after, between copies",
+    ("host", "forward"): "activations of the block before",
+    ("host", "backward"): "activations of the block after",
+}
+_KINDS = {"tp": "tensor parallel", "cp": "context parallel"}
 
-    Durations are the prediction's. The order on a lane is a sketch: tensor parallelism's collectives are
-    spread evenly between equal parts of compute, and the engine's collectives follow each other, as the
-    model of time adds them up.
+
+def layer_spans(prediction: Prediction) -> list[Span]:
+    """One block between two others, forward and then backward, in the last micro-batch of a step, as played.
+
+    Tensor parallelism's collectives are spread evenly between equal parts of compute.
     """
-    blocks = [each for each in prediction.time.units if each[0].kind == "block"]
+    units = [replace(times, count=min(times.count, STEADY)) for _, times in prediction.time.units]
+    blocks = [at for at, (unit, _) in enumerate(prediction.time.units) if unit.kind == "block"]
     if not blocks:
         return []
-    unit, times = max(blocks, key=lambda each: each[0].count)
-    around = prediction.workload.sequence_parallel
-    pieces = _pieces(unit, times.forward, times.tp_forward, times.cp_forward, around)
-    beside = [("gather", "parameters of the next block", times.gather)]
-    out = [("host", "activations of the block before", times.offload)]
-    forward = _phase(0.0, "forward", pieces, beside) + _beside(0.0, "forward", pieces, out)
-    end = max((span.start + span.seconds for span in forward), default=0.0) * 1.04
-    pieces = _pieces(unit, times.backward, times.tp_backward, times.cp_backward, around)
-    beside = [
-        ("gather", "parameters of the block before", times.gather_again),
-        ("reduce", "gradients of the block after", times.reduce),
-        ("all-reduce", "gradients of the block after, between copies", times.all_reduce),
-    ]
-    out = [("host", "activations of the block after", times.offload)]
-    backward = _phase(end, "backward", pieces, beside) + _beside(end, "backward", pieces, out)
-    return forward + backward
+    at = max(blocks, key=lambda at: prediction.time.units[at][0].count)
+    block = sum(times.count for times in units[:at]) + units[at].count // 2
+    played = MicroBatch(units, prediction.time.rules, records=True).spans
+    spans: list[Span] = []
+    for phase in ("forward", "backward"):
+        offset = 1.04 * max((span.start + span.seconds for span in spans), default=0.0)
+        spans += _phase(played, block, phase, offset)
+    return spans
 
 
-def _pieces(
-    unit: Unit, whole: float, tp: float, cp: float, around: bool
-) -> list[tuple[str, float]]:
-    """(kind, seconds) of compute and the collectives of tensor and context parallelism in turn.
+def _phase(played: list[Played], block: int, phase: str, offset: float) -> list[Span]:
+    """The bars of a block's forward or backward, and of what is beside it, from ``offset`` on."""
+    own = [s for s in played if (s.unit, s.way) == (block, phase)]
+    own = [s for s in own if s.kind == "wait" or s.lane in ("compute", *_KINDS)]
+    start, end = min(s.start for s in own), max(s.end for s in own)
+    waits = [s for s in played if s.kind == "wait"]
+    spans = []
 
-    Args:
-        whole: seconds, with ``tp`` and ``cp`` of them in collectives.
-        around: whether a collective is before and after each part (sequence parallel), else only after.
-    """
-    parts = max(len(unit.tp_inputs), len(unit.tp_outputs), 1) if tp else 1
-    before = tp / parts / 2 if around else 0.0
-    compute, after = (whole - tp - cp) / parts, tp / parts - before
-    own = [("compute", compute)]
-    if cp:  # around the first part's attention
-        own = [
-            *(("compute", compute / 3), ("context parallel", cp / 2), ("compute", compute / 3)),
-            *(("context parallel", cp / 2), ("compute", compute / 3)),
-        ]
-    pieces = [("tensor parallel", before), *own, ("tensor parallel", after)]
-    rest = [("tensor parallel", before), ("compute", compute), ("tensor parallel", after)]
-    return [*pieces, *rest * (parts - 1)] if tp else own
+    def add(lane: str, at: float, seconds: float, kind: str, what: str) -> None:
+        if seconds > 1e-12:
+            spans.append(Span(lane, at - start + offset, seconds, kind, what, phase))
 
-
-def _phase(
-    start: float, phase: str, pieces: list[tuple[str, float]], beside: list[tuple[str, str, float]]
-) -> list[Span]:
-    """Compute from ``start`` on with the collectives ``beside`` it, in the arithmetic of ``Exposed.wait``."""
-    compute = sum(seconds for _, seconds in pieces)
-    together = sum(seconds for _, _, seconds in beside)
-    slower = constant("overlap_slowdown").value * min(together, compute)
-    spans, at = [], start
-    for kind, seconds in [*pieces, ("slowdown", slower)]:
-        lane = {"tensor parallel": "tp", "context parallel": "cp"}.get(kind, "compute")
-        what = "slower under collectives" if kind == "slowdown" else f"{kind} of the block"
-        spans.append(Span(lane, at, seconds, kind, what, phase))
-        at += seconds
-    spans += _hidden(start, at, phase, beside)
-    return [span for span in spans if span.seconds > 0]
-
-
-def _beside(
-    start: float, phase: str, pieces: list[tuple[str, float]], copies: list[tuple[str, str, float]]
-) -> list[Span]:
-    """Copies to and from the host, which run beside ``pieces`` and the collectives."""
-    end = start + sum(seconds for _, seconds in pieces)
-    return [span for span in _hidden(start, end, phase, copies) if span.seconds > 0]
-
-
-def _hidden(
-    start: float, end: float, phase: str, beside: list[tuple[str, str, float]]
-) -> list[Span]:
-    """What runs one after the other from ``start`` on: hidden until ``end``, and exposed after it."""
-    spans, at = [], start
-    for lane, what, seconds in beside:
-        hidden = min(max(end - at, 0.0), seconds)
-        spans.append(Span(lane, at, hidden, "hidden", what, phase))
-        spans.append(Span(lane, at + hidden, seconds - hidden, "exposed", what, phase))
-        at += seconds
+    for s in own:
+        if s.kind != "wait":
+            kind = _KINDS.get(s.lane, s.lane)
+            add(s.lane, s.start, s.seconds, kind, f"{kind} of the block")
+            at, slower = s.start + s.seconds, s.end - s.start - s.seconds
+            add(s.lane, at, slower, "slowdown", "slower under collectives")
+    for s in played:
+        if s.kind == "wait" or (s.lane, phase) not in _WHAT:
+            continue
+        at, until = max(s.start, start), min(s.end, end)
+        for wait in (w for w in waits if w.lane == s.lane):
+            begin = max(at, wait.start)
+            if begin < min(until, wait.end):
+                add(s.lane, at, begin - at, "hidden", _WHAT[s.lane, phase])
+                at = min(until, wait.end)
+                add(s.lane, begin, at - begin, "exposed", _WHAT[s.lane, phase])
+        add(s.lane, at, until - at, "hidden", _WHAT[s.lane, phase])
     return spans
 
 

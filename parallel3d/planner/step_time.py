@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import log2, prod
 
+from parallel3d._play.units import Exposed, Rules, UnitTimes, exposed_of
 from parallel3d.planner.cluster import AxisLink, Gpu, collective_time, link_of, shard_link
 from parallel3d.planner.constants import Constant, Term, constant
 from parallel3d.planner.context import exchanges
@@ -24,171 +25,6 @@ from parallel3d.planner.model_spec import Unit
 from parallel3d.planner.recompute import KINDS
 from parallel3d.planner.workload import Step, Workload
 
-# The exposed part of the engine's communication, unit by unit.
-#
-# While a unit computes, the all-gather of the next one runs; in backward also the reduction of the one
-# before, and HSDP's all-reduce. What takes longer than compute is exposed. Compute is slower while
-# collectives run (``overlap_slowdown``).
-
-
-@dataclass(frozen=True)
-class UnitTimes:
-    """How many seconds each phase of a unit takes, for ``count`` equal units.
-
-    Attributes:
-        forward, backward: computation, and the communication of tensor and context parallelism.
-        gather, reduce, all_reduce: the engine's collectives.
-        gather_again: the all-gather in backward; 0 if the unit is not resharded after forward.
-        tp_forward, tp_backward: tensor parallelism's part of the first two, for the timeline.
-        cp_forward, cp_backward: context parallelism's: what attention waits for.
-        offload: of one way of a unit's copies to and from the host.
-    """
-
-    count: int
-    forward: float
-    backward: float
-    gather: float = 0.0
-    gather_again: float = 0.0
-    reduce: float = 0.0
-    all_reduce: float = 0.0
-    tp_forward: float = 0.0
-    tp_backward: float = 0.0
-    cp_forward: float = 0.0
-    cp_backward: float = 0.0
-    offload: float = 0.0
-
-    @property
-    def waits_for_host(self) -> tuple[float, float]:
-        """Seconds that its (forward, backward) waits for copies, which run beside other units'."""
-        return max(0.0, self.offload - self.forward), max(0.0, self.offload - self.backward)
-
-
-@dataclass
-class Exposed:
-    """Seconds of a micro-batch that nothing hides.
-
-    Attributes:
-        gather, reduce, all_reduce: that compute waits for them.
-        slowdown: that compute takes longer under communication.
-        hidden: communication beside compute.
-    """
-
-    gather: float = 0.0
-    reduce: float = 0.0
-    all_reduce: float = 0.0
-    slowdown: float = 0.0
-    hidden: float = 0.0
-
-    @property
-    def lost(self) -> float:
-        """Seconds by which compute ends later."""
-        return self.gather + self.reduce + self.all_reduce + self.slowdown
-
-    def wait(
-        self,
-        times: int,
-        compute: float,
-        gather: float,
-        reduce: float,
-        extra: float,
-        freed: float = 0.0,
-        idle: float = 0.0,
-    ) -> None:
-        """Adds ``times`` times ``compute`` seconds with three collectives beside it.
-
-        Args:
-            idle: seconds beside it in which compute waits for something else.
-            freed: after which part of it the reduction must have ended, and the gather begins; 0: any time.
-        """
-        together = gather + reduce + extra
-        if not together:
-            return
-        slowed = compute + constant("overlap_slowdown").value * min(together, compute)
-        room = slowed + idle
-        left = max(0.0, together - room)
-        if freed and reduce:
-            parts = reduce - freed * room, gather - (1 - freed) * room
-            left = max(left, sum(max(0.0, part) for part in parts))
-        self.slowdown += times * (slowed - compute)
-        self.hidden += times * (together - left)
-        self.gather += times * left * gather / together
-        self.reduce += times * left * reduce / together
-        self.all_reduce += times * left * extra / together
-
-
-def fsdp_exposed(
-    units: Sequence[UnitTimes],
-    *,
-    all_reduce: bool,
-    freed: float = 0.0,
-    apart: bool = False,
-    later: bool = False,
-) -> Exposed:
-    """One forward and backward; ``all_reduce``: whether HSDP's all-reduce runs in this micro-batch.
-
-    Args:
-        freed: of a unit's backward, as in ``Exposed.wait``.
-        apart: whether all-reduces are on other links than the collectives over ``shard``: then they are late
-            only where one waits for the one before, up to the end of backward.
-        later: whether a unit's all-reduce is issued when the backward of the next unit ends.
-    """
-    exposed = Exposed()
-    if not units:
-        return exposed
-    summed = [unit.all_reduce if all_reduce else 0.0 for unit in units]
-    units = [
-        replace(unit, all_reduce=0.0 if apart else each)
-        for unit, each in zip(units, summed, strict=True)
-    ]
-    exposed.gather += units[0].gather  # nothing runs before it
-    nothing = UnitTimes(0, 0.0, 0.0)
-    around = list(zip([nothing, *units], units, [*units[1:], nothing], strict=False))
-    for _, unit, after in around:
-        idle, _ = unit.waits_for_host
-        exposed.wait(unit.count - 1, unit.forward, unit.gather, 0.0, 0.0, idle=idle)
-        exposed.wait(1, unit.forward, after.gather, 0.0, 0.0)
-    now, reduced = 0.0, []  # since backward began; (when a unit's is, its all-reduce)
-    for each, (before, unit, after) in zip(reversed(summed), reversed(around), strict=True):
-        lost = exposed.lost
-        crossing = before.gather_again, after.reduce, after.all_reduce
-        exposed.wait(1, unit.backward, *crossing, freed)
-        now += unit.backward + exposed.lost - lost
-        reduced.append((now + unit.reduce, each))
-        lost, others = exposed.lost, unit.count - 1
-        _, idle = unit.waits_for_host
-        beside = unit.gather_again, unit.reduce, unit.all_reduce
-        exposed.wait(others, unit.backward, *beside, freed, idle)
-        for _ in range(others):
-            now += unit.backward + (exposed.lost - lost) / others
-            reduced.append((now + unit.reduce, each))
-    exposed.reduce += units[0].reduce  # after the last backward
-    exposed.all_reduce += units[0].all_reduce
-    if apart:
-        ended = 0.0
-        begins = reduced[1:] + reduced[-1:] if later else reduced
-        for (begin, _), (_, seconds) in zip(begins, reduced, strict=True):
-            ended = max(ended, begin) + seconds
-        exposed.all_reduce += max(0.0, ended - reduced[-1][0]) if any(summed) else 0.0
-        exposed.hidden += sum(n * u.count for n, u in zip(summed, units, strict=True))
-    return exposed
-
-
-def unsharded_exposed(units: Sequence[UnitTimes], *, reduce: float, gather: float) -> Exposed:
-    """One step where parameters are unsharded (ZeRO-1, DDP).
-
-    Gradients are reduced in the last backward (``reduce`` seconds in all), updated parameters gathered
-    (ZeRO-1) in the next forward. Of the many buckets one is last, and exposed.
-    """
-    exposed = Exposed()
-    count = max(sum(unit.count for unit in units), 1)
-    forward = sum(unit.count * unit.forward for unit in units)
-    backward = sum(unit.count * unit.backward for unit in units)
-    exposed.wait(1, backward, 0.0, reduce * (1 - 1 / count), 0.0)
-    exposed.wait(1, forward, gather * (1 - 1 / count), 0.0, 0.0)
-    exposed.reduce += reduce / count
-    exposed.gather += gather / count
-    return exposed
-
 
 @dataclass(frozen=True)
 class StepTime:
@@ -198,13 +34,14 @@ class StepTime:
         terms: by component; they add up to ``total``.
         model_flops: of the plain model's matmuls and attention in a step, forward and backward, over tp.
         hardware_flops: what one GPU computes, with what several GPUs compute and what checkpointing repeats.
-        units: times of one micro-batch, for the timeline.
+        units, rules: times of one micro-batch, and how it communicates, for the timeline.
     """
 
     terms: dict[str, Term]
     model_flops: float
     hardware_flops: float
     units: list[tuple[Unit, UnitTimes]]
+    rules: Rules
 
     @property
     def total(self) -> float:
@@ -266,6 +103,7 @@ class _Timing:
         times = [self.unit_times(u, k) for u, k in zip(units, kernels, strict=True)]
         tp_total = sum(t.count * (t.tp_forward + t.tp_backward) for t in times)
         tokens = micro_batch * self.work.local_tokens(cp)
+        lost = self.exposed(times)
         terms = [
             *self.compute_terms(kernels),
             Term(
@@ -281,8 +119,8 @@ class _Timing:
                     "tokens": tokens,
                 },
             ),
-            *self.context_terms(times),
-            *self.engine_terms(*self.exposed(times)),
+            *self.context_terms(times, *lost),
+            *self.engine_terms(*lost),
             self.optimizer(),
         ]
         terms.append(self.stragglers(sum(term.value for term in terms)))
@@ -294,6 +132,7 @@ class _Timing:
             useful * self.accumulation / tp / cp,
             sum(flops) * self.accumulation,
             list(zip(units, times, strict=True)),
+            self.rules(),
         )
 
     def numel(self, kind: str | None = None) -> int:
@@ -387,6 +226,7 @@ class _Timing:
             *(unit.count, forward, backward, gather, again, reduce, summed),
             *(tp_forward, tp_backward, cp_forward, cp_backward),
             offload=moved / host_rate(self.gpu),
+            parts=(max(len(unit.tp_inputs), len(unit.tp_outputs), 1), work.sequence_parallel),
         )
 
     def is_gathered_again(self, unit: Unit) -> bool:
@@ -426,30 +266,36 @@ class _Timing:
         table = max((prod(tp_cut(p, self.layout.tp)[1]) for p in unit.parameters), default=0)
         return table * self.work.compute_itemsize * (4 if is_tied else 1)
 
+    def rules(self) -> Rules:
+        """How the engine communicates."""
+        slowdown = constant("overlap_slowdown").value
+        if self.work.sharding != "fsdp":
+            return Rules(slowdown, waits=False)
+        freed, apart = self.stack.value("freed_after"), self.links["shard"].nodes == 1
+        return Rules(slowdown, freed, apart, later=self.layout.tp > 1)
+
     def exposed(self, times: list[UnitTimes]) -> tuple[Exposed, Exposed]:
         """(of every micro-batch but the last, of the last one)."""
-        work, numel = self.work, self.numel()
+        work, numel, rules = self.work, self.numel(), self.rules()
         if work.sharding == "fsdp":
-            freed = self.stack.value("freed_after")
-            apart = self.links["shard"].nodes == 1
-            each, last = (
-                fsdp_exposed(
-                    times, all_reduce=reduces, freed=freed, apart=apart, later=self.layout.tp > 1
-                )
-                for reduces in (False, True)
-            )
+            each = last = exposed_of(times, rules, all_reduce=True)
+            if self.accumulation > 1 and self.layout.replicate > 1:
+                each = exposed_of(times, rules, all_reduce=False)
             if self.hybrid:  # the copy is renewed before each forward
                 renewed = numel * work.compute_itemsize / self.links["shard"].size
                 renewal = self.collective("all_gather", renewed, "replicate")
-                each.gather += renewal
-                last.gather += renewal
+                each, last = (e._replace(gather=e.gather + renewal) for e in (each, last))
             return each, last
+        # Parameters are unsharded. Gradients are reduced in the last backward, updated parameters gathered
+        # (ZeRO-1) in the next forward, in many equal buckets.
         kind, gathered = "all_reduce", 0
         if work.sharding == "zero1":
             kind, gathered = "reduce_scatter", numel * work.compute_itemsize
         reduce = self.collective(kind, numel * work.reduce_itemsize, "replicate")
         gather = self.collective("all_gather", gathered, "replicate")
-        return Exposed(), unsharded_exposed(times, reduce=reduce, gather=gather)
+        count = sum(unit.count for unit in times)
+        times = [replace(t, gather=gather / count, reduce=reduce / count) for t in times]
+        return Exposed(), exposed_of(times, rules, all_reduce=False)
 
     def compute_terms(self, kernels: list[Kernels]) -> Iterator[Term]:
         """Kernels, recomputation, and host time beyond them."""
@@ -470,7 +316,9 @@ class _Timing:
         yield term("recompute", again, "what checkpointing and a chunked loss compute again")
         yield term("launch", max(0.0, host), "host time beyond that of the kernels it starts")
 
-    def context_terms(self, times: list[UnitTimes]) -> Iterator[Term]:
+    def context_terms(
+        self, times: list[UnitTimes], exposed: Exposed, last: Exposed
+    ) -> Iterator[Term]:
         """What attention waits for over ``cp``, and blocks for the host."""
         accumulation, cp = self.accumulation, self.layout.cp
         waited = sum(t.count * (t.cp_forward + t.cp_backward) for t in times)
@@ -488,13 +336,14 @@ class _Timing:
         )
         away = [max(t.count - 1, 0) for t in times]  # what the last block keeps stays
         copied = sum(n * t.offload for n, t in zip(away, times, strict=True))
-        exposed = sum(n * sum(t.waits_for_host) for n, t in zip(away, times, strict=True))
         yield Term(
             "exposed offload",
-            exposed * accumulation,
-            "accumulation * sum over blocks but the last: max(0, copy - forward) + max(0, copy - backward)",
+            exposed.offload * (accumulation - 1) + last.offload,
+            "(accumulation - 1) * each + last: copies of blocks but the last that nothing hides",
             {
                 "accumulation": accumulation,
+                "each": exposed.offload,
+                "last": last.offload,
                 "copies of a micro-batch, each way": copied,
                 "host": Constant("host", self.gpu.host, "GB/s", self.gpu.source),
                 "host_efficiency": constant("host_efficiency"),

@@ -116,7 +116,9 @@ class TestOffload:
         copy = WORK.seq_len * _whole_block() / rate
         waited = max(0.0, copy - times.forward) + max(0.0, copy - times.backward)
         assert waited > 0
-        assert found.time.terms["exposed offload"].value == pytest.approx(31 * waited)
+        # Where gathers make the computation slower it waits less for the copies beside it.
+        slower = found.time.terms["slowdown"].value
+        assert 31 * waited - slower < found.time.terms["exposed offload"].value <= 31 * waited
 
     def test_a_faster_link_hides_it(self) -> None:
         fast = replace(H100, gpu=replace(H100.gpu, host=1000.0))

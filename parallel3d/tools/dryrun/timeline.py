@@ -5,10 +5,12 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections import Counter, defaultdict
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
+from parallel3d._play.player import Player
 from parallel3d._util.recorder import Collective
 from parallel3d.mesh.axes import is_data_axis
 from parallel3d.planner.cluster import AxisLink, Cluster, Gpu, collective_time
@@ -173,107 +175,86 @@ def latency_of(call: Collective, link: AxisLink, cluster: Cluster) -> float:
     return min(collective_seconds(replace(call, bytes=8), link, cluster), seconds)
 
 
-class _Schedule:
-    """Puts operations on streams one by one; its public attributes are those of ``Timeline``."""
+class _Playing:
+    """Plays a run's operations one by one; its public attributes are those of ``Timeline``."""
 
     def __init__(self, run: DryRun, cluster: Cluster) -> None:
         self._run, self._cluster = run, cluster
+        self.player = Player(constant("overlap_slowdown").value, constant("launch").value)
         self.spans: list[Span] = []
         self.times = array("d")
         self.starts: list[float] = []
-        self.host: list[float] = []
-        self._launch = constant("launch").value
-        self._slowdown = constant("overlap_slowdown").value
+        self._waited: list[float] = []  # for the host, before each step
         self._tp_wait = stack_of(OURS).value("tp_wait")
-        self._launched = self._compute = 0.0
-        self._streams: dict[str, float] = defaultdict(float)
-        self._axes: dict[object, float] = defaultdict(float)
         self._ends: dict[int, float] = {}  # index of a collective -> its end
         self._beside: dict[int, float] = {}  # index of an operation beside the computation -> end
         self._names: dict[int, str] = {}  # number of a stream -> its name
         self._reduced: dict[str, float] = {}  # unit -> end of its last reduce-scatter
-        self._running = 0.0  # until when any collective runs
 
     @property
-    def end(self) -> float:
-        return max([self._compute, *self._streams.values()])
+    def host(self) -> tuple[float, ...]:
+        return tuple(b - a for a, b in pairwise([*self._waited, self.player.host])) or (0.0,)
 
     def add(self, position: int, operation: Operation) -> None:
         """Adds the operation at ``position``."""
+        player = self.player
         while len(self.starts) <= operation.step:
-            self.starts.append(max(self._compute, self._launched))
-            self.host.append(0.0)
-        self.times.append(self._compute)
-        if operation.kind != "wait":
-            self._launched += self._launch
-        if operation.kind not in ("wait", "collective"):
-            self._calculate(position, operation)
-        elif operation.kind == "wait":
-            ended = (
-                0.0 if operation.collective is None else self._ends.get(operation.collective, 0.0)
-            )
-            self._wait(position, operation, max(ended, self._before(operation)))
-        elif operation.collective is not None:
-            self._issue(position, operation, operation.collective)
-
-    def _calculate(self, position: int, operation: Operation) -> None:
-        start = max(self._compute, self._launched)
-        seconds = kernel_seconds(operation, self._cluster.gpu)
-        if operation.stream:  # a copy beside the computation
-            start = max(start, self._before(operation))
-            end = self._beside[position] = start + seconds
+            self.starts.append(max(player.now, player.launched))
+            self._waited.append(player.host)
+        self.times.append(player.now)
+        before = max((self._beside.get(each, 0.0) for each in operation.after), default=0.0)
+        if operation.kind == "wait":
+            index = operation.collective
+            ended = 0.0 if index is None else self._ends.get(index, 0.0)
+            self._wait(position, operation, max(ended, before))
+        elif operation.kind == "collective":
+            if operation.collective is not None:
+                self._issue(position, operation, operation.collective, before)
+            else:
+                player.launched += player.launch
+        elif operation.stream:  # a copy beside the computation
+            seconds = kernel_seconds(operation, self._cluster.gpu)
+            turns = (operation.stream,)
+            start, end = player.beside(seconds, turns, before, is_collective=False)
+            self._beside[position] = end
             stream = self._names.get(operation.stream, COPIES)
-            self._streams[stream] = max(self._streams[stream], end)
             self._span(stream, position, operation, start, end)
-            return
-        self.host[operation.step] += start - self._compute
-        overlap = min(max(self._running - start, 0.0), seconds)
-        self._compute = start + seconds + self._slowdown * overlap
-        self.times[position] = start
-        self._span(COMPUTE, position, operation, start, self._compute)
+        else:
+            start, end = player.compute(kernel_seconds(operation, self._cluster.gpu))
+            self.times[position] = start
+            self._span(COMPUTE, position, operation, start, end)
 
-    def _before(self, operation: Operation) -> float:
-        """When all operations on other streams have ended that ``operation`` comes after."""
-        return max((self._beside.get(position, 0.0) for position in operation.after), default=0.0)
-
-    def _issue(self, position: int, operation: Operation, index: int) -> None:
+    def _issue(self, position: int, operation: Operation, index: int, before: float) -> None:
         call = self._run.collectives[index]
         stream, reduces = stream_of(call), is_data_axis(call.axis)
         link = link_of(self._run, call, self._cluster)
-        axis: object = call.axis or (call.group_size, "")
+        axis: Hashable = call.axis or (call.group_size, "")
         if reduces and link.nodes > 1:
             axis = "network"  # of which each rank has one card
-        start = max(
-            self._compute,
-            self._launched,
-            self._streams[stream],
-            self._axes[axis],
-            self._reduced.get(call.unit, 0.0) if reduces and call.op == "all_reduce" else 0.0,
-            self._before(operation),
-        )
+        if reduces and call.op == "all_reduce":
+            before = max(before, self._reduced.get(call.unit, 0.0))
         seconds = collective_seconds(call, link, self._cluster)
         if call.axis == "tp":  # whose ranks come one after the other
             seconds *= self._tp_wait
-        end = start + seconds
-        self._streams[stream] = self._axes[axis] = self._ends[index] = self._beside[position] = end
+        turns: list[Hashable] = [("stream", stream), ("axis", axis)]
         if operation.stream:
             self._names[operation.stream] = stream
-        self._running = max(self._running, end)
+            turns.append(operation.stream)
+        start, end = self.player.beside(seconds, turns, before)
+        self._ends[index] = self._beside[position] = end
         if reduces and call.op == "reduce_scatter":
             self._reduced[call.unit] = end
         self._span(stream, position, operation, start, end)
         if not call.asynchronous and not operation.stream:
             self._wait(position, operation, end)
         if call.op == "barrier":
-            self._launched = max(self._launched, end)
+            self.player.launched = max(self.player.launched, end)
 
     def _wait(self, position: int, operation: Operation, end: float) -> None:
         """The computation continues when the collective has ended."""
-        start = max(self._compute, min(self._launched, end))
-        if end > start:
-            self.host[operation.step] += start - self._compute
-            self._span(COMPUTE, position, operation, start, end)
-            self._compute = end
+        waited = self.player.wait(end)
+        if waited is not None:
+            self._span(COMPUTE, position, operation, *waited)
 
     def _span(
         self, stream: str, position: int, operation: Operation, start: float, end: float
@@ -374,12 +355,12 @@ def timeline(run: DryRun, cluster: Cluster | str | None = None) -> Timeline:
     """
     if not isinstance(cluster, Cluster):
         cluster = cluster_of(run, cluster or "h100-80gb-sxm")
-    schedule = _Schedule(run, cluster)
+    playing = _Playing(run, cluster)
     for position, operation in enumerate(run.operations):
-        schedule.add(position, operation)
-    starts, host = (*(schedule.starts or [0.0]), schedule.end), tuple(schedule.host or [0.0])
+        playing.add(position, operation)
+    starts, host = (*(playing.starts or [0.0]), playing.player.end), playing.host
     complete = min(run.steps, len(host))
-    return Timeline(tuple(schedule.spans), cluster, tuple(schedule.times), starts, complete, host)
+    return Timeline(tuple(playing.spans), cluster, tuple(playing.times), starts, complete, host)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""When the operations of a program run: the one clock of ``predict`` and of a dry run."""
