@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import warnings
 from collections.abc import Mapping
@@ -20,10 +19,16 @@ from parallel3d._torch.fully_shard import plain_name
 from parallel3d._util import dry_run
 from parallel3d.checkpoint.optimizer_state import stateful
 from parallel3d.checkpoint.ranks import new_folder, ranks_of
+from parallel3d.checkpoint.torch_formats.dcp_folder import (
+    DcpTensor,
+    StoredAt,
+    read_folder,
+    read_small,
+)
 from parallel3d.checkpoint.torch_formats.loading import Checkpoint, LoadOptions, load, state_at_rest
 from parallel3d.checkpoint.torch_formats.names import without_wrappers
 from parallel3d.checkpoint.torch_formats.optimizer import SavedOptimizer, saved_in_names
-from parallel3d.checkpoint.torch_formats.stored import DcpTensor, StoredAt, read_folder, read_small
+from parallel3d.checkpoint.torch_formats.sources import Budget
 from parallel3d.checkpoint.values import refuse_wrapper
 from parallel3d.errors import CheckpointError
 from parallel3d.fsdp import optim_state_dict
@@ -49,8 +54,9 @@ def load_dcp(
     optimizers.
 
     Each rank reads the chunks that contain a part of what it holds twice, one at a time: first all ranks
-    check that everything is there, fits and has its checksum; then values are copied. Nothing in the folder
-    is executed. State that the optimizer doesn't have yet is allocated, placed as its parameters are.
+    check that everything is there, fits and has its checksum; then it loads the chunk and copies. Nothing in
+    the folder is executed. State that the optimizer doesn't have yet is allocated, placed as its parameters
+    are.
 
     Args:
         folder: where it is; every rank must be able to read it.
@@ -86,12 +92,12 @@ class _Folder(Checkpoint):
         stored = self.names[name]
         if not isinstance(stored, StoredAt):
             return stored
-        archive = stored.archive(f"{self._path}: {name}", checksums=self._options.checksums)
-        if not self._options.trusted:
-            return archive.with_tensors(archive.value)
-        for entry in archive.entries.values():
-            entry.verify()
-        return torch.load(io.BytesIO(archive.raw()), map_location="cpu", weights_only=False)
+        archive = stored.archive(f"{self._path}: {name}")
+        for records in archive.checked(checksums=self._options.checksums):
+            records.verify()
+        value = archive.load(trusted=self._options.trusted)
+        Budget(archive.length, archive.what).count(value)
+        return value
 
     def optimizer(self, prefix: str, params: Mapping[str, Any]) -> SavedOptimizer:
         flat = {}

@@ -64,6 +64,20 @@ def tile(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
     return not any(corners.values())
 
 
+def check_tiles(name: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> None:
+    """Raises ValueError unless ``boxes`` lie within the tensor ``name`` of ``shape``, and tile it."""
+    for offsets, sizes in boxes:
+        inside = len(offsets) == len(sizes) == len(shape) and all(
+            o + s <= n for o, s, n in zip(offsets, sizes, shape, strict=True)
+        )
+        if not inside:
+            raise ValueError(
+                f"{name!r:.100}, {shape}, has a chunk at {offsets} of {sizes}, outside of it"
+            )
+    if not tile(shape, [box for box in boxes if prod(box[1])]):
+        raise ValueError(f"the chunks of {name!r:.100}, {shape}, overlap or leave elements out")
+
+
 @dataclass(frozen=True)
 class Boxed:
     """A part of a tensor: where it begins in it, and its shape."""

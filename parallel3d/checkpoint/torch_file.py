@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -16,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from parallel3d._util import dry_run
 from parallel3d.checkpoint.format.files import hidden_beside
 from parallel3d.checkpoint.ranks import ranks_of
+from parallel3d.checkpoint.torch_formats.dcp_folder import MAX_NAME
 from parallel3d.checkpoint.torch_formats.loading import (
     EXTRA_STATE,
     Checkpoint,
@@ -30,8 +34,7 @@ from parallel3d.checkpoint.torch_formats.optimizer import (
     saved_in_dict,
     saved_in_names,
 )
-from parallel3d.checkpoint.torch_formats.pickled import MAX_NAME, SavedTensor
-from parallel3d.checkpoint.torch_formats.stored import Archive, FileTensor, Memory
+from parallel3d.checkpoint.torch_formats.sources import Archive, Budget, Memory
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
 from parallel3d.fsdp import model_state_dict, optim_state_dict
 
@@ -78,26 +81,23 @@ def load_torch(
 class _File(Checkpoint):
     """A file of ``torch.save``."""
 
-    shared = True
-
     def __init__(self, path: Path, options: LoadOptions) -> None:
         if not path.is_file():
             raise CheckpointError(f"{path} is not a file; load_torch reads those of torch.save")
-        self._what = str(path)
-        self._archive = Archive(
-            path, 0, path.stat().st_size, what=self._what, checksums=options.checksums
-        )
+        self._what, size = str(path), path.stat().st_size
+        self._archive = Archive(path, 0, size, self._what)
+        self._budget, self._trusted = Budget(size, self._what), options.trusted
         with open(path, "rb") as file:
             is_zip = file.read(4) == b"PK\x03\x04"
-        if options.trusted:
-            content = torch.load(path, map_location="cpu", weights_only=False, mmap=is_zip)
-        elif is_zip:
-            content = self._archive.value
-        else:
-            raise CorruptCheckpointError(
-                f"{path} doesn't begin as a file of torch.save; if it is from before torch 1.6 and you trust "
-                "who made it: trusted=True"
-            )
+        if not self._trusted:
+            if not is_zip:
+                raise CorruptCheckpointError(
+                    f"{path} doesn't begin as a file of torch.save; if it is from before torch 1.6 and you "
+                    "trust who made it: trusted=True"
+                )
+            records = self._archive.checked(checksums=options.checksums)
+            self.shared = [replace(each, blocks=(b,)) for each in records for b in each.blocks]
+        content = self._archive.load(trusted=self._trusted, mmap=is_zip)
         if not isinstance(content, Mapping):
             raise CheckpointError(
                 f"{path} has a {type(content).__name__} in it; it must have a state dict"
@@ -109,16 +109,21 @@ class _File(Checkpoint):
         return self._converted(self.names[name], name)
 
     def _converted(self, value: Any, name: str) -> Any:
-        if isinstance(value, SavedTensor):
-            return FileTensor(self._archive, value)
         self._check_unique(value, name)
         if isinstance(value, DTensor):
             raise CheckpointError(
                 f"{self._what}: {name} is a DTensor: a rank's own part, not the whole; save whole tensors"
             )
         if isinstance(value, Tensor):
-            return Memory(value.detach())
-        return self._archive.with_tensors(value)
+            if not self._trusted:
+                self._archive.check(value)
+            return Memory(value, self._budget)
+        return self._own(value)
+
+    def _own(self, value: Any) -> Any:
+        """Returns a copy, whose tensors are not views of the mapped file."""
+        self._budget.count(value)
+        return copy.deepcopy(value)
 
     def _check_unique(self, value: Any, name: str) -> None:
         if value is _TWICE:
@@ -143,11 +148,8 @@ class _File(Checkpoint):
             name: {key: self._converted(v, f"{key} of {name}") for key, v in entry.items()}
             for name, entry in saved.state.items()
         }
-        read = self._archive.with_tensors
-        groups = [
-            SavedGroup({key: read(v) for key, v in group.options.items()}, group.params)
-            for group in saved.groups
-        ]
+        options = self._own([group.options for group in saved.groups])
+        groups = [SavedGroup(o, g.params) for o, g in zip(options, saved.groups, strict=True)]
         return SavedOptimizer(state, tuple(groups))
 
 
@@ -161,8 +163,10 @@ def _flat(
     while waiting:
         path, entries, depth = waiting.pop()
         for key, value in entries.items():
-            if isinstance(key, (str, bytes)) and len(path) + len(key) > MAX_NAME:
+            if not isinstance(key, (str, int, float, bytes, NoneType)):
                 continue  # it is not the name of a model's tensor
+            if isinstance(key, (str, bytes)) and len(path) + len(key) > MAX_NAME:
+                continue
             name = f"{path}{key}"
             nested = isinstance(value, Mapping) and not name.endswith(EXTRA_STATE)
             if nested and depth < _MAX_DEPTH:

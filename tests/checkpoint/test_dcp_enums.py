@@ -1,43 +1,30 @@
 """Members of enums in a DCP folder's ``.metadata``: Python 3.11.0 to 3.11.3 writes them as ``getattr``."""
 
+import io
 import pickle
+from pathlib import Path
 from typing import Any
 
-import pytest
-from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
-    TensorProperties,
-)
+import torch
+from _support.checkpoint.handmade_dcp import flat, make, small
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
-from parallel3d.checkpoint.torch_formats.pickled import DCP_METADATA, read_pickle
-from parallel3d.errors import CheckpointError
+from parallel3d.checkpoint import load_dcp
 
 
-class Attribute:
-    """Pickled as ``getattr(of, name)``."""
-
-    def __init__(self, of: Any, name: str) -> None:
-        self.call = getattr, (of, name)
-
-    def __reduce__(self) -> Any:
-        return self.call
+class Older(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, _MEM_FORMAT_ENCODING):
+            return getattr, (_MEM_FORMAT_ENCODING, value.name)
+        return NotImplemented
 
 
-@pytest.mark.parametrize("member", _MEM_FORMAT_ENCODING)
-def test_a_memory_format(member: _MEM_FORMAT_ENCODING) -> None:
-    data = pickle.dumps(Attribute(_MEM_FORMAT_ENCODING, member.name))
-    assert read_pickle(data, DCP_METADATA, what="it").kind == "memory format"
-
-
-@pytest.mark.parametrize(
-    ("of", "name"),
-    [
-        (_MEM_FORMAT_ENCODING, "__class__"),
-        (_MEM_FORMAT_ENCODING, "__subclasses__"),
-        (TensorProperties, "TORCH_CHANNELS_LAST"),
-        (TensorProperties, "__init__"),
-    ],
-)
-def test_no_other_attribute(of: Any, name: str) -> None:
-    with pytest.raises(CheckpointError):
-        read_pickle(pickle.dumps(Attribute(of, name)), DCP_METADATA, what="it")
+def test_members_by_getattr(tmp_path: Path) -> None:
+    folder, table = make(flat(*small(1))), io.BytesIO()
+    Older(table).dump(folder.metadata)
+    assert b"getattr" in table.getvalue()
+    folder.write(tmp_path / "it")
+    (tmp_path / "it" / ".metadata").write_bytes(table.getvalue())
+    model, optimizer = small(2)
+    load_dcp(tmp_path / "it", model, optimizer)
+    assert torch.equal(model.lin.weight, small(1)[0].lin.weight)

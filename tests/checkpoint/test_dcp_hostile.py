@@ -152,7 +152,7 @@ def test_trusted_is_said_by_the_caller_alone(tmp_path: Path) -> None:
     folder.metadata.planner_data = None
     folder.write(tmp_path / "it")
     found = refused(tmp_path / "it", tmp_path / "sentinel")
-    assert "builtin__.eval" in str(found) and "trusted=True" in str(found)
+    assert "eval" in str(found) and "trusted=True" in str(found)
     model, optimizer = small(2)
     load_dcp(tmp_path / "it", model, optimizer, trusted=True)
     assert optimizer.param_groups[0]["lr"] == 1e-3

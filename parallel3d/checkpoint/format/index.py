@@ -24,7 +24,7 @@ from parallel3d.checkpoint.format.files import (
     shown,
 )
 from parallel3d.checkpoint.format.safetensors_file import DTYPES, NAMES
-from parallel3d.checkpoint.pieces import Boxed, tile
+from parallel3d.checkpoint.pieces import Boxed, check_tiles
 
 _FILE = re.compile(r"rank-[0-9]{5,9}\.safetensors")
 
@@ -111,9 +111,8 @@ def _tensor(name: str, entry: Any, files: dict[str, int]) -> TensorEntry:
     if not isinstance(chunks, list):
         raise ValueError(f"{name!r} has no chunks")
     parts = [_chunk(name, chunk, result, files) for chunk in chunks]
+    check_tiles(name, result.shape, [part.box for part in parts])
     result.chunks = [chunk for chunk in parts if prod(chunk.sizes)]
-    if not tile(result.shape, [chunk.box for chunk in result.chunks]):
-        raise ValueError(f"the chunks of {name!r} overlap or leave elements out")
     return result
 
 
@@ -122,10 +121,6 @@ def _chunk(name: str, chunk: Any, entry: TensorEntry, files: dict[str, int]) -> 
         raise ValueError(f"a chunk of {name!r} doesn't have 5 fields")
     offsets = numbers_of(chunk[0], "offsets of a chunk")
     sizes = numbers_of(chunk[1], "sizes of a chunk")
-    if not len(offsets) == len(sizes) == len(entry.shape):
-        raise ValueError(f"a chunk of {name!r} has another number of dims")
-    if any(o + s > n for o, s, n in zip(offsets, sizes, entry.shape, strict=True)):
-        raise ValueError(f"a chunk of {name!r} exceeds its shape {entry.shape}")
     file, (begin,) = chunk[2], numbers_of([chunk[3]], "begin of a chunk")
     if not isinstance(file, str) or file not in files:
         raise ValueError(f"{name!r} is stored in {shown(file)}, which is not listed")

@@ -59,14 +59,19 @@ class Stored:
     """A tensor in a file: its bytes are [start, end), counted from the beginning of the file."""
 
     file: str
-    dtype: str  # the format's name
+    dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
     end: int
 
 
 def read_header(path: Path, file: str) -> dict[str, Stored]:
-    """Returns the tensors of a file by name; raises CorruptCheckpointError if it is not a complete one."""
+    """Returns the tensors of a file by name.
+
+    Raises:
+        CorruptCheckpointError: if it is not a complete one.
+        CheckpointError: if torch has no dtype for a tensor.
+    """
     with open(path, "rb", opener=open_regular) as opened:
         size = os.fstat(opened.fileno()).st_size
         first = opened.read(8)
@@ -95,10 +100,12 @@ def _stored(file: str, name: str, entry: Any, begin: int) -> Stored:
         raise ValueError(f"{name!r} has the dtype {shown(dtype)}")
     if len(offsets) != 2 or offsets[0] > offsets[1]:
         raise ValueError(f"{name!r} has the data_offsets {shown(offsets)}")
+    if dtype not in DTYPES:
+        raise CheckpointError(f"{name!r} is stored as {dtype:.80}, which torch has no dtype for")
     nbytes = offsets[1] - offsets[0]
-    if dtype in DTYPES and prod(shape) * DTYPES[dtype].itemsize != nbytes:
+    if prod(shape) * DTYPES[dtype].itemsize != nbytes:
         raise ValueError(f"{name!r}, {dtype} of shape {shape}, can't have {nbytes} bytes")
-    return Stored(file, dtype, shape, begin + offsets[0], begin + offsets[1])
+    return Stored(file, DTYPES[dtype], shape, begin + offsets[0], begin + offsets[1])
 
 
 def _check_gapless(tensors: Mapping[str, Stored], begin: int, size: int) -> None:

@@ -23,7 +23,7 @@ from parallel3d.checkpoint.format.files import (
     read_json_object,
     read_strided,
 )
-from parallel3d.checkpoint.format.safetensors_file import DTYPES, MAX_HEADER, Stored, read_header
+from parallel3d.checkpoint.format.safetensors_file import MAX_HEADER, Stored, read_header
 from parallel3d.checkpoint.hf.conversion import (
     INDEX,
     SINGLE,
@@ -71,7 +71,7 @@ class Reader(ExitStack):
                 )
 
     def dtype_of(self, patch: Patch) -> torch.dtype:
-        return DTYPES[self.stored[patch.source].dtype]
+        return self.stored[patch.source].dtype
 
     def read(self, patch: Patch, out: Tensor) -> None:
         """Reads ``patch`` into ``out``, of its counts and any dtype and device."""
@@ -210,13 +210,8 @@ def _converted(
     names: Names,
     in_files: Mapping[str, str],
 ) -> Converted:
-    for name, tensor in stored.items():
-        if tensor.dtype not in DTYPES:
-            raise CheckpointError(
-                f"{name!r} is stored as {tensor.dtype}, which torch has no dtype for"
-            )
     if names is None and is_transformers(model):
-        return from_file(model, entries, {n: (s.shape, DTYPES[s.dtype]) for n, s in stored.items()})
+        return from_file(model, entries, {n: (s.shape, s.dtype) for n, s in stored.items()})
     own = {name: in_files.get(name, name) for entry in entries for name in entry.names}
     layouts = {n: whole_of(f, stored[f].shape) for n, f in own.items() if f in stored}
     taken = {own[name] for name in layouts}
@@ -243,7 +238,7 @@ def misfits(
                     f"{entry.name!r} is {shape} in the model and {layout.shape} in the files"
                 )
                 continue
-            dtypes = {DTYPES[stored[patch.source].dtype] for patch in layout.patches}
+            dtypes = {stored[patch.source].dtype for patch in layout.patches}
             # Eight-bit floating dtypes need scales.
             castable = {d for d in dtypes if d.is_floating_point and d.itemsize > 1}
             wrong = list(dtypes - {own} - (castable if own.is_floating_point else set()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from parallel3d.checkpoint.torch_formats.names import (
     unexpected_names,
 )
 from parallel3d.checkpoint.torch_formats.optimizer import OptimizerTarget, SavedOptimizer
-from parallel3d.checkpoint.torch_formats.stored import Entry, Source
+from parallel3d.checkpoint.torch_formats.sources import Records, Source
 from parallel3d.errors import CheckpointError
 from parallel3d.fsdp import load_model_state_dict, model_state_dict
 from parallel3d.materialize import give_memory
@@ -47,8 +47,8 @@ class Checkpoint(ABC):
     """An opened checkpoint."""
 
     names: Mapping[str, Any]  # flat, without those of wrappers
-    # Whether all ranks need the same records, which the ranks of a host verify together.
-    shared = False
+    shared: Sequence[Records] = ()
+    """Records that all ranks need, which the ranks of a host verify together."""
 
     @abstractmethod
     def value(self, name: str) -> Any:
@@ -75,14 +75,13 @@ def load(
         give_memory(model, ())
         return
     ranks = ranks_of(model, call)
-    targets, entries, shared = ranks.on_each(
+    targets, records, shared = ranks.on_each(
         lambda: _prepare(model, optimizer, open_checkpoint(options), options)
     )
-    if shared:  # this rank verifies its part
-        hosts = ranks.all(socket.gethostname)
-        peers = [rank for rank, host in enumerate(hosts) if host == hosts[ranks.rank]]
-        entries = entries[peers.index(ranks.rank) :: len(peers)]
-    ranks.all(lambda: _call_each(entry.verify for entry in entries))
+    hosts = ranks.all(socket.gethostname)
+    peers = [rank for rank, host in enumerate(hosts) if host == hosts[ranks.rank]]
+    records += shared[peers.index(ranks.rank) :: len(peers)]
+    ranks.all(lambda: _call_each(each.verify for each in records))
     ranks.all(lambda: _call_each(target.read_new for target in targets))
     ranks.with_undo(
         lambda: _call_each(target.adopt for target in targets),
@@ -99,8 +98,8 @@ def _call_each(functions: Iterable[Callable[[], None]]) -> None:
 
 def _prepare(
     model: nn.Module, optimizer: Any, saved: Checkpoint, options: LoadOptions
-) -> tuple[list[ModelTarget | OptimizerTarget], list[Entry], bool]:
-    """Returns what is loaded into, the records that this rank reads, and ``saved.shared``."""
+) -> tuple[list[ModelTarget | OptimizerTarget], list[Records], Sequence[Records]]:
+    """Returns what is loaded into, the records that this rank reads, and those that all do."""
     state = state_at_rest(model, "loading a checkpoint")
     prefix = find_model(list(state), saved.names, given=options.model_prefix)
     own = {name.removeprefix(prefix): name for name in saved.names if name.startswith(prefix)}
@@ -117,8 +116,7 @@ def _prepare(
     targets: list[ModelTarget | OptimizerTarget] = [ModelTarget(model, state, values, options.cast)]
     if saved_optimizer is not None:
         targets.append(OptimizerTarget(model, optimizer, saved_optimizer, options.cast))
-    entries = dict.fromkeys(entry for target in targets for entry in target.entries())
-    return targets, list(entries), saved.shared
+    return targets, [each for target in targets for each in target.records()], saved.shared
 
 
 EXTRA_STATE = "_extra_state"
@@ -157,13 +155,13 @@ class ModelTarget:
                 )
             self.values[name] = value
 
-    def entries(self) -> list[Entry]:
+    def records(self) -> list[Records]:
         """Returns the records that this rank reads."""
         sources = [(source, boxes_of(self.state[name])) for name, source in self.copies.items()]
         sources += [
             (v, [whole_box(v.shape)]) for v in self.values.values() if isinstance(v, Source)
         ]
-        return [entry for source, boxes in sources for entry in source.entries(boxes)]
+        return [each for source, boxes in sources for each in source.records(boxes)]
 
     def read_new(self) -> None:
         """Reads extra state and other values."""

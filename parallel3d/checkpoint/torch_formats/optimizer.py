@@ -21,7 +21,7 @@ from parallel3d._util.arguments import counted
 from parallel3d.checkpoint.optimizer_state import NO_OPTIONS, alike, empty_state, stateful
 from parallel3d.checkpoint.pieces import Box, boxes_of, shares_memory_within, whole_box
 from parallel3d.checkpoint.torch_formats.names import shown
-from parallel3d.checkpoint.torch_formats.stored import Entry, Source
+from parallel3d.checkpoint.torch_formats.sources import Records, Source
 from parallel3d.errors import CheckpointError
 from parallel3d.fsdp.inspect import check_optimizer, named_params, state_keys
 from parallel3d.optim.local import LocalMatrixSteps
@@ -365,8 +365,8 @@ class OptimizerTarget:
             result.append({**group, **saved})
         return result
 
-    def entries(self) -> list[Entry]:
-        return [entry for slot in self.slots for entry in slot.source.entries(slot.boxes())]
+    def records(self) -> list[Records]:
+        return [each for slot in self.slots for each in slot.source.records(slot.boxes())]
 
     def read_new(self) -> None:
         """Reads into the new tensors, which are not part of the optimizer yet; checks step counts."""
