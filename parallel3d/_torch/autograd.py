@@ -122,7 +122,8 @@ def function_modes() -> list[Any]:
 def has_compiled() -> bool:
     """Whether ``torch.compile`` has run in this process."""
     compiler = sys.modules.get("torch._dynamo.eval_frame")
-    return compiler is not None and bool(compiler.cached_backends)
+    # Its import alone puts a None there.
+    return compiler is not None and any(compiler.cached_backends.values())
 
 
 def profiler_runs() -> bool:

@@ -1,5 +1,7 @@
 """What the host does for a unit on an accelerator: kernels, events, waits, works; and what CUDA fuses."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -230,3 +232,15 @@ def test_forced_sums_are_scaled_by_a_kernel() -> None:
             return counted(make, torch.randn(4, 8), CountedStreams())[0]["kernels"]
 
     assert kernels(True) == kernels(False) + 2  # two units
+
+
+def test_what_compiled_code_may_do_is_looked_for_only_where_something_was_compiled() -> None:
+    """The import of torch's compiler, which collectives do, is no compilation."""
+    code = (
+        "import torch, torch._dynamo\n"
+        "from parallel3d._torch.autograd import has_compiled\n"
+        "assert not has_compiled()\n"
+        "torch.compile(torch.sin, backend='eager')(torch.ones(2))\n"
+        "assert has_compiled()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
