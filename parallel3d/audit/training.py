@@ -119,6 +119,7 @@ class Audit:
         self._steps: list[Step] = []  # forwards whose backward has not come
         self._dropout: dict[tuple[int, str], float] = {}
         self._waiting: dict[str, Tensor] = {}  # of micro-batches that were not reduced
+        self.earlier: dict[str, Tensor] = {}  # gradients that were there before the step
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Audit:
         model = memo.get(id(self._model()), self.model)
@@ -170,6 +171,10 @@ class Audit:
             return
         if self.train_due:
             set_dropout(module, self._off)
+            if not self._steps and not self._waiting:
+                named = self.model.named_parameters(remove_duplicate=False)
+                grads = {name: p.grad for name, p in named if p.grad is not None}
+                self.earlier = {name: grad.detach().clone() for name, grad in grads.items()}
         self._running = Step(self, args, kwargs, batch, trains=trains)
 
     @untraced
@@ -226,7 +231,7 @@ class Audit:
             done = backward and steps[-1].compare_parameters(report, self._waiting)
         finally:
             if done:
-                self.train_due, self._waiting = False, {}
+                self.train_due, self._waiting, self.earlier = False, {}, {}
                 for step in self._steps:
                     step.recording.stop()
                 self._steps = []
@@ -338,10 +343,17 @@ class Step:
             report.notes = ["the step ran without dropout"]
 
     def _take_modes(self, skeleton: nn.Module) -> None:
+        """Gives the skeleton's modules their mode, and its parameters whether they are trained now."""
         plain = dict(skeleton.named_modules())
         for name, module in self.audit.model.named_modules():
             if name in plain:
                 plain[name].training = module.training
+        frozen = {
+            name: param.requires_grad
+            for name, param in self.audit.model.named_parameters(remove_duplicate=False)
+        }
+        for name, param in skeleton.named_parameters(remove_duplicate=False):
+            param.requires_grad_(frozen.get(name, param.requires_grad))
 
     def _by_name(self) -> dict[str, Any]:
         """Name of a parameter -> the engine's record of it and its bucket; of ignored ones (None, None)."""
@@ -421,6 +433,12 @@ class Step:
                 got = torch.zeros_like(want)
             else:
                 got = _full(param.sharded.grad)
+            earlier = self.audit.earlier.get(name)
+            if earlier is not None:
+                if any(p.is_partial() for p in getattr(earlier, "placements", ())):
+                    report.left_out["gradients added to earlier ones, not yet summed"] = None
+                    continue
+                got = got - _full(earlier)
             largest = max(largest, float(want.abs().max()) if want.numel() else 0.0)
             lowest = (
                 bucket.compute_dtype

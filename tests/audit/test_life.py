@@ -183,3 +183,22 @@ def updated_in_backward() -> None:
 
 def test_of_an_optimizer_in_the_backward(gloo_pool: GlooPool) -> None:
     gloo_pool.run(updated_in_backward, world_size=2)
+
+
+def frozen_later() -> None:
+    """A user freezes parameters after ``parallelize``, as a training by stages does."""
+    mesh = p3d.build_mesh(MeshLayout(1, 2), device_type="cpu")
+    model = made(mesh)
+    first = next(model.parameters())
+    first.requires_grad_(False)
+    loss_of(model, cut(mesh)).backward()
+    report = p3d.audit.report(model)
+    assert report is not None and sum(report.compared.values()) > 20
+    first.requires_grad_(True)
+    p3d.audit.next_step(model)
+    loss_of(model, cut(mesh)).backward()
+    assert p3d.audit.report(model) is not report
+
+
+def test_of_a_model_frozen_after_parallelize(gloo_pool: GlooPool) -> None:
+    gloo_pool.run(frozen_later, world_size=2)
