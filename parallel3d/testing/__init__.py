@@ -7,7 +7,8 @@
 | ``EmulatedNetwork(...)`` | not real; collectives take a network's time | this one, as one rank |
 | ``GlooPool(size)`` | real | one for each rank |
 
-``verify`` compares a parallel model with the plain one, and names the first module that differs.
+``audit`` checks relations that must hold between trainings, on any engine. ``verify`` compares a parallel
+model with the plain one, and names the first module that differs.
 ``record_collectives(mesh)`` lists the collectives issued in any of them.
 """
 
@@ -33,6 +34,12 @@ if TYPE_CHECKING:
     from parallel3d.testing.parity import Parity as Parity
     from parallel3d.testing.parity import assert_parity as assert_parity
     from parallel3d.testing.parity import shards_of as shards_of
+    from parallel3d.testing.relations.engines import ENGINES as ENGINES
+    from parallel3d.testing.relations.engines import Engine as Engine
+    from parallel3d.testing.relations.relation import RELATIONS as RELATIONS
+    from parallel3d.testing.relations.relation import AuditTable as AuditTable
+    from parallel3d.testing.relations.relation import Outcome as Outcome
+    from parallel3d.testing.relations.relation import audit as audit
     from parallel3d.testing.worlds import FakeWorld as FakeWorld
     from parallel3d.testing.worlds import LocalWorld as LocalWorld
     from parallel3d.testing.worlds import fake_world as fake_world

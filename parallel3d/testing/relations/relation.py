@@ -1,0 +1,449 @@
+"""audit: the relations, a table of them for several engines, and how a failed one is told."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from enum import StrEnum
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from parallel3d.audit.findings import Gap, gap_between, named
+from parallel3d.errors import Parallel3dError
+from parallel3d.mesh import MeshLayout
+from parallel3d.testing.gloo_pool import GlooPool
+from parallel3d.testing.parity import ShardBatch, default_shard_batch
+from parallel3d.testing.relations.engines import ENGINES, Engine, Plain
+from parallel3d.testing.relations.program import (
+    MICRO_BATCHES,
+    Program,
+    Result,
+    Step,
+    Variant,
+    sgd,
+)
+from parallel3d.testing.samples import LossFn, Samples
+
+BOUND = 1e-9
+"""The largest difference that rounding explains in float64, as ``assert_parity`` has it; of weights after
+some steps ten times that."""
+_FLOOR = 1e-4  # of the model's largest gradient: what smaller ones are compared relative to
+
+
+class Verdict(StrEnum):
+    """What became of a relation on an engine."""
+
+    HOLDS = "holds"
+    FAILS = "fails"
+    NOT_RUN = "not run"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One relation on one engine.
+
+    Attributes:
+        relation, engine: their names.
+        verdict: whether it holds.
+        what: for one that fails: ``loss``, ``gradient``, ``norm``, ``weight``, ``exported`` or ``error``; else
+            why it was not run.
+        group: the parameters that differ, with ``*`` for numbers.
+        factor: they are the right ones times this; None: they are no multiple of them.
+        axes: the factor in sizes of axes, such as ``1 / tp``.
+        step: the first step that differs, from 0.
+        ranks: those on which it does.
+        difference: the largest, relative to the largest right value.
+    """
+
+    relation: str
+    engine: str
+    verdict: Verdict
+    what: str = ""
+    group: str = ""
+    factor: float | None = None
+    axes: str = ""
+    step: int = 0
+    ranks: tuple[int, ...] = ()
+    difference: float = 0.0
+
+    def __str__(self) -> str:
+        if self.verdict is not Verdict.FAILS:
+            return f"{self.verdict}{f': {self.what}' if self.what else ''}"
+        if self.what not in _KINDS:
+            return f"fails: {self.what}"
+        of = f" of {self.group}" if self.group else ""
+        by = f"off by {self.difference:.2g}"
+        if self.factor is not None:
+            by = f"{self.factor:.4g} times the right one{f' ({self.axes})' if self.axes else ''}"
+        ranks = f", ranks {', '.join(map(str, self.ranks))}" if self.ranks else ""
+        return f"fails: {self.what}{of} is {by}, from step {self.step}{ranks}"
+
+
+@dataclass(frozen=True)
+class AuditTable:
+    """What ``audit`` found.
+
+    Attributes:
+        layout: the mesh.
+        outcomes: by relation, and of each by engine.
+        seconds: what it took.
+        made: which inputs were made, if none were given.
+    """
+
+    layout: MeshLayout
+    outcomes: list[Outcome] = field(default_factory=list)
+    seconds: float = 0.0
+    made: str = ""
+
+    @property
+    def failed(self) -> list[Outcome]:
+        """The relations that fail."""
+        return [outcome for outcome in self.outcomes if outcome.verdict is Verdict.FAILS]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the table for JSON."""
+        rows = []
+        for outcome in self.outcomes:
+            row = asdict(outcome)
+            if not math.isfinite(outcome.difference):
+                row["difference"] = None
+            rows.append(row)
+        return {
+            "layout": self.layout.as_dict(),
+            "outcomes": rows,
+            "seconds": self.seconds,
+            "inputs": self.made or None,
+        }
+
+    def __str__(self) -> str:
+        width = max((len(o.relation) for o in self.outcomes), default=0)
+        engines = max((len(o.engine) for o in self.outcomes), default=0)
+        lines = [f"{o.relation:{width}}  {o.engine:{engines}}  {o}" for o in self.outcomes]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Relation:
+    """Two trainings that must give the same.
+
+    Attributes:
+        says: what must hold, in words.
+        left, right: the variants: ``left`` is the right one, ``right`` is compared with it.
+        exact: bit for bit.
+    """
+
+    says: str
+    left: Variant | None
+    right: Variant = Variant()
+    exact: bool = False
+
+
+_ACCUMULATED = Variant(micro_batches=MICRO_BATCHES)
+
+RELATIONS: dict[str, Relation] = {
+    "plain": Relation("n processes = one", Variant(plain=True)),
+    "accumulation": Relation(f"{MICRO_BATCHES} micro-batches = 1", Variant(), _ACCUMULATED),
+    "rotated": Relation("the data ranks' samples change places", Variant(), Variant(rotated=True)),
+    "frozen": Relation(
+        "frozen, then thawed, = one process",
+        Variant(plain=True, frozen=True),
+        Variant(frozen=True),
+    ),
+    "resumed": Relation("resumed = uninterrupted", Variant(), Variant(resumed=True)),
+    "norm": Relation("the gradient norm is that of the gradients, on each rank", None),
+    "exported": Relation("what is exported = what is held", None),
+    "recomputed": Relation("recomputed = kept", Variant(), Variant(recomputed=True)),
+    "repeated": Relation("a second run = the first", Variant(), Variant(again=True), exact=True),
+    "compiled": Relation("compiled = eager", Variant(), Variant(compiled=True)),
+}
+"""Name -> relation. ``compiled`` takes long and is run where it is asked for."""
+DEFAULT = tuple(name for name in RELATIONS if name != "compiled")
+
+
+def audit(
+    build: Callable[[], nn.Module],
+    batch: Any = None,
+    *,
+    loss: LossFn | None = None,
+    layout: MeshLayout | None = None,
+    engines: Sequence[str | type[Engine]] = ("parallel3d",),
+    relations: Sequence[str] = DEFAULT,
+    step: Step | None = None,
+    optimizer: Callable[[Any], torch.optim.Optimizer] = sgd,
+    steps: int = 3,
+    tp_plan: Any = None,
+    shard_batch: ShardBatch | None = None,
+    seed: int = 0,
+    pool: GlooPool | None = None,
+    **options: Any,
+) -> AuditTable:
+    """Trains a model several times on each engine, and checks what must hold between the trainings.
+
+    All is computed in float64, so that what differs is no rounding. The relations (metamorphic ones: Chen et
+    al., "Metamorphic testing", 1998) need no engine that is known to be right; ``plain`` compares with one
+    process.
+
+    Without a process group the ranks are processes of a ``GlooPool``, and what is given must be picklable,
+    such as functions of a module; within one every rank calls this.
+
+    Args:
+        build: makes the plain model.
+        batch, loss: as in ``assert_parity``. Each data rank gets two samples a step, joined along dim 0 where
+            it takes them at once.
+        layout: the mesh; (1, 2, 1) by default.
+        engines: names of ``ENGINES`` (parallel3d, torch, accelerate, transformers, megatron_fsdp), or
+            subclasses of ``Engine``.
+        relations: names of ``RELATIONS``.
+        step: ``step(model, optimizer, micro_batches)`` -> loss, or (loss, gradient norm): the training's own
+            step with accumulation and clipping, to be checked instead of an engine's usual one. In one
+            process it must be right too.
+        optimizer: makes the optimizer of the parameters; SGD with momentum by default.
+        steps: optimizer steps, at least 2.
+        tp_plan, options: for ``parallelize``.
+        shard_batch: as in ``assert_parity``.
+        seed: of the weights.
+        pool: where the processes are; a new one by default.
+
+    Returns:
+        An ``AuditTable``, the same on every rank. ``table.failed`` is empty where all holds.
+
+    Raises:
+        Parallel3dError: an argument is out of range, or unknown.
+    """
+    layout = (layout or MeshLayout(shard=2)).resolve((layout or MeshLayout(shard=2)).world_size)
+    if steps < 2:
+        raise Parallel3dError(f"steps={steps}: at least 2 are needed, one to resume after")
+    for kind, given, known in (("relation", relations, RELATIONS), ("engine", engines, ENGINES)):
+        for name in given:
+            if isinstance(name, str) and name not in known:
+                raise Parallel3dError(f"{name!r} is no {kind}; there are {', '.join(known)}")
+    began = time.perf_counter()
+    samples = Samples(batch, build, layout.data_size * MICRO_BATCHES)
+    program = Program(
+        build,
+        samples,
+        samples.loss_of(loss),
+        layout,
+        tp_plan,
+        options,
+        step,
+        optimizer,
+        steps,
+        seed,
+        shard_batch or default_shard_batch(layout, None),
+    )
+    chosen = [ENGINES[name] if isinstance(name, str) else name for name in engines]
+    if dist.is_initialized():
+        outcomes = _on_rank(program, chosen, relations)
+    else:
+        given = (build, batch, loss, layout, engines, relations, step, optimizer)
+        more = dict(steps=steps, tp_plan=tp_plan, shard_batch=shard_batch, seed=seed, **options)
+        with GlooPool(layout.world_size) if pool is None else _kept(pool) as ranks:
+            outcomes = ranks.run(_again, *given, more, world_size=layout.world_size)[0]
+    return AuditTable(layout, outcomes, time.perf_counter() - began, samples.made)
+
+
+def _again(
+    build: Any,
+    batch: Any,
+    loss: Any,
+    layout: Any,
+    engines: Any,
+    relations: Any,
+    step: Any,
+    optimizer: Any,
+    more: dict[str, Any],
+) -> list[Outcome]:
+    """``audit`` in a process of the pool."""
+    return audit(
+        build,
+        batch,
+        loss=loss,
+        layout=layout,
+        engines=engines,
+        relations=relations,
+        step=step,
+        optimizer=optimizer,
+        **more,
+    ).outcomes
+
+
+class _kept:
+    """A pool that is not closed at the end."""
+
+    def __init__(self, pool: GlooPool) -> None:
+        self.pool = pool
+
+    def __enter__(self) -> GlooPool:
+        return self.pool
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing is closed."""
+
+
+# -- on a rank -----------------------------------------------------------------------------------------
+
+
+def _on_rank(
+    program: Program, engines: Iterable[type[Engine]], relations: Sequence[str]
+) -> list[Outcome]:
+    plain: dict[Variant, Result | str] = {}
+    found: dict[tuple[str, str], Outcome] = {}
+    for engine in engines:
+        trained: dict[Variant, Result | str] = plain.copy()
+        for name in relations:
+            found[name, engine.name] = _outcome(program, engine, name, trained)
+        plain |= {variant: result for variant, result in trained.items() if variant.plain}
+    return [found[name, engine.name] for name in relations for engine in engines]
+
+
+def _outcome(
+    program: Program, engine: type[Engine], name: str, trained: dict[Variant, Result | str]
+) -> Outcome:
+    relation = RELATIONS[name]
+    changed = next(
+        (f.name for f in fields(Variant) if getattr(relation.right, f.name) != f.default), ""
+    )
+    why = engine.unable(program, changed)
+    if not why and name == "rotated" and program.layout.data_size == 1:
+        why = "there is one data rank"
+    tell = partial(Outcome, name, engine.name)
+    if why:
+        return tell(Verdict.NOT_RUN, why)
+    results = []
+    for variant in (relation.left, relation.right):
+        if variant is None:
+            continue
+        if variant not in trained:
+            trained[variant] = _train(Plain if variant.plain else engine, program, variant)
+        result = trained[variant]
+        if isinstance(result, str):
+            if variant.plain:
+                raise Parallel3dError(f"the plain model's training in one process raised {result}")
+            if variant == Variant() and name != "plain":
+                return tell(Verdict.NOT_RUN, "the training without it fails")
+            return tell(Verdict.FAILS, result)
+        results.append(result)
+    sizes = program.layout.as_dict() | {"micro_batches": relation.right.micro_batches}
+    if relation.left is not None:
+        differences = _differences(*results, exact=relation.exact)
+    elif name == "norm":
+        differences = _norms(results[0])
+        if results[0].no_norm:
+            return tell(Verdict.FAILS, results[0].no_norm)
+        if not results[0].norms:
+            return tell(Verdict.NOT_RUN, "the step returns no norm")
+    else:
+        differences = _exported(results[0])
+    return _told(tell, differences, sizes)
+
+
+def _train(engine: type[Engine], program: Program, variant: Variant) -> Result | str:
+    """Returns the result, or the error; of all ranks the first one's."""
+    result: Result | None = None
+    told = ""
+    try:
+        torch.manual_seed(program.seed)
+        result = engine(program, variant).train()
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        told = f"{type(error).__name__}: {lines[0][:200]}"
+    errors: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, told)
+    first = next((error for error in errors if error), "")
+    return first if first or result is None else result
+
+
+_KINDS = ("loss", "gradient", "norm", "weight", "exported weight")
+_Differing = tuple[int, str, str, Gap]  # step, kind, name, gap
+
+
+def _differences(right: Result, other: Result, *, exact: bool) -> Iterator[_Differing]:
+    """Yields what differs, step by step."""
+    bound = 0.0 if exact else BOUND
+    for step, (a, b) in enumerate(zip(right.grads, other.grads, strict=True)):
+        floats = torch.tensor([right.losses[step], other.losses[step]], dtype=torch.float64)
+        yield step, "loss", "", _gap(floats[0], floats[1], bound)
+        largest = max(
+            (float(g.abs().max()) for g in a.values() if g is not None and g.numel()), default=0.0
+        )
+        for name, want in a.items():
+            got = b.get(name)
+            if want is None and got is None:
+                continue
+            if want is None or got is None:  # a gradient of zeros is as none
+                some = got if want is None else want
+                assert some is not None
+                if name in b and not some.any():
+                    continue
+                want = torch.zeros_like(some) if want is None else want
+                got = torch.zeros_like(some) if got is None else got
+            yield step, "gradient", name, _gap(want, got, bound, _FLOOR * largest)
+    for name, weight in right.weights.items():
+        got = other.weights.get(name)
+        gap = Gap(math.inf) if got is None else _gap(weight, got, 10 * bound)
+        yield len(right.grads) - 1, "weight", name, gap
+
+
+def _gap(want: Tensor, got: Tensor, bound: float, floor: float = 0.0) -> Gap:
+    """Returns the gap; its difference is 0 where it is within ``bound``."""
+    gap = gap_between(want, got, bound, floor)
+    return gap if not gap.difference <= bound else Gap(0.0)
+
+
+def _norms(result: Result) -> Iterator[_Differing]:
+    for step, (want, got) in enumerate(zip(result.own_norms, result.norms, strict=True)):
+        a, b = torch.tensor([want, got], dtype=torch.float64)
+        # Some libraries keep the norm in float32.
+        yield step, "norm", "", _gap(a, b, 1e-6)
+
+
+def _exported(result: Result) -> Iterator[_Differing]:
+    if not result.exported and dist.get_rank() != 0:
+        return  # libraries gather on the first rank
+    for name, weight in result.weights.items():
+        got = result.exported.get(name)
+        gap = Gap(math.inf) if got is None else _gap(weight, got, 0.0)
+        yield len(result.grads) - 1, "exported weight", name, gap
+
+
+def _told(
+    tell: Callable[..., Outcome], differences: Iterable[_Differing], sizes: Mapping[str, int]
+) -> Outcome:
+    """Returns the outcome of what differs on all ranks: the first step and kind, its parameters, the factor."""
+    own = [each for each in differences if each[3].difference > 0]
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, own)
+    ranks = tuple(rank for rank, found in enumerate(everywhere) if found)
+    if not ranks:
+        return tell(Verdict.HOLDS)
+    found = [each for of_rank in everywhere for each in of_rank]
+    # A gradient says more than the loss, and both more than what comes of them.
+    first = min((step, _RANK[kind]) for step, kind, _, _ in found)
+    here = [(n, gap) for step, kind, n, gap in found if (step, _RANK[kind]) == first]
+    kind = next(kind for kind, rank in _RANK.items() if rank == first[1])
+    factors = [gap.factor for _, gap in here]
+    factor = factors[0]
+    if factor is None or any(f is None or abs(f - factor) > 1e-3 * abs(factor) for f in factors):
+        factor = None
+    axes = "" if factor is None else named(factor, sizes).removeprefix(" = ")
+    worst = max(gap.difference for _, gap in here)
+    group = _group([name for name, _ in here if name])
+    return tell(Verdict.FAILS, kind, group, factor, axes, first[0], ranks, worst)
+
+
+_RANK = {"gradient": 0, "loss": 1, "norm": 2, "weight": 3, "exported weight": 4}
+
+
+def _group(names: Sequence[str]) -> str:
+    """The names with ``*`` for numbers, each once; the first three of them."""
+    patterns = list(dict.fromkeys(re.sub(r"\d+", "*", name) for name in names))
+    more = f" and {len(patterns) - 3} more" if len(patterns) > 3 else ""
+    return ", ".join(patterns[:3]) + more
