@@ -119,7 +119,7 @@ class Audit:
         self._steps: list[Step] = []  # forwards whose backward has not come
         self._dropout: dict[tuple[int, str], float] = {}
         self._waiting: dict[str, Tensor] = {}  # of micro-batches that were not reduced
-        self.earlier: dict[str, Tensor] = {}  # gradients that were there before the step
+        self.earlier: dict[int, Tensor] = {}  # id of a parameter -> its gradient before the step
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Audit:
         model = memo.get(id(self._model()), self.model)
@@ -172,9 +172,13 @@ class Audit:
         if self.train_due:
             set_dropout(module, self._off)
             if not self._steps and not self._waiting:
-                named = self.model.named_parameters(remove_duplicate=False)
-                grads = {name: p.grad for name, p in named if p.grad is not None}
-                self.earlier = {name: grad.detach().clone() for name, grad in grads.items()}
+                self.earlier = {
+                    id(param.sharded): grad.detach().clone()
+                    for unit in units_of(module, recurse=True)
+                    for bucket in unit.group.buckets
+                    for param in bucket.params
+                    if (grad := param.sharded.grad) is not None
+                }
         self._running = Step(self, args, kwargs, batch, trains=trains)
 
     @untraced
@@ -433,7 +437,7 @@ class Step:
                 got = torch.zeros_like(want)
             else:
                 got = _full(param.sharded.grad)
-            earlier = self.audit.earlier.get(name)
+            earlier = self.audit.earlier.get(id(param.sharded))
             if earlier is not None:
                 if any(p.is_partial() for p in getattr(earlier, "placements", ())):
                     report.left_out["gradients added to earlier ones, not yet summed"] = None

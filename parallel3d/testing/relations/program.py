@@ -133,8 +133,8 @@ class Program:
             if len({part.shape[1:] for part in parts}) > 1:
                 shapes = " and ".join(sorted({str(tuple(part.shape)) for part in parts}))
                 raise Parallel3dError(
-                    f"the inputs of samples have shapes {shapes}: an audit joins samples along dim 0, so that "
-                    "their other dims must be equal; pad them"
+                    f"the inputs of samples have shapes {shapes}: an audit joins samples along dim 0, so "
+                    "that their other dims must be equal; pad them"
                 )
             joined.append(torch.cat(parts) if parts[0].dim() else parts[0])
         return tuple(joined)
@@ -144,7 +144,7 @@ class Program:
         return self.loss(model, *inputs) if isinstance(inputs, tuple) else self.loss(model, inputs)
 
     def first_trained(self, model: nn.Module) -> list[str]:
-        """Returns the names of the trained parameters of the first module that has some, unless they are all."""
+        """Returns the trained parameters of the first module that has some; none if that is all of them."""
         trained = [plain_name(name) for name, p in model.named_parameters() if p.requires_grad]
         owner = trained[0].rpartition(".")[0] if trained else ""
         first = [name for name in trained if name.rpartition(".")[0] == owner]

@@ -52,8 +52,8 @@ class Outcome:
     Attributes:
         relation, engine: their names.
         verdict: whether it holds.
-        what: for one that fails: ``loss``, ``gradient``, ``norm``, ``weight``, ``exported`` or ``error``; else
-            why it was not run.
+        what: for one that fails: ``loss``, ``gradient``, ``norm``, ``weight``, ``exported weight`` or an
+            error; else why it was not run.
         group: the parameters that differ, with ``*`` for numbers.
         factor: they are the right ones times this; None: they are no multiple of them.
         axes: the factor in sizes of axes, such as ``1 / tp``.
@@ -129,6 +129,9 @@ class AuditTable:
         return "\n".join(lines)
 
 
+_BASE = Variant()
+
+
 @dataclass(frozen=True)
 class Relation:
     """Two trainings that must give the same.
@@ -141,7 +144,7 @@ class Relation:
 
     says: str
     left: Variant | None
-    right: Variant = Variant()
+    right: Variant = _BASE
     exact: bool = False
 
 
@@ -149,19 +152,19 @@ _ACCUMULATED = Variant(micro_batches=MICRO_BATCHES)
 
 RELATIONS: dict[str, Relation] = {
     "plain": Relation("n processes = one", Variant(plain=True)),
-    "accumulation": Relation(f"{MICRO_BATCHES} micro-batches = 1", Variant(), _ACCUMULATED),
-    "rotated": Relation("the data ranks' samples change places", Variant(), Variant(rotated=True)),
+    "accumulation": Relation(f"{MICRO_BATCHES} micro-batches = 1", _BASE, _ACCUMULATED),
+    "rotated": Relation("the data ranks' samples change places", _BASE, Variant(rotated=True)),
     "frozen": Relation(
         "frozen, then thawed, = one process",
         Variant(plain=True, frozen=True),
         Variant(frozen=True),
     ),
-    "resumed": Relation("resumed = uninterrupted", Variant(), Variant(resumed=True)),
+    "resumed": Relation("resumed = uninterrupted", _BASE, Variant(resumed=True)),
     "norm": Relation("the gradient norm is that of the gradients, on each rank", None),
     "exported": Relation("what is exported = what is held", None),
-    "recomputed": Relation("recomputed = kept", Variant(), Variant(recomputed=True)),
-    "repeated": Relation("a second run = the first", Variant(), Variant(again=True), exact=True),
-    "compiled": Relation("compiled = eager", Variant(), Variant(compiled=True)),
+    "recomputed": Relation("recomputed = kept", _BASE, Variant(recomputed=True)),
+    "repeated": Relation("a second run = the first", _BASE, Variant(again=True), exact=True),
+    "compiled": Relation("compiled = eager", _BASE, Variant(compiled=True)),
 }
 """Name -> relation. ``compiled`` takes long and is run where it is asked for."""
 DEFAULT = tuple(name for name in RELATIONS if name != "compiled")
@@ -327,7 +330,7 @@ def _outcome(
         if isinstance(result, str):
             if variant.plain:
                 raise Parallel3dError(f"the plain model's training in one process raised {result}")
-            if variant == Variant() and name != "plain":
+            if variant == _BASE and name != "plain":
                 return tell(Verdict.NOT_RUN, "the training without it fails")
             return tell(Verdict.FAILS, result)
         results.append(result)
@@ -417,7 +420,7 @@ def _exported(result: Result) -> Iterator[_Differing]:
 def _told(
     tell: Callable[..., Outcome], differences: Iterable[_Differing], sizes: Mapping[str, int]
 ) -> Outcome:
-    """Returns the outcome of what differs on all ranks: the first step and kind, its parameters, the factor."""
+    """Returns the outcome of what differs on any rank: the first step and kind, parameters, the factor."""
     own = [each for each in differences if each[3].difference > 0]
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, own)

@@ -6,16 +6,22 @@ import typer
 from typer.core import TyperGroup
 
 from parallel3d.errors import Parallel3dError
+from parallel3d.tools.cli.audit import audit_command
 from parallel3d.tools.cli.doctor import doctor_command
 from parallel3d.tools.cli.dryrun import dryrun_command
 from parallel3d.tools.cli.launch import launch_command
 from parallel3d.tools.cli.planning import calibrate_command, plan_command, predict_command
-from parallel3d.tools.cli.verify import verify_command
 from parallel3d.tools.launch import local
 
 
 class _Commands(TyperGroup):
     """Prints errors that say what to do as one line; others keep their traceback."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[:1] == ["verify"]:
+            typer.echo("parallel3d verify is now parallel3d audit --relation plain", err=True)
+            args = ["audit", "--relation", "plain", *args[1:]]
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -73,7 +79,7 @@ app.command("predict")(predict_command)
 app.command("calibrate")(calibrate_command)
 app.command("dryrun", context_settings={"allow_interspersed_args": False})(dryrun_command)
 app.command("launch", context_settings={"allow_interspersed_args": False})(launch_command)
-app.command("verify")(verify_command)
+app.command("audit")(audit_command)
 app.command("doctor")(doctor_command)
 app.command("run", options_metavar="", context_settings=_HANDED_ON)(run_command)
 app.command("demo", options_metavar="", context_settings=_HANDED_ON)(demo_command)

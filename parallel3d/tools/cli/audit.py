@@ -1,13 +1,16 @@
-"""``parallel3d verify``: compares the parallel model with the plain one and names what differs first."""
+"""``parallel3d audit``: checks relations between trainings of a program, and names what differs first."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
+import sys
 from collections.abc import Mapping
 from enum import StrEnum
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,7 +24,7 @@ from parallel3d.tools.cli.options import Json, function_named, object_named, pan
 from parallel3d.tools.terminal import Busy, output
 
 if TYPE_CHECKING:
-    from parallel3d.testing import Difference, Verification
+    from parallel3d.testing import AuditTable, Difference, Verification
 
 _what, _layout, _how = map(panel, ("What", "Layout", "How"))
 _NAME = "PACKAGE.MODULE:NAME"
@@ -39,14 +42,48 @@ _RECOMPUTED = {each: each.value for each in Recompute} | {
     Recompute.full: True,
 }
 _NAMES = 4  # parameters to name, before "more"
+_WORDS = {
+    "the model": ("build", "build_model", "make_model", "get_model", "create_model"),
+    "--input": ("batch", "sample", "make_batch", "get_batch", "example"),
+    "--loss": ("loss", "loss_fn", "loss_of", "compute_loss"),
+    "--step": ("training_step", "train_step", "step"),
+    "--plan": ("PLAN", "plan", "TP_PLAN", "tp_plan"),
+}
+"""What each function of a program is usually named."""
 
 
-def verify_command(
+def audit_command(
     ctx: typer.Context,
     model: Annotated[
         str,
-        typer.Argument(metavar=_NAME, help="A function without arguments that builds the model."),
+        typer.Argument(
+            metavar=f"{_NAME}|FILE.py",
+            help="A function without arguments that builds the model; or a file, in which functions named "
+            "build, batch, loss, training_step and a plan named PLAN are looked for.",
+        ),
     ],
+    relation: Annotated[
+        list[str] | None,
+        _what(
+            "What must hold: plain, accumulation, rotated, frozen, resumed, norm, exported, recomputed, "
+            "repeated, compiled; several by repeating it; all but compiled if not given. plain alone, of "
+            "parallel3d alone, runs on simulated ranks and names the first module that differs."
+        ),
+    ] = None,
+    engine: Annotated[
+        list[str] | None,
+        _what(
+            "parallel3d, torch, accelerate, transformers, megatron_fsdp; several by repeating it; "
+            "parallel3d if not given."
+        ),
+    ] = None,
+    step: Annotated[
+        str | None,
+        _function_of(
+            "step(model, optimizer, micro_batches) -> loss or (loss, gradient norm): your training's own "
+            "step; by default the engine's usual one."
+        ),
+    ] = None,
     input: Annotated[
         str | None,
         _function_of(
@@ -86,7 +123,7 @@ def verify_command(
     shard: Annotated[int, _layout("Ranks that share a copy.")] = 1,
     cp: Annotated[int, _layout("Ranks that share each sequence.")] = 1,
     tp: Annotated[int, _layout("Ranks that share each layer's computation.")] = 1,
-    steps: Annotated[int, _how("Optimizer steps (AdamW).")] = 2,
+    steps: Annotated[int, _how("Optimizer steps.")] = 3,
     micro_batches: Annotated[int, _how("Micro-batches of each step.")] = 1,
     tolerance: Annotated[float, _how("Relative, in float64; ten times that for weights.")] = 1e-9,
     fp32: Annotated[bool, _how("Compare in float32 too, with SGD.")] = False,
@@ -99,16 +136,21 @@ def verify_command(
     seed: Annotated[int, _how("Seed of the initial weights.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Trains the plain and the parallel model side by side on simulated ranks and compares them.
+    """Trains a model several times on processes of this machine, and checks what must hold between these runs.
 
-    Exit code 0: equal. 1: they differ; the first module that differs is named. 2: they can't be compared.
-    Started by torchrun, each process is a rank, and none is simulated.
+    Exit code 0: all that could be run holds. 1: something fails; parameters, factor and step are named, and
+    the first module that differs. 2: it can't be run. Started by torchrun, each process is a rank.
     """
     sizes = {"replicate": replicate, "shard": shard, "cp": cp, "tp": tp}
     for name, size in sizes.items():
         if size < 1:
             raise Parallel3dError(f"--{name} {size}: a mesh axis has at least 1 rank")
+    alone = relation == ["plain"] and not (engine or step)
     with Busy(f"importing {model}") as busy:
+        named = {"--input": input, "--loss": loss, "--step": step, "--plan": plan}
+        if model.endswith(".py"):
+            model, named = _found_in(Path(model), named, tp)
+            input, loss, step, plan = named.values()
         own = ("steps", "micro_batches", "tolerance", "fp32", "seed")
         options: dict[str, Any] = {name: ctx.params[name] for name in own}
         options |= {
@@ -132,14 +174,121 @@ def verify_command(
             options |= {"apply": function_named("--parallelize", parallelize)}
         build, batch = function_named("the model", model), input and object_named("--input", input)
         ranks = replicate * shard * cp * tp
-        busy.say(f"{model}: training it plain and on {ranks} ranks, and comparing")
-        found, is_first = _run(build, batch, sizes, options)
+        if alone:
+            busy.say(f"{model}: training it plain and on {ranks} ranks, and comparing")
+            found, is_first = _run(build, batch, sizes, options)
+        else:
+            if ranks == 1:
+                sizes["shard"] = 2
+            busy.say(f"{model}: training it several times on {math.prod(sizes.values())} processes")
+            table, is_first = _audited(
+                build, batch, sizes, options, relation, engine, function_named("--step", step)
+            )
+    if alone:
+        if is_first and as_json:
+            typer.echo(json.dumps(_as_json(found), indent=2, allow_nan=False))
+        elif is_first:
+            _show(found, model, parallelize or "parallel3d.parallelize")
+        if found.difference is not None:
+            raise typer.Exit(1)
+        return
     if is_first and as_json:
-        typer.echo(json.dumps(_as_json(found), indent=2, allow_nan=False))
+        typer.echo(json.dumps(table.as_dict(), indent=2, allow_nan=False))
     elif is_first:
-        _show(found, model, parallelize or "parallel3d.parallelize")
-    if found.difference is not None:
+        _show_table(table, model)
+    wrong = [each for each in table.failed if (each.relation, each.engine) == ("plain", "parallel3d")]
+    if is_first and wrong and not as_json and "WORLD_SIZE" not in os.environ:
+        found, _ = _run(build, batch, sizes, options)
+        if found.difference is not None:
+            output(width=100).print(_difference(found.difference))
+    if table.failed:
         raise typer.Exit(1)
+
+
+def _found_in(
+    file: Path, given: dict[str, str | None], tp: int
+) -> tuple[str, dict[str, str | None]]:
+    """Returns the model's function in ``file``, and ``given`` with the other functions found there by name.
+
+    A plan is looked for where tp is above 1.
+    """
+    if not file.is_file():
+        raise Parallel3dError(f"{file} is no file; give FILE.py, or {_NAME}")
+    sys.path.insert(0, str(file.resolve().parent))
+    try:
+        module = importlib.import_module(file.stem)
+    except Exception as error:
+        raise Parallel3dError(f"importing {file} raised {type(error).__name__}: {error}") from error
+
+    def first(what: str) -> str | None:
+        name = next((word for word in _WORDS[what] if hasattr(module, word)), None)
+        return None if name is None else f"{file.stem}:{name}"
+
+    model = first("the model")
+    if model is None:
+        functions = [
+            name
+            for name, value in vars(module).items()
+            if callable(value) and getattr(value, "__module__", "") == file.stem
+        ]
+        raise Parallel3dError(
+            f"{file} has no function named {', '.join(_WORDS['the model'])}: give the one that builds the "
+            f"model as {file.stem}:NAME; there are {', '.join(functions) or 'none'}"
+        )
+    found = {what: text or first(what) for what, text in given.items()}
+    if tp == 1 and given["--plan"] is None:
+        found["--plan"] = None
+    return model, found
+
+
+def _audited(
+    build: Any,
+    batch: Any,
+    sizes: dict[str, int],
+    options: dict[str, Any],
+    relations: list[str] | None,
+    engines: list[str] | None,
+    step: Any,
+) -> tuple[AuditTable, bool]:
+    """Returns the table, and whether this process is the one that prints it."""
+    from torch import distributed as dist
+
+    from parallel3d.mesh import MeshLayout
+    from parallel3d.testing import audit
+
+    if "apply" in options:
+        raise Parallel3dError("--parallelize is for --relation plain alone")
+    given: dict[str, Any] = {name: options[name] for name in ("loss", "shard_batch", "seed", "steps")}
+    given |= {"tp_plan": options["tp_plan"], "step": step, "layout": MeshLayout(**sizes)}
+    given |= {name: value for name in ("loss_parallel",) if (value := options[name])}
+    if relations:
+        given["relations"] = relations
+    if engines:
+        given["engines"] = engines
+    if int(os.environ.get("WORLD_SIZE", "0")) > 1:
+        dist.init_process_group("gloo")
+        try:
+            return audit(build, batch, **given), dist.get_rank() == 0
+        finally:
+            dist.destroy_process_group()
+    return audit(build, batch, **given), True
+
+
+def _show_table(found: AuditTable, model: str) -> None:
+    """Prints the outcomes: relations by engines."""
+    from parallel3d.testing import RELATIONS
+
+    console = output(width=100)
+    sizes = ", ".join(f"{axis} {size}" for axis, size in found.layout.as_dict().items())
+    console.print(Text.assemble((model, "bold"), f" on {sizes}, float64, in {found.seconds:.0f} s"))
+    if found.made:
+        console.print(f"inputs: {found.made}")
+    styles = {"holds": "green", "fails": "bold red", "not run": "yellow"}
+    table = Table("what must hold", "engine", "", box=box.SIMPLE_HEAD)
+    for each in found.outcomes:
+        says = f"{each.relation}: {RELATIONS[each.relation].says}"
+        table.add_row(says, each.engine, Text(str(each), style=styles[each.verdict]))
+    console.print(table)
 
 
 def _run(
