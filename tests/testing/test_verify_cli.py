@@ -33,7 +33,7 @@ def _own_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(*words: str) -> Result:
-    return CliRunner(env={"COLUMNS": "100"}).invoke(app, ["verify", *words])
+    return CliRunner(env={"COLUMNS": "100"}).invoke(app, ["audit", "--relation", "plain", *words])
 
 
 def numbers_masked(text: str) -> str:

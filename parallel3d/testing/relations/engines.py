@@ -119,6 +119,8 @@ class Engine:
         for step in range(program.steps):
             if variant.resumed and step == program.steps - 1:
                 self.resume()
+            if step == program.steps - 1:
+                self.result.before_last = self.held()
             batches = self.batches(step)
             if variant.frozen and step == 0:
                 frozen = program.first_trained(self.model)
@@ -188,6 +190,7 @@ class Engine:
         """Notes the gradients that the optimizer is about to use."""
         if not self.in_step:
             return
+        self.in_step = False  # an optimizer's step may call that of the class above it
         grads: dict[str, Tensor | None] = {
             name: None if p.grad is None else whole(p.grad).detach().cpu().clone()
             for name, p in named(self.model)
@@ -196,10 +199,13 @@ class Engine:
         squares = [float((g.double() ** 2).sum()) for g in grads.values() if g is not None]
         self.result.own_norms.append(sum(squares) ** 0.5)
 
+    def held(self) -> dict[str, Tensor]:
+        """Returns the whole parameters."""
+        return {name: whole(p).detach().cpu().clone() for name, p in named(self.model)}
+
     def ended(self) -> Result:
         """Returns the result, with the weights and what is exported."""
-        held = {name: whole(p).detach().cpu().clone() for name, p in named(self.model)}
-        self.result.weights = held
+        self.result.weights = self.held()
         self.result.exported = {
             plain_name(name): value.detach().cpu()
             for name, value in self.export().items()

@@ -56,7 +56,7 @@ class Result:
         grads: of each step, name -> gradient at the optimizer's step; None where it is None.
         norms: of each step, as the engine or the user's step says; empty if neither does.
         own_norms: of each step, computed of ``grads``.
-        weights: after the last step.
+        before_last, weights: the parameters before the last step, and after it.
         no_norm: why the engine could not say a norm.
         exported: the state dict that a user would write to a file, after the last step.
     """
@@ -66,6 +66,7 @@ class Result:
     norms: list[float] = field(default_factory=list)
     no_norm: str = ""
     own_norms: list[float] = field(default_factory=list)
+    before_last: dict[str, Tensor] = field(default_factory=dict)
     weights: dict[str, Tensor] = field(default_factory=dict)
     exported: dict[str, Tensor] = field(default_factory=dict)
 

@@ -334,7 +334,7 @@ def _outcome(
                 return tell(Verdict.NOT_RUN, "the training without it fails")
             return tell(Verdict.FAILS, result)
         results.append(result)
-    sizes = program.layout.as_dict() | {"micro_batches": relation.right.micro_batches}
+    sizes = {"micro_batches": relation.right.micro_batches} | program.layout.as_dict()
     if relation.left is not None:
         differences = _differences(*results, exact=relation.exact)
     elif name == "norm":
@@ -389,10 +389,14 @@ def _differences(right: Result, other: Result, *, exact: bool) -> Iterator[_Diff
                 want = torch.zeros_like(some) if want is None else want
                 got = torch.zeros_like(some) if got is None else got
             yield step, "gradient", name, _gap(want, got, bound, _FLOOR * largest)
-    for name, weight in right.weights.items():
-        got = other.weights.get(name)
-        gap = Gap(math.inf) if got is None else _gap(weight, got, 10 * bound)
-        yield len(right.grads) - 1, "weight", name, gap
+    last = len(right.grads) - 1
+    weights = [(last, right.weights, other.weights)]
+    if right.before_last and other.before_last:
+        weights.append((last - 1, right.before_last, other.before_last))
+    for step, wanted, held in weights:
+        for name, weight in wanted.items():
+            gap = _gap(weight, held[name], 10 * bound) if name in held else Gap(math.inf)
+            yield step, "weight", name, gap
 
 
 def _gap(want: Tensor, got: Tensor, bound: float, floor: float = 0.0) -> Gap:
@@ -437,6 +441,8 @@ def _told(
     if factor is None or any(f is None or abs(f - factor) > 1e-3 * abs(factor) for f in factors):
         factor = None
     axes = "" if factor is None else named(factor, sizes).removeprefix(" = ")
+    if kind in ("loss", "norm") and not axes:
+        factor = None  # any number is a multiple of any other
     worst = max(gap.difference for _, gap in here)
     group = _group([name for name, _ in here if name])
     return tell(Verdict.FAILS, kind, group, factor, axes, first[0], ranks, worst)
@@ -447,6 +453,6 @@ _RANK = {"gradient": 0, "loss": 1, "norm": 2, "weight": 3, "exported weight": 4}
 
 def _group(names: Sequence[str]) -> str:
     """The names with ``*`` for numbers, each once; the first three of them."""
-    patterns = list(dict.fromkeys(re.sub(r"\d+", "*", name) for name in names))
+    patterns = list(dict.fromkeys(re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) for name in names))
     more = f" and {len(patterns) - 3} more" if len(patterns) > 3 else ""
     return ", ".join(patterns[:3]) + more

@@ -136,7 +136,7 @@ def audit_command(
     seed: Annotated[int, _how("Seed of the initial weights.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Trains a model several times on processes of this machine, and checks what must hold between these runs.
+    """Trains a model several times on local processes, and checks what must hold between these runs.
 
     Exit code 0: all that could be run holds. 1: something fails; parameters, factor and step are named, and
     the first module that differs. 2: it can't be run. Started by torchrun, each process is a rank.
@@ -196,7 +196,9 @@ def audit_command(
         typer.echo(json.dumps(table.as_dict(), indent=2, allow_nan=False))
     elif is_first:
         _show_table(table, model)
-    wrong = [each for each in table.failed if (each.relation, each.engine) == ("plain", "parallel3d")]
+    wrong = [
+        each for each in table.failed if (each.relation, each.engine) == ("plain", "parallel3d")
+    ]
     if is_first and wrong and not as_json and "WORLD_SIZE" not in os.environ:
         found, _ = _run(build, batch, sizes, options)
         if found.difference is not None:
@@ -258,7 +260,9 @@ def _audited(
 
     if "apply" in options:
         raise Parallel3dError("--parallelize is for --relation plain alone")
-    given: dict[str, Any] = {name: options[name] for name in ("loss", "shard_batch", "seed", "steps")}
+    given: dict[str, Any] = {
+        name: options[name] for name in ("loss", "shard_batch", "seed", "steps")
+    }
     given |= {"tp_plan": options["tp_plan"], "step": step, "layout": MeshLayout(**sizes)}
     given |= {name: value for name in ("loss_parallel",) if (value := options[name])}
     if relations:
