@@ -3,7 +3,7 @@
     python docs/pictures/screens.py [FOLDER [NAME...]]
 
 Every screen is the output of the real command, cut after ``MOST`` lines. plan and launch take seconds and
-give the same on every machine; dryrun, verify and doctor take up to a minute each.
+give the same on every machine; dryrun, audit and doctor take up to a minute each.
 """
 
 import os
@@ -28,8 +28,8 @@ SCREENS = {
     "--seq-len 8192 --global-batch 1024",
     "dryrun": "parallel3d dryrun --world-size 64 -- examples/llama/train.py --replicate 2 --shard 4 --tp 8 "
     "--size 8b --seq-len 8192 --batch 8 --mixed-precision --sequence-parallel",
-    "verify": "parallel3d verify --replicate 2 --tp 2 check:build_model --input check:make_batch "
-    "--loss check:loss --plan check:WRONG",
+    "audit": "parallel3d audit --relation plain --replicate 2 --tp 2 check:build_model "
+    "--input check:make_batch --loss check:loss --plan check:WRONG",
     "doctor": "torchrun --nproc-per-node 4 -m parallel3d doctor --shard 2 --tp 2",
     "launch": "parallel3d launch --to slurm --nodes 4 --gpus-per-node 8 --tp 8 --time 12:00:00 "
     "-- train.py --lr 3e-4",
@@ -41,7 +41,7 @@ FRAME = FRAME.replace("Fira Code,", "ui-monospace, Menlo, Consolas, DejaVu Sans 
 
 
 def printed(command: str, folder: Path) -> list[str]:
-    """The lines that ``command`` prints, with colours; 1 is verify's exit code for a difference."""
+    """The lines that ``command`` prints, with colours; 1 is audit's exit code for a difference."""
     modules = {"parallel3d": "parallel3d", "torchrun": "torch.distributed.run"}
     program, *words = shlex.split(command)
     paths = map(str, (ROOT, ROOT / "examples" / "llama", folder))

@@ -56,15 +56,16 @@ def gap_between(want: Tensor, got: Tensor, bound: float, floor: float = 0.0) -> 
     want, got = want.detach().to(wide), got.detach().to(wide)
     unequal = (got - want).abs()
     unequal = torch.where(want.isnan() & got.isnan() | (want == got), 0.0, unequal)
-    place = _place(unequal)
     largest = float(unequal.max())
     scale = max(float(want.nan_to_num(0.0, 0.0, 0.0).abs().max()), floor)
     difference = largest / scale if scale else (inf if largest else 0.0)
     if difference != difference:
         difference = inf
-    factor = None
+    if difference <= bound:
+        return Gap(difference)
+    place, factor = _place(unequal), None
     norm = float((want * want).sum())
-    if difference > bound and isfinite(norm) and norm > 0 and isfinite(largest):
+    if isfinite(norm) and norm > 0 and isfinite(largest):
         ratio = float((want * got).sum()) / norm
         rest = float((got - ratio * want).abs().max())
         if rest <= 4 * bound * scale * max(1.0, abs(ratio)) and abs(ratio - 1) > 0.02:

@@ -4,7 +4,7 @@ import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -19,6 +19,7 @@ from parallel3d._layout.packed import PackedDTensor, packed_boxes
 from parallel3d._torch.dtensor import dtensor_shard_box, get_local_tensor, root_axes, root_mesh
 from parallel3d._torch.simulated import ranks_are_simulated, tensors_by_rank
 from parallel3d._util.trees import cast_floats
+from parallel3d.audit.findings import Gap, gap_between, named
 from parallel3d.fsdp import FSDPModule
 from parallel3d.mesh import MeshLayout, build_mesh
 from parallel3d.optim import accumulate
@@ -335,8 +336,8 @@ class Case:
         for expected, losses in zip(plain, parallel, strict=True):
             for rank, loss in _by_rank(losses):
                 want = expected[self.setup.layout.data_rank(rank)]
-                difference = float((loss - want).abs() / want.abs().clamp(min=1e-30))
-                self._check("loss", "loss", rank, difference)
+                gap = gap_between(want, loss, self.run.grads, 1e-30)
+                self._check("loss", "loss", rank, replace(gap, factor=None), self.run.grads)
 
     def _compare_tensors(self, what: str) -> None:
         """Compares each weight, relative to its largest value, or each gradient.
@@ -372,19 +373,21 @@ class Case:
                 f"{what} of {name} on rank {rank}: shape {tuple(local.shape)}, its placements say "
                 f"{tuple(want.shape)}"
             )
-            if local.numel():
-                apart = float((_numbers(local) - _numbers(want)).abs().max()) / max(scale, 1e-30)
-                self._check(what, name, rank, apart)
+            bound = self.run.weights if what == "weight" else self.run.grads
+            self._check(what, name, rank, gap_between(want, local, bound, scale), bound)
 
-    def _check(self, what: str, name: str, rank: int, difference: float) -> None:
-        """Notes ``difference``, and raises if it is above the tolerance."""
-        bound = self.run.weights if what == "weight" else self.run.grads
-        if not difference <= bound:  # nan is not
+    def _check(self, what: str, name: str, rank: int, gap: Gap, bound: float) -> None:
+        """Notes the difference, and raises if it is above the tolerance."""
+        if not gap.difference <= bound:
+            times = ""
+            if gap.factor is not None:
+                axes = named(gap.factor, self.setup.layout.as_dict())
+                times = f"; it is {gap.factor:.4g} times the plain one{axes}"
             raise AssertionError(
                 f"{self.setup.layout}, {self.run.name}: {what} of {name} on rank {rank} differs from the "
-                f"plain model's by {difference:.3g} (relative), more than {bound:g}"
+                f"plain model's by {gap.difference:.3g} (relative), more than {bound:g}{times}"
             )
-        self.worst[what] = max(self.worst.get(what, 0.0), difference)
+        self.worst[what] = max(self.worst.get(what, 0.0), gap.difference)
 
 
 def _numbers(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
-SCREENS = ("plan", "dryrun", "verify", "doctor", "launch")
+SCREENS = ("plan", "dryrun", "audit", "doctor", "launch")
 
 
 @pytest.mark.parametrize("name", ["schedule", "streams", "axes"])

@@ -1,4 +1,4 @@
-"""parallel3d verify: exit codes, what it prints, and its documentation."""
+"""parallel3d audit --relation plain: exit codes, what it prints, and its documentation."""
 
 import itertools
 import json
@@ -243,7 +243,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
         "2",
     ]
     done = subprocess.run(
-        [*torchrun, "-m", "parallel3d", "verify", *words],
+        [*torchrun, "-m", "parallel3d", "audit", "--relation", "plain", *words],
         cwd=tmp_path,
         capture_output=True,
         text=True,

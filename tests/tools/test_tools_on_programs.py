@@ -71,7 +71,12 @@ def test_plan_verify_and_doctor(program: Program, tmp_path: Path) -> None:
     with mock.patch.dict(sys.modules, programs_own=own), started(tmp_path):
         shape = ["--gpu", "h100-80gb-sxm", "--gpus-per-node", "8", "--seq-len", "16"]
         assert run("plan", "--model", "programs_own:meta", *shape) == 0
-        assert run("verify", "programs_own:build", *words, *split, "--steps", "1") == 0
+        assert (
+            run(
+                "audit", "--relation", "plain", "programs_own:build", *words, *split, "--steps", "1"
+            )
+            == 0
+        )
     assert run("doctor", *words) in (0, 1)  # 1: something is wrong with this machine
 
 

@@ -26,7 +26,8 @@ def run_example(folder: Path, text: str, plan: str) -> str:
     (folder / "check.py").write_text(example(text))
     sys.modules.pop("check", None)
     words = (
-        "verify --replicate 2 --tp 2 check:build_model --input check:make_batch --loss check:loss"
+        "audit --relation plain --replicate 2 --tp 2 check:build_model --input check:make_batch "
+        "--loss check:loss"
     )
     result = CliRunner(env={"COLUMNS": "100"}).invoke(
         app, [*words.split(), "--plan", f"check:{plan}"]

@@ -38,7 +38,7 @@ def launch(*words: str) -> tuple[int, str, str]:
 def test_the_help_lists_all_commands_and_explains_each() -> None:
     """``run`` and ``demo`` too, which need no typer and are handled before it."""
     listed = CliRunner().invoke(app, ["--help"]).stdout
-    for command in ("plan", "dryrun", "verify", "doctor", "launch", "run", "demo"):
+    for command in ("plan", "dryrun", "audit", "doctor", "launch", "run", "demo"):
         assert f" {command} " in listed
     run, demo = (CliRunner().invoke(app, [name, "--help"]).stdout for name in ("run", "demo"))
     assert "--nproc-per-node 8 train.py" in run and "(2, 2, 2) mesh of eight" in demo
