@@ -1,4 +1,4 @@
-"""testing.audit and parallel3d audit: what is asked of them, engines of others, and a training step of a user."""
+"""testing.audit and parallel3d audit: mistakes, engines of others, and a user's training step."""
 
 import json
 from collections.abc import Sequence
@@ -86,13 +86,15 @@ def test_a_file_whose_functions_are_found(tmp_path: Path) -> None:
 
 def own_step(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[Any]) -> Any:
     """A user's training step."""
+    total = torch.zeros((), dtype=torch.float64)
     for (ids,) in p3d.optim.accumulate(model, batches):
         loss = loss_of(model, ids) / len(batches)
         loss.backward()
+        total += loss.detach()
     norm = p3d.optim.clip_grad_norm_(model, 0.5)
     optimizer.step()
     optimizer.zero_grad()
-    return loss * len(batches), norm
+    return total, norm
 
 
 def step_without_division(
@@ -113,7 +115,7 @@ def test_a_step_of_a_user(gloo_pool: GlooPool) -> None:
     wrong = audit(Net, tokens, step=step_without_division, relations=["accumulation"], **given)
     (found,) = wrong.failed
     assert (found.what, found.factor, found.axes) == ("gradient", pytest.approx(2), "micro_batches")
-    right = audit(Net, tokens, step=own_step, relations=["plain"], **given)
+    right = audit(Net, tokens, step=own_step, relations=["accumulation", "norm"], **given)
     assert not right.failed, right
 
 

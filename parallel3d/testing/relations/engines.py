@@ -48,7 +48,7 @@ class Engine:
     never: ClassVar[dict[str, str]] = {}
 
     def __init_subclass__(cls) -> None:
-        if cls.__module__ == __name__:
+        if cls.__module__ == __name__ and "name" in vars(cls):
             ENGINES[cls.name] = cls
 
     def __init__(self, program: Program, variant: Variant) -> None:
