@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from parallel3d._util.lazy import alias_packages, export_lazily
+from parallel3d._util.lazy import export_lazily
 from parallel3d._util.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -44,15 +44,27 @@ if TYPE_CHECKING:
     from parallel3d.tools import dryrun as dryrun
     from parallel3d.tools import launch as launch
     from parallel3d.tp import resolve_plan as resolve_plan
-
-export_lazily(__name__)
-alias_packages(
-    __name__,
-    {
-        "cli": "tools.cli",
-        "doctor": "tools.doctor",
-        "dryrun": "tools.dryrun",
-        "launch": "tools.launch",
-        "tp.derive": "tp.auto.derive",
-    },
-)
+else:
+    export_lazily(
+        __name__,
+        {
+            ".": (
+                "activations audit checkpoint cp fsdp guards integrations mesh observability optim "
+                "planner testing tp"
+            ),
+            ".activations": "ActivationOffload",
+            ".errors": (
+                "AgreementError AuditError CheckpointError CorruptCheckpointError DryRunError "
+                "MeshError Parallel3dError PeerFailureError PlanError PlanningError StateError "
+                "WrongTypeError"
+            ),
+            ".fsdp": "MixedPrecisionPolicy fully_shard",
+            ".guards": "diagnose",
+            ".materialize": "materialize",
+            ".mesh": "MeshLayout build_mesh",
+            ".mesh.seeding": "seed_step",
+            ".parallelize": "parallelize",
+            ".tools": "doctor dryrun launch",
+            ".tp": "resolve_plan",
+        },
+    )

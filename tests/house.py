@@ -25,7 +25,7 @@ LAYERS: list[set[str]] = [
     {"cp", "activations", "audit", "_play"},
     {"optim", "parallelize", "materialize"},
     {"checkpoint", "observability", "testing", "planner", "integrations"},
-    {"tools"},
+    {"tools", "doctor", "dryrun", "launch"},
 ]
 """Of the package's entries: each imports its own layer and those before it."""
 
@@ -74,7 +74,7 @@ def imported(name: str, path: Path, known: Iterable[str]) -> Iterator[tuple[str,
 
 @lru_cache
 def public(package: str) -> frozenset[str]:
-    """``__all__`` of a package: as ``export_lazily`` finds it, what is under ``if TYPE_CHECKING``."""
+    """``__all__`` of a package: what is under ``if TYPE_CHECKING``."""
     path = PACKAGE.joinpath(*filter(None, package.split("."))) / "__init__.py"
     body = ast.parse(path.read_text()).body if path.exists() else []
     blocks = (node for node in body if isinstance(node, ast.If))
@@ -202,8 +202,8 @@ def lines(paths: Iterable[Path]) -> int:
 
 
 def top() -> list[str]:
-    """What the package's folder shows."""
-    hidden = {"__pycache__", "py.typed"}
+    """What the package's folder shows, but for second names of what is in ``tools``."""
+    hidden = {"__pycache__", "py.typed", "doctor.py", "dryrun.py", "launch.py"}
     return sorted(path.name for path in PACKAGE.iterdir() if path.name not in hidden)
 
 

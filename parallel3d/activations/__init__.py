@@ -8,5 +8,10 @@ if TYPE_CHECKING:
     from parallel3d.activations.offload import ActivationOffload as ActivationOffload
     from parallel3d.activations.offload import OffloadCounts as OffloadCounts
     from parallel3d.activations.offload import offload_counts as offload_counts
-
-export_lazily(__name__)
+else:
+    export_lazily(
+        __name__,
+        {
+            ".offload": "ActivationOffload OffloadCounts offload_counts",
+        },
+    )

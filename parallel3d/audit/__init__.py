@@ -16,5 +16,11 @@ if TYPE_CHECKING:
     from parallel3d.audit.findings import Report as Report
     from parallel3d.audit.training import next_step as next_step
     from parallel3d.audit.training import report as report
-
-export_lazily(__name__)
+else:
+    export_lazily(
+        __name__,
+        {
+            ".findings": "Finding Report",
+            ".training": "next_step report",
+        },
+    )

@@ -24,5 +24,19 @@ if TYPE_CHECKING:
     from parallel3d.checkpoint.stop import StopSignal as StopSignal
     from parallel3d.checkpoint.torch_file import load_torch as load_torch
     from parallel3d.checkpoint.torch_file import save_torch as save_torch
-
-export_lazily(__name__)
+else:
+    export_lazily(
+        __name__,
+        {
+            ".dcp": "load_dcp save_dcp",
+            ".format.storage": "LoadPlanner Reader SavePlanner Writer",
+            ".hf.load": "load_hf",
+            ".hf.peft": "load_peft save_peft",
+            ".hf.save": "save_hf",
+            ".hf.tensors": "hf_shards hf_tensors",
+            ".loading": "Info latest load",
+            ".saving": "save",
+            ".stop": "StopSignal",
+            ".torch_file": "load_torch save_torch",
+        },
+    )

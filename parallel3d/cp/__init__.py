@@ -28,5 +28,16 @@ if TYPE_CHECKING:
     from parallel3d.cp.model import summary as summary
     from parallel3d.cp.sequence import Sequence as Sequence
     from parallel3d.cp.state import positions as positions
-
-export_lazily(__name__)
+else:
+    export_lazily(
+        __name__,
+        {
+            ".attention": "attention",
+            ".axis": "CpAxis Kind",
+            ".batch": "gather shard_batch",
+            ".choose": "Choice Traffic bytes_per_layer choose",
+            ".model": "ContextParallel summary",
+            ".sequence": "Sequence",
+            ".state": "positions",
+        },
+    )

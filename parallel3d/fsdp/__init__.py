@@ -64,5 +64,31 @@ if TYPE_CHECKING:
     from parallel3d.fsdp.state_dict.optim_state_dict import optim_state_dict as optim_state_dict
     from parallel3d.fsdp.state_dict.transforms import chunk as chunk
     from parallel3d.fsdp.state_dict.transforms import gather as gather
-
-export_lazily(__name__)
+else:
+    export_lazily(
+        __name__,
+        {
+            ".api": (
+                "BackwardPrefetch CPUOffloadPolicy DataParallelMeshDims MixedPrecisionPolicy "
+                "OffloadPolicy ShardingStrategy ShardPlacementResult strategy_layout "
+                "strategy_options"
+            ),
+            ".fully_shard": "fully_shard",
+            ".interop": "register_fsdp_forward_method share_comm_ctx",
+            ".module": "FSDPModule GradientReductionHandle UnshardHandle",
+            ".options.checks": "check_execution_order",
+            ".options.comm_hooks": (
+                "CommHookState allreduce_hook bf16_compress_hook fp16_compress_hook "
+                "reduce_scatter_hook"
+            ),
+            ".state_dict.full_params": "full_params",
+            ".state_dict.model_state_dict": (
+                "FullOptimStateDictConfig FullStateDictConfig LocalOptimStateDictConfig "
+                "LocalStateDictConfig ShardedOptimStateDictConfig ShardedStateDictConfig "
+                "StateDictSettings StateDictType get_state_dict_type load_model_state_dict "
+                "model_state_dict set_state_dict_type state_dict_type"
+            ),
+            ".state_dict.optim_state_dict": "load_optim_state_dict optim_state_dict",
+            ".state_dict.transforms": "chunk gather",
+        },
+    )

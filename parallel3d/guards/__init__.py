@@ -20,5 +20,11 @@ if TYPE_CHECKING:
     from parallel3d.guards.debugging import watch as watch
     from parallel3d.guards.timeouts import Timeouts as Timeouts
     from parallel3d.guards.timeouts import phase as phase
-
-export_lazily(__name__)
+else:
+    export_lazily(
+        __name__,
+        {
+            ".debugging": "Diagnosis debug diagnose watch",
+            ".timeouts": "Timeouts phase",
+        },
+    )

@@ -13,5 +13,10 @@ if TYPE_CHECKING:
     from parallel3d.integrations import torchtitan as torchtitan
     from parallel3d.integrations import transformers as transformers
     from parallel3d.integrations import trl as trl
-
-export_lazily(__name__)
+else:
+    export_lazily(
+        __name__,
+        {
+            ".": "accelerate lightning torchtitan transformers trl",
+        },
+    )

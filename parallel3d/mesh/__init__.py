@@ -10,5 +10,13 @@ if TYPE_CHECKING:
     from parallel3d.mesh.build import build_mesh as build_mesh
     from parallel3d.mesh.build import read_layout as read_layout
     from parallel3d.mesh.layout import MeshLayout as MeshLayout
-
-export_lazily(__name__)
+else:
+    export_lazily(
+        __name__,
+        {
+            ".agreement": "check_agreement",
+            ".axes": "AXES",
+            ".build": "build_mesh read_layout",
+            ".layout": "MeshLayout",
+        },
+    )

@@ -23,5 +23,16 @@ if TYPE_CHECKING:
     from parallel3d.observability.sinks import read_json_lines as read_json_lines
     from parallel3d.observability.stragglers import Straggler as Straggler
     from parallel3d.observability.stragglers import find_stragglers as find_stragglers
-
-export_lazily(__name__)
+else:
+    export_lazily(
+        __name__,
+        {
+            ".exposed": "ExposedTime HostClock StreamClock",
+            ".flops": "ModelFlops model_flops",
+            ".metrics": "FIELDS START_FIELDS Metrics OomSnapshots Sink",
+            ".profiling": "ProfilerWindow parse_steps",
+            ".progress": "Progress",
+            ".sinks": "JsonLines TensorBoard read_json_lines",
+            ".stragglers": "Straggler find_stragglers",
+        },
+    )

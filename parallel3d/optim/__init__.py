@@ -13,5 +13,15 @@ if TYPE_CHECKING:
     from parallel3d.optim.local import local as local
     from parallel3d.optim.step_in_backward import StepInBackward as StepInBackward
     from parallel3d.optim.step_in_backward import step_in_backward as step_in_backward
-
-export_lazily(__name__)
+else:
+    export_lazily(
+        __name__,
+        {
+            ".accumulate": "accumulate global_mean",
+            ".clip": "clip_grad_norm_",
+            ".ema": "EMA",
+            ".grad_scaler": "GradScaler",
+            ".local": "local",
+            ".step_in_backward": "StepInBackward step_in_backward",
+        },
+    )

@@ -20,5 +20,17 @@ if TYPE_CHECKING:
     from parallel3d.planner.prediction import predict as predict
     from parallel3d.planner.workload import CHECKPOINTING as CHECKPOINTING
     from parallel3d.planner.workload import Workload as Workload
-
-export_lazily(__name__)
+else:
+    export_lazily(
+        __name__,
+        {
+            ".cluster": "Cluster Gpu gpu gpus",
+            ".decoder": "spec_from_shapes",
+            ".from_module": "spec_from_module",
+            ".hf_config": "known_models spec_from_hf_config",
+            ".model_spec": "ModelSpec",
+            ".planning": "MeshPlan plan",
+            ".prediction": "Prediction predict",
+            ".workload": "CHECKPOINTING Workload",
+        },
+    )

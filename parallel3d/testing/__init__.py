@@ -44,5 +44,18 @@ if TYPE_CHECKING:
     from parallel3d.testing.worlds import LocalWorld as LocalWorld
     from parallel3d.testing.worlds import fake_world as fake_world
     from parallel3d.testing.worlds import local_world as local_world
-
-export_lazily(__name__)
+else:
+    export_lazily(
+        __name__,
+        {
+            "parallel3d._util.recorder": "Collective Recorder record_collectives",
+            ".differences.forward": "Difference",
+            ".emulated_network": "EmulatedNetwork Link Transfer VirtualClock",
+            ".first_difference": "Verification first_difference verify",
+            ".gloo_pool": "GlooPool WorkerError WorkerTimeout",
+            ".parity": "Parity assert_parity shards_of",
+            ".relations.engines": "ENGINES Engine",
+            ".relations.relation": "RELATIONS AuditTable Outcome audit",
+            ".worlds": "FakeWorld LocalWorld fake_world local_world",
+        },
+    )

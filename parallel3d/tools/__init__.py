@@ -2,4 +2,4 @@
 
 from parallel3d._util.lazy import export_lazily
 
-export_lazily(__name__)
+export_lazily(__name__, {})

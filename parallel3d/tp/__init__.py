@@ -56,5 +56,26 @@ if TYPE_CHECKING:
         vocab_parallel_cross_entropy as vocab_parallel_cross_entropy,
     )
     from parallel3d.tp.vocab_parallel.vocab_logits import VocabLogits as VocabLogits
-
-export_lazily(__name__)
+else:
+    export_lazily(
+        __name__,
+        {
+            ".auto.derive": "auto_plan",
+            ".collectives": (
+                "TpAxis copy_to_tp gather_from_tp gather_sequence reduce_from_tp "
+                "reduce_scatter_sequence scatter_sequence split_to_tp"
+            ),
+            ".local_attributes": "PlannedAttribute local_attributes",
+            ".plan": "PlannedModule PlannedParam ResolvedPlan resolve_plan",
+            ".resolve": "STYLE_NAMES parse_style",
+            ".same_batch": "check_same_batch",
+            ".styles": (
+                "Colwise Experts HeadArguments IdentityExpert LocalParams LocalSizes PrepareInput "
+                "PrepareInputOutput PrepareOutput Replicated RopeOutput Rowwise SequenceParallel "
+                "SplitHeads Style VocabParallel"
+            ),
+            ".torch_styles": "TorchStyle",
+            ".vocab_parallel.head": "LogitsHead linear_cross_entropy vocab_parallel_cross_entropy",
+            ".vocab_parallel.vocab_logits": "VocabLogits",
+        },
+    )

@@ -18,5 +18,11 @@ if TYPE_CHECKING:
     from parallel3d.tools.doctor.doctor import doctor as doctor
     from parallel3d.tools.doctor.finding import Finding as Finding
     from parallel3d.tools.doctor.finding import Severity as Severity
-
-export_lazily(__name__)
+else:
+    export_lazily(
+        __name__,
+        {
+            ".doctor": "Diagnosis Options doctor",
+            ".finding": "Finding Severity",
+        },
+    )

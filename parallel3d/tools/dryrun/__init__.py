@@ -27,5 +27,21 @@ if TYPE_CHECKING:
     from parallel3d.tools.dryrun.unknown import assume as assume
     from parallel3d.tools.dryrun.warnings import warnings_of as warnings_of
     from parallel3d.tools.dryrun.world import script as script
-
-export_lazily(__name__)
+else:
+    export_lazily(
+        __name__,
+        {
+            "parallel3d._util.dry_run": "active real",
+            ".as_json": "from_json to_json",
+            ".compare": "Divergence compare",
+            ".record": "record",
+            ".report": "write_report",
+            ".result": "DryRun Race",
+            ".summary": "print_summary",
+            ".timeline": "Timeline timeline",
+            ".trace": "write_trace",
+            ".unknown": "Unknown assume",
+            ".warnings": "warnings_of",
+            ".world": "script",
+        },
+    )

@@ -598,7 +598,7 @@ def auto_plan(model: nn.Module, tp_size: int, example: Any = None) -> dict[str, 
     left out, and rules that it lacks are added where they are certain. It is used with the code of the
     model's family only: a block in which other code (a subclass's, a patch, a hook, a registered
     attention function) handles split activations stays whole. For a model without a plan one is derived,
-    see ``parallel3d.tp.derive.derive_plan``.
+    see ``parallel3d.tp.auto.derive.derive_plan``.
 
     Args:
         model: a plain model, possibly on the meta device.

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from parallel3d.dryrun import real
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 import parallel3d as p3d
+from parallel3d.dryrun import real
 
 folder = Path("model")  # in a folder that the ranks share
 if dist.get_rank() == 0:

@@ -1,0 +1,3 @@
+"""``parallel3d.tools.doctor`` by its shorter name."""
+
+from parallel3d.tools.doctor import *  # noqa: F403

@@ -1,0 +1,3 @@
+"""``parallel3d.tools.dryrun`` by its shorter name."""
+
+from parallel3d.tools.dryrun import *  # noqa: F403
