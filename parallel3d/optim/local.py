@@ -16,8 +16,17 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from parallel3d._torch.kernels import foreach_copy_, foreach_zero_, local_tensors, specs_of
+from parallel3d._torch.simulated import inner_tensors
 from parallel3d.errors import Parallel3dError
-from parallel3d.optim.matrix import MatrixSteps
+from parallel3d.optim.known import (
+    ELEMENTWISE,
+    MATRIX,
+    REFUSED,
+    base_among,
+    is_known_elementwise,
+    step_of,
+)
+from parallel3d.optim.matrix import MatrixSteps, can_be_shared
 from parallel3d.optim.pieces import (
     ParamPiece,
     Piece,
@@ -26,14 +35,6 @@ from parallel3d.optim.pieces import (
     State,
     is_elementwise,
     pieces_of,
-)
-from parallel3d.optim.trial import (
-    ELEMENTWISE,
-    check_elementwise,
-    check_one_by_one,
-    check_states_are_plain,
-    is_known_elementwise,
-    step_of,
 )
 
 _grad_of, _dtype_of = attrgetter("grad"), attrgetter("dtype")
@@ -269,6 +270,8 @@ class LocalState:
         entries: list[State] = [{} for _ in piece.params]
         for key, value in state.items():
             by_param = [value] * len(entries)
+            if key not in known:
+                _check_state(piece, key, value)
             if key in known:
                 by_param = [shown[param][key] for param in piece.params]
             elif is_elementwise(piece, value):
@@ -285,10 +288,21 @@ class LocalState:
         self._last[piece.tensor] = dict(state)
 
 
-_REFUSED = {
-    "LBFGS": "it needs inner products over the whole model; use it on a plain model",
-    "SparseAdam": "gradients of sharded parameters are dense; use Adam",
-}
+def _check_state(piece: Piece, key: str, value: Any) -> None:
+    """Raises Parallel3dError unless an entry of a state is as an elementwise class has them."""
+    kind = f"keeps a {type(value).__name__} in the entry {key!r} of a parameter's state"
+    if can_be_shared(value, piece.tensor):
+        if not isinstance(value, torch.Tensor) or not value.dim():
+            return
+        pairs = zip(inner_tensors(value), inner_tensors(piece.tensor), strict=False)
+        if all(a.shape == b.shape for a, b in pairs):
+            return
+        kind += f", of shape {tuple(value.shape)} for a part of {tuple(piece.tensor.shape)}"
+    raise Parallel3dError(
+        f"optim.local: the optimizer {kind}, which can't be cut by element; an elementwise class has tensors "
+        "of the parameter's shape and single numbers there. Give matrix=True if it treats parameters one by "
+        "one, each as a whole, or use the class itself on the model's DTensors"
+    )
 
 
 def local(
@@ -319,18 +333,20 @@ def local(
     other tensors (Adafactor's factors) are kept by every rank. All ranks must have gradients of the same
     parameters. Use a class that looks at all parameters together directly on the model's DTensors.
 
-    What you assert is tried on a few small parameters, and refused if the trial shows otherwise. The trial
-    proves nothing: a class that clips at a norm which the trial doesn't reach passes.
+    What you assert is taken as true: a class of which it isn't true trains on other numbers. Only what shows
+    in its state is noticed, at the first step. `docs/optimizers.md` has what is true of 125 classes.
 
     Args:
         params: a module, or what the class itself takes: tensors, (name, tensor) pairs, groups as dicts.
         matrix: True asserts that a step on a parameter depends on this parameter, its gradient and its
-            state, all whole, and on no other parameter, nor on random numbers. None: the class's attribute
+            state, all whole, and on no other parameter, random numbers or a closure's loss; and that the
+            state of two parameters of one shape has the same shapes. None: the class's attribute
             ``whole_matrix``, and True for torch's Muon and Adafactor.
         elementwise: True asserts that the step on an element depends on this element, its gradient, its
             state, the group's options and the step count, and on no other element: no norm, mean, maximum,
             sort or projection over a tensor or several, no random numbers, no blocks (as 8-bit states have);
-            and that the state consists of tensors of the parameter's shape and single numbers.
+            that it takes no loss from a closure; and that the state consists of tensors of the
+            parameter's shape and single numbers.
         options: for the class.
 
     Returns:
@@ -338,7 +354,8 @@ def local(
 
     Raises:
         Parallel3dError: ``optimizer_class`` is no optimizer class, or one of which nothing is known or
-            asserted, or the trial has refused it; or ``differentiable=True``.
+            asserted, or ``elementwise=True`` was said of torch's Muon or Adafactor; or
+            ``differentiable=True``. At the first step: its state is not as was asserted.
     """
     _check(optimizer_class, matrix, elementwise, options)
     groups = list(params.parameters() if isinstance(params, nn.Module) else params)
@@ -347,18 +364,10 @@ def local(
         if isinstance(entry, dict) and isinstance(entry.get("params"), Iterator):
             entry["params"] = list(entry["params"])
     if matrix is None:
-        known = issubclass(optimizer_class, (torch.optim.Muon, torch.optim.Adafactor))
+        known = base_among(MATRIX, optimizer_class) is not None
         matrix = not elementwise and bool(getattr(optimizer_class, "whole_matrix", known))
-    first = groups[0] if groups and isinstance(groups[0], dict) else {}
-    group_options = {k: v for k, v in first.items() if k not in ("params", "param_names")}
-    if matrix or elementwise:
-        check_states_are_plain(optimizer_class, options, group_options)
-    if matrix:
-        check_one_by_one(optimizer_class, options, group_options)
-    elif not is_known_elementwise(optimizer_class):
-        if not elementwise:
-            _raise_unknown(optimizer_class)
-        check_elementwise(optimizer_class, options, group_options, _device(groups))
+    if not (matrix or elementwise or is_known_elementwise(optimizer_class)):
+        _raise_unknown(optimizer_class)
     return _local_class(optimizer_class, matrix)(groups, **options)  # type: ignore[arg-type]
 
 
@@ -368,11 +377,15 @@ def _check(optimizer_class: Any, matrix: Any, elementwise: Any, options: dict[st
             f"optim.local was given {optimizer_class!r}; it needs a class of optimizers, as in "
             "local(torch.optim.AdamW, model, lr=1e-3)"
         )
-    for refused, why in _REFUSED.items():
-        if issubclass(optimizer_class, getattr(torch.optim, refused)):
-            raise Parallel3dError(
-                f"optim.local: {optimizer_class.__name__} can't step on shards: {why}"
-            )
+    name, refused = optimizer_class.__name__, base_among(REFUSED, optimizer_class)
+    if refused is not None:
+        raise Parallel3dError(f"optim.local: {name} can't step on shards: {REFUSED[refused]}")
+    whole = base_among(MATRIX, optimizer_class)
+    if elementwise is True and whole is not None:
+        raise Parallel3dError(
+            f"optim.local was given elementwise=True, but {name} is not elementwise: its step takes "
+            f"{MATRIX[whole]}; leave it out, or give matrix=True"
+        )
     if options.get("differentiable"):
         raise Parallel3dError(
             "optim.local was given differentiable=True, but no graph goes through a step on "
@@ -399,18 +412,6 @@ def _raise_unknown(optimizer_class: type[Optimizer]) -> None:
         "matrix=True if it treats parameters one by one, each as a whole (norms, projections, maxima); else "
         "use the class itself on the model's DTensors"
     )
-
-
-def _device(entries: list[Any]) -> torch.device:
-    """Returns the device of the first parameter that is not on meta, by default the CPU."""
-    for entry in entries:
-        if isinstance(entry, dict):
-            tensors = entry.get("params", ())
-            return _device([tensors] if isinstance(tensors, torch.Tensor) else list(tensors))
-        tensor = entry[1] if isinstance(entry, tuple) else entry
-        if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
-            return tensor.device
-    return torch.device("cpu")
 
 
 class LocalSteps:
@@ -453,7 +454,8 @@ class LocalMatrixSteps(LocalSteps):
 
     def _step_locally(self, step: Callable[[Any], Any]) -> None:
         optimizer: Any = self
-        self._matrices = self._matrices or MatrixSteps()
+        if self._matrices is None:
+            self._matrices = MatrixSteps(known=base_among(MATRIX, self.local_base) is not None)
         self._matrices.step(optimizer, step)
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import distributed as dist
@@ -126,12 +127,14 @@ class Owners:
 class MatrixSteps:
     """Steps of one optimizer on whole parameters.
 
-    Where every rank has them whole, ``at_once`` of them in one call, by default all that are alike.
+    Args:
+        known: whether the class's states are known to have shapes that don't depend on numbers. Else ranks
+            compare them at a parameter's first step.
     """
 
-    def __init__(self, at_once: int | None = None) -> None:
+    def __init__(self, known: bool) -> None:
         self._owners: dict[Hashable, Owners] = {}
-        self._at_once = at_once
+        self._known = known
 
     def step(self, optimizer: Optimizer, step: Step) -> None:
         """Calls ``step(optimizer)`` for one group and some whole parameters at a time.
@@ -150,7 +153,8 @@ class MatrixSteps:
             after = of_no_parameter(optimizer)
 
         for group in optimizer.param_groups:
-            call, options = _Call(optimizer, step_once, group), GroupOptions(group)
+            call = _Call(optimizer, step_once, group, self._known)
+            options = GroupOptions(group)
             params = group["params"]
             try:
                 batches = self._batches(optimizer, params)
@@ -177,7 +181,7 @@ class MatrixSteps:
                 alike[self._owners_of(param), kind].append(param)
         batches: list[tuple[list[nn.Parameter], Owners | None]] = []
         for (owners, _), members in alike.items():
-            size = (self._at_once or len(members)) if owners is None else owners.size
+            size = len(members) if owners is None else owners.size
             starts = range(0, len(members), size)
             batches += [(members[start : start + size], owners) for start in starts]
         return batches
@@ -252,10 +256,15 @@ def _is_counter(value: torch.Tensor, param: nn.Parameter) -> bool:
     return value.dim() == 0 and value.device.type != param.device.type
 
 
-def can_be_shared(value: Any) -> bool:
-    """Whether ranks can exchange an entry of a state: a tensor, a number, or a value alike on all of them."""
+def can_be_shared(value: Any, param: torch.Tensor) -> bool:
+    """Whether ranks can exchange an entry of the state of ``param``.
+
+    That is a number, an ordinary tensor (or one of the parameter's class) or a value alike on all ranks.
+    """
+    if isinstance(value, torch.Tensor):
+        return type(value) in (torch.Tensor, nn.Parameter, type(param))
     alike = (str, torch.dtype, torch.device, torch.Size)
-    return value is None or isinstance(value, (torch.Tensor, int, float, *alike))
+    return value is None or isinstance(value, (int, float, *alike))
 
 
 def _has_shape(value: Any, shape: Sequence[int]) -> bool:
@@ -271,6 +280,7 @@ class _Call:
     optimizer: Optimizer
     step: Step
     group: dict[str, Any]
+    known: bool
 
     def on_shared(self, params: list[nn.Parameter], owners: Owners | None) -> None:
         """Steps on ``params``, which ``owners`` share; without owners every rank has them whole."""
@@ -290,7 +300,7 @@ class _Call:
             whole.grad = grad
         results = self.on_whole(wholes, inputs)
         for key, value in results[0].items():
-            if not isinstance(value, Number) and not can_be_shared(value):
+            if not isinstance(value, Number) and not can_be_shared(value, wholes[0]):
                 raise Parallel3dError(
                     f"optim.local: {type(self.optimizer).__name__} keeps a {type(value).__name__} in the "
                     f"entry {key!r} of a parameter's state, which ranks can't exchange; use the class itself"
@@ -301,12 +311,29 @@ class _Call:
                 for p, s in zip(params, results, strict=True)
             ]
         else:
+            if not (self.known or inputs[0] or dry_run.active()):
+                self._check_alike(owners, results[0], locals_[0].device)
             parts = owners.from_owners(wholes[0].detach(), locals_)
             for local, part in zip(locals_, parts, strict=True):
                 local.copy_(part)
             shown = _states_from_owners(owners, results[0], params)
         for param, state in zip(params, shown, strict=True):
             _show(self.optimizer, param, state)
+
+    def _check_alike(self, owners: Owners, state: State, device: torch.device) -> None:
+        """Raises Parallel3dError on all ranks unless their states have the same entries."""
+        kinds = {
+            k: (tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else type(v).__name__
+            for k, v in state.items()
+        }
+        own = torch.full((1,), crc32(repr(kinds).encode()), dtype=torch.int64, device=device)
+        rows = owners.small_from_owners(own, owners.size)
+        if len({next(inner_tensors(row)).item() for row in rows}) > 1:
+            raise Parallel3dError(
+                f"optim.local: the states that {type(self.optimizer).__name__} has made for parameters of "
+                f"shape {owners.shape} differ in their entries, here {kinds}: they depend on numbers, and "
+                "ranks can't exchange them; use the class itself"
+            )
 
     def on_whole(self, params: list[nn.Parameter], states: list[State]) -> list[State]:
         """Steps on the plain ``params`` with ``states``; returns their states.

@@ -27,6 +27,13 @@ ELEMENTWISE = [
     (optim.Rprop, {}),
     (optim.AdamW, {"fused": True}),
     (optim.AdamW, {"lr": 0.0}),
+    (optim.AdamW, {"maximize": True, "foreach": True}),
+    (optim.ASGD, {"t0": 1, "weight_decay": 0.1}),
+    (optim.Adagrad, {"lr_decay": 0.1, "fused": True}),
+    (optim.NAdam, {"weight_decay": 0.1, "decoupled_weight_decay": True}),
+    (optim.RAdam, {"weight_decay": 0.1, "decoupled_weight_decay": True}),
+    (optim.Rprop, {"etas": (0.4, 1.3)}),
+    (optim.SGD, {"momentum": 0.9, "fused": True}),
 ]
 
 

@@ -37,16 +37,6 @@ class Together(optim.SGD):
         return super().step(closure)
 
 
-class History(optim.SGD):
-    """Elementwise, but its state is not."""
-
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p]["history"] = torch.zeros(7)
-        return super().step(closure)
-
-
 @pytest.mark.parametrize(
     ("cls", "options", "match"),
     [
@@ -57,14 +47,9 @@ class History(optim.SGD):
             {},
             r"Lamb is not known to be elementwise; known are ASGD.*elementwise=True.*matrix=True",
         ),
-        (Lamb, {"elementwise": True}, "is not elementwise.*give matrix=True"),
-        (Lamb, {"lr": 0.0, "elementwise": True}, "is not elementwise"),
         (Together, {"lr": 0.1}, "not known to be elementwise .it is a subclass of SGD"),
-        (Together, {"lr": 0.1, "elementwise": True}, "is not elementwise"),
-        (Together, {"lr": 0.1, "matrix": True}, "where there are others"),
-        (History, {"lr": 0.1, "elementwise": True}, "is not elementwise"),
         (optim.Muon, {"matrix": False}, "not known to be elementwise;"),
-        (optim.Muon, {"elementwise": True}, "can't step on plain local tensors.*2D"),
+        (optim.Muon, {"elementwise": True}, "Muon is not elementwise.*orthogonal matrices"),
         (optim.Adafactor, {"elementwise": True}, "is not elementwise"),
         (optim.AdamW, {"differentiable": True}, "leave it out"),
         (optim.AdamW, {"matrix": 1}, "must be True, False or None"),
@@ -79,6 +64,67 @@ class History(optim.SGD):
 def test_refused(cls, options, match) -> None:
     with pytest.raises(Parallel3dError, match=match):
         local(cls, nn.Linear(3, 2), **options)
+
+
+class Keeps(optim.SGD):
+    """Keeps in each parameter's state what its lr says."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                kept = {0.1: torch.zeros(7), 0.2: [torch.zeros_like(p)], 0.3: Wrapped(p.detach())}
+                self.state[p]["kept"] = kept[group["lr"]]
+        return super().step(closure)
+
+
+class Wrapped(torch.Tensor):
+    """As a quantized state is."""
+
+
+@pytest.mark.parametrize(
+    ("said", "lr", "match"),
+    [
+        ("elementwise", 0.1, r"keeps a Tensor .*'kept'.*shape \(7,\) for a part of \(2, 3\)"),
+        ("elementwise", 0.2, "keeps a list .*'kept'.*can't be cut by element"),
+        ("elementwise", 0.3, "keeps a Wrapped .*can't be cut by element"),
+        ("matrix", 0.2, "keeps a list .*'kept'.*can't exchange"),
+        ("matrix", 0.3, "keeps a Wrapped .*can't exchange"),
+    ],
+)
+def test_a_state_that_is_not_as_was_said(said, lr, match) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = local(Keeps, model, lr=lr, **{said: True})
+    model(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(Parallel3dError, match=match):
+        optimizer.step()
+
+
+class ByWeights(optim.SGD):
+    """Keeps as many numbers as there are positive weights."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["kept"] = torch.zeros(int((p > 0).sum()))
+        return super().step(closure)
+
+
+def states_that_differ_by_rank() -> None:
+    mesh = build_mesh(MeshLayout(shard=2), device_type="cpu")
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    nn.init.ones_(model[0].weight)
+    nn.init.zeros_(model[1].weight)
+    parallelize(model, mesh, units=["0", "1"])
+    optimizer = local(ByWeights, model, lr=0.1, matrix=True)
+    model(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(Parallel3dError, match=r"ByWeights has made .*\(4, 4\) differ.*'kept'"):
+        optimizer.step()
+
+
+@pytest.mark.slow
+def test_states_that_differ_by_rank(gloo_pool) -> None:
+    """Ranks would exchange tensors of different sizes, and wait for each other."""
+    gloo_pool.run(states_that_differ_by_rank, world_size=2)
 
 
 class Grouped(optim.SGD):

@@ -26,7 +26,7 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 
 import parallel3d as p3d
 from _support.optim import around_optimizers
-from parallel3d.optim.trial import is_known_elementwise
+from parallel3d.optim.known import is_known_elementwise
 
 PAGE = ROOT / "docs" / "optimizers.md"
 STEPS = 30
@@ -46,6 +46,23 @@ KNOWN_WRONG = {
     "`optim.local` the weights are the plain ones",
 }
 """Classes that train on DTensors with other numbers, without an error, and why."""
+FALSE = {
+    "`elementwise=True`": (
+        "A2Grad ASGD AdaFactor AdaGC AdaNorm AdaShift AdaTAM Adai Adalite AdamP AdamS AggMo "
+        "Aida Alice Amos ApolloDQN AvaGrad CAME Conda DASH DAdaptAdaGrad DAdaptAdam DAdaptAdan "
+        "DAdaptLion DAdaptSGD DeMo EmoFact EmoLynx EmoNavi FAdam FlashAdamW Fromage Gravity "
+        "Kron LARS Lamb LoRARite MARS Magma Nero NovoGrad Prodigy QHAdam RACS ROSE Ranger SCION "
+        "SCIONLight SGDP SGDSaI SM3 SOAP SPAM SPlus SWATS SaRA ScalableShampoo Shampoo "
+        "StableAdamW StableSPAM TAM"
+    ),
+    "`matrix=True`": (
+        "ASGD AdaGC AdaShift Adai AdamS AggMo AvaGrad Conda DASH DAdaptAdaGrad DAdaptAdam "
+        "DAdaptAdan DAdaptLion DAdaptSGD DeMo EmoFact EmoLynx EmoNavi Gravity Kron LoRARite "
+        "Magma Prodigy SCION SOAP SPlus SaRA ScalableShampoo"
+    ),
+}
+"""Classes of pytorch_optimizer of which a word isn't true, also where few steps don't show it: a clip that
+these gradients don't reach, a mean over parameters, blocks, a loss. They are not run with it."""
 _TORCHS = ("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam")
 TORCHS = (*_TORCHS, "RAdam", "RMSprop", "Rprop", "SGD")
 
@@ -138,7 +155,13 @@ def outcomes(names: list[str]) -> dict[str, Any]:
             if isinstance(reference, str):
                 table[name] = reference
                 continue
-            table[name] = {way: outcome(way, cls, mesh, *reference) for way in SAID}
+            package, short = name.rsplit(".", 1)
+            table[name] = {
+                way: "no"
+                if package == "pytorch_optimizer" and short in FALSE.get(way, "").split()
+                else outcome(way, cls, mesh, *reference)
+                for way in SAID
+            }
     return table
 
 
@@ -150,7 +173,7 @@ def faults(table: dict[str, Any]) -> list[str]:
             continue
         for way, o in row.items():
             wrong = o.startswith("wrong") and name not in KNOWN_WRONG
-            if wrong if way == ITSELF else o not in ("right", "refused"):
+            if wrong if way == ITSELF else o not in ("right", "refused", "no"):
                 found.append(f"{name}, {way}: {o}")
     return found
 
@@ -163,7 +186,7 @@ of it again.
 Each class of `torch.optim` and of the package `pytorch_optimizer` {version} that runs with its defaults on a
 plain model, after {steps} steps on two processes, torch {torch}: the class itself on the model's DTensors,
 and through `parallel3d.optim.local`, where nothing was said of it, and where `elementwise=True` or
-`matrix=True` was said, rightly or not. *right*: the plain model's weights, up to rounding. *refused*: a
+`matrix=True` was said. *right*: the plain model's weights, up to rounding. *refused*: a
 `Parallel3dError` that says what to do. A name is the error that was raised instead.
 
 The class itself runs torch's operations on DTensors, as on `torch.distributed.fsdp.fully_shard`. What those
@@ -172,9 +195,10 @@ lack ends in the error named, often within the step: parameters before that one 
 
 {wrong}
 
-`optim.local` refuses every class of which nothing is known or said. Known are torch's elementwise ones, each
-with its reason: [`parallel3d/optim/trial.py`](../parallel3d/optim/trial.py). What a user says of another
-class is tried on a few small parameters. That proves nothing, but it has caught all that are not so here.
+`optim.local` refuses every class of which nothing is known or said. Known are torch's elementwise ones, Muon
+and Adafactor: [`parallel3d/optim/known.py`](../parallel3d/optim/known.py). What a user says of another class
+is taken as true, so say what is *right* in its row. *no*: it isn't true of the class, which would train on
+other numbers, here or with other gradients (a clip, a mean over parameters).
 
 """
 
@@ -205,11 +229,12 @@ def page(table: dict[str, Any], around: dict[str, dict[str, str]]) -> str:
         ).replace("  ", " ")
     ]
     lines.append(
-        f"| of {len(rows)} | right | refused | wrong | other error |\n| --- | --- | --- | --- | --- |\n"
+        f"| of {len(rows)} | right | refused | wrong | no | other error |\n"
+        "| --- | --- | --- | --- | --- | --- |\n"
     )
     for way in SAID:
         kinds = [row[way].split()[0] for row in rows.values()]
-        counts = [kinds.count(kind) for kind in ("right", "refused", "wrong")]
+        counts = [kinds.count(kind) for kind in ("right", "refused", "wrong", "no")]
         counts.append(len(kinds) - sum(counts))
         lines.append(f"| {way} | {' | '.join(map(str, counts))} |\n")
     lines.append(f"\n| class | {' | '.join(SAID)} |\n|{' --- |' * (1 + len(SAID))}\n")
