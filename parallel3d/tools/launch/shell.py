@@ -1,4 +1,4 @@
-"""torchrun on machines that a person can log in to, and the text that other targets share with it."""
+"""The parts of launch files that depend on a job's words: quoted text, variables, torchrun's options."""
 
 import json
 import re
@@ -21,7 +21,7 @@ def shell_word(text: str) -> str:
     return "$'" + repr(b'"' + text.encode())[3:]
 
 
-def shell_command(words: Sequence[str], indent: str) -> str:
+def shell_command(words: Sequence[str]) -> str:
     """Quotes the words of a command, with an option and its value on each line."""
     lines: list[list[str]] = []
     for word in words:
@@ -30,7 +30,7 @@ def shell_command(words: Sequence[str], indent: str) -> str:
             lines[-1].append(word)
         else:
             lines.append([word])
-    return f" \\\n{indent}".join(" ".join(map(shell_word, line)) for line in lines)
+    return " \\\n".join(" ".join(map(shell_word, line)) for line in lines)
 
 
 def yaml_text(text: str) -> str:
@@ -104,12 +104,6 @@ export NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-^lo,docker,veth,virbr}\""""
     return lines
 
 
-def setup_lines(job: LaunchJob) -> str:
-    """Returns ``job.setup`` for the beginning of a script; "" without."""
-    why = "# The environment: before set -u, under which some such scripts fail."
-    return f"{why}\n{job.setup}\n\n" if job.setup else ""
-
-
 LIMITS = """\
 # Each worker opens many files and sockets, and RDMA locks memory: as much as this node allows.
 ulimit -S -n hard
@@ -133,58 +127,3 @@ def _has_grace() -> bool:
         return True
     run = Path(torch.origin).with_name("distributed") / "run.py"
     return "shutdown-timeout" in run.read_text()
-
-
-def training_words(job: LaunchJob) -> str:
-    """Returns the training command's words, quoted for bash: the last lines of a torchrun command."""
-    return shell_command([for_torchrun(word) for word in job.command], "    ")
-
-
-_EXEC = """\
-# exec: signals reach torchrun itself, which passes them on to its workers and then waits for their last
-# checkpoint before it kills them."""
-
-
-def torchrun_file(job: LaunchJob) -> str:
-    """Returns a script to start on every node."""
-    if job.nodes == 1:
-        usage = "#   bash FILE"
-        required = ""
-        rendezvous = f"""\
-# --standalone: a rendezvous of its own on a free port, so that two jobs on this machine don't interfere.
-{_EXEC}
-exec torchrun --standalone --nproc-per-node={job.gpus_per_node} --max-restarts={job.max_restarts} \\"""
-    else:
-        usage = f"""\
-# On each of the {job.nodes} nodes the same line, with one node's address and a name new for each run:
-#   HEAD=node-1 RUN=second-try bash FILE"""
-        required = """\
-: "${HEAD:?the host name or address of one of the nodes, the same on all}"
-: "${RUN:?a name for this run, the same on all nodes and not used before}"
-
-"""
-        rendezvous = f"""\
-# c10d: the nodes connect to HEAD in any order and need no numbers; after a failure they connect again.
-# A node's ranks are consecutive, so tp groups stay within it; nodes are ordered by their names.
-# --max-restarts: of each node; one failure may count twice, as other nodes' workers fail because of it.
-# --rdzv-id: processes that are left from an earlier run can't join this one.
-# read_timeout: nodes may start ten minutes before HEAD does; the default is 60 seconds.
-# --local-addr, if LOCAL is set: the address by which others reach this node, if its name doesn't resolve.
-{_EXEC}
-exec torchrun --nnodes={job.nodes} --nproc-per-node={job.gpus_per_node} --max-restarts={job.max_restarts} \\
-    --rdzv-backend=c10d --rdzv-endpoint="$HEAD:${{PORT:-29500}}" --rdzv-id="$RUN" \\
-    --rdzv-conf=read_timeout=600,join_timeout=900 ${{LOCAL:+--local-addr="$LOCAL"}} \\"""
-    return f"""\
-{usage}
-# shellcheck disable=SC1003,SC2016  # quotes and dollars in the script's arguments
-{setup_lines(job)}set -euo pipefail
-
-{required}{exports(job)}
-
-{LIMITS}
-
-{rendezvous}
-    {SIGNALS} \\
-    {grace_option(job)}--tee=3 --log-dir="${{LOGS:-logs}}" \\
-    {training_words(job)}
-"""

@@ -1,15 +1,15 @@
 """The places where a job can be launched, and the file for each."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
+from pprint import pformat
+from typing import Any
 
 from parallel3d._util.arguments import counted
-from parallel3d.tools.launch.clouds import ray_file, skypilot_file
+from parallel3d.tools.launch import shell
 from parallel3d.tools.launch.job import LaunchError, LaunchJob, missing_from
-from parallel3d.tools.launch.kubernetes import jobset_file, kubeflow_file
-from parallel3d.tools.launch.shell import torchrun_file
-from parallel3d.tools.launch.slurm import slurm_file
+from parallel3d.tools.launch.template import fill
 
 MARK = "# Written by parallel3d launch"
 """The beginning of each file, after the line that names its interpreter."""
@@ -20,14 +20,14 @@ class Target:
     """A place where a job can be launched.
 
     Attributes:
-        write: returns the file's text without its head.
+        template: the file's text without its head, in the folder ``templates``.
         suffix: suffix of the file's name.
         start: the command that starts the job; ``{file}`` stands for the file.
         takes: the optional values of a job (``_OPTIONAL``) that the file can contain.
         head: the file's first line, if it names an interpreter.
     """
 
-    write: Callable[[LaunchJob], str]
+    template: str
     suffix: str
     start: str
     takes: tuple[str, ...] = ()
@@ -39,14 +39,17 @@ _BASH, _PYTHON = "#!/bin/bash\n", "#!/usr/bin/env python3\n"
 _KUBECTL, _RAY = "kubectl create -f {file}", "ray job submit --working-dir . -- python {file}"
 
 TARGETS = {
-    "torchrun": Target(torchrun_file, ".sh", "bash {file}", ("setup",), _BASH),
-    "slurm": Target(slurm_file, ".sbatch", "sbatch {file}", _OPTIONAL[1:], _BASH),
-    "kubeflow": Target(kubeflow_file, ".trainjob.yaml", _KUBECTL, ("image", "time")),
-    "jobset": Target(jobset_file, ".jobset.yaml", _KUBECTL, ("image", "time")),
+    "torchrun": Target("torchrun.sh", ".sh", "bash {file}", ("setup",), _BASH),
+    "slurm": Target("slurm.sh", ".sbatch", "sbatch {file}", _OPTIONAL[1:], _BASH),
+    # Kubeflow Trainer 2: a TrainJob on the runtime torch-distributed (PyTorchJob is its predecessor's).
+    "kubeflow": Target("kubeflow.yaml", ".trainjob.yaml", _KUBECTL, ("image", "time")),
+    # An indexed Job, whose pods find each other by name and are restarted together.
+    "jobset": Target("jobset.yaml", ".jobset.yaml", _KUBECTL, ("image", "time")),
     "skypilot": Target(
-        skypilot_file, ".sky.yaml", "sky jobs launch {file}", ("image", "gpu", "setup")
+        "skypilot.yaml", ".sky.yaml", "sky jobs launch {file}", ("image", "gpu", "setup")
     ),
-    "ray": Target(ray_file, "_ray.py", _RAY, head=_PYTHON),
+    # A Python script for a cluster with ray[train], whose workers each run the training script.
+    "ray": Target("ray.py.txt", "_ray.py", _RAY, head=_PYTHON),
 }
 """Name -> target."""
 
@@ -76,7 +79,61 @@ def launch_file(target: str, job: LaunchJob) -> str:
             )
     mesh = f", mesh {job.layout}" if job.layout is not None else ""
     head = f"{MARK}: {counted(job.nodes, 'node')} x {job.gpus_per_node} processes{mesh}.\n"
-    return found.head + head + found.write(job)
+    _check(found, job)
+    return found.head + head + fill(found.template, _values(found, job))
+
+
+def _check(target: Target, job: LaunchJob) -> None:
+    """Raises LaunchError for a job that ``target`` can't launch."""
+    if target is TARGETS["jobset"] and job.image is None:
+        raise LaunchError(
+            "jobset needs --image, a container image with torch, parallel3d and the script, such as "
+            "registry/name:tag"
+        )
+    if target is TARGETS["skypilot"] and job.device == "cuda" and job.gpu is None:
+        raise LaunchError("skypilot needs --gpu, the GPU's name as SkyPilot has it, such as H100")
+    if target is TARGETS["slurm"] and job.seconds and job.seconds <= job.grace:
+        raise LaunchError(
+            f"time is {job.time!r} and grace {job.grace} seconds: the job would be asked to stop as it "
+            f"starts, and be requeued forever; give a time of {job.grace // 60 + 2} minutes or more, or "
+            "--grace 0"
+        )
+
+
+def _values(target: Target, job: LaunchJob) -> dict[str, Any]:
+    """Returns what the templates name: the job's fields, and what follows from them."""
+    several, jobset = job.nodes > 1, target is TARGETS["jobset"]
+    literal = partial(pformat, width=100, sort_dicts=False)
+    escaped = shell.for_kubernetes
+    return vars(job) | {
+        "several": several,
+        "cuda": job.device == "cuda",
+        "seconds": job.seconds,
+        "world_size": job.world_size,
+        "shutdown": shell.grace_option(job),
+        "limits": shell.LIMITS,
+        "signals": shell.SIGNALS,
+        "exports": shell.exports(job),
+        "words": shell.shell_command([shell.for_torchrun(word) for word in job.command]),
+        # SLURM
+        "gpu_kind": f"{job.gpu}:" if job.gpu else "",
+        "wait": max(60, job.grace),
+        # Kubernetes
+        "jobset": jobset,
+        "finds_head": not jobset and several and job.max_restarts,
+        "termination": max(30, job.grace + 10),
+        "resources": "resources" if jobset else "resourcesPerNode",
+        "arguments": "\n".join(
+            f"- {shell.yaml_text(escaped(shell.for_torchrun(word)))}" for word in job.command
+        ),
+        "environment": shell.commented(
+            job, lambda name, value: f"- name: {name}\n  value: {shell.yaml_text(escaped(value))}"
+        ),
+        # SkyPilot and Ray
+        "envs": shell.commented(job, lambda name, value: f"{name}: {shell.yaml_text(value)}"),
+        "command": literal(list(job.command)),
+        "variables": literal({name: value for name, value, _ in shell.variables(job)}),
+    }
 
 
 def missing(target: str, job: LaunchJob) -> list[str]:
