@@ -4,30 +4,27 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
 import typer
 
 from parallel3d.tools.cli import options as o
 
+_FOLDER = o.made(o.plain, {"checkpoint": (Path, None, "The folder for checkpoints.")})
+_GPU = {name: o.CLUSTER[name] for name in ("gpu", "profile", "nic")}
+_SIZE = "Size of the measured tensors; 256 on CUDA, 4 on the CPU."
+_MEASURED = o.made(
+    o.plain,
+    {
+        "collectives": (bool, True, "Time collectives on every axis of the mesh."),
+        "megabytes": (float, None, _SIZE, {"min": 0.01}),
+        "timeout": (float, 60.0, "Seconds that ranks wait for each other.", {"min": 1}),
+    },
+)
 
-def doctor_command(
-    ctx: typer.Context,
-    replicate: o.Replicate = 1,
-    shard: o.Shard = -1,
-    cp: o.Cp = 1,
-    tp: o.Tp = 1,
-    checkpoint: Annotated[Path | None, o.plain("The folder for checkpoints.")] = None,
-    gpu: o.GpuName = None,
-    profile: o.Profile = None,
-    nic: o.Nic = None,
-    collectives: Annotated[bool, o.plain("Time collectives on every axis of the mesh.")] = True,
-    megabytes: Annotated[
-        float | None, o.plain("Size of the measured tensors; 256 on CUDA, 4 on the CPU.", min=0.01)
-    ] = None,
-    timeout: Annotated[float, o.plain("Seconds that ranks wait for each other.", min=1)] = 60.0,
-    json_only: o.Json = False,
-) -> None:
+
+@o.takes(o.LAYOUT, _FOLDER, _GPU, _MEASURED, {"json_only": (o.Json, False)})
+def doctor_command(json_only: bool, **given: Any) -> None:
     """Checks versions, variables, network, limits, devices, clocks and collectives, with advice.
 
     Alone it examines this machine. Started on all ranks by torchrun (--no-python parallel3d doctor) or srun,
@@ -41,8 +38,8 @@ def doctor_command(
         from parallel3d.tools.doctor import Diagnosis, Options, doctor
         from parallel3d.tools.doctor.report import render
 
-        layout = MeshLayout(replicate, shard, tp, cp=cp)
-        options = Options(layout=layout, **o.fields_among(Options, ctx.params))
+        layout = MeshLayout(**{axis: given[axis] for axis in o.LAYOUT})
+        options = Options(layout=layout, **o.fields_among(Options, given))
 
         def show(found: Diagnosis) -> None:
             busy.stop()

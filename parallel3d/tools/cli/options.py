@@ -3,17 +3,20 @@
 import importlib
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from difflib import get_close_matches
+from functools import reduce
+from inspect import Parameter, Signature
+from operator import or_
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from parallel3d.errors import Parallel3dError
 from parallel3d.planner.recompute import OWN
-from parallel3d.planner.stacks import stacks
-from parallel3d.planner.workload import ATTENTION, CHECKPOINTING, CP_ATTENTION, SHARDING
+from parallel3d.planner.stacks import OURS, stacks
+from parallel3d.planner.workload import ATTENTION, CHECKPOINTING, CP_ATTENTION, SHARDING, Workload
 
 
 def panel(name: str | None) -> Callable[..., Any]:
@@ -26,102 +29,151 @@ def panel(name: str | None) -> Callable[..., Any]:
 
 
 plain = panel(None)
-_model, _cluster, _work, _layout = map(panel, ("Model", "Cluster", "Workload", "Layout"))
-_show = panel("Output")
 
-ModelName = Annotated[
-    str | None,
-    _model(
-        "A name such as llama-3.1-8b, a Hugging Face config.json, package.module:function of your own that "
-        "builds it (or returns it and an example, (args, kwargs)), or shapes: "
-        "layers=32,hidden=4096,heads=32,kv_heads=8,ffn=14336,vocab=128256.",
-    ),
-]
+Options = dict[str, tuple[Any, Any]]
+"""Name of a parameter -> (its annotation for typer, its default)."""
 
-GpuName = Annotated[str | None, _cluster("For example h100-80gb-sxm, a100, h200.")]
-Nodes = Annotated[int, _cluster("Number of nodes.")]
-GpusPerNode = Annotated[int | None, _cluster("The usual number for the GPU if not given.")]
-Nic = Annotated[float | None, _cluster("GB/s from each GPU to other nodes, one direction.")]
-Profile = Annotated[Path | None, _cluster("A TOML file with more GPUs, in hardware.toml's form.")]
 
-StackName = Annotated[
-    str,
-    _work(
-        f"The software that trains: {', '.join(stacks())}; or a file of calibrate --run, name.toml."
-    ),
-]
-SeqLen = Annotated[int | None, _work("Tokens per sequence; by default the config's, 8192 at most.")]
-GlobalBatch = Annotated[int | None, _work("Sequences per optimizer step; by default 4M tokens.")]
-MicroBatch = Annotated[
-    int | None, _work("Sequences per data rank and forward; plan tries several.")
-]
-Precision = Annotated[str, _work("Dtype of the computation: bf16, fp16, fp32.")]
-ParamDtype = Annotated[str, _work("Dtype of parameters and optimizer state at rest.")]
-ReduceDtype = Annotated[str, _work("Dtype in which gradients are reduced.")]
-Optimizer = Annotated[str, _work("adamw, adam, sgd, sgd_momentum, adamw_8bit.")]
-Checkpointing = Annotated[str, _work(f"{', '.join(CHECKPOINTING)}.")]
-CheckpointingKinds = Annotated[
-    list[str] | None,
-    _work(
-        f"{', '.join(CHECKPOINTING)}; several by repeating it; {', '.join(OWN)}, which parallelize has, are "
-        "tried if not given."
-    ),
-]
-CpAttention = Annotated[
-    str, _work(f"auto, {', '.join(CP_ATTENTION)}: how attention communicates over cp.")
-]
-Compile = Annotated[bool, _work("torch.compile of each block.")]
-AttentionKernel = Annotated[
-    str | None, _work(f"{', '.join(ATTENTION)}; the GPU's best if not given.", "--attention")
-]
-FusedLoss = Annotated[bool, _work("No fp32 copies of the logits.")]
-ChunkedLoss = Annotated[
-    bool, _work('The logits of some tokens at a time: parallelize(loss_parallel="chunked").')
-]
-ChunkedLossOrBoth = Annotated[
-    bool | None,
-    _work(
-        'The logits of some tokens at a time: parallelize(loss_parallel="chunked"); tried where logits are '
-        "much of the memory if not given."
-    ),
-]
-_HFSDP = "--hfsdp/--no-hfsdp"
-Hybrid = Annotated[
-    bool, _work("Parameters at rest and the optimizer's state sharded over replicate too.", _HFSDP)
-]
-HybridOrBoth = Annotated[
-    bool | None,
-    _work(
-        "Parameters at rest and the optimizer's state sharded over replicate too; tried if not given.",
-        _HFSDP,
-    ),
-]
-SequenceParallel = Annotated[bool, _work("Norms and residuals sharded over tp.")]
-LossParallel = Annotated[bool, _work("Logits and loss sharded over tp.")]
-Reshard = Annotated[bool, _work("Free parameters between forward and backward.")]
-ReshardOrBoth = Annotated[
-    bool | None,
-    _work("Free parameters after forward; both are tried if not given.", "--reshard/--no-reshard"),
-]
-Sharding = Annotated[str, _work(f"{', '.join(SHARDING)}.")]
+def takes(*groups: Options) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Returns a decorator: the command has these options, and gets them all as keyword arguments."""
 
-Replicate = Annotated[int, _layout("Copies of the sharded model.")]
-Shard = Annotated[int, _layout("Ranks that share a copy; -1: all that the other axes leave.")]
-Cp = Annotated[int, _layout("Ranks that share each sequence (context parallelism).")]
-Tp = Annotated[int, _layout("Ranks that share each layer's computation.")]
-Sizes = Annotated[list[int] | None, _layout("Only this size; several by repeating it.")]
-CpSizes = Annotated[
-    list[int] | None,
-    _layout("The same; by default 1, and those that leave a rank 16,384 tokens of a sequence."),
-]
-MemoryLimit = Annotated[float | None, _layout("GiB of a GPU's memory that may be used.")]
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        command.__signature__ = Signature(  # type: ignore[attr-defined]
+            [
+                Parameter(name, Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
+                for name, (annotation, default) in reduce(or_, groups).items()
+            ]
+        )
+        return command
 
-Top = Annotated[int, _show("Number of layouts to show.", min=1)]
-Explain = Annotated[
-    bool, _show("Every number with its formula, constants and sources.", "--explain")
-]
-Json = Annotated[bool, _show("Print only JSON on stdout.", "--json")]
-Html = Annotated[Path | None, _show("Write a page with charts that needs no network.")]
+    return decorate
+
+
+def made(under: Callable[..., Any], table: Mapping[str, tuple[Any, ...]]) -> Options:
+    """Returns options listed under a panel.
+
+    Args:
+        under: makes them, see ``panel``.
+        table: name -> (type, default, help), and its name on the command line if it isn't the same, and a
+            dict of what else ``typer.Option`` takes. With None as default an option may be left out.
+    """
+    found: Options = {}
+    for name, (kind, default, *words) in table.items():
+        more = words.pop() if isinstance(words[-1], dict) else {}
+        annotation = kind if default is not None else kind | None
+        found[name] = Annotated[annotation, under(*words, **more)], default
+    return found
+
+
+def of_fields(kind: type, under: Callable[..., Any], texts: Mapping[str, Any]) -> Options:
+    """Returns options for fields of a dataclass, with their names, types and defaults.
+
+    Args:
+        texts: field -> help, or (help, name on the command line).
+    """
+    types, known = get_type_hints(kind), {each.name: each for each in fields(kind)}
+    words = {name: (text,) if isinstance(text, str) else text for name, text in texts.items()}
+    defaults = {n: None if known[n].default is MISSING else known[n].default for n in words}
+    return made(under, {n: (types[n], defaults[n], *words[n]) for n in words})
+
+
+def without(options: Options, *names: str) -> Options:
+    """Returns ``options`` without those of these names."""
+    return {name: option for name, option in options.items() if name not in names}
+
+
+_HFSDP, _RESHARD = "--hfsdp/--no-hfsdp", "--reshard/--no-reshard"
+_CHUNKED = 'The logits of some tokens at a time: parallelize(loss_parallel="chunked")'
+_HYBRID = "Parameters at rest and the optimizer's state sharded over replicate too"
+_MODEL = (
+    "A name such as llama-3.1-8b, a Hugging Face config.json, package.module:function of your own that "
+    "builds it (or returns it and an example, (args, kwargs)), or shapes: "
+    "layers=32,hidden=4096,heads=32,kv_heads=8,ffn=14336,vocab=128256."
+)
+_STACK = (
+    f"The software that trains: {', '.join(stacks())}; or a file of calibrate --run, name.toml."
+)
+_KINDS = ", ".join(CHECKPOINTING)
+_TRIED_KINDS = (
+    f"several by repeating it; {', '.join(OWN)}, which parallelize has, are tried if not given"
+)
+
+MODEL = made(panel("Model"), {"model": (str, None, _MODEL)})
+CLUSTER = made(
+    panel("Cluster"),
+    {
+        "gpu": (str, None, "For example h100-80gb-sxm, a100, h200."),
+        "nodes": (int, 1, "Number of nodes."),
+        "gpus_per_node": (int, None, "The usual number for the GPU if not given."),
+        "nic": (float, None, "GB/s from each GPU to other nodes, one direction."),
+        "profile": (Path, None, "A TOML file with more GPUs, in hardware.toml's form."),
+    },
+)
+WORK = of_fields(
+    Workload,
+    panel("Workload"),
+    {
+        "seq_len": "Tokens per sequence; by default the config's, 8192 at most.",
+        "global_batch": "Sequences per optimizer step; by default 4M tokens.",
+        "micro_batch": "Sequences per data rank and forward; plan tries several.",
+        "precision": "Dtype of the computation: bf16, fp16, fp32.",
+        "param_dtype": "Dtype of parameters and optimizer state at rest.",
+        "reduce_dtype": "Dtype in which gradients are reduced.",
+        "optimizer": "adamw, adam, sgd, sgd_momentum, adamw_8bit.",
+        "checkpointing": f"{_KINDS}.",
+        "compile": "torch.compile of each block.",
+        "attention": f"{', '.join(ATTENTION)}; the GPU's best if not given.",
+        "cp_attention": f"auto, {', '.join(CP_ATTENTION)}: how attention communicates over cp.",
+        "fused_loss": "No fp32 copies of the logits.",
+        "chunked_loss": f"{_CHUNKED}.",
+        "shard_optimizer_over_replicate": (f"{_HYBRID}.", _HFSDP),
+        "sequence_parallel": "Norms and residuals sharded over tp.",
+        "loss_parallel": "Logits and loss sharded over tp.",
+        "reshard_after_forward": ("Free parameters between forward and backward.", _RESHARD),
+        "sharding": f"{', '.join(SHARDING)}.",
+    },
+) | made(panel("Workload"), {"stack": (str, OURS, _STACK)})
+WORK_OR_TRIED = WORK | made(
+    panel("Workload"),
+    {
+        "checkpointing": (list[str], None, f"{_KINDS}; {_TRIED_KINDS}."),
+        "chunked_loss": (
+            bool,
+            None,
+            f"{_CHUNKED}; tried where logits are much of the memory if not given.",
+        ),
+        "shard_optimizer_over_replicate": (bool, None, f"{_HYBRID}; tried if not given.", _HFSDP),
+        "reshard_after_forward": (
+            bool,
+            None,
+            "Free parameters after forward; both are tried if not given.",
+            _RESHARD,
+        ),
+    },
+)
+"""``WORK`` where several are tried if an option isn't given."""
+LAYOUT = made(
+    panel("Layout"),
+    {
+        "replicate": (int, 1, "Copies of the sharded model."),
+        "shard": (int, -1, "Ranks that share a copy; -1: all that the other axes leave."),
+        "cp": (int, 1, "Ranks that share each sequence (context parallelism)."),
+        "tp": (int, 1, "Ranks that share each layer's computation."),
+    },
+)
+_SIZE = "Only this size; several by repeating it."
+_CP_SIZE = "The same; by default 1, and those that leave a rank 16,384 tokens of a sequence."
+SIZES = made(
+    panel("Layout"),
+    {axis: (list[int], None, _CP_SIZE if axis == "cp" else _SIZE) for axis in LAYOUT}
+    | {"memory_limit": (float, None, "GiB of a GPU's memory that may be used.")},
+)
+Json = Annotated[bool, panel("Output")("Print only JSON on stdout.", "--json")]
+Html = Annotated[Path | None, panel("Output")("Write a page with charts that needs no network.")]
+_EXPLAIN = "Every number with its formula, constants and sources."
+SHOW = made(panel("Output"), {"explain": (bool, False, _EXPLAIN, "--explain")})
+SHOW |= {"as_json": (Json, False), "html": (Html, None)}
+TOP = made(panel("Output"), {"top": (int, 10, "Number of layouts to show.", {"min": 1})})
 
 
 def fields_among(kind: type, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from math import ceil
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -36,7 +36,7 @@ from parallel3d.planner.planning import (
 )
 from parallel3d.planner.prediction import Prediction, predict
 from parallel3d.planner.recompute import KINDS, OWN
-from parallel3d.planner.stacks import OURS, Stack, read_stack_file
+from parallel3d.planner.stacks import Stack, read_stack_file
 from parallel3d.planner.uncertainty import FAMILIARITY
 from parallel3d.planner.workload import Workload
 from parallel3d.tools.cli import options as o
@@ -86,7 +86,7 @@ _LENGTH, _LONGEST, _STEP = 4096, 8192, 2**22  # where no config says; of a confi
 
 
 def _setup(
-    options: Mapping[str, Any], checkpointing: str, reshard: bool, several: bool
+    options: Mapping[str, Any], *, several: bool
 ) -> tuple[ModelSpec, Cluster, Workload, str]:
     """Returns what a command's options describe, and in words what stands for those that are not given.
 
@@ -110,12 +110,10 @@ def _setup(
         else:
             chosen["micro_batch"] = 1
             said.append("--micro-batch 1")
-    own = {"checkpointing": checkpointing, "reshard_after_forward": reshard}
-    own["stack"] = _stack(options["stack"])
-    given = o.fields_among(Workload, options)
+    given = o.fields_among(Workload, options) | {"stack": _stack(options["stack"])}
     tried = ("chunked_loss", "shard_optimizer_over_replicate")
     given |= {name: False for name in tried if given[name] is None}
-    work = Workload(**{**given, **own, **chosen})
+    work = Workload(**given | chosen)
     return model, cluster, work, ", ".join(said)
 
 
@@ -168,59 +166,22 @@ def _shapes(text: str) -> dict[str, Any]:
     return shapes
 
 
-def plan_command(
-    ctx: typer.Context,
-    model: o.ModelName = None,
-    gpu: o.GpuName = None,
-    nodes: o.Nodes = 1,
-    gpus_per_node: o.GpusPerNode = None,
-    nic: o.Nic = None,
-    profile: o.Profile = None,
-    seq_len: o.SeqLen = None,
-    global_batch: o.GlobalBatch = None,
-    micro_batch: o.MicroBatch = None,
-    precision: o.Precision = Workload.precision,
-    param_dtype: o.ParamDtype = Workload.param_dtype,
-    reduce_dtype: o.ReduceDtype = Workload.reduce_dtype,
-    optimizer: o.Optimizer = Workload.optimizer,
-    checkpointing: o.CheckpointingKinds = None,
-    compile: o.Compile = Workload.compile,
-    attention: o.AttentionKernel = None,
-    cp_attention: o.CpAttention = Workload.cp_attention,
-    fused_loss: o.FusedLoss = Workload.fused_loss,
-    chunked_loss: o.ChunkedLossOrBoth = None,
-    shard_optimizer_over_replicate: o.HybridOrBoth = None,
-    sequence_parallel: o.SequenceParallel = Workload.sequence_parallel,
-    loss_parallel: o.LossParallel = Workload.loss_parallel,
-    reshard: o.ReshardOrBoth = None,
-    sharding: o.Sharding = Workload.sharding,
-    stack: o.StackName = OURS,
-    replicate: o.Sizes = None,
-    shard: o.Sizes = None,
-    cp: o.CpSizes = None,
-    tp: o.Sizes = None,
-    memory_limit: o.MemoryLimit = None,
-    top: o.Top = 10,
-    explain: o.Explain = False,
-    as_json: o.Json = False,
-    html: o.Html = None,
-) -> None:
+@o.takes(o.MODEL, o.CLUSTER, o.WORK_OR_TRIED, o.SIZES, o.TOP, o.SHOW)
+def plan_command(top: int, explain: bool, as_json: bool, html: Path | None, **given: Any) -> None:
     """Predicts every legal layout on a cluster and ranks them: memory, speed, what is refused and why."""
-    kinds = checkpointing or list(OWN)
-    spec, cluster, work, chosen = _setup(ctx.params, kinds[0], reshard is not False, several=True)
+    kinds, reshard = given["checkpointing"] or list(OWN), given["reshard_after_forward"]
+    first = {"checkpointing": kinds[0], "reshard_after_forward": reshard is not False}
+    spec, cluster, work, chosen = _setup(given | first, several=True)
     found = plan(
         spec,
         cluster,
         work,
-        replicate=replicate or None,
-        shard=shard or None,
-        cp=cp or None,
-        tp=tp or None,
+        **{axis: given[axis] or None for axis in o.LAYOUT},
         checkpointing=kinds,
         reshard_after_forward=(True, False) if reshard is None else None,
-        chunked_loss=chunked_loss,
-        shard_optimizer_over_replicate=shard_optimizer_over_replicate,
-        memory_limit_gib=memory_limit,
+        chunked_loss=given["chunked_loss"],
+        shard_optimizer_over_replicate=given["shard_optimizer_over_replicate"],
+        memory_limit_gib=given["memory_limit"],
     )
     if as_json:
         _echo_json(_as_json(found, top, explain))
@@ -263,44 +224,11 @@ def _as_json(found: MeshPlan, top: int, explain: bool) -> dict[str, Any]:
     return data
 
 
-def predict_command(
-    ctx: typer.Context,
-    model: o.ModelName = None,
-    gpu: o.GpuName = None,
-    nodes: o.Nodes = 1,
-    gpus_per_node: o.GpusPerNode = None,
-    nic: o.Nic = None,
-    profile: o.Profile = None,
-    seq_len: o.SeqLen = None,
-    global_batch: o.GlobalBatch = None,
-    micro_batch: o.MicroBatch = None,
-    precision: o.Precision = Workload.precision,
-    param_dtype: o.ParamDtype = Workload.param_dtype,
-    reduce_dtype: o.ReduceDtype = Workload.reduce_dtype,
-    optimizer: o.Optimizer = Workload.optimizer,
-    checkpointing: o.Checkpointing = Workload.checkpointing,
-    compile: o.Compile = Workload.compile,
-    attention: o.AttentionKernel = None,
-    cp_attention: o.CpAttention = Workload.cp_attention,
-    fused_loss: o.FusedLoss = Workload.fused_loss,
-    chunked_loss: o.ChunkedLoss = Workload.chunked_loss,
-    shard_optimizer_over_replicate: o.Hybrid = Workload.shard_optimizer_over_replicate,
-    sequence_parallel: o.SequenceParallel = Workload.sequence_parallel,
-    loss_parallel: o.LossParallel = Workload.loss_parallel,
-    reshard: o.Reshard = Workload.reshard_after_forward,
-    sharding: o.Sharding = Workload.sharding,
-    stack: o.StackName = OURS,
-    replicate: o.Replicate = 1,
-    shard: o.Shard = -1,
-    cp: o.Cp = 1,
-    tp: o.Tp = 1,
-    explain: o.Explain = False,
-    as_json: o.Json = False,
-    html: o.Html = None,
-) -> None:
+@o.takes(o.MODEL, o.CLUSTER, o.WORK, o.LAYOUT, o.SHOW)
+def predict_command(explain: bool, as_json: bool, html: Path | None, **given: Any) -> None:
     """Predicts one layout: memory and time by component."""
-    spec, cluster, work, chosen = _setup(ctx.params, checkpointing, reshard, several=False)
-    found = predict(spec, MeshLayout(replicate, shard, tp, cp=cp), cluster, work)
+    spec, cluster, work, chosen = _setup(given, several=False)
+    found = predict(spec, MeshLayout(**{axis: given[axis] for axis in o.LAYOUT}), cluster, work)
     refused = refusal(found.model, found.layout, cluster, work)
     if as_json:
         explanation = {"explanation": found.explain().splitlines()} if explain else {}
@@ -310,55 +238,38 @@ def predict_command(
     _write_page(MeshPlan(found.model, cluster, work, (found,), ()), html)
 
 
-_log = o.panel("From a run's log instead")
+_LOG = (
+    "A log of observability's JsonLines: a stack is fitted to its steps. Several of one machine by repeating "
+    "it. The options below say what the log doesn't, the same for all."
+)
+_MEASURE = o.made(
+    o.plain,
+    {
+        "out": (Path, Path("profile.toml"), "The profile to write."),
+        "name": (str, None, "Of the GPU, the device's own by default; of the stack, calibrated."),
+        "device": (str, None, "cuda or cpu; the device there is by default."),
+        "largest": (int, 8192, "Rows of the largest matmul.", {"min": 512}),
+        "seconds": (float, 60.0, "Seconds after which no more matmuls are measured."),
+    },
+) | o.made(o.panel("From a run's log instead"), {"run": (list[Path], None, _LOG)})
 
 
+@o.takes(_MEASURE, o.MODEL, o.without(o.CLUSTER, "nodes"), o.without(o.WORK, "global_batch"))
 def calibrate_command(
-    ctx: typer.Context,
-    out: Annotated[Path, o.plain("The profile to write.")] = Path("profile.toml"),
-    name: Annotated[
-        str | None, o.plain("Of the GPU, the device's own by default; of the stack, calibrated.")
-    ] = None,
-    device: Annotated[str | None, o.plain("cuda or cpu; the device there is by default.")] = None,
-    largest: Annotated[int, o.plain("Rows of the largest matmul.", min=512)] = 8192,
-    seconds: Annotated[float, o.plain("Seconds after which no more matmuls are measured.")] = 60.0,
-    run: Annotated[
-        list[Path] | None,
-        _log(
-            "A log of observability's JsonLines: a stack is fitted to its steps. Several of one machine by "
-            "repeating it. The options below say what the log doesn't, the same for all."
-        ),
-    ] = None,
-    model: o.ModelName = None,
-    gpu: o.GpuName = None,
-    gpus_per_node: o.GpusPerNode = None,
-    nic: o.Nic = None,
-    profile: o.Profile = None,
-    seq_len: o.SeqLen = None,
-    micro_batch: o.MicroBatch = None,
-    precision: o.Precision = Workload.precision,
-    param_dtype: o.ParamDtype = Workload.param_dtype,
-    reduce_dtype: o.ReduceDtype = Workload.reduce_dtype,
-    optimizer: o.Optimizer = Workload.optimizer,
-    checkpointing: o.Checkpointing = Workload.checkpointing,
-    compile: o.Compile = Workload.compile,
-    attention: o.AttentionKernel = None,
-    cp_attention: o.CpAttention = Workload.cp_attention,
-    fused_loss: o.FusedLoss = Workload.fused_loss,
-    chunked_loss: o.ChunkedLoss = Workload.chunked_loss,
-    shard_optimizer_over_replicate: o.Hybrid = Workload.shard_optimizer_over_replicate,
-    sequence_parallel: o.SequenceParallel = Workload.sequence_parallel,
-    loss_parallel: o.LossParallel = Workload.loss_parallel,
-    reshard: o.Reshard = Workload.reshard_after_forward,
-    sharding: o.Sharding = Workload.sharding,
-    stack: o.StackName = OURS,
+    out: Path,
+    name: str | None,
+    device: str | None,
+    largest: int,
+    seconds: float,
+    run: list[Path] | None,
+    **given: Any,
 ) -> None:
     """Measures matmuls and memory; under torchrun (-m parallel3d calibrate) collectives too.
 
     With --run it fits a stack to measured steps of a run of yours, so that other layouts are predicted.
     """
     if run:
-        _calibrate_runs(run, out, name or "calibrated", ctx.params)
+        _calibrate_runs(run, out, name or "calibrated", given)
         return
     with Busy("importing torch"):
         from torch import distributed as dist
@@ -394,9 +305,7 @@ def _calibrate_runs(logs: list[Path], out: Path, name: str, options: Mapping[str
             per_node = min(per_node or resolve_gpu(options["gpu"], options["profile"]).node, count)
             given = {**options, "nodes": count // per_node, "gpus_per_node": per_node}
             given |= {"global_batch": None, "micro_batch": options["micro_batch"] or 1}
-            spec, cluster, work, _ = _setup(
-                given, options["checkpointing"], options["reshard"], False
-            )
+            spec, cluster, work, _ = _setup(given, several=False)
             batch, left = divmod(found.tokens_per_step, work.seq_len)
             if left:
                 raise PlanningError(
