@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,6 @@ from torch import nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from parallel3d._torch.fully_shard import TorchMixedPrecisionPolicy, torch_fully_shard
 from parallel3d._torch.simulated import ranks_are_simulated
 from parallel3d._util import dry_run
 from parallel3d._util.forwards import wrap_forward
@@ -51,7 +51,6 @@ from parallel3d.mesh.joined import joined_mesh
 from parallel3d.tp import ResolvedPlan, resolve_plan
 from parallel3d.tp.resolve import Plan, check_plan_type
 from parallel3d.tp.same_batch import check_first_batch
-from parallel3d.tp.torch_plan import with_torch_styles
 from parallel3d.tp.vocab_parallel.head import chunk_whole_head, find_head, with_loss_parallel
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -162,7 +161,7 @@ def parallelize(
         _check_model(model)
         _check_switches(**switches, audit=audit is not None and audit)
         _check_compile(compile)
-        _check_engine(engine, shard_optimizer_over_replicate, loss_parallel)
+        other = _other_engine(engine, shard_optimizer_over_replicate, loss_parallel)
         check_kind(activation_checkpointing, engine)
         if not isinstance(loss_parallel, bool) and loss_parallel != "chunked":
             raise Parallel3dError(
@@ -179,11 +178,8 @@ def parallelize(
         found = find_units(model, units)
         plan = _plan_loss(model, plan, found, loss_parallel)
         _check_chunks(plan, found, compile)
-        if engine == "torch":
-            shard = _torch_sharding(model, found.modules, mesh, policy)
-            if plan is not None:
-                num_shards = data_axes(mesh).size(data_axes(mesh).shard)
-                plan = with_torch_styles(plan, model, num_shards)
+        if other is not None:
+            shard, plan = other.prepare(model, plan, found.modules, mesh, policy)
         else:
             shard = functools.partial(
                 fully_shard,
@@ -197,7 +193,7 @@ def parallelize(
         switches |= {"activation_checkpointing": name_of(activation_checkpointing)}
         by_hand = isinstance(tp_plan, Mapping) and plan is not None and plan.tp_size > 1
         audit = (cp_plan is not None or by_hand) if audit is None else audit
-        audit = audit and engine == "parallel3d"
+        audit = audit and other is None
         switches |= {
             "audit": audit,
             "compile": compile,
@@ -363,104 +359,24 @@ def _check_compile(value: bool | str) -> None:
         )
 
 
-def _check_engine(engine: str, over_replicate: bool, loss_parallel: bool | str) -> None:
-    if engine not in ("parallel3d", "torch"):
+_ENGINES = {"torch": "parallel3d.integrations.torch_engine"}
+"""Name of another engine -> the module whose ``prepare`` knows it, which is imported when it is asked for."""
+
+
+def _other_engine(engine: str, over_replicate: bool, loss_parallel: bool | str) -> Any:
+    """Returns the module of another engine, None for this library's."""
+    if engine == "parallel3d":
+        return None
+    if not isinstance(engine, str) or engine not in _ENGINES:
         raise Parallel3dError(f'engine is {engine!r}; it must be "parallel3d" or "torch"')
     ours = {"shard_optimizer_over_replicate": over_replicate, "loss_parallel": loss_parallel}
-    for name, value in ours.items() if engine == "torch" else ():
+    for name, value in ours.items():
         if value:
             raise Parallel3dError(
-                f'{name}={value!r} is not possible with engine="torch"; leave it out, or use '
+                f'{name}={value!r} is not possible with engine="{engine}"; leave it out, or use '
                 'engine="parallel3d"'
             )
-
-
-def _torch_sharding(
-    model: nn.Module,
-    units: Sequence[Sequence[nn.Module]],
-    mesh: DeviceMesh,
-    policy: TorchMixedPrecisionPolicy,
-) -> Callable[..., Any]:
-    """Returns torch's ``fully_shard`` with the data axes of ``mesh`` and its own kind of policy.
-
-    Args:
-        model: the root; not changed.
-        units: the modules of each unit but the root, inner ones before those around them.
-        mesh: with axes ``shard`` and perhaps ``replicate`` and ``tp``.
-
-    Raises:
-        Parallel3dError, MeshError: something that torch's ``fully_shard`` can't do, or fails on later.
-    """
-    if ranks_are_simulated():
-        raise Parallel3dError(
-            "engine=\"torch\": torch's fully_shard can't run on simulated ranks; use real processes"
-        )
-    axes = data_axes(mesh)
-    if axes.shard is None:
-        raise MeshError(
-            f'engine="torch" needs a mesh with a shard axis, if of one rank; this one has '
-            f"{mesh.mesh_dim_names}. build_mesh makes one"
-        )
-    names: Any = mesh.mesh_dim_names  # data_axes refuses axes without names, unless there is one
-    data = mesh
-    if names is not None and mesh.ndim > 1:
-        replicated = axes.replicate is not None and axes.size(axes.replicate) > 1
-        data = (
-            mesh[names[axes.replicate], names[axes.shard]]
-            if replicated
-            else mesh[names[axes.shard]]
-        )
-    _check_torch_params(model, units)
-    return functools.partial(torch_fully_shard, mesh=data, mp_policy=_torch_policy(policy, model))
-
-
-def _torch_policy(policy: TorchMixedPrecisionPolicy, model: nn.Module) -> TorchMixedPrecisionPolicy:
-    """Returns ``policy`` as torch's own class; Parallel3dError if it asks for what torch has not."""
-    if not isinstance(policy, MixedPrecisionPolicy):
-        return policy
-    names = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
-    torchs = {name: getattr(policy, name) for name in names}
-    plain = MixedPrecisionPolicy(**torchs, full_precision_modules=policy.full_precision_modules)
-    ours = [name for name in vars(plain) if getattr(policy, name) != getattr(plain, name)]
-    if ours:
-        raise Parallel3dError(
-            f'engine="torch": torch\'s MixedPrecisionPolicy has no {", ".join(ours)}; leave it out, or use '
-            'engine="parallel3d"'
-        )
-    for name, module in model.named_modules():
-        if policy.param_dtype is not None and isinstance(module, policy.full_precision_modules):
-            raise Parallel3dError(
-                f'engine="torch": {name!r} ({type(module).__name__}) would compute in '
-                f"{policy.param_dtype}, since torch's MixedPrecisionPolicy has no full_precision_modules; "
-                'give full_precision_modules=() if that is meant, or use engine="parallel3d"'
-            )
-    return TorchMixedPrecisionPolicy(**torchs)
-
-
-def _check_torch_params(model: nn.Module, units: Sequence[Sequence[nn.Module]]) -> None:
-    """Raises Parallel3dError for parameters that torch's ``fully_shard`` refuses, some only in forward."""
-    names = {param: name for name, param in model.named_parameters()}
-    taken: set[nn.Parameter] = set()
-    for unit in (*units, [model]):
-        dtypes: dict[Any, str] = {}  # of those that are trained -> the first's name
-        for param in (p for module in unit for p in module.parameters()):
-            if param in taken:
-                continue
-            taken.add(param)
-            name, why = names[param], ""
-            if param.dim() == 0:
-                why = "is a scalar; make it a tensor of one element"
-            elif not param.is_contiguous():
-                why = f"is not contiguous (stride {param.stride()}); make it so"
-            if param.requires_grad:
-                first = dtypes.setdefault(param.dtype, name)
-                if len(dtypes) > 1:
-                    others = next(n for n in dtypes.values() if n != first)
-                    why = f"is {param.dtype} in one unit with {others} of another dtype; give them one"
-            if why:
-                raise Parallel3dError(
-                    f'engine="torch": parameter {name} {why}, or use engine="parallel3d"'
-                )
+    return importlib.import_module(_ENGINES[engine])
 
 
 def _check_chunks(plan: ResolvedPlan | None, found: Units, compile: bool | str) -> None:

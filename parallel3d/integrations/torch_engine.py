@@ -1,8 +1,12 @@
-"""A resolved plan carried out by torch's own styles: what ``parallelize(engine="torch")`` applies."""
+"""``parallelize(engine="torch")``: torch's ``fully_shard`` and its own styles in place of ours."""
 
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
+from torch.distributed import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -13,7 +17,11 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel as TorchSequenceParallel,
 )
 
-from parallel3d.errors import PlanError
+from parallel3d._torch.fully_shard import TorchMixedPrecisionPolicy, torch_fully_shard
+from parallel3d._torch.simulated import ranks_are_simulated
+from parallel3d.errors import MeshError, Parallel3dError, PlanError
+from parallel3d.fsdp import MixedPrecisionPolicy
+from parallel3d.fsdp.inspect import data_axes
 from parallel3d.tp.plan import PlannedModule, PlannedParam, ResolvedPlan
 from parallel3d.tp.resolve import numberless
 from parallel3d.tp.styles import (
@@ -30,7 +38,110 @@ from parallel3d.tp.styles.base import need_per_token
 from parallel3d.tp.torch_styles import TorchStyle
 
 
-def with_torch_styles(plan: ResolvedPlan, model: nn.Module, num_shards: int) -> ResolvedPlan:
+def prepare(
+    model: nn.Module,
+    plan: ResolvedPlan | None,
+    units: Sequence[Sequence[nn.Module]],
+    mesh: DeviceMesh,
+    policy: TorchMixedPrecisionPolicy,
+) -> tuple[Callable[..., Any], ResolvedPlan | None]:
+    """Returns torch's ``fully_shard`` with the data axes of ``mesh``, and ``plan`` with torch's styles.
+
+    Args:
+        model: the root; not changed.
+        plan: resolved for ``model``.
+        units: the modules of each unit but the root, inner ones before those around them.
+        mesh: with axes ``shard`` and perhaps ``replicate`` and ``tp``.
+
+    Raises:
+        Parallel3dError, PlanError, MeshError: something that torch can't do, or fails on later.
+    """
+    shard = _sharding(model, units, mesh, policy)
+    if plan is not None:
+        plan = _with_torch_styles(plan, model, data_axes(mesh).size(data_axes(mesh).shard))
+    return shard, plan
+
+
+def _sharding(
+    model: nn.Module,
+    units: Sequence[Sequence[nn.Module]],
+    mesh: DeviceMesh,
+    policy: TorchMixedPrecisionPolicy,
+) -> Callable[..., Any]:
+    """Returns torch's ``fully_shard`` with the data axes of ``mesh`` and its own kind of policy."""
+    if ranks_are_simulated():
+        raise Parallel3dError(
+            "engine=\"torch\": torch's fully_shard can't run on simulated ranks; use real processes"
+        )
+    axes = data_axes(mesh)
+    if axes.shard is None:
+        raise MeshError(
+            f'engine="torch" needs a mesh with a shard axis, if of one rank; this one has '
+            f"{mesh.mesh_dim_names}. build_mesh makes one"
+        )
+    names: Any = mesh.mesh_dim_names  # data_axes refuses axes without names, unless there is one
+    data = mesh
+    if names is not None and mesh.ndim > 1:
+        replicated = axes.replicate is not None and axes.size(axes.replicate) > 1
+        data = (
+            mesh[names[axes.replicate], names[axes.shard]]
+            if replicated
+            else mesh[names[axes.shard]]
+        )
+    _check_params(model, units)
+    return functools.partial(torch_fully_shard, mesh=data, mp_policy=_policy(policy, model))
+
+
+def _policy(policy: TorchMixedPrecisionPolicy, model: nn.Module) -> TorchMixedPrecisionPolicy:
+    """Returns ``policy`` as torch's own class; Parallel3dError if it asks for what torch has not."""
+    if not isinstance(policy, MixedPrecisionPolicy):
+        return policy
+    names = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
+    torchs = {name: getattr(policy, name) for name in names}
+    plain = MixedPrecisionPolicy(**torchs, full_precision_modules=policy.full_precision_modules)
+    ours = [name for name in vars(plain) if getattr(policy, name) != getattr(plain, name)]
+    if ours:
+        raise Parallel3dError(
+            f'engine="torch": torch\'s MixedPrecisionPolicy has no {", ".join(ours)}; leave it out, or use '
+            'engine="parallel3d"'
+        )
+    for name, module in model.named_modules():
+        if policy.param_dtype is not None and isinstance(module, policy.full_precision_modules):
+            raise Parallel3dError(
+                f'engine="torch": {name!r} ({type(module).__name__}) would compute in '
+                f"{policy.param_dtype}, since torch's MixedPrecisionPolicy has no full_precision_modules; "
+                'give full_precision_modules=() if that is meant, or use engine="parallel3d"'
+            )
+    return TorchMixedPrecisionPolicy(**torchs)
+
+
+def _check_params(model: nn.Module, units: Sequence[Sequence[nn.Module]]) -> None:
+    """Raises Parallel3dError for parameters that torch's ``fully_shard`` refuses, some only in forward."""
+    names = {param: name for name, param in model.named_parameters()}
+    taken: set[nn.Parameter] = set()
+    for unit in (*units, [model]):
+        dtypes: dict[Any, str] = {}  # of those that are trained -> the first's name
+        for param in (p for module in unit for p in module.parameters()):
+            if param in taken:
+                continue
+            taken.add(param)
+            name, why = names[param], ""
+            if param.dim() == 0:
+                why = "is a scalar; make it a tensor of one element"
+            elif not param.is_contiguous():
+                why = f"is not contiguous (stride {param.stride()}); make it so"
+            if param.requires_grad:
+                first = dtypes.setdefault(param.dtype, name)
+                if len(dtypes) > 1:
+                    others = next(n for n in dtypes.values() if n != first)
+                    why = f"is {param.dtype} in one unit with {others} of another dtype; give them one"
+            if why:
+                raise Parallel3dError(
+                    f'engine="torch": parameter {name} {why}, or use engine="parallel3d"'
+                )
+
+
+def _with_torch_styles(plan: ResolvedPlan, model: nn.Module, num_shards: int) -> ResolvedPlan:
     """Returns ``plan`` with torch's styles in place of ours; ``model`` is not changed.
 
     Modules compute on DTensors and pass on local tensors, so attributes such as numbers of heads are changed
