@@ -22,12 +22,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from emulated_network import EmulatedNetwork, Link, Transfer, VirtualClock
 from measure import Claim, Rounds, command_line, no_gc, print_table, range_of
 from models import MlpBlock, Stack, ours, torchs
 from torch import nn
 
 import parallel3d as p3d
-from parallel3d.testing import EmulatedNetwork, Link, Transfer, VirtualClock
 
 BLOCKS, WIDTH, TOKENS, WORLD = 8, 256, 2048, 8
 STEPS = 1

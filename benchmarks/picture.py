@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from emulated_network import EmulatedNetwork, Link, Transfer, VirtualClock
 from measure import no_gc
 from models import MlpBlock, Stack, local_parameters, ours, torchs
 from overlap import bytes_by_link
@@ -27,7 +28,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import parallel3d as p3d
-from parallel3d.testing import EmulatedNetwork, Link, Transfer, VirtualClock
 
 BLOCKS, WIDTH, TOKENS = 8, 512, 512
 LAYOUT = p3d.MeshLayout(2, 4)

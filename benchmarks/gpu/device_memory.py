@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from emulated_network import EmulatedNetwork
 from llama import LlamaConfig
 from memory import PeakMemory
 from page import Part
@@ -27,7 +28,6 @@ from torch import nn
 from torch.distributed import DeviceMesh
 
 import parallel3d as p3d
-from parallel3d.testing import EmulatedNetwork
 
 MIB, GIB = 2**20, 2**30
 SHAPE = LlamaConfig(4096, 8, 32, 8, 14336, 32_000, 2048)  # eight blocks of an 8B model

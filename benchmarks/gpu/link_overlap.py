@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from emulated_network import EmulatedNetwork, Link, VirtualClock
 from measure import Rounds, no_gc, range_of
 from models import MlpBlock, Stack, ours, torchs
 from page import Part
@@ -17,7 +18,6 @@ from sides import rank_of_many
 from torch import nn
 
 import parallel3d as p3d
-from parallel3d.testing import EmulatedNetwork, Link, VirtualClock
 
 WORLD, BLOCKS = 8, 8
 LAYOUTS: dict[str, tuple[p3d.MeshLayout, dict[str, str]]] = {

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from emulated_network import EmulatedNetwork
 from llama import LlamaConfig
 from measure import range_of
 from models import SmallBlock, Stack, local_parameters, ours, torchs
@@ -17,7 +18,6 @@ from sides import batch_of, check_finite, loss_of, make, plain_shards, rank_of_m
 from torch import nn
 
 import parallel3d as p3d
-from parallel3d.testing import EmulatedNetwork
 
 WORLD = 64
 TINY = LlamaConfig(64, 4, 4, 2, 192, 256, 64)

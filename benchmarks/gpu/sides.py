@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from emulated_network import EmulatedNetwork, Link, VirtualClock
 from llama import Llama, LlamaConfig, RotaryEmbedding
 from models import local_gradients, local_parameters
 from page import Part
@@ -18,7 +19,6 @@ from torch.nn import functional as F
 
 import parallel3d as p3d
 from parallel3d import fsdp as p3d_fsdp
-from parallel3d.testing import EmulatedNetwork, Link, VirtualClock
 
 __all__ = [
     "SIDES",

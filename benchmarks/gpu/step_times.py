@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from emulated_network import EmulatedNetwork, Link
 from llama import LlamaConfig
 from measure import Rounds, range_of
 from models import SmallBlock, Stack, ours, ours_tp, torchs, torchs_tp
@@ -18,7 +19,6 @@ from sides import batch_of, check_finite, loss_of, make, plain_shards, rank_of_m
 from torch import nn
 
 import parallel3d as p3d
-from parallel3d.testing import EmulatedNetwork, Link
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ DOCS = Path(__file__).parents[1]
 sys.path.insert(0, str(DOCS.parent / "benchmarks"))
 
 import torch
+from emulated_network import EmulatedNetwork, Link, Transfer, VirtualClock
 from models import local_parameters
 from picture import COLORS, MemoryOverTime
 from svg import Drawing
@@ -22,7 +23,6 @@ from torch import nn
 
 import parallel3d as p3d
 from parallel3d.fsdp import fully_shard
-from parallel3d.testing import EmulatedNetwork, Link, Transfer, VirtualClock
 
 BLOCKS, WORLD, WIDTH, LINEARS = 4, 8, 512, 2
 UNIT = LINEARS * WIDTH * WIDTH * 4  # bytes of a unit's parameters

@@ -4,7 +4,6 @@
 | --- | --- | --- |
 | ``fake_world(rank, world_size)`` | not real: for shapes, placements, counts | this one, as one rank |
 | ``local_world(n)`` | real | this one, as all ranks |
-| ``EmulatedNetwork(...)`` | not real; collectives take a network's time | this one, as one rank |
 | ``GlooPool(size)`` | real | one for each rank |
 
 ``audit`` checks relations that must hold between trainings, on any engine. ``verify`` compares a parallel
@@ -21,10 +20,6 @@ if TYPE_CHECKING:
     from parallel3d._util.recorder import Recorder as Recorder
     from parallel3d._util.recorder import record_collectives as record_collectives
     from parallel3d.testing.differences.forward import Difference as Difference
-    from parallel3d.testing.emulated_network import EmulatedNetwork as EmulatedNetwork
-    from parallel3d.testing.emulated_network import Link as Link
-    from parallel3d.testing.emulated_network import Transfer as Transfer
-    from parallel3d.testing.emulated_network import VirtualClock as VirtualClock
     from parallel3d.testing.first_difference import Verification as Verification
     from parallel3d.testing.first_difference import first_difference as first_difference
     from parallel3d.testing.first_difference import verify as verify
@@ -50,7 +45,6 @@ else:
         {
             "parallel3d._util.recorder": "Collective Recorder record_collectives",
             ".differences.forward": "Difference",
-            ".emulated_network": "EmulatedNetwork Link Transfer VirtualClock",
             ".first_difference": "Verification first_difference verify",
             ".gloo_pool": "GlooPool WorkerError WorkerTimeout",
             ".parity": "Parity assert_parity shards_of",

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from _support.cp_axis import Sizes, batch, build, layout_of, loss, plan_of, shard_batch
+from _support.emulated import EmulatedNetwork, Link
 from torch import distributed as dist
 from torch.distributed import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh
@@ -15,15 +16,7 @@ from parallel3d.errors import MeshError
 from parallel3d.fsdp.inspect import data_axes
 from parallel3d.mesh import read_layout
 from parallel3d.mesh.joined import axis_sizes, joined_mesh
-from parallel3d.testing import (
-    EmulatedNetwork,
-    Link,
-    assert_parity,
-    fake_world,
-    local_world,
-    record_collectives,
-    verify,
-)
+from parallel3d.testing import assert_parity, fake_world, local_world, record_collectives, verify
 
 MESHES: list[Any] = [
     (1, 1, 2, 1),

@@ -18,6 +18,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from _support.emulated import EmulatedGroup, EmulatedNetwork, Link
 from torch import distributed as dist
 from torch import nn
 
@@ -26,8 +27,6 @@ from parallel3d._util.trees import tensors_in
 from parallel3d.fsdp import bucket, comm, reduction
 from parallel3d.fsdp import group as param_group
 from parallel3d.fsdp.options import gather_extension, hfsdp, offload
-from parallel3d.testing import EmulatedNetwork, Link
-from parallel3d.testing.emulated_network import EmulatedGroup
 
 __all__ = ["Disturber", "delay_modules", "disturb_engine", "network_of_one"]
 

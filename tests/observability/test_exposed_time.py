@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from _support.emulated import EmulatedNetwork, Link, VirtualClock
 from torch import distributed as dist
 from torch import nn
 
@@ -15,7 +16,6 @@ import parallel3d as p3d
 from parallel3d._torch.groups import all_gather_single
 from parallel3d.observability import ExposedTime, HostClock, StreamClock
 from parallel3d.testing import fake_world
-from parallel3d.testing.emulated_network import EmulatedNetwork, Link, VirtualClock
 
 LINKS = {"nic": Link(latency=0.02), "nvlink": Link(latency=0.005)}
 AXES = {"replicate": "nic", "shard": "nic", "tp": "nvlink"}

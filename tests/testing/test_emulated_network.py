@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from _support.emulated import CudaLine, EmulatedNetwork, Link, Transfer, VirtualClock
 from _support.fsdp.noted_streams import Device, FakeEvent, happens_before
 from torch import distributed as dist
 from torch import nn
@@ -18,14 +19,7 @@ from parallel3d._torch.groups import all_gather_single, reduce_scatter_single
 from parallel3d._util.trace import issuing
 from parallel3d.errors import MeshError, Parallel3dError, StateError
 from parallel3d.fsdp import fully_shard
-from parallel3d.testing import (
-    EmulatedNetwork,
-    Link,
-    VirtualClock,
-    fake_world,
-    record_collectives,
-)
-from parallel3d.testing.emulated_network import CudaLine, Transfer
+from parallel3d.testing import fake_world, record_collectives
 
 KIB = 1024
 AXES = {"a": "nic", "b": "nic", "c": "other"}

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from _support.emulated import EmulatedNetwork, Link, VirtualClock
 from torch import nn
 
 import parallel3d as p3d
 from parallel3d.fsdp import fully_shard
-from parallel3d.testing import EmulatedNetwork, Link, VirtualClock
 
 BLOCKS, WORLD, WIDTH = 8, 8, 8
 
