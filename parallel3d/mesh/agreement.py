@@ -18,9 +18,10 @@ from torch import distributed as dist
 
 from parallel3d._torch.groups import group_timeout
 from parallel3d.errors import AgreementError, PeerFailureError, StateError
-from parallel3d.mesh.failures import FailedAlone, raise_failed_alone
+from parallel3d.mesh.exchange import StoreExchange
+from parallel3d.mesh.failures import FailedAlone
 from parallel3d.mesh.printing import print_once
-from parallel3d.mesh.store import next_table, others, ranks_are_played, say_late, wait_for
+from parallel3d.mesh.store import Late, next_table, others, ranks_are_played
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 """How long ranks wait for each other's report while there is no process group, whose timeout it else is."""
@@ -182,12 +183,15 @@ def check_agreement(
         digest = hashlib.sha256(repr(list(members)).encode()).hexdigest()[:16]
         store = dist.PrefixStore(f"ranks {members[0]} to {members[-1]}, {digest}", store)
 
+    def compare(topic: str, report: _Report, explain: _Explain) -> _Verdict:
+        table = next_table(store, f"agreement/{topic}", rank)
+        reports = StoreExchange(table, rank, members, timeout, "report", topic, whole)
+        return _Comparison(reports, explain).run(report)
+
     try:
-        comparison = _Comparison(store, whole, topic, rank, members, timeout, explain or {})
-        verdict = comparison.run((dict(value), sorted(warn_only)))
+        verdict = compare(topic, (dict(value), sorted(warn_only)), explain or {})
         if verdict.differs and details is not None:
-            comparison = _Comparison(store, whole, f"{topic} in detail", rank, members, timeout, {})
-            detailed = comparison.run((dict(details()), []))
+            detailed = compare(f"{topic} in detail", (dict(details()), []), {})
             if detailed.error is not None:
                 verdict = replace(detailed, error=detailed.error.replace(" in detail", "", 1))
     except dist.DistNetworkError as error:
@@ -205,105 +209,73 @@ def check_agreement(
 
 @dataclass(frozen=True)
 class _Comparison:
-    """One comparison of the reports of ``members``, on one of them. ``whole``: the store of all ranks."""
+    """One comparison of the reports that ranks exchange, on one of them."""
 
-    store: dist.Store
-    whole: dist.Store
-    topic: str
-    rank: int
-    members: Sequence[int]
-    timeout: timedelta
+    reports: StoreExchange
     explain: _Explain
 
     def run(self, report: _Report) -> _Verdict:
         """Writes this rank's report and returns the first member's verdict on all of them."""
-        table = next_table(self.store, f"agreement/{self.topic}", self.rank)
-        table.set(f"report/{self.rank}", json.dumps(report))
-        if self.rank == self.members[0]:
-            verdict = self._judge(table)
-            table.set("verdict", json.dumps(asdict(verdict)))
+        reports = self.reports
+        reports.put(report)
+        if reports.rank == reports.members[0]:
+            verdict = self._judge()
+            reports.table.set("verdict", json.dumps(asdict(verdict)))
         else:
-            verdict = self._await_verdict(table)
-        self._leave(table, verdict.readers)
+            verdict = self._await_verdict()
+        self._leave(verdict.readers)
         return verdict
 
-    def _judge(self, table: dist.Store) -> _Verdict:
+    def _judge(self) -> _Verdict:
         """Collects and compares the reports, on the first member."""
-        present = list(self.members)
-        failed: PeerFailureError | None = None
+        members, topic = self.reports.members, self.reports.topic
         try:
-            self._wait_for(table, {rank: f"report/{rank}" for rank in present}, self.timeout)
-        except PeerFailureError:
-            raise
-        except (FailedAlone, RuntimeError) as ended:  # stores share no narrower type for a timeout
-            failed = ended.error if isinstance(ended, FailedAlone) else None
-            present = [rank for rank in present if table.check([f"report/{rank}"])]
-        if failed is not None:
-            return _Verdict(str(failed), None, len(present), failed=failed.ranks)
-        reports = {rank: json.loads(table.get(f"report/{rank}")) for rank in present}
+            reports = self.reports.collect()
+        except FailedAlone as failed:
+            readers = sum(map(self.reports.has, members))
+            return _Verdict(str(failed), None, readers, failed=failed.error.ranks)
         error, warning = self._compare(reports)
-        missing = sorted({*self.members} - {*present})
+        missing = sorted({*members} - {*reports})
         if not missing:
             return _Verdict(error, warning, len(reports), differs=error is not None)
         absent = (
-            f"{name_ranks(missing)} of {len(self.members)} did not report {self.topic!r} within "
-            f"{seconds(self.timeout)}. They failed before this call, hang, or never make it: look at their "
-            "output first. If they are only slow, give a longer timeout, here or to init_process_group."
+            f"{name_ranks(missing)} of {len(members)} did not report {topic!r} within "
+            f"{seconds(self.reports.timeout)}. They failed before this call, hang, or never make it: look at "
+            "their output first. If they are only slow, give a longer timeout, here or to init_process_group."
         )
         error = absent if error is None else f"{absent}\nOf those that did report: {error}"
         return _Verdict(error, warning, len(reports))
 
-    def _await_verdict(self, table: dist.Store) -> _Verdict:
+    def _await_verdict(self) -> _Verdict:
         """Reads the verdict, on the other members. Its timeout starts when the first has reported."""
-        first = self.members[0]
+        reports, first = self.reports, self.reports.members[0]
+        # That the first is slow in its verdict is said by the first.
+        verdict = replace(reports, timeout=reports.timeout + _GRACE, topic="")
         steps = (
-            (f"report/{first}", self.timeout, "did not report"),
-            ("verdict", self.timeout + _GRACE, "reported but gave no verdict on"),
+            (reports, reports.key(first), "did not report"),
+            (verdict, "verdict", "reported but gave no verdict on"),
         )
-        for key, limit, what in steps:
+        for step, key, what in steps:
             try:
-                self._wait_for(table, {first: key}, limit)
-            except (dist.DistNetworkError, PeerFailureError):
-                raise  # no timeout
-            except RuntimeError as error:
+                step.wait({first: key})
+            except Late as error:
                 raise AgreementError(
-                    f"rank {first} {what} {self.topic!r} within {seconds(limit)}, so rank {self.rank} can't "
-                    f"compare with the others. Rank {first} failed before this call, hangs, or never makes "
-                    "it: look at its output first."
+                    f"rank {first} {what} {reports.topic!r} within {seconds(step.timeout)}, so rank "
+                    f"{reports.rank} can't compare with the others. Rank {first} failed before this call, "
+                    "hangs, or never makes it: look at its output first."
                 ) from error
             except FailedAlone as failed:
                 raise failed.error from None
-        return _Verdict(**json.loads(table.get("verdict")))
+        return _Verdict(**json.loads(reports.table.get("verdict")))
 
-    def _wait_for(self, table: dist.Store, keys: Mapping[int, str], limit: timedelta) -> None:
-        """Waits until the ranks in ``keys`` have set their keys, and says once who is late.
-
-        Raises:
-            FailedAlone: one of them has raised, and will not come.
-        """
-
-        def missing() -> list[int]:
-            return [rank for rank, key in keys.items() if not table.check([key])]
-
-        def notice() -> None:
-            if table.add("noticed", 1) == 1:
-                say_late(missing(), len(self.members), repr(self.topic), limit)
-
-        wait_for(
-            table,
-            list(keys.values()),
-            limit,
-            notice=None if "verdict" in keys.values() else notice,
-            look=lambda: raise_failed_alone(self.whole, self.rank, missing),
-        )
-
-    def _leave(self, table: dist.Store, readers: int) -> None:
+    def _leave(self, readers: int) -> None:
         """Waits until all have read the verdict: the first member may host the store, raise and exit.
 
         Keys that nobody reads any more are deleted, since checks may be repeated in each step. Where a rank
         was missing they stay, for it to find out why it is late.
         """
-        own, is_first = f"report/{self.rank}", self.rank == self.members[0]
+        table, members = self.reports.table, self.reports.members
+        own, is_first = self.reports.key(self.reports.rank), self.reports.rank == members[0]
         # The verdict is known: a store or a rank that has ended since doesn't change it.
         with suppress(RuntimeError):
             if not is_first:
@@ -312,7 +284,7 @@ class _Comparison:
                 table.set("all read", "")
             if is_first:
                 table.wait(["all read"], _GRACE)
-                if readers == len(self.members):
+                if readers == len(members):
                     for key in (own, "verdict", "readers", "all read"):
                         table.delete_key(key)
 
@@ -329,16 +301,16 @@ class _Comparison:
         error = warning = None
         if errors:
             error = (
-                f"The ranks disagree about {self.topic!r}: {describe(errors, len(reports))}\n"
+                f"The ranks disagree about {self.reports.topic!r}: {describe(errors, len(reports))}\n"
                 f"Start every rank with the same program, arguments and libraries."
             )
             if len(errors) == 1 and (names := errors.keys() & self.explain.keys()):
                 (name,) = names
                 explained = self.explain[name](errors[name])
-                error = f"{self.topic}: {explained}." if explained else error
+                error = f"{self.reports.topic}: {explained}." if explained else error
         if notices:
             warning = (
-                f"The ranks differ in {self.topic!r}, which may be intended: "
+                f"The ranks differ in {self.reports.topic!r}, which may be intended: "
                 f"{describe(notices, len(reports))}"
             )
         return error, warning

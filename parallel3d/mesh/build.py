@@ -5,6 +5,7 @@ import os
 import platform
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -19,10 +20,11 @@ from parallel3d._util.version import __version__
 from parallel3d.errors import MeshError, PeerFailureError
 from parallel3d.mesh.agreement import DEFAULT_TIMEOUT, check_agreement, name_ranks
 from parallel3d.mesh.axes import AXES, axis_named, guess, listed
+from parallel3d.mesh.exchange import StoreExchange
 from parallel3d.mesh.joined import axis_sizes, joined_mesh
 from parallel3d.mesh.layout import MeshLayout
 from parallel3d.mesh.printing import print_once
-from parallel3d.mesh.store import fresh_store, next_table, others, outlives_ranks, wait_for
+from parallel3d.mesh.store import fresh_store, next_table, others, outlives_ranks
 
 _AGAIN = timedelta(seconds=30)  # a rank that came just in time gets to report
 
@@ -299,17 +301,16 @@ def _too_few_devices(device_type: str, store: dist.Store, rank: int, timeout: ti
         return ""
     seen = _devices_seen(device_type, local_rank)
     host = dist.PrefixStore(platform.node(), next_table(store, "devices", rank))
-    host.set(local_rank, json.dumps(seen))
+    devices = StoreExchange(host, int(local_rank), range(int(ranks)), timeout)
+    devices.put(seen)
     if len(seen) >= int(ranks):
         return ""
-    keys = list(map(str, range(int(ranks))))
-    try:
-        wait_for(host, keys, timeout)
-    except PeerFailureError:
-        raise
-    except RuntimeError:  # not in time; the comparison that follows names who is missing
+    by_rank: dict[int, list[str]] = {}
+    with suppress(dist.DistNetworkError):  # said by the comparison that follows, as who is missing
+        by_rank = devices.collect()
+    if len(by_rank) < int(ranks):
         return ""
-    count = len({name for key in keys for name in json.loads(host.get(key))})
+    count = len({name for names in by_rank.values() for name in names})
     if count >= int(ranks):
         return ""
     start = f"start {count} (torchrun --nproc-per-node {count}), or " if count else ""

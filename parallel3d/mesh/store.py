@@ -24,6 +24,10 @@ while_waiting: list[Callable[[], None]] = []
 """Called at each poll by a rank that waits; an exception ends the wait. See ``guards.watch``."""
 
 
+class Late(RuntimeError):
+    """A key was not set in time."""
+
+
 def others() -> tuple[dist.Store, int, int] | None:
     """Returns (store, rank, world size) of the default group; None if it has no other real rank."""
     if ranks_are_played() or not dist.is_initialized():
@@ -52,7 +56,7 @@ def wait_for(
     notice: Callable[[], None] | None = None,
     look: Callable[[], None] | None = None,
 ) -> None:
-    """Waits until all ``keys`` are set; RuntimeError if not within ``timeout``.
+    """Waits until all ``keys`` are set; Late if not within ``timeout``.
 
     DistNetworkError if the store has ended; PeerFailureError within ``guards.watch``.
 
@@ -64,7 +68,7 @@ def wait_for(
     for _ in _polls(timeout, notice=notice, look=look):
         if store.check(list(keys)):
             return
-    raise RuntimeError(f"{', '.join(keys)} not set within {timeout}")
+    raise Late(f"{', '.join(keys)} not set within {timeout}")
 
 
 def _polls(

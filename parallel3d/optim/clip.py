@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 import weakref
 from collections import defaultdict, deque
@@ -26,8 +25,9 @@ from parallel3d._torch.kernels import foreach_mul_, foreach_norm
 from parallel3d._util import dry_run
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.inspect import Bucket, flat_gradient, parameters_at_rest, refuse_unfinalized
-from parallel3d.mesh.agreement import name_ranks
-from parallel3d.mesh.store import next_table, others, wait_for
+from parallel3d.mesh.agreement import name_ranks, ranks_by_value
+from parallel3d.mesh.exchange import StoreExchange
+from parallel3d.mesh.store import next_table, others
 from parallel3d.optim.pieces import by_bucket, check_reduced, local_of, padding_of
 from parallel3d.optim.step_in_backward import refuse_stepped
 
@@ -188,15 +188,11 @@ def name_losses(loss: torch.Tensor | float | None) -> str:
     peers = others()
     if peers is not None:
         store, own_rank, world_size = peers
-        keys = [str(rank) for rank in range(world_size)]
         with suppress(RuntimeError):  # the store has ended with a rank that has raised already
             table = next_table(store, "optim/nonfinite", own_rank)
-            table.set(str(own_rank), json.dumps(own))
-            with suppress(RuntimeError):  # timeout
-                wait_for(table, keys, _STORE_TIMEOUT)
-            for rank, key in enumerate(keys):
-                if table.check([key]):
-                    ranks_of.setdefault(json.loads(table.get(key)), []).append(rank)
+            losses = StoreExchange(table, own_rank, range(world_size), _STORE_TIMEOUT)
+            losses.put(own)
+            ranks_of = ranks_by_value(losses.collect())
     if not ranks_of:
         return f". This rank's loss is {own}"
     if set(ranks_of) == {"finite"}:

@@ -14,7 +14,8 @@ from typing import Any
 from torch import distributed as dist
 
 from parallel3d.errors import MeshError
-from parallel3d.mesh.store import fresh_store, outlives_ranks, wait_for
+from parallel3d.mesh.exchange import StoreExchange
+from parallel3d.mesh.store import Late, fresh_store, outlives_ranks, wait_for
 from parallel3d.tools.doctor.collecting import try_store
 from parallel3d.tools.doctor.facts import Place
 
@@ -46,12 +47,10 @@ class StoreGroup:
         self.put(f"{topic}/{self.rank}", json.dumps(value))
         if self.rank:
             return {}
-        keys = {rank: f"{topic}/{rank}" for rank in self._expected}
-        with suppress(RuntimeError):  # some are late
-            wait_for(self.store, list(keys.values()), timedelta(seconds=self.seconds))
-        here = {rank: key for rank, key in keys.items() if self.store.check([key])}
-        self._expected = list(here)  # a late rank is waited for only once
-        return {rank: json.loads(self.store.get(key)) for rank, key in here.items()}
+        limit = timedelta(seconds=self.seconds)
+        found = StoreExchange(self.store, self.rank, self._expected, limit, topic).collect()
+        self._expected = list(found)  # a late rank is waited for only once
+        return found
 
     def broadcast(self, topic: str, value: Any = None) -> Any:
         """Returns rank 0's value on all ranks; raises MeshError if it is not there in time."""
@@ -62,18 +61,16 @@ class StoreGroup:
         try:
             wait_for(self.store, [topic], timedelta(seconds=limit))
             return json.loads(self.store.get(topic))
-        except dist.DistNetworkError as error:
-            raise MeshError(f"rank 0 has gone: {str(error).splitlines()[0]}") from error
-        except RuntimeError as error:
+        except Late as error:
             raise MeshError(f"rank 0 has not said {topic!r} within {limit:.0f} s") from error
+        except RuntimeError as error:
+            raise MeshError(f"rank 0 has gone: {str(error).splitlines()[0]}") from error
 
     def finish(self) -> None:
         """The last call: rank 0, which may host the store, waits until the others have read all."""
-        self.put(f"gone/{self.rank}")
-        if self.rank == 0:
-            with suppress(RuntimeError):
-                gone = [f"gone/{rank}" for rank in self._expected]
-                wait_for(self.store, gone, timedelta(seconds=5))
+        self.seconds = 5
+        with suppress(RuntimeError):
+            self.gather("gone", None)
 
     def wait(self, key: str) -> bool:
         """Returns whether ``key`` was set in time. It blocks in the store, without polling."""
