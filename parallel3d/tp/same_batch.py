@@ -9,7 +9,6 @@ which a digest of the inputs is enough unless it differs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -34,8 +33,6 @@ _HANDLE = "_parallel3d_same_batch"
 _DIMS = 8  # dims of a tensor that are compared
 _NEVER = torch.iinfo(torch.int64).max  # the rank in the record of a group without a difference
 _DTYPES = sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)), key=str)
-
-# A record, int64: global rank, input, element, its value here and on the first rank; dtype, dims, sizes.
 
 
 def check_same_batch(model: nn.Module, mesh: DeviceMesh, enabled: bool = True) -> None:
@@ -120,33 +117,39 @@ class _Check:
     @torch.no_grad()
     def compare(self, named: list[tuple[str, torch.Tensor]]) -> None:
         """Raises on every rank of the mesh if these differ within a group of the axis."""
-        number = self.filled(len(named))
-        self.check_kinds(number.view(1), "the number of input tensors", [])
-        kinds = [number.new_empty(0), *(self.kind(tensor) for _, tensor in named)]
-        self.check_kinds(torch.cat(kinds), "", [name for name, _ in named])
-        record = self.no_difference()
+        if found := self.first_of_all(self.difference(self.filled(len(named)).view(1))):
+            rank, _, *counts = found
+            self.fail(rank, "the number of input tensors", *counts)
+        if not named:
+            return
+        kinds = [self.kind(tensor) for _, tensor in named]
+        if found := self.first_of_all(self.difference(torch.cat(kinds))):
+            rank, place, *values = found
+            index, number = divmod(place, 2 + _DIMS)
+            what = "the number of dims" if number == 1 else f"the size of dim {number - 2}"
+            if number == 0:
+                what, values = "the dtype", [_DTYPES[value] for value in values]
+            self.fail(rank, f"{what} of {named[index][0]}", *values)
+        record: torch.Tensor | None = None
         for index, (_, tensor) in enumerate(named):
-            here = self.first_difference(index, tensor)
-            record = torch.where(record[0] == _NEVER, here, record)
-        numbers = self.first_of_all(record)
-        if numbers is not None:
-            rank, index, element, got, want, dtype, dims, *sizes = numbers
-            place: list[int] = []
+            here = self.difference(
+                _bits(tensor.to(self.device)), self.filled(index).view(1), kinds[index]
+            )
+            record = here if record is None else torch.where(record[0] == _NEVER, here, record)
+        if record is not None and (found := self.first_of_all(record)):
+            rank, element, got, want, index, number, dims, *sizes = found
+            dtype = _DTYPES[number]
+            at: list[int] = []
+            element //= 2 if dtype.is_complex else 1  # of two numbers each
             for size in reversed(sizes[:dims]):
-                element, at = divmod(element, max(size, 1))
-                place.insert(0, at)
-            where = f"{named[index][0]}, element {place}" if dims else named[index][0]
-            self.fail(rank, where, *(_value(bits, _DTYPES[dtype]) for bits in (got, want)))
+                element, place = divmod(element, max(size, 1))
+                at.insert(0, place)
+            where = f"{named[index][0]}, element {at}" if dims else named[index][0]
+            self.fail(rank, where, _value(got, dtype), _value(want, dtype))
 
     def filled(self, value: int) -> torch.Tensor:
         """Returns a number, which may differ by simulated rank, as a tensor."""
         return torch.full((), value, dtype=torch.int64, device=self.device)
-
-    def rank(self) -> torch.Tensor:
-        place = self.mesh.mesh.to(self.device, torch.int64)
-        for axis in range(self.mesh.ndim):
-            place = place.select(0, self.mesh.get_local_rank(axis))
-        return place
 
     def kind(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns what must be equal before values can be compared: (dtype, dims, sizes)."""
@@ -154,26 +157,20 @@ class _Check:
         numbers = [_DTYPES.index(tensor.dtype), tensor.dim(), *sizes]
         return torch.stack([self.filled(number) for number in numbers])
 
-    def no_difference(self) -> torch.Tensor:
-        return torch.full((7 + _DIMS,), _NEVER, dtype=torch.int64, device=self.device)
-
-    def first_difference(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the record of input ``index``, compared with the first rank of this tp group."""
-        mine = _flat(tensor.to(self.device))
+    def difference(self, mine: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
+        """Returns a record, int64: global rank, the first place in which ``mine``, int64, differs from that
+        of the first rank of this group, both values, ``more``. All of it is ``_NEVER`` if none does."""
+        mine = torch.cat([mine, mine.new_zeros(1)])  # an input may have no elements
         first = mine.clone()
         dist.broadcast(first, group_src=0, group=self.mesh.get_group(self.axis))
-        differs = (mine != first) & ~((mine != mine) & (first != first))
-        ones = torch.ones_like(mine, dtype=torch.int64)
-        places = torch.where(differs, ones.cumsum(0) - 1, _NEVER)
-        # One place after the last is used where nothing differs, and for an input without elements.
-        element = torch.cat([places, ones.sum().view(1)]).min()
-        values = [torch.cat([x, x.new_zeros(1)]).view(torch.int64) for x in (mine, first)]
-        got, want = (x.index_select(0, element.view(1)) for x in values)
-        if tensor.is_complex():
-            element = element // 2  # of two numbers each
-        head = torch.stack([self.rank(), self.filled(index), element])
-        record = torch.cat([head, got, want, self.kind(tensor)])
-        return torch.where(differs.any(), record, self.no_difference())
+        differs = mine != first
+        at = differs.to(torch.int64).argmax().view(1)
+        rank = self.mesh.mesh.to(self.device, torch.int64)
+        for axis in range(self.mesh.ndim):
+            rank = rank.select(0, self.mesh.get_local_rank(axis))
+        values = [x.index_select(0, at) for x in (mine, first)]
+        record = torch.cat([rank.view(1), at, *values, *more])
+        return torch.where(differs.any(), record, torch.full_like(record, _NEVER))
 
     def rows(self, tensor: torch.Tensor, axis: int) -> torch.Tensor:
         """Gathers a flat tensor along ``axis``: (ranks, numel)."""
@@ -182,36 +179,14 @@ class _Check:
         all_gather_single(rows, tensor.contiguous(), group=self.mesh.get_group(axis))
         return rows.view(size, -1)
 
-    def first_of_all(self, record: torch.Tensor) -> list[int] | None:
-        """Returns the record of the lowest rank of the mesh that has a difference, on every rank."""
+    def first_of_all(self, record: torch.Tensor) -> list[int]:
+        """Returns the record of the lowest rank of the mesh that has a difference, on every rank; or []."""
         for axis in range(self.mesh.ndim):
             if self.mesh.size(axis) > 1:
                 rows = self.rows(record, axis)
                 record = rows.index_select(0, rows[:, 0].argmin().view(1))[0]
         numbers = next(inner_tensors(record)).tolist()  # simulated ranks all have it
-        return None if numbers[0] == _NEVER else numbers
-
-    def check_kinds(self, kinds: torch.Tensor, what: str, names: Sequence[str]) -> None:
-        """Compares numbers that must be equal on all ranks of a tp group."""
-        if not kinds.numel():
-            return
-        first = self.rows(kinds, self.axis)[0]
-        differs = kinds != first
-        at = differs.to(torch.int64).argmax()
-        got, want = (x.index_select(0, at.view(1)) for x in (kinds, first))
-        record = torch.cat([self.rank().view(1), at.view(1), got, want])
-        record = torch.where(differs.any(), record, self.no_difference()[:4])
-        numbers = self.first_of_all(record)
-        if numbers is None:
-            return
-        rank, place, here, there = numbers
-        index, number = divmod(place, 2 + _DIMS)
-        if not names:
-            self.fail(rank, what, here, there)
-        if number == 0:
-            self.fail(rank, f"the dtype of {names[index]}", _DTYPES[here], _DTYPES[there])
-        what = "the number of dims" if number == 1 else f"the size of dim {number - 2}"
-        self.fail(rank, f"{what} of {names[index]}", here, there)
+        return [] if numbers[0] == _NEVER else numbers
 
     def fail(self, rank: int, what: str, got: object, want: object) -> NoReturn:
         """Raises, naming the rank and the first of its tp group."""
@@ -349,8 +324,17 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(-1).to(dtype)
 
 
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the elements in int64: of floating ones the bits of float64, of which equal numbers have one
+    set (of nan, and of the zeros)."""
+    flat = _flat(tensor)
+    if flat.dtype == torch.int64:
+        return flat
+    return (torch.where(flat != flat, torch.nan, flat) + 0.0).view(torch.int64)
+
+
 def _value(bits: int, dtype: torch.dtype) -> object:
-    """Returns the number with these bits in the result of ``_flat`` for a tensor of ``dtype``."""
+    """Returns the number with these bits in the result of ``_bits`` for a tensor of ``dtype``."""
     if dtype.is_floating_point or dtype.is_complex:
         return torch.tensor(bits, dtype=torch.int64).view(torch.float64).item()
     if dtype == torch.uint64:
