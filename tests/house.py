@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -32,7 +33,7 @@ LAYERS: list[set[str]] = [
 FSDP_LAYERS: list[set[str]] = [
     {"api", "layout", "schedule", "placement", "param", "collectives"},
     {"bucket", "gradients", "reduction", "comm"},
-    {"group", "members", "explain", "same_order"},
+    {"group", "members", "watch", "same_order"},
     {"unit", "context"},
     {"options"},
     {"fully_shard", "state_dict", "module", "interop", "copying", "inspect"},
@@ -145,6 +146,32 @@ def wrong_layers(
             if level.get(target.removeprefix(prefix).split(".")[0], -1) > level[entry]:
                 wrong.append(f"{name}:{line} imports {target}")
     return wrong
+
+
+_PATCHED = re.compile(
+    r"\b(register_module_\w+_hook|register_optimizer_step_\w+_hook|wrap_backward|route_data|wrap_operators"
+    r"|watch_writes|wrap_steps|excepthook)\(|\bimport gc\b|\bsys\.excepthook = "
+)
+
+
+def watches() -> dict[str, set[str]]:
+    """Module of the engine -> what it does to torch, or to the interpreter, in the process as a whole."""
+    found = {}
+    for name, path in modules().items():
+        if name.startswith(("fsdp", "_util")):
+            names = {match.group() for match in _PATCHED.finditer(path.read_text())}
+            found |= {name: names} if names else {}
+    return found
+
+
+def same_class_names() -> dict[str, list[str]]:
+    """Name of a class -> the modules that have one of that name, where there are several."""
+    found = defaultdict(list)
+    for name, path in modules().items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                found[node.name].append(name)
+    return {name: places for name, places in sorted(found.items()) if len(places) > 1}
 
 
 def reaches_inside(edges: dict[str, dict[str, int]]) -> list[str]:

@@ -56,6 +56,15 @@ def test_tests_ask_inspect() -> None:
     assert len([path for path in tests if inside.search(path.read_text())]) <= 33
 
 
+def test_what_watches_torch_is_one_file() -> None:
+    """But for what is there only where it was asked for, or has gone wrong."""
+    assert house.watches().keys() == {
+        "fsdp.watch",
+        "fsdp.options.finalization",
+        "_util.replaced_params",
+    }
+
+
 def test_sizes() -> None:
     assert len(house.top()) <= 24, house.top()
     assert len(house.engine_files()) <= 35, house.engine_files()

@@ -57,6 +57,17 @@ def same_version_counter(one: torch.Tensor, other: torch.Tensor) -> bool:
     return same
 
 
+def saved_by(node: Any) -> Iterator[Callable[[], Any]]:
+    """Yields functions that read what ``node`` of the graph has saved for its backward, but for what hooks
+    have packed, whose unpacking may compute."""
+    for name in dir(node):
+        if name.startswith("_saved_") or name == "saved_tensors":
+            raw = getattr(node, f"_raw_{name.lstrip('_')}", None)
+            saved = raw if isinstance(raw, (tuple, list)) else [raw]
+            if all(each is not None and each.unpack_hook is None for each in saved):
+                yield partial(getattr, node, name)
+
+
 def version_of(tensor: torch.Tensor) -> torch.Tensor:
     """Returns an empty tensor with the version counter of ``tensor``: it holds none of its memory."""
     counter = tensor.detach()

@@ -1,10 +1,20 @@
 """The tensors that can be reached from a value: those that an output holds, or an attribute of a module."""
 
-import gc
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from collections.abc import Iterable, Iterator, MappingView
+from contextlib import suppress
+from functools import partial
+from itertools import chain
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    FunctionType,
+    GeneratorType,
+    MappingProxyType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 
 import torch
@@ -19,10 +29,8 @@ _MOST = 2000  # objects to look into: who returns a graph of more has an error a
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in ``value``: in containers, dataclasses, objects of any class, closures, generators.
-
-    It sees what the garbage collector sees: not what is in objects of C++.
-    """
+    """The tensors in ``value``: in containers, attributes of objects of any class, closures, generators and
+    iterators; not what is in other objects of C or C++."""
     if isinstance(value, torch.Tensor):
         yield value
         return
@@ -39,13 +47,30 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
             stack += reversed(each)
         elif type(each) is dict:
             stack += reversed(each.values())
-        elif isinstance(each, FunctionType):  # not its globals
-            stack += each.__closure__ or ()
-            stack += each.__defaults__ or ()
-        elif isinstance(each, Mapping) and not gc.is_tracked(each):
-            stack += each.values()
         elif not isinstance(each, _OPAQUE):
-            stack += gc.get_referents(each)
+            stack += _inside(each)
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    """The objects that ``value`` refers to."""
+    kind = type(value)
+    if kind is FunctionType:  # not its globals
+        return (*(value.__closure__ or ()), *(value.__defaults__ or ()))
+    if kind is CellType:
+        with suppress(ValueError):  # it is empty
+            return (value.cell_contents,)
+        return ()
+    if kind is GeneratorType:
+        return () if value.gi_frame is None else value.gi_frame.f_locals.values()
+    if kind in (partial, MethodType) or (
+        kind.__module__ == "builtins" and isinstance(value, Iterator)
+    ):
+        return value.__reduce__()[1:]  # what it calls, or iterates over
+    if isinstance(value, (dict, MappingProxyType)):
+        return chain(value.values(), _attributes_of(value))
+    if isinstance(value, (set, frozenset, deque, MappingView)):
+        return value
+    return _attributes_of(value)
 
 
 _NOT_THE_USERS = ("torch.", "parallel3d.")
@@ -85,4 +110,6 @@ def _attributes_of(value: Any) -> Iterator[Any]:
     for cls in type(value).__mro__:
         names = cls.__dict__.get("__slots__", ())
         for name in (names,) if isinstance(names, str) else names:
+            if name.startswith("__") and not name.endswith("__"):
+                name = f"_{cls.__name__.lstrip('_')}{name}"
             yield getattr(value, name, None)

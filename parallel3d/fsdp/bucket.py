@@ -55,10 +55,8 @@ from parallel3d.fsdp.layout import are_zero_copy, bucket_order
 from parallel3d.fsdp.param import (
     OptimizerSteps,
     ShardedParam,
-    count_optimizer_steps,
     mark_unsharded,
     segment_of,
-    watch_data,
     zero_copy_bytes,
 )
 from parallel3d.fsdp.placement import DataAxes, post_forward_mesh
@@ -623,7 +621,7 @@ class PostForwardGroup:
 # Autograd reads a tensor that was saved for backward only if its version counter is what it was then. So
 # the engine sets the counters of the unsharded parameters: to a version of the weights while they hold its
 # values, and to another number while they are freed or gathered. A backward after a change of the weights,
-# or one that the engine was not told of, then raises (``explain`` translates the error) and never reads
+# or one that the engine was not told of, then raises (``watch`` translates the error) and never reads
 # other values.
 #
 # A counter has 32 bits. The highest is set while a bucket is free, and the others are the bucket's number.
@@ -654,9 +652,8 @@ class Versions:
     """
 
     def __init__(self, bucket: Bucket) -> None:
-        count_optimizer_steps()
-        watch_data()
         self.number = next(_numbers)
+        self._first = self.number % (1 << NUMBER_BITS) << VALUE_BITS
         self.weights = 0
         self._bucket = weakref.ref(bucket)
         self._sharded = [param.sharded for param in bucket.params]
@@ -703,9 +700,7 @@ class Versions:
         tensors = self._of_unsharded()
         if bucket is not None and bucket.stand_ins is not None:
             tensors += tuple(bucket.stand_ins)
-        number = self.number % (1 << NUMBER_BITS) << VALUE_BITS
-        number |= self.weights % (1 << VALUE_BITS)
-        self._set = number << CHANGE_BITS
+        self._set = (self._first | self.weights % (1 << VALUE_BITS)) << CHANGE_BITS
         set_versions(tensors, (self._set,) * len(tensors))
 
     def written(self) -> list[str]:
@@ -731,6 +726,27 @@ class Versions:
         """Tells autograd that the unsharded parameters are freed."""
         tensors = self._of_unsharded()
         set_versions(tensors, (FREE | self.number,) * len(tensors))
+
+    def saved_as(self, can_read: Callable[[], bool]) -> bool | None:
+        """Finds out whether something that can't be read was saved of the unsharded parameters.
+
+        Returns:
+            None: it was not. True: it was read, or saved, while they were freed. False: they had other values
+            then.
+        """
+        bucket = self._bucket()
+        tensors = (*self._of_unsharded(), *((bucket and bucket.stand_ins) or ()))
+        now = tuple(tensor._version for tensor in tensors)
+        older = range(self.weights, max(self.weights - 64, -1), -1)
+        held = ((self._first | weights % (1 << VALUE_BITS)) << CHANGE_BITS for weights in older)
+        try:
+            for version in (FREE | self.number, *held):
+                set_versions(tensors, (version,) * len(tensors))
+                if can_read():
+                    return bool(FREE & (version | max(now)))
+        finally:
+            set_versions(tensors, now)
+        return None
 
     def _of_unsharded(self) -> tuple[torch.Tensor, ...]:
         """Returns the tensors that have the counters: unsharded parameters, and DTensors' local tensors."""

@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import chain
 from operator import attrgetter, is_
 from threading import get_ident
@@ -26,7 +25,6 @@ from parallel3d._torch.autograd import (
     profiler_runs,
     queue_backward_callback,
     untraced,
-    wrap_backward,
 )
 from parallel3d._torch.fully_shard import FULLY_SHARD_KEYS
 from parallel3d._util import scopes
@@ -37,7 +35,6 @@ from parallel3d.errors import StateError
 from parallel3d.fsdp.api import input_dtype
 from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.comm import make_comm
-from parallel3d.fsdp.explain import check_inputs, explain
 from parallel3d.fsdp.group import Retain, ShardedState
 from parallel3d.fsdp.members import (
     UNIT_ATTRIBUTE,
@@ -50,6 +47,7 @@ from parallel3d.fsdp.members import (
 )
 from parallel3d.fsdp.same_order import SameOrder
 from parallel3d.fsdp.schedule import GatherSchedule, PrefetchSettings
+from parallel3d.fsdp.watch import check_inputs, explain
 from parallel3d.guards.nan_losses import nan_losses
 
 Unit = Any
@@ -157,13 +155,8 @@ root_options: list[Callable[[Any], RootOption | None]] = []
 # is known where the engine is called alone.
 
 
-@cache
-def watch_backwards() -> None:
-    """From now on backwards refuse what they can't do, and their errors name units."""
-    wrap_backward(_run_backward)
-
-
-def _run_backward(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def run_backward(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What ``watch`` puts around the engine."""
     inputs = args[4] if len(args) > 4 else kwargs.get("inputs")
     if inputs:
         check_inputs(args[0], inputs)
@@ -176,7 +169,7 @@ def _run_backward(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     try:
         result = run(*args, **kwargs)
     except RuntimeError as error:
-        message = explain(error)
+        message = explain(error, args[0])
         if message is None:
             raise
         raise StateError(message) from error

@@ -48,7 +48,6 @@ from parallel3d.fsdp.members import (
     params_of,
     refuse_resizing,
     units_modules,
-    watch_assignments,
 )
 from parallel3d.fsdp.module import FSDPModule
 from parallel3d.fsdp.options import replicated as _replicated  # noqa: F401 (registers itself)
@@ -168,7 +167,6 @@ def fully_shard(
     tied = [(entry, entry.owner) for entry in managed if entry.owner is not None]
     _check_ties(tied, policy)
     name = type(modules[0]).__name__
-    watch_assignments()
     # Not in inference mode: parameters made there could not be trained, and have no versions.
     with ExitStack() as stack, torch.inference_mode(False), torch.no_grad():
         for root in modules:

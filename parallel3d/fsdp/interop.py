@@ -29,10 +29,10 @@ from parallel3d._util.forwards import set_class
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.api import MixedPrecisionPolicy
 from parallel3d.fsdp.comm import Comm, make_comm
-from parallel3d.fsdp.explain import DDP_REFUSED
 from parallel3d.fsdp.members import get_unit, unit_of
 from parallel3d.fsdp.param import ShardedParam
 from parallel3d.fsdp.unit import Unit
+from parallel3d.fsdp.watch import DDP_REFUSED
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

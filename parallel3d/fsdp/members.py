@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
-from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 
 from parallel3d._torch.autograd import gradient_hooks, have_tensor_hooks
 from parallel3d.errors import Parallel3dError, RefusedStateError, StateError
-from parallel3d.fsdp.param import OwnSetattr, ShardedParam, owner_at, owner_of
+from parallel3d.fsdp.param import ShardedParam, named, owner_at, owner_of
 from parallel3d.fsdp.placement import DataAxes
 
 UNIT_ATTRIBUTE = "_parallel3d_unit"  # of a module, which a copy of it must not share
@@ -201,7 +199,7 @@ def check_param(name: str, param: nn.Parameter) -> None:
 def hook_error(units: Iterable[Any]) -> StateError:
     """The error of a parameter of ``units`` on which ``register_hook`` was called after it was sharded."""
     hooked = next(param for param in params_of(units) if have_tensor_hooks([param.sharded]))
-    return StateError(_has_hook(_describe(hooked)))
+    return StateError(_has_hook(named(hooked)))
 
 
 def _has_hook(what: str) -> str:
@@ -334,52 +332,12 @@ def _joined(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
-# What is registered in a root's modules: Parameters that are assigned, modules put in after sharding.
-#
-# A Parameter assigned where a unit has one (``module.weight = nn.Parameter(...)``, ``register_parameter``,
-# ``load_state_dict(assign=True)``) gives it its values at once, and the module keeps the unit's own, so that
-# an optimizer made from ``model.parameters()`` afterwards trains what forward computes with.
-#
-# Anything else that is new is looked for when the root's forward begins, see ``context.check_registered``. A
-# trainable parameter that no unit has, and nobody has ignored, is an error there: no rank would average its
-# gradient with the others'.
+# What was put into a root's modules after sharding is looked for when the root's forward begins, see
+# ``context.check_registered``; Parameters that are assigned, ``watch`` takes at once. A trainable parameter
+# that no unit has, and nobody has ignored, is an error there: no rank would average its gradient with the
+# others'.
 
 _IGNORED = "_parallel3d_ignored"  # attribute of a module: names of its ignored parameters
-
-
-@cache
-def watch_assignments() -> None:
-    """Lets units take Parameters when they are assigned, from the first call on."""
-    register_module_parameter_registration_hook(_take_assigned)  # type: ignore[arg-type]
-
-
-def _take_assigned(module: nn.Module, name: str, given: nn.Parameter) -> nn.Parameter | None:
-    """Hook of torch on every Parameter that is registered in a module. Returns what to register."""
-    owner = owner_at(module, name)
-    if owner is None or OwnSetattr.is_putting or given is owner.sharded:
-        return None
-    unit = owner.unit()
-    if unit is None or unit.group.is_in_other_form or id(given) in unit.group.computing:
-        return None
-    unit.come_to_rest()
-    if unit.group.is_registered:
-        raise StateError(
-            f"parameter {owner.name} of unit {unit.label} was assigned while the unit's unsharded parameters "
-            "are in its modules; assign it between steps, after reshard() if unshard() was called"
-        )
-    other = owner_of(given)
-    if other is not None and other is not owner:
-        raise Parallel3dError(
-            f"parameter {owner.name} of unit {unit.label} was assigned {_describe(other)}, which would tie "
-            "the two; tie parameters before fully_shard, or copy the values by copy_() under no_grad()"
-        )
-    owner.take_values(given)
-    return owner.sharded
-
-
-def _describe(param: ShardedParam) -> str:
-    unit = param.unit()
-    return f"parameter {param.name}" + ("" if unit is None else f" of unit {unit.label}")
 
 
 def missing_values(modules: Iterable[nn.Module]) -> StateError:
@@ -423,7 +381,7 @@ def _loose_error(
     where = f"parameter {_joined(prefix, name)} of a {type(module).__name__} in unit {label}"
     if owner is not None:
         return Parallel3dError(
-            f"{where} is {_describe(owner)} too, but was put there after fully_shard: the unit would not "
+            f"{where} is {named(owner)} too, but was put there after fully_shard: the unit would not "
             "gather it there. Tie parameters, and register parametrizations, before fully_shard"
         )
     return Parallel3dError(

@@ -22,7 +22,6 @@ from parallel3d._util.arguments import as_bool, as_count, is_positive
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.copying import copy_module
-from parallel3d.fsdp.explain import explain_load
 from parallel3d.fsdp.group import Retain
 from parallel3d.fsdp.interop import RefusesDdp, TorchState, unit_given
 from parallel3d.fsdp.members import get_unit, parameters_at_rest, units_of
@@ -38,6 +37,7 @@ from parallel3d.fsdp.schedule import Prefetch, PrefetchSettings
 from parallel3d.fsdp.state_dict.full_params import check_not_swapped
 from parallel3d.fsdp.state_dict.model_state_dict import state_dict_as_set
 from parallel3d.fsdp.unit import Unit, UnitModule
+from parallel3d.fsdp.watch import explain_load
 
 _TorchHandle: type = getattr(torch_fsdp, "GradientReductionHandle", object)
 

@@ -11,7 +11,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from functools import cache
 from math import prod
 from typing import Any, ClassVar
 
@@ -19,11 +18,10 @@ import torch
 from torch import nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from parallel3d._layout.packed import packing_of
 from parallel3d._layout.param_layout import ParamLayout, get_param_layout, local_chunk
-from parallel3d._torch.autograd import grad_dtype_of, route_data, set_grad_dtype, untraced
+from parallel3d._torch.autograd import grad_dtype_of, set_grad_dtype
 from parallel3d._torch.dtensor import (
     DTensorSpec,
     get_local_tensor,
@@ -134,6 +132,12 @@ def owner_at(module: nn.Module, name: str) -> "ShardedParam | None":
     return owner if any(d is module._parameters and a == name for d, a in places) else None
 
 
+def named(owner: "ShardedParam") -> str:
+    """Returns ``parameter weight of unit layers.0``."""
+    unit = owner.unit()
+    return f"parameter {owner.name}" + ("" if unit is None else f" of unit {unit.label}")
+
+
 def mark_taken(param: nn.Parameter, owner: "ShardedParam") -> None:
     """Makes ``owner_of`` return ``owner`` for ``param``, the user's Parameter that it replaces."""
     setattr(param, _TAKEN, _TakenBy(owner))
@@ -142,10 +146,7 @@ def mark_taken(param: nn.Parameter, owner: "ShardedParam") -> None:
 # Writes that would be lost.
 #
 # Forward sees unsharded parameters, which are freed when their unit is resharded: what a forward writes to
-# them would be lost. Their version counters tell of it, see ``bucket.Versions``. torch's ``.data`` is an
-# alias with another counter; that of an unsharded parameter has the same one here. ``param.data = tensor``
-# would change no more than a DTensor's metadata: the engine does it for a sharded Parameter, and refuses it
-# for an unsharded one.
+# them would be lost. Their version counters tell of it, see ``bucket.Versions``, and ``watch`` of ``.data``.
 
 _UNSHARDED = "_parallel3d_unsharded"  # attribute of an unsharded parameter: an ``_Unsharded``
 
@@ -169,30 +170,9 @@ def mark_unsharded(param: torch.Tensor, owner: "ShardedParam", *, is_freed: bool
     vars(param)[_UNSHARDED] = _Unsharded(owner, is_freed)
 
 
-@cache
-def watch_data() -> None:
-    """From the first call on ``.data`` of parameters is the engine's where torch's would lose a write."""
-    for kind in (nn.Parameter, DTensor):
-        route_data(kind, _read_data, _write_data)
-
-
-def _read_data(param: torch.Tensor) -> torch.Tensor | None:
-    mark = vars(param).get(_UNSHARDED)
-    return param.detach() if mark is not None and mark.is_freed else None
-
-
-def _write_data(param: torch.Tensor, value: Any) -> bool:
-    mark = vars(param).get(_UNSHARDED)
-    owner = _owners.get(id(param)) if mark is None else mark.owner()
-    if owner is None:
-        return False
-    if mark is None:
-        if owner.sharded is not param:
-            return False
-        owner.set_data(value)
-    elif mark.is_freed or not param.is_set_to(value):  # else a ``param.data += ...`` that is done
-        raise lost_write(owner.unit(), [owner.name])
-    return True
+def unsharded_mark(param: torch.Tensor) -> _Unsharded | None:
+    """Returns what ``mark_unsharded`` has noted."""
+    return vars(param).get(_UNSHARDED)
 
 
 def lost_write(unit: Any, names: Sequence[str]) -> StateError:
@@ -622,7 +602,7 @@ class ShardedParam:
 
 
 class OptimizerSteps:
-    """The steps of one optimizer.
+    """The steps of one optimizer, which ``watch`` counts.
 
     Attributes:
         total: number of steps of all optimizers so far.
@@ -641,30 +621,6 @@ class OptimizerSteps:
         self.last = -1
         self.params: set[int] = set()
         self.copies = False
-
-
-@untraced
-def _count_step(optimizer: Optimizer, *_: Any) -> None:
-    """Hook after every optimizer's step."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    # These may be DTensors of no unit: master weights to copy from.
-    if not any(isinstance(param, DTensor) for param in params):
-        return
-    OptimizerSteps.total += 1
-    steps = OptimizerSteps.of_alive.get(optimizer)
-    if steps is None:
-        steps = OptimizerSteps.of_alive[optimizer] = OptimizerSteps()
-        weakref.finalize(optimizer, OptimizerSteps.of_deleted.append, steps).atexit = False
-    steps.last = OptimizerSteps.total
-    if len(steps.params) != len(params):
-        steps.params = set(map(id, params))
-        steps.copies = any(isinstance(p, DTensor) and owner_of(p) is None for p in params)
-
-
-@cache
-def count_optimizer_steps() -> None:
-    """Counts the steps of all optimizers from the first call on."""
-    register_optimizer_step_post_hook(_count_step)
 
 
 def segment_of(param: ShardedParam) -> Segment:

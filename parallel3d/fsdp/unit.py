@@ -31,12 +31,12 @@ from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.api import MixedPrecisionPolicy, input_dtype
 from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.comm import Comm
-from parallel3d.fsdp.context import Attributes, RunContext, cast_inputs, watch_backwards
+from parallel3d.fsdp.context import Attributes, RunContext, cast_inputs, run_backward
 from parallel3d.fsdp.context import Observer as Observer
-from parallel3d.fsdp.explain import explain_call, watch_mixed
 from parallel3d.fsdp.group import ParamGroup, Registered, Retain
 from parallel3d.fsdp.members import UNIT_ATTRIBUTE, class_name, unit_around
 from parallel3d.fsdp.schedule import PrefetchSettings
+from parallel3d.fsdp.watch import explain_call, watch_torch
 
 
 class UnitModule:
@@ -162,8 +162,7 @@ class Unit:
         self.computed_with: list[int] | None = None
         self.has_unreduced = self.put_off = False
         self.members = Members()
-        watch_backwards()
-        watch_mixed()
+        watch_torch(run_backward)
         group.watch_gradients(self.ref)
         for module in modules:
             self.members.attach(module, self)

@@ -25,13 +25,13 @@ from parallel3d._util.unset import fill_unset, unset_in
 from parallel3d.errors import AgreementError, Parallel3dError, StateError
 from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.context import RunContext, root_options
-from parallel3d.fsdp.explain import without_values
 from parallel3d.fsdp.group import ShardedState
 from parallel3d.fsdp.members import params_of, units_modules, units_of
 from parallel3d.fsdp.options import ContextOption
 from parallel3d.fsdp.param import ShardedParam
 from parallel3d.fsdp.same_order import module_names, param_name
 from parallel3d.fsdp.unit import Call, Observer, Unit
+from parallel3d.fsdp.watch import without_values
 from parallel3d.guards.nan_losses import nan_losses
 from parallel3d.guards.rendezvous import compare_digests
 from parallel3d.guards.stalls import say_where_ranks_wait

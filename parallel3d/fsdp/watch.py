@@ -1,11 +1,33 @@
-"""What errors mean, in the engine's words: of versions (``bucket.Versions``), of tensors beside DTensors."""
+"""What the engine watches of torch and of the user's program, in this process as a whole: all of it is here.
+
+- Autograd's engine, each call of it from Python (``context.run_backward``): sharded Parameters as ``inputs``
+  of a backward, and a loss that is nan on some ranks only. In errors it names units: whose weights have
+  changed since the forward, or which a backward reads while they are freed.
+- Parameters that are registered in modules: one that replaces a unit's gives it its values at once.
+- ``.data`` of Parameters and DTensors: a write that would be lost, as it is one to an unsharded parameter, or
+  to no more than a DTensor's metadata.
+- ``+ - * / @`` of a DTensor and a plain tensor: a penalty on sharded parameters, added to a loss.
+- DTensor's dispatch: a plain tensor that DTensors change in place, of which torch's error has no text.
+- ``step`` of optimizers: states of another layout or dtype than the parameter's.
+- Exceptions that nobody catches: sharded parameters beside plain tensors.
+
+``PARALLEL3D_WATCH=0`` in the environment leaves all of these as torch has them. What they catch is then
+torch's own error, a write by ``.data`` is lost, a Parameter that was assigned is taken over by the next
+forward, and no training step is audited. Numbers depend on three more, which stay: the version counters of
+unsharded parameters (``bucket.Versions``), which are the engine's own tensors; optimizers' steps are counted,
+as fused ones change weights without a new version; and steps on DTensors and plain tensors are two calls.
+
+What a unit watches of its own modules, outputs and gradients is in ``unit`` and ``group``; options and guards
+that were asked for have hooks of their own.
+"""
 
 from __future__ import annotations
 
 import inspect
-import re
+import os
 import sys
 import traceback
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from math import prod
@@ -17,68 +39,172 @@ import torch
 from torch import nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.optim.optimizer import Optimizer
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from parallel3d._layout.packed import packed_as_param
+from parallel3d._torch.autograd import (
+    route_data,
+    saved_by,
+    untraced,
+    wrap_backward,
+)
 from parallel3d._torch.dtensor import watch_writes, wrap_operators
 from parallel3d._torch.optimizers import convert_loaded, step_dtensors_apart, wrap_steps
-from parallel3d._torch.simulated import inner_tensors
 from parallel3d.errors import Parallel3dError, StateError
-from parallel3d.fsdp.bucket import (
-    CHANGE_BITS,
-    FREE,
-    NUMBER_BITS,
-    VALUE_BITS,
-    Bucket,
-    numbered_buckets,
-)
+from parallel3d.fsdp.bucket import numbered_buckets
 from parallel3d.fsdp.group import WATCHED_BY
-from parallel3d.fsdp.param import ShardedParam, owner_of
+from parallel3d.fsdp.param import (
+    OptimizerSteps,
+    OwnSetattr,
+    ShardedParam,
+    lost_write,
+    named,
+    owner_at,
+    owner_of,
+    unsharded_mark,
+)
 
-_MISMATCH = re.compile(r"is at version (\d+); expected version (\d+)")
-# What comes of asking a view of a subclass for its name in that message.
-_NO_STORAGE = re.compile(r"setStorage: .*storage offset (\d+), .* storage of size 0")
+SWITCH = "PARALLEL3D_WATCH"
 
 
-def explain(error: BaseException) -> str | None:
-    """Returns what has happened where ``error``, of a backward, is about a unit's parameters; else None."""
-    return _of_versions(str(error)) or _of_recomputation(error) or explain_mixed(error)
+@cache
+def watch_torch(run_backward: Callable[..., Any]) -> None:
+    """Watches from the first call on, which the first unit makes."""
+    register_optimizer_step_post_hook(_count_step)
+    step_dtensors_apart()
+    convert_loaded(packed_as_param)
+    if os.environ.get(SWITCH, "1") == "0":
+        return
+    wrap_backward(run_backward)
+    register_module_parameter_registration_hook(_take_assigned)  # type: ignore[arg-type]
+    for kind in (nn.Parameter, DTensor):
+        route_data(kind, _read_data, _write_data)
+    wrap_operators(_operate)
+    watch_writes(_refuse_write)
+    wrap_steps(_explain_step)
+    before = sys.excepthook
+
+    def hook(kind: Any, error: BaseException, at: Any) -> None:
+        message = explain_mixed(error)
+        if message is not None:
+            error.add_note(message)
+        before(kind, error, at)
+
+    sys.excepthook = hook
 
 
-def _of_versions(text: str) -> str | None:
-    found = _MISMATCH.search(text)
-    if found is None:
-        missing = _NO_STORAGE.search(text)
-        return None if missing is None else _read_while_free(_free_at(int(missing.group(1))))
-    now, then = map(int, found.groups())
-    if now & FREE or then & FREE:
-        bucket = numbered_buckets.get((now if now & FREE else then) & ~FREE)
-        return _read_while_free("" if bucket is None else bucket.unit)
-    shift = VALUE_BITS + CHANGE_BITS
-    if now >> shift != then >> shift or not now >> shift:
+# Steps of optimizers.
+
+
+@untraced
+def _count_step(optimizer: Optimizer, *_: Any) -> None:
+    """Hook after every optimizer's step."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    # These may be DTensors of no unit: master weights to copy from.
+    if not any(isinstance(param, DTensor) for param in params):
+        return
+    OptimizerSteps.total += 1
+    steps = OptimizerSteps.of_alive.get(optimizer)
+    if steps is None:
+        steps = OptimizerSteps.of_alive[optimizer] = OptimizerSteps()
+        weakref.finalize(optimizer, OptimizerSteps.of_deleted.append, steps).atexit = False
+    steps.last = OptimizerSteps.total
+    if len(steps.params) != len(params):
+        steps.params = set(map(id, params))
+        steps.copies = any(isinstance(p, DTensor) and owner_of(p) is None for p in params)
+
+
+# Parameters that are assigned where a unit has one (``module.weight = nn.Parameter(...)``,
+# ``register_parameter``, ``load_state_dict(assign=True)``): an optimizer made from ``model.parameters()``
+# afterwards trains what forward computes with. What else was put into modules, ``context.check_registered``
+# looks for when the root's forward begins.
+
+
+def _take_assigned(module: nn.Module, name: str, given: nn.Parameter) -> nn.Parameter | None:
+    """Hook of torch on every Parameter that is registered in a module. Returns what to register."""
+    owner = owner_at(module, name)
+    if owner is None or OwnSetattr.is_putting or given is owner.sharded:
         return None
-    number = now >> shift
-    names = _names(
-        bucket for n, bucket in numbered_buckets.items() if n % (1 << NUMBER_BITS) == number
-    )
-    if not names:
+    unit = owner.unit()
+    if unit is None or unit.group.is_in_other_form or id(given) in unit.group.computing:
         return None
+    unit.come_to_rest()
+    if unit.group.is_registered:
+        raise StateError(
+            f"parameter {owner.name} of unit {unit.label} was assigned while the unit's unsharded parameters "
+            "are in its modules; assign it between steps, after reshard() if unshard() was called"
+        )
+    other = owner_of(given)
+    if other is not None and other is not owner:
+        raise Parallel3dError(
+            f"parameter {owner.name} of unit {unit.label} was assigned {named(other)}, which would tie "
+            "the two; tie parameters before fully_shard, or copy the values by copy_() under no_grad()"
+        )
+    owner.take_values(given)
+    return owner.sharded
+
+
+# ``.data``. torch's is an alias with another version counter; that of an unsharded parameter has the same one
+# here. ``param.data = tensor`` would change no more than a DTensor's metadata: the engine does it for a
+# sharded Parameter, and refuses it for an unsharded one.
+
+
+def _read_data(param: torch.Tensor) -> torch.Tensor | None:
+    mark = unsharded_mark(param)
+    return param.detach() if mark is not None and mark.is_freed else None
+
+
+def _write_data(param: torch.Tensor, value: Any) -> bool:
+    mark = unsharded_mark(param)
+    owner = owner_of(param) if mark is None else mark.owner()
+    if owner is None or (mark is None and owner.sharded is not param):
+        return False
+    if mark is None:
+        owner.set_data(value)
+    elif mark.is_freed or not param.is_set_to(value):  # else a ``param.data += ...`` that is done
+        raise lost_write(owner.unit(), [owner.name])
+    return True
+
+
+# Errors of a backward, see ``context.run_backward``.
+
+
+def explain(error: RuntimeError, outputs: Sequence[Any]) -> str | None:
+    """Returns what has happened where ``error``, of a backward of ``outputs``, is about a unit's parameters;
+    else None."""
+    return _of_versions(error, outputs) or _of_recomputation(error) or explain_mixed(error)
+
+
+def _of_versions(error: RuntimeError, outputs: Sequence[Any]) -> str | None:
+    """Where autograd has refused to read what was saved for backward: as it isn't what it was.
+
+    Of which unit it is, is found by trying: it can be read if the unit's counters are those of the forward.
+    """
+    for node in () if isinstance(error, Parallel3dError) else _nodes_of(outputs):
+        for read in saved_by(node):
+            if not _fails_alike(read, error):
+                continue
+            for bucket in list(numbered_buckets.values()):
+                found = bucket.versions.saved_as(lambda read=read: not _fails_alike(read, error))
+                if found is not None:
+                    return _read_while_free(bucket.unit) if found else _changed(bucket.unit)
+    return None
+
+
+def _fails_alike(read: Callable[[], Any], error: RuntimeError) -> bool:
+    try:
+        read()
+    except Exception as other:
+        return str(other) == str(error)
+    return False
+
+
+def _changed(name: str) -> str:
     return (
-        f"unit {names}: parameters that its forward has computed with were changed before the backward (an "
+        f"unit {name}: parameters that its forward has computed with were changed before the backward (an "
         "optimizer step, an in-place change), so that its gradient can't be computed any more; call backward "
         "before the weights change"
-    )
-
-
-def _free_at(offset: int) -> str:
-    """Returns names of the units whose memory is free that have a parameter at storage offset ``offset``."""
-    return _names(
-        bucket
-        for bucket in numbered_buckets.values()
-        if any(
-            p._version & FREE and int(next(inner_tensors(p)).storage_offset()) == offset
-            for p in bucket.compute_params
-        )
     )
 
 
@@ -93,10 +219,6 @@ def _read_while_free(names: str) -> str | None:
         "forward, or keep it on an attribute; with set_reshard_after_forward(False) and a single "
         "backward of the sum of all losses it may stay where it is"
     )
-
-
-def _names(buckets: Iterable[Bucket]) -> str:
-    return " or ".join(sorted({bucket.unit for bucket in buckets}))
 
 
 def _of_recomputation(error: BaseException) -> str | None:
@@ -128,7 +250,8 @@ def explain_call(error: BaseException) -> str | None:
         inside = {id(m): name for top in unit.modules for name, m in top.named_modules() if name}
         name = next((inside[id(module)] for module in stack if id(module) in inside), None)
         if name is not None:
-            block = _NUMBER.sub("*", unit.label)
+            first, *rest = unit.label.split(".")
+            block = ".".join([first, *("*" if part.isdigit() else part for part in rest)])
             return (
                 f"{name} of unit {unit.label} was called outside the unit's forward, while the unit's "
                 "parameters are sharded. It must be a unit of its own: "
@@ -177,7 +300,6 @@ DDP_REFUSED = (
     "model in it: use parallel3d.integrations.transformers.Trainer instead; of another (trl's, your own), "
     "class MyTrainer(parallel3d.integrations.transformers.ParallelMixin, OtherTrainer)"
 )
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 def _modules_on_stack(error: BaseException) -> Iterator[nn.Module]:
@@ -217,18 +339,23 @@ def check_inputs(outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
             )
 
 
-def _owners_in(outputs: Iterable[Any]) -> Iterable[ShardedParam]:
-    """Yields the owners of the unsharded parameters that the graph of ``outputs`` leads to."""
+def _nodes_of(outputs: Iterable[Any]) -> Iterator[Any]:
+    """Yields the nodes of the graph of ``outputs``."""
     nodes = [
         t.grad_fn if isinstance(t, torch.Tensor) else getattr(t, "node", None) for t in outputs
     ]
     seen: set[Any] = set()
     while nodes:
         node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        nodes += [following for following, _ in node.next_functions]
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [following for following, _ in node.next_functions]
+            yield node
+
+
+def _owners_in(outputs: Iterable[Any]) -> Iterable[ShardedParam]:
+    """Yields the owners of the unsharded parameters that the graph of ``outputs`` leads to."""
+    for node in _nodes_of(outputs):
         variable = getattr(node, "variable", None)
         unit = getattr(variable, WATCHED_BY, lambda: None)()
         for bucket in () if unit is None else unit.group.buckets:
@@ -247,25 +374,6 @@ def _owners_in(outputs: Iterable[Any]) -> Iterable[ShardedParam]:
 
 MIXED = "mixed torch.Tensor and DTensor"
 _LIBRARIES = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
-
-
-@cache
-def watch_mixed() -> None:
-    """From now on penalties on parameters work, and errors of the rest name parameters."""
-    wrap_operators(_operate)
-    watch_writes(_refuse_write)
-    wrap_steps(_explain_step)
-    step_dtensors_apart()
-    convert_loaded(packed_as_param)
-    before = sys.excepthook
-
-    def hook(kind: Any, error: BaseException, at: Any) -> None:
-        message = explain_mixed(error)
-        if message is not None:
-            error.add_note(message)
-        before(kind, error, at)
-
-    sys.excepthook = hook
 
 
 def _operate(operator: Callable[..., Any], sharded: DTensor, other: torch.Tensor) -> Any:
@@ -335,7 +443,7 @@ def _message(operands: Iterable[Any], frames: list[tuple[FrameType, int]]) -> st
         held = {_of_other_unit(param) for param in (module.parameters() if module else ())} - {None}
         owner = held.pop() if len(held) == 1 else None
     if owner is not None:
-        what = f"{_named(owner)} is sharded, a DTensor, and"
+        what = f"{named(owner)} is sharded, a DTensor, and"
         unit = owner.unit()
         if unit and _of_other_unit(owner.sharded) and any(_is_forward(f) for f, _ in frames):
             root = f', or leave its module in the root: parallelize(..., units=["!{unit.label}"])'
@@ -377,11 +485,6 @@ def _tensors(values: Mapping[str, Any]) -> Iterator[torch.Tensor]:
         yield from (each for each in items if isinstance(each, torch.Tensor))
 
 
-def _named(owner: ShardedParam) -> str:
-    unit = owner.unit()
-    return f"parameter {owner.name}" + ("" if unit is None else f" of unit {unit.label}")
-
-
 def _explain_step(optimizer: Optimizer, error: RuntimeError) -> str | None:
     """Returns what an error of ``optimizer.step()`` means, if it is about a sharded parameter; else None."""
     if isinstance(error, Parallel3dError):
@@ -393,7 +496,7 @@ def _explain_step(optimizer: Optimizer, error: RuntimeError) -> str | None:
         for key, value in state.items():
             if not isinstance(value, torch.Tensor) or value.shape != param.shape:
                 continue
-            start = f"{type(optimizer).__name__}: the state {key!r} of {_named(owner)}"
+            start = f"{type(optimizer).__name__}: the state {key!r} of {named(owner)}"
             if not isinstance(value, DTensor):
                 return (
                     f"{start} is a plain tensor, and the parameter is sharded: load whole states by "
