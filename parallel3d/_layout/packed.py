@@ -324,7 +324,7 @@ def _with_one_more(local: Tensor, value: float) -> Tensor:
     return flat.view(*(1,) * (local.dim() - 1), -1)
 
 
-class _Call:
+class _PackedCall:
     """One operation with packed DTensors among its operands.
 
     An operation on lists is one on each position. DTensor's operation gets plain DTensors of the same local
@@ -513,7 +513,7 @@ class PackedDTensor(DTensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        return _Call(func, args, kwargs or {}).run()
+        return _PackedCall(func, args, kwargs or {}).run()
 
     def __repr__(self) -> str:  # type: ignore[override]
         return (

@@ -23,7 +23,7 @@ from parallel3d._util.forwards import packages_of
 ResultT = TypeVar("ResultT", Tensor, list[Tensor], tuple[Tensor, ...])
 
 
-class Pass(Protocol):
+class RecomputePass(Protocol):
     """A pass through code whose activations are recomputed: its forward, or the recomputation.
 
     Attributes:
@@ -48,24 +48,24 @@ class _Passes(threading.local):
     """Those under way on this thread, the outermost first. (An accelerator's backward has its own.)"""
 
     def __init__(self) -> None:
-        self.under_way: list[Pass] = []
+        self.under_way: list[RecomputePass] = []
 
 
 _passes = _Passes()
 
 
-def begin_pass(new: Pass) -> None:
+def begin_pass(new: RecomputePass) -> None:
     """``new`` is the innermost pass on this thread until ``end_pass``."""
     _passes.under_way.append(new)
 
 
-def end_pass(ended: Pass) -> None:
+def end_pass(ended: RecomputePass) -> None:
     """Ends ``ended``, and those in it that an exception has left."""
     under_way = _passes.under_way
     del under_way[under_way.index(ended) :]
 
 
-def innermost() -> Pass | None:
+def innermost() -> RecomputePass | None:
     """The innermost pass on this thread; None where nothing is kept."""
     if torch.compiler.is_compiling():  # the compiler keeps what the policy tells it to
         return None

@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from parallel3d._torch.autograd import functorch_is_active, same_version_counter, version_of
 from parallel3d._util import dry_run
 from parallel3d._util.forwards import Forward, as_if
-from parallel3d.activations.pool import HostPool, Piece
+from parallel3d.activations.pool import HostPool, PoolPiece
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.inspect import Observer, unit_of, units_of
 
@@ -169,7 +169,7 @@ class _Moved:
         *("origin", "piece", "source", "torn", "version"),
     )
 
-    def __init__(self, x: Tensor, piece: Piece, copies: _Copies) -> None:
+    def __init__(self, x: Tensor, piece: PoolPiece, copies: _Copies) -> None:
         storage = x.untyped_storage()
         self.piece, self.copies = piece, copies
         self.dtype, self.device = x.dtype, x.device

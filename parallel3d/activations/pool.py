@@ -10,7 +10,7 @@ ALIGNMENT = 512
 """Bytes of which every piece has a whole number, so that it begins where any dtype may."""
 
 
-class Piece:
+class PoolPiece:
     """A part of a pool, which it goes back to when nobody refers to this any more.
 
     Attributes:
@@ -58,7 +58,7 @@ class HostPool:
                 )
         return self._words
 
-    def take(self, size: int) -> Piece | None:
+    def take(self, size: int) -> PoolPiece | None:
         """Returns a piece of at least ``size`` bytes; None if there is no room."""
         size = -(-size // ALIGNMENT) * ALIGNMENT
         for at, (start, room) in enumerate(self._free):
@@ -66,7 +66,7 @@ class HostPool:
                 self._free[at : at + 1] = [(start + size, room - size)] if room > size else []
                 self.used += size
                 self.most_used = max(self.most_used, self.used)
-                return Piece(self, start, size)
+                return PoolPiece(self, start, size)
         return None
 
     def give_back(self, start: int, size: int) -> None:

@@ -314,15 +314,15 @@ class _Pass(TorchDispatchMode):
         raise NotImplementedError
 
     def keep(self, what: str, result: Any) -> None:
-        """See ``_util.recompute.Pass``."""
+        """See ``_util.recompute.RecomputePass``."""
         raise NotImplementedError
 
     def take(self, what: str) -> Any:
-        """See ``_util.recompute.Pass``."""
+        """See ``_util.recompute.RecomputePass``."""
         raise NotImplementedError
 
     def keep_no_value(self, tensor: Tensor) -> None:
-        """See ``_util.recompute.Pass``."""
+        """See ``_util.recompute.RecomputePass``."""
 
 
 class _Forward(_Pass):

@@ -54,7 +54,7 @@ def put_on(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 @dataclasses.dataclass(eq=False)
-class Call:
+class ModuleCall:
     """One call of a module: path -> copy of a tensor.
 
     Attributes:
@@ -85,8 +85,8 @@ class Recording:
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], inputs: Any) -> None:
-        self.calls: dict[str, list[Call]] = defaultdict(list)
-        self._running: dict[str, list[Call]] = defaultdict(list)
+        self.calls: dict[str, list[ModuleCall]] = defaultdict(list)
+        self._running: dict[str, list[ModuleCall]] = defaultdict(list)
         self._handles: list[Any] = []
         self._is_over = False
         self.root = self._begin("", inputs)
@@ -142,14 +142,14 @@ class Recording:
             self._end(self._running[name].pop(), output, module) if self._running[name] else output
         )
 
-    def _begin(self, name: str, inputs: Any) -> Call:
+    def _begin(self, name: str, inputs: Any) -> ModuleCall:
         tensors = dict(leaves(inputs))
-        call = Call({path: kept(t) for path, t in tensors.items() if _is_plain(t)})
+        call = ModuleCall({path: kept(t) for path, t in tensors.items() if _is_plain(t)})
         call.is_plain = not torch.is_grad_enabled()
         self.calls[name].append(call)
         return call
 
-    def _end(self, call: Call, output: Any, module: nn.Module) -> Any:
+    def _end(self, call: ModuleCall, output: Any, module: nn.Module) -> Any:
         """Notes what a call of ``module`` has returned, and returns it with aliases of its tensors.
 
         The gradients of these are those of what is outside: a loss may have been made of logits beside it.

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils import checkpoint
 
 from parallel3d.audit.findings import Finding, Report, bound_of, gap_between
-from parallel3d.audit.recording import Call, Recording, leaves, left_on, put_on, replaced
+from parallel3d.audit.recording import ModuleCall, Recording, leaves, left_on, put_on, replaced
 from parallel3d.audit.whole import Incomparable, Whole
 
 
@@ -166,7 +166,7 @@ class Replay:
             self._drawing.add(name)
         return name in self._drawing
 
-    def _call(self, name: str, forward: Any, args: Any, kwargs: Any, call: Call) -> _Ran:
+    def _call(self, name: str, forward: Any, args: Any, kwargs: Any, call: ModuleCall) -> _Ran:
         """Runs a unit and compares it."""
         self._random = self.whole.random_state()
         with self._entered(name) as parameters:
@@ -193,7 +193,7 @@ class Replay:
         return _Ran(outputs, result, plain, trained, known)
 
     def _gathered_outputs(
-        self, name: str, call: Call, plain: Mapping[str, Tensor], *, compared: bool
+        self, name: str, call: ModuleCall, plain: Mapping[str, Tensor], *, compared: bool
     ) -> dict[str, Tensor]:
         outputs = {}
         for path, tensor in plain.items():
@@ -213,7 +213,7 @@ class Replay:
     def _backward(
         self,
         name: str,
-        call: Call,
+        call: ModuleCall,
         plain: Mapping[str, Tensor],
         parameters: Mapping[str, Tensor],
     ) -> bool:
@@ -324,7 +324,13 @@ class _Passed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, replay: Replay, name: str, call: Call, paths: Any, grads: Any, *tensors: Tensor
+        ctx: Any,
+        replay: Replay,
+        name: str,
+        call: ModuleCall,
+        paths: Any,
+        grads: Any,
+        *tensors: Tensor,
     ) -> Any:
         ctx.replay, ctx.name, ctx.call, ctx.paths, ctx.grads = replay, name, call, paths, grads
         return tuple(t.clone() for t in tensors[: len(paths)])

@@ -22,7 +22,7 @@ from parallel3d._util import dry_run
 from parallel3d._util.trace import issuing
 from parallel3d.audit.causes import cause_of
 from parallel3d.audit.findings import Finding, Report, bound_of, message
-from parallel3d.audit.recording import Call, Recording, leaves, left_on, replaced, set_dropout
+from parallel3d.audit.recording import ModuleCall, Recording, leaves, left_on, replaced, set_dropout
 from parallel3d.audit.replay import Replay
 from parallel3d.audit.whole import Whole
 from parallel3d.cp.batch import Batch, cp_axis
@@ -115,8 +115,8 @@ class Audit:
         self.train_due = self.eval_due = False
         self.report: Report | None = None
         self._hooks: list[Any] = []
-        self._running: Step | None = None
-        self._steps: list[Step] = []  # forwards whose backward has not come
+        self._running: AuditedStep | None = None
+        self._steps: list[AuditedStep] = []  # forwards whose backward has not come
         self._dropout: dict[tuple[int, str], float] = {}
         self._waiting: dict[str, Tensor] = {}  # of micro-batches that were not reduced
         self.earlier: dict[int, Tensor] = {}  # id of a parameter -> its gradient before the step
@@ -179,7 +179,7 @@ class Audit:
                     for param in bucket.params
                     if (grad := param.sharded.grad) is not None
                 }
-        self._running = Step(self, args, kwargs, batch, trains=trains)
+        self._running = AuditedStep(self, args, kwargs, batch, trains=trains)
 
     @untraced
     def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -224,7 +224,7 @@ class Audit:
         if reached:
             self._compare(reached, backward=True)
 
-    def _compare(self, steps: list[Step], *, backward: bool) -> None:
+    def _compare(self, steps: list[AuditedStep], *, backward: bool) -> None:
         report = self.report = Report()
         for step in steps:
             step.recording.stop()
@@ -273,7 +273,7 @@ class Audit:
         raise AuditError(message(report.findings, report, sizes))
 
 
-class Step:
+class AuditedStep:
     """A step under way, or an evaluation.
 
     Attributes:
@@ -466,7 +466,7 @@ def _is_updated_in_backward(model: nn.Module) -> bool:
     return any(bucket.on_reduced is not None for bucket in buckets)
 
 
-def _needs_grad(root: Call, path: str, inputs: Any) -> bool:
+def _needs_grad(root: ModuleCall, path: str, inputs: Any) -> bool:
     return any(p == path and t.requires_grad for p, t in leaves(inputs))
 
 

@@ -10,7 +10,7 @@ from enum import Enum
 from typing import NamedTuple
 
 
-class Form(Enum):
+class BlockForm(Enum):
     """What of a block counts."""
 
     FULL = "all of it"
@@ -27,7 +27,7 @@ class Block(NamedTuple):
         q_rows, k_rows: how many.
     """
 
-    form: Form
+    form: BlockForm
     q_row: int
     q_at: int
     q_rows: int
@@ -72,10 +72,10 @@ def plan_blocks(
             ):
                 whole = k_row + first - k_at, first, last - first
                 most = max(elements // q_rows, 1)
-                cut = small or form is Form.MASKED
+                cut = small or form is BlockForm.MASKED
                 tiles = list(_cut(whole, most)) if cut else [whole]
-                if form is Form.CAUSAL and len(tiles) > 1:
-                    form = Form.MASKED
+                if form is BlockForm.CAUSAL and len(tiles) > 1:
+                    form = BlockForm.MASKED
                 for tile in tiles:
                     _append(found, Block(form, q_row, q_at, q_rows, *tile), merge=not small)
     return found
@@ -85,7 +85,7 @@ def _append(found: list[Block], block: Block, *, merge: bool) -> None:
     """Adds a block, or makes the last one larger: where all of it counts, rows need not be neighbours in the
     sequence."""
     last = found[-1] if found and merge else block
-    if last is not block and last.form is block.form is Form.FULL:
+    if last is not block and last.form is block.form is BlockForm.FULL:
         same_queries = (last.q_row, last.q_rows) == (block.q_row, block.q_rows)
         if same_queries and last.k_row + last.k_rows == block.k_row:
             found[-1] = last._replace(k_rows=last.k_rows + block.k_rows)
@@ -106,7 +106,7 @@ def _intervals(
     left: int | None,
     right: int | None,
     dense: bool,
-) -> Iterator[tuple[Form, int, int]]:
+) -> Iterator[tuple[BlockForm, int, int]]:
     """Yields (form, first, last) of the keys at positions first to last - 1 that some of the queries see."""
     q_end = q_at + q_rows
     first, last = k_at, k_at + k_rows
@@ -119,7 +119,7 @@ def _intervals(
     if last <= first:
         return
     if dense:
-        yield Form.MASKED, first, last
+        yield BlockForm.MASKED, first, last
         return
     # All queries see the keys from ``full`` to ``after``.
     full = first if left is None else min(max(first, q_end - 1 - left), last)
@@ -127,13 +127,13 @@ def _intervals(
     square = right == 0 and after == q_at and last == q_end and (left is None or left >= q_rows - 1)
     if after <= full or (not square and 2 * (after - full) < last - first):
         whole = square and first == after
-        yield (Form.CAUSAL if whole else Form.MASKED), first, last
+        yield (BlockForm.CAUSAL if whole else BlockForm.MASKED), first, last
         return
     if first < full:
-        yield Form.MASKED, first, full
-    yield Form.FULL, full, after
+        yield BlockForm.MASKED, first, full
+    yield BlockForm.FULL, full, after
     if after < last:
-        yield (Form.CAUSAL if square else Form.MASKED), after, last
+        yield (BlockForm.CAUSAL if square else BlockForm.MASKED), after, last
 
 
 def _cut(part: tuple[int, int, int], most: int) -> Iterator[tuple[int, int, int]]:

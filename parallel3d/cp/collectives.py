@@ -44,7 +44,7 @@ Splits = Callable[[int], list[int]]
 
 
 @dataclass(frozen=True)
-class Layout:
+class HeadLayout:
     """Which heads of each tensor each rank has, and how positions lie on the ranks.
 
     Attributes:
@@ -57,7 +57,7 @@ class Layout:
     totals: tuple[int, ...]
 
 
-def to_heads(tensors: tuple[Tensor, ...], layout: Layout, axis: CpAxis) -> tuple[Tensor, ...]:
+def to_heads(tensors: tuple[Tensor, ...], layout: HeadLayout, axis: CpAxis) -> tuple[Tensor, ...]:
     """Returns all positions of this rank's heads.
 
     Args:
@@ -68,7 +68,9 @@ def to_heads(tensors: tuple[Tensor, ...], layout: Layout, axis: CpAxis) -> tuple
     return _apply("to_heads", layout, axis, tensors)
 
 
-def to_positions(tensors: tuple[Tensor, ...], layout: Layout, axis: CpAxis) -> tuple[Tensor, ...]:
+def to_positions(
+    tensors: tuple[Tensor, ...], layout: HeadLayout, axis: CpAxis
+) -> tuple[Tensor, ...]:
     """Returns this rank's positions of all heads: the transpose of ``to_heads``, which sums where ranks share
     heads."""
     return _apply("to_positions", layout, axis, tensors)
@@ -128,10 +130,10 @@ def rotate(x: Tensor, axis: CpAxis) -> Rotation:
 
 
 def _apply(name: str, how: Any, axis: CpAxis, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return tensors if axis.size == 1 else _Collective.apply(name, how, axis, *tensors)
+    return tensors if axis.size == 1 else _AcrossRanks.apply(name, how, axis, *tensors)
 
 
-class _Collective(torch.autograd.Function):
+class _AcrossRanks(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, name: str, how: Any, axis: CpAxis, *tensors: Tensor
@@ -148,7 +150,7 @@ class _Collective(torch.autograd.Function):
         return None, None, None, *_OPERATIONS[name][0](grads, how, axis)
 
 
-def _to_heads(tensors: tuple[Tensor, ...], layout: Layout, axis: CpAxis) -> tuple[Tensor, ...]:
+def _to_heads(tensors: tuple[Tensor, ...], layout: HeadLayout, axis: CpAxis) -> tuple[Tensor, ...]:
     sequence, size = layout.sequence, axis.size
     shapes = [_no_heads(x) for x in tensors]
 
@@ -176,7 +178,9 @@ def _to_heads(tensors: tuple[Tensor, ...], layout: Layout, axis: CpAxis) -> tupl
     return call_by_rank(unpack, received(), axis.rank)
 
 
-def _to_positions(tensors: tuple[Tensor, ...], layout: Layout, axis: CpAxis) -> tuple[Tensor, ...]:
+def _to_positions(
+    tensors: tuple[Tensor, ...], layout: HeadLayout, axis: CpAxis
+) -> tuple[Tensor, ...]:
     sequence, size = layout.sequence, axis.size
     shapes = [(x.shape[0], sequence.rows, x.shape[3]) for x in tensors]
 
@@ -232,7 +236,7 @@ def _no_heads(x: Tensor) -> tuple[int, int, int]:
 
 
 def _splits(
-    layout: Layout, shapes: list[tuple[int, int, int]], size: int
+    layout: HeadLayout, shapes: list[tuple[int, int, int]], size: int
 ) -> tuple[Splits, Splits] | None:
     """What each rank sends to each in ``to_heads``, and what it gets from each; None: equal parts."""
     elements = [

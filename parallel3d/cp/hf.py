@@ -123,7 +123,7 @@ class LazyMask:
             self._made.append(ALL_MASK_ATTENTION_FUNCTIONS[self.plain](**self.options))
         return self._made[0]
 
-    def rules(self) -> Rules:
+    def rules(self) -> MaskRules:
         """Returns what the function computes, in terms of attention.
 
         Raises:
@@ -141,7 +141,7 @@ def _refuse_reading() -> NoReturn:
 
 
 @dataclass(frozen=True)
-class Rules:
+class MaskRules:
     """A mask: causal, within a window, and a function for what remains."""
 
     causal: bool
@@ -155,22 +155,22 @@ def _mask(plain: str, *args: Any, **options: Any) -> LazyMask:
     return LazyMask(plain, {**dict(zip(names, args, strict=False)), **options})
 
 
-def _rules(function: Callable[..., Any], use_vmap: bool) -> Rules:
+def _rules(function: Callable[..., Any], use_vmap: bool) -> MaskRules:
     from transformers import masking_utils as hf
 
     if function is hf.causal_mask_function:
-        return Rules(True)
+        return MaskRules(True)
     if function is hf.bidirectional_mask_function:
-        return Rules(False)
+        return MaskRules(False)
     parts = _and_parts(function)
     kinds = [_kind(part) for part in parts]
     if len(parts) == 2:
         window = next((k[1] for k in kinds if k[0] == "sliding_window_overlay"), None)
         both = next((k[1] for k in kinds if k[0] == "sliding_window_bidirectional_overlay"), None)
         if window is not None and hf.causal_mask_function in parts:
-            return Rules(True, window)
+            return MaskRules(True, window)
         if both is not None and hf.bidirectional_mask_function in parts:
-            return Rules(False, (both, both))
+            return MaskRules(False, (both, both))
     local = _tensors_of(function)
     if use_vmap or any(t.dim() > 1 for t in local):
         raise PlanError(
@@ -179,7 +179,7 @@ def _rules(function: Callable[..., Any], use_vmap: bool) -> Rules:
             "as seq_lens or position_ids"
         )
     chunked = any(kind[0] == "chunked_overlay" for kind in kinds)
-    return Rules(hf.causal_mask_function in parts, None, function, chunked)
+    return MaskRules(hf.causal_mask_function in parts, None, function, chunked)
 
 
 def _and_parts(function: Any) -> tuple[Any, ...]:
@@ -313,7 +313,7 @@ def _within_documents(function: Callable[..., Any], places: Tensor) -> Callable[
 
 def _mask_rules(
     plain: str, module: nn.Module, mask: Any, kwargs: dict[str, Any]
-) -> tuple[Rules, Tensor | None]:
+) -> tuple[MaskRules, Tensor | None]:
     """Returns the rules of a mask, and which keys it hides."""
     if isinstance(mask, LazyMask):
         return mask.rules(), None
@@ -322,7 +322,7 @@ def _mask_rules(
         given = kwargs.get("is_causal")
         causal = bool(getattr(module, "is_causal", True) if given is None else given)
     if mask is None:
-        return Rules(causal), None
+        return MaskRules(causal), None
     padding = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.dim() == 4
     if not padding or mask.shape[1:3] != (1, 1):
         shown = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
@@ -331,7 +331,7 @@ def _mask_rules(
             "from this rank's part of the sequence; only (batch, 1, 1, length) bool, which hides keys, is "
             "possible"
         )
-    return Rules(causal), mask[:, 0, 0]
+    return MaskRules(causal), mask[:, 0, 0]
 
 
 def plain_attention(plain: str, module: nn.Module) -> Callable[..., Any]:
@@ -405,7 +405,7 @@ def _prove(
     module: nn.Module,
     scaling: float | None,
     kwargs: dict[str, Any],
-    rules: Rules | None,
+    rules: MaskRules | None,
     shapes: tuple[torch.Size, ...],
 ) -> None:
     """Compares the plain model's attention function with ours, on random numbers.

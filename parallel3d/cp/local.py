@@ -34,7 +34,7 @@ def attend(
         k, v: (B, Hkv, padded, D or Dv): all positions, with ``shares`` of the heads that they name.
         sinks: (all query heads,): a further logit of each head, which takes weight and has no value.
     """
-    return _Attend.apply(q, k, v, sinks, rules, sequence, axis, shares)
+    return _LocalAttend.apply(q, k, v, sinks, rules, sequence, axis, shares)
 
 
 def with_sinks(partial: Partial, sinks: Tensor | None) -> None:
@@ -51,7 +51,7 @@ def sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     return -(torch.exp(sinks.to(lse.dtype)[:, None] - lse) * delta).sum((0, 2)).to(sinks.dtype)
 
 
-class _Attend(torch.autograd.Function):
+class _LocalAttend(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from parallel3d._torch.attention import fused_backward, fused_forward, fused_kernel
-from parallel3d.cp.blocks import Block, Form, plan_blocks
+from parallel3d.cp.blocks import Block, BlockForm, plan_blocks
 from parallel3d.cp.rules import Rules
 
 ELEMENTS = 1 << 26
@@ -108,7 +108,7 @@ def add_blocks(
         mask, kernel = _mask_and_kernel(block, q_, k_, v_, rules)
         keep = None
         if kernel is not None:
-            causal = block.form is Form.CAUSAL
+            causal = block.form is BlockForm.CAUSAL
             out, lse = fused_forward(kernel, q_, k_, v_, mask, causal, rules.scale)
         else:
             weights, lse, _ = _weights(q_, k_, mask, rules, None)
@@ -169,7 +169,7 @@ def gradients(
         mask, kernel = _mask_and_kernel(block, q_, k_, v_, rules)
         grad_, lse_ = grad[:, :, rows], lse[:, :, rows]
         if kernel is not None:
-            causal = block.form is Form.CAUSAL
+            causal = block.form is BlockForm.CAUSAL
             found = fused_backward(
                 kernel, grad_, q_, k_, v_, out[:, :, rows], lse_, mask, causal, rules.scale
             )
@@ -201,9 +201,9 @@ def _rows(block: Block) -> tuple[slice, slice]:
 def _mask_and_kernel(
     block: Block, q: Tensor, k: Tensor, v: Tensor, rules: Rules
 ) -> tuple[Tensor | None, str | None]:
-    masked = block.form is Form.MASKED
+    masked = block.form is BlockForm.MASKED
     kernel = fused_kernel(q, k, v, masked=masked) if rules.fusible else None
-    if masked or (block.form is Form.CAUSAL and kernel is None):
+    if masked or (block.form is BlockForm.CAUSAL and kernel is None):
         return rules.mask(block.q_at, block.q_rows, block.k_at, block.k_rows, q), kernel
     return None, kernel
 

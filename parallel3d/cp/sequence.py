@@ -12,7 +12,7 @@ from parallel3d._layout.param_layout import local_chunk
 from parallel3d.errors import Parallel3dError, WrongTypeError
 
 
-class Place(Protocol):
+class SequencePlace(Protocol):
     """A rank on ``cp``: a ``CpAxis``."""
 
     rank: Any
@@ -113,7 +113,7 @@ class Sequence:
         shape[dim] = missing
         return torch.cat([x, x.new_full(shape, fill)], dim)
 
-    def cut(self, x: Tensor, dim: int, axis: Place, fill: Any = 0) -> Tensor:
+    def cut(self, x: Tensor, dim: int, axis: SequencePlace, fill: Any = 0) -> Tensor:
         """Returns this rank's rows along ``dim`` of ``x``, the whole sequence; padding is ``fill``."""
         x = self.pad(x, dim, fill)
         if not self.balanced:
@@ -122,7 +122,7 @@ class Sequence:
         ends = [local_chunk(x, dim, self.chunks, at) for at in (axis.rank, last)]
         return torch.cat(ends, dim)
 
-    def positions(self, axis: Place, device: torch.device | str | None = None) -> Tensor:
+    def positions(self, axis: SequencePlace, device: torch.device | str | None = None) -> Tensor:
         """Returns (rows,) int64: the positions in the sequence of this rank's rows."""
         return self.cut(torch.arange(self.padded, device=device), 0, axis)
 

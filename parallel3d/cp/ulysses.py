@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from parallel3d.cp.axis import CpAxis
-from parallel3d.cp.collectives import Layout, to_heads, to_positions
+from parallel3d.cp.collectives import HeadLayout, to_heads, to_positions
 from parallel3d.cp.local import attend
 from parallel3d.cp.rules import Rules
 from parallel3d.cp.sequence import Sequence
@@ -35,7 +35,7 @@ def ulysses_attention(
     own = tuple((share.first, share.number) for share in shares)
     kv = tuple((share.kv_first, share.kv_number) for share in shares)
     q, k, v = to_heads(
-        (q, k, v), Layout(sequence, (own, kv, kv), (heads, kv_heads, kv_heads)), axis
+        (q, k, v), HeadLayout(sequence, (own, kv, kv), (heads, kv_heads, kv_heads)), axis
     )
     if _is_plain(rules, shares) and sinks is None:
         if not rules.causal:
@@ -51,7 +51,7 @@ def ulysses_attention(
         )
     else:
         out = attend(q, k, v, sinks, rules, sequence, axis, shares)
-    (out,) = to_positions((out,), Layout(sequence, (own,), (heads,)), axis)
+    (out,) = to_positions((out,), HeadLayout(sequence, (own,), (heads,)), axis)
     return out
 
 

@@ -116,7 +116,7 @@ class SameOrder:
         self._gathering = [unit.ref for unit in gathering]
         self._gathers = {id(u): ("all-gather", self._numbers[id(u)], 0, None) for u in gathering}
         self._known: dict[Hashable, Known] = {}
-        self._ended: list[tuple[Pass, _Comparison]] = []  # not known yet to be equal
+        self._ended: list[tuple[Pass, _Maximum]] = []  # not known yet to be equal
         self._order = self._backwards = 0
         self._standing_in = False
         self.forward: Pass | None = None
@@ -327,8 +327,8 @@ class SameOrder:
 
     # -- comparison ----------------------------------------------------------------------------------
 
-    def _compare(self, digest: int, place: int) -> _Comparison:
-        return _Comparison([digest, -digest, -place], self._groups, self._device)
+    def _compare(self, digest: int, place: int) -> _Maximum:
+        return _Maximum([digest, -digest, -place], self._groups, self._device)
 
     def _digest(self, each: Pass, event: Event | None, since: int = 0) -> int:
         what = [self._key(done) for done in (*each.done[since:], event)]
@@ -391,7 +391,7 @@ class SameOrder:
         raise AgreementError(f"The ranks disagree about {topic}.\n{_HINT}")
 
 
-class _Comparison:
+class _Maximum:
     """The maximum of each of ``values``, all of them integers, over ``groups``, one after the other."""
 
     def __init__(self, values: list[int], groups: list[ProcessGroup], device: torch.device) -> None:

@@ -43,7 +43,7 @@ class PrefetchSettings:
     limit: int | None = None
 
 
-class Units(Protocol):
+class ScheduledUnits(Protocol):
     """What the schedule asks of the units."""
 
     def is_gathering(self, unit: Unit) -> bool:
@@ -71,7 +71,7 @@ class GatherSchedule:
         deferred: (unit, position) of the backward whose gathers were put off.
     """
 
-    def __init__(self, units: Units, settings: PrefetchSettings) -> None:
+    def __init__(self, units: ScheduledUnits, settings: PrefetchSettings) -> None:
         self.units = units
         self.settings = settings
         self.order: list[Unit] = []

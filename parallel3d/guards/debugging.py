@@ -23,8 +23,8 @@ from parallel3d._util.trace import issuing
 from parallel3d.errors import AgreementError, Parallel3dError
 from parallel3d.guards.rendezvous import (
     MESSAGES,
-    Event,
     Journal,
+    RankEvent,
     Rendezvous,
     describe_places,
     first_difference,
@@ -226,11 +226,11 @@ class Debugger:
         else:
             rendezvous.meet(event)
 
-    def _event(self, what: str, **fields: Any) -> Event:
+    def _event(self, what: str, **fields: Any) -> RankEvent:
         self._number += 1
         self._messages += what in MESSAGES
         fields |= {"step": here.step + 1, "micro_batch": here.micro_batch}
-        return Event(self._number, what, messages=self._messages, **fields)
+        return RankEvent(self._number, what, messages=self._messages, **fields)
 
     def end(self, error: str) -> None:
         """Records that this rank leaves, with ``error`` if there is one."""
@@ -257,7 +257,7 @@ class Diagnosis:
             are not compared, are only in ``events``.
     """
 
-    events: Mapping[int, Sequence[Event]]
+    events: Mapping[int, Sequence[RankEvent]]
     failures: Mapping[int, str]
     divergence: str
 
@@ -306,7 +306,7 @@ def diagnose(folder: str | os.PathLike[str] | None = None, *, keep: int = KEEP) 
     return Diagnosis(events, failures, find_divergence(events))
 
 
-def find_divergence(events: Mapping[int, Sequence[Event]]) -> str:
+def find_divergence(events: Mapping[int, Sequence[RankEvent]]) -> str:
     """Says in words where the sequences first differ, or which ranks stopped before the others."""
     done = {rank: [event for event in log if not event.is_end] for rank, log in events.items()}
     first, odd = first_difference(done)

@@ -33,7 +33,7 @@ _MOST_BYTES = 32 * 2**20  # of a file of events; the one before it is kept
 
 
 @dataclass(frozen=True)
-class Event:
+class RankEvent:
     """One thing that all of ``ranks`` do, as one of them is about to do it.
 
     Attributes:
@@ -76,7 +76,7 @@ class Event:
         ranks = hashlib.sha256(repr(self.ranks).encode()).hexdigest()
         return f"{self.axis} {ranks[:16]}"
 
-    def agrees_with(self, other: Event) -> bool:
+    def agrees_with(self, other: RankEvent) -> bool:
         """Whether another rank's event is the same operation."""
         if None not in (self.bytes, other.bytes) and self.bytes != other.bytes:
             return False
@@ -94,7 +94,7 @@ class Event:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: Any) -> Event:
+    def from_json(cls, text: Any) -> RankEvent:
         """Raises ValueError, TypeError or KeyError if ``text`` is not an event."""
         fields: dict[str, Any] = json.loads(text)
         return cls(**{**fields, "ranks": tuple(fields["ranks"])})
@@ -107,13 +107,13 @@ class Journal:
     """
 
     def __init__(self, rank: int, keep: int, folder: str | os.PathLike[str] | None) -> None:
-        self.events: deque[Event] = deque(maxlen=keep)
+        self.events: deque[RankEvent] = deque(maxlen=keep)
         self._file: TextIO | None = None
         if folder is not None:
             Path(folder).mkdir(parents=True, exist_ok=True)
             self._file = (Path(folder) / f"rank{rank}.jsonl").open("w", encoding="utf-8")
 
-    def note(self, event: Event) -> None:
+    def note(self, event: RankEvent) -> None:
         """Adds ``event``."""
         self.events.append(event)
         if self._file is None:
@@ -133,7 +133,7 @@ class Journal:
             self._file = None
 
 
-def read_journals(folder: str | os.PathLike[str], keep: int) -> dict[int, list[Event]]:
+def read_journals(folder: str | os.PathLike[str], keep: int) -> dict[int, list[RankEvent]]:
     """Returns the last ``keep`` events of each rank, from the files that journals wrote into ``folder``.
 
     A line that was cut when its process died is ignored.
@@ -141,17 +141,17 @@ def read_journals(folder: str | os.PathLike[str], keep: int) -> dict[int, list[E
     Raises:
         Parallel3dError: the folder has no such files.
     """
-    journals: dict[int, list[Event]] = {}
+    journals: dict[int, list[RankEvent]] = {}
     for path in Path(folder).glob("rank*.jsonl"):
         number = path.name.removeprefix("rank").removesuffix(".jsonl")
         if not number.isdecimal():
             continue
-        events: deque[Event] = deque(maxlen=keep)
+        events: deque[RankEvent] = deque(maxlen=keep)
         for file in filter(Path.exists, (path.with_suffix(".before.jsonl"), path)):
             with file.open(encoding="utf-8", errors="replace") as lines:
                 for line in lines:
                     with suppress(ValueError, TypeError, KeyError):
-                        events.append(Event.from_json(line))
+                        events.append(RankEvent.from_json(line))
         journals[int(number)] = list(events)
     if not journals:
         raise Parallel3dError(
@@ -190,13 +190,13 @@ class Rendezvous:
         self._table, self._journal = table, journal
         self._keep, self._timeout = keep, timeout
 
-    def note(self, event: Event, *more: str) -> None:
+    def note(self, event: RankEvent, *more: str) -> None:
         """Writes ``event`` into the journal and the store, there also under the keys ``more``."""
         self._journal.note(event)
         keys = [f"log/{self.rank}/{event.number % self._keep}", f"at/{self.rank}", *more]
         set_keys(self._table, keys, event.to_json())
 
-    def meet(self, event: Event) -> None:
+    def meet(self, event: RankEvent) -> None:
         """Posts ``event``, and returns when all of ``event.ranks`` are about to do it.
 
         Raises:
@@ -210,33 +210,35 @@ class Rendezvous:
         self.note(event, self._place(event, self.rank))
         self._wait(event, keys)
         for text in self._table.multi_get(keys):
-            if not event.agrees_with(Event.from_json(text)):
+            if not event.agrees_with(RankEvent.from_json(text)):
                 self._fail_apart(event)
         if event.place > 1:  # all ranks that have come here have read the previous place
             self._table.delete_key(self._place(event, self.rank, event.place - 1))
 
-    def at(self, rank: int) -> Event | None:
+    def at(self, rank: int) -> RankEvent | None:
         """Returns the last event of ``rank``."""
         if not self._table.check([f"at/{rank}"]):
             return None
-        return Event.from_json(self._table.get(f"at/{rank}"))
+        return RankEvent.from_json(self._table.get(f"at/{rank}"))
 
-    def log(self, rank: int) -> list[Event]:
+    def log(self, rank: int) -> list[RankEvent]:
         """Returns the last ``keep`` events of ``rank``."""
         last = self.at(rank)
         if last is None:
             return []
         first = max(last.number - self._keep, 0) + 1
         keys = [f"log/{rank}/{number % self._keep}" for number in range(first, last.number + 1)]
-        events = [Event.from_json(self._table.get(key)) for key in keys if self._table.check([key])]
+        events = [
+            RankEvent.from_json(self._table.get(key)) for key in keys if self._table.check([key])
+        ]
         return [event for event in events if event.number <= last.number]
 
     # -- waiting -------------------------------------------------------------------------------------
 
-    def _place(self, event: Event, rank: int, place: int | None = None) -> str:
+    def _place(self, event: RankEvent, rank: int, place: int | None = None) -> str:
         return f"{event.key}/{event.place if place is None else place}/{rank}"
 
-    def _wait(self, event: Event, keys: Sequence[str]) -> None:
+    def _wait(self, event: RankEvent, keys: Sequence[str]) -> None:
         end = time.monotonic() + self._timeout.total_seconds()
         circle: object = None
         while not self._have_come(event, keys):
@@ -246,7 +248,7 @@ class Rendezvous:
             if time.monotonic() > end:
                 self._fail_late(event)
 
-    def _have_come(self, event: Event, keys: Sequence[str]) -> bool:
+    def _have_come(self, event: RankEvent, keys: Sequence[str]) -> bool:
         """Waits a short while for ``keys``; returns whether they are set."""
         look = partial(self._raise_verdict, event)
         while_waiting.insert(0, look)  # first: ranks that raise the verdict count as failed then
@@ -265,16 +267,16 @@ class Rendezvous:
         finally:
             while_waiting.remove(look)
 
-    def _missing(self, event: Event) -> list[int]:
+    def _missing(self, event: RankEvent) -> list[int]:
         """Returns the ranks that have not come to ``event``."""
         return [r for r in event.ranks if not self._table.check([self._place(event, r)])]
 
-    def _find_circle(self, event: Event) -> tuple[tuple[int, int], ...] | None:
+    def _find_circle(self, event: RankEvent) -> tuple[tuple[int, int], ...] | None:
         """Finds ranks that wait for each other, or for one that has left: (rank, number of its event)."""
         path: list[tuple[int, int]] = []
         done: set[int] = set()
 
-        def search(rank: int, event: Event) -> bool:
+        def search(rank: int, event: RankEvent) -> bool:
             path.append((rank, event.number))
             for other in self._missing(event):
                 where = self.at(other)
@@ -294,7 +296,7 @@ class Rendezvous:
 
     # -- errors --------------------------------------------------------------------------------------
 
-    def _fail_apart(self, event: Event) -> NoReturn:
+    def _fail_apart(self, event: RankEvent) -> NoReturn:
         """Raises, as all that wait do, an error that says where each rank is."""
         time.sleep(_SETTLE)
         self._raise_verdict(event)
@@ -314,7 +316,7 @@ class Rendezvous:
             text += f"\nBefore that rank {rank} issued: {done}" if done else ""
         self._conclude(event, text)
 
-    def _fail_late(self, event: Event) -> NoReturn:
+    def _fail_late(self, event: RankEvent) -> NoReturn:
         missing = sorted(self._to_blame(event, set()))
         texts = {rank: str(self.at(rank) or "nothing yet") for rank in missing}
         self._conclude(
@@ -323,7 +325,7 @@ class Rendezvous:
             f"{seconds(self._timeout)}: killed, hung, or slower. Last known:{describe_places(texts)}",
         )
 
-    def _to_blame(self, event: Event, seen: set[int]) -> set[int]:
+    def _to_blame(self, event: RankEvent, seen: set[int]) -> set[int]:
         """Returns the ranks that those at ``event`` wait for and that wait for no other themselves."""
         blamed: set[int] = set()
         for rank in self._missing(event):
@@ -335,7 +337,7 @@ class Rendezvous:
             blamed |= self._to_blame(where, seen) if where is not None and waits else {rank}
         return blamed
 
-    def _conclude(self, event: Event, text: str) -> NoReturn:
+    def _conclude(self, event: RankEvent, text: str) -> NoReturn:
         """Makes ``text`` the verdict of all ranks, unless another rank was first, and raises the verdict."""
         if self._table.add("verdicts", 1) == 1:
             self._table.set("verdict", text)
@@ -344,18 +346,18 @@ class Rendezvous:
         self._raise_verdict(event)
         raise AgreementError(text)
 
-    def _raise_verdict(self, event: Event) -> None:
+    def _raise_verdict(self, event: RankEvent) -> None:
         if self._table.check(["verdict"]):
             verdict = self._table.get("verdict").decode()
             raise AgreementError(f"{verdict}\nRank {self.rank} was about to issue {event}.")
 
 
-def first_difference(logs: Mapping[int, Sequence[Event]]) -> tuple[dict[int, str], list[int]]:
+def first_difference(logs: Mapping[int, Sequence[RankEvent]]) -> tuple[dict[int, str], list[int]]:
     """Returns (each rank's event, the odd ranks) where sequences of one program first differ, or empty.
 
     Sends and receives are not compared: ranks have different numbers of them.
     """
-    by_position: dict[int, dict[int, Event]] = {}
+    by_position: dict[int, dict[int, RankEvent]] = {}
     for rank, log in logs.items():
         for event in log:
             if event.what not in MESSAGES:

@@ -24,7 +24,7 @@ from parallel3d.mesh.agreement import check_agreement
 from parallel3d.mesh.store import others
 
 
-class Progress:
+class Position:
     """The position of this rank in its training, as far as hooks count it.
 
     Attributes:
@@ -70,7 +70,7 @@ class Progress:
         return f"step {self.step + 1}{unit}, phase {self.phase}"
 
 
-here = Progress()
+here = Position()
 """The progress of this rank."""
 
 _LIBRARIES = tuple(

@@ -186,7 +186,7 @@ def check_agreement(
     def compare(topic: str, report: _Report, explain: _Explain) -> _Verdict:
         table = next_table(store, f"agreement/{topic}", rank)
         reports = StoreExchange(table, rank, members, timeout, "report", topic, whole)
-        return _Comparison(reports, explain).run(report)
+        return _ReportComparison(reports, explain).run(report)
 
     try:
         verdict = compare(topic, (dict(value), sorted(warn_only)), explain or {})
@@ -208,7 +208,7 @@ def check_agreement(
 
 
 @dataclass(frozen=True)
-class _Comparison:
+class _ReportComparison:
     """One comparison of the reports that ranks exchange, on one of them."""
 
     reports: StoreExchange

@@ -26,7 +26,7 @@ WORLD = "world"  # name of the default group if no axis has it
 OTHER = "other"  # name of groups whose ranks are not those of one axis
 
 
-class Patch:
+class StreamPatch:
     """Replaces methods of classes until ``undo``."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class HostClock:
     def issued(self, axis: str) -> None:
         """Called after a collective was issued."""
 
-    def patches(self, patch: Patch) -> None:
+    def patches(self, patch: StreamPatch) -> None:
         """Replaces more methods while the step is measured."""
 
     def take(self, *, failed: bool = False) -> tuple[float, dict[str, float]]:
@@ -124,7 +124,7 @@ class StreamClock(HostClock):
     def issued(self, axis: str) -> None:
         self._last[self.device.current_stream()] = axis
 
-    def patches(self, patch: Patch) -> None:
+    def patches(self, patch: StreamPatch) -> None:
         patch(self.device.Stream, "record_event", self._record_event)
         patch(self.device.Stream, "wait_event", self._wait_event)
 
@@ -213,7 +213,7 @@ class ExposedTime:
         if dist.is_initialized() and dist.group.WORLD is not None:
             self._add(dist.group.WORLD, WORLD)
         self._works: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-        self._patch = Patch()
+        self._patch = StreamPatch()
         self._thread = _Thread(threading.get_ident())
 
     def _add(self, group: Any, axis: str) -> None:

@@ -28,7 +28,7 @@ from parallel3d.testing.differences.state import State, gathered, joined
 from parallel3d.testing.parity import (
     Case,
     Parity,
-    Run,
+    ParityRun,
     Setup,
     ShardBatch,
     compare,
@@ -167,7 +167,7 @@ def _unlocated(error: Exception) -> Difference:
 
 
 def _search(
-    setup: Setup, run: Run, steps: int, seed_of: SeedOf | None
+    setup: Setup, run: ParityRun, steps: int, seed_of: SeedOf | None
 ) -> tuple[Verification, bool]:
     """Returns the result up to the first difference, and whether ranks hold shards as plain tensors."""
     dropouts = 0
@@ -382,7 +382,7 @@ def _built(build: Callable[[], nn.Module], seed: int) -> nn.Module:
     return model
 
 
-def _check_plain(setup: Setup, run: Run) -> None:
+def _check_plain(setup: Setup, run: ParityRun) -> None:
     """Raises if the plain model, its inputs or its loss can't be used for a comparison."""
     model = _built(setup.build, setup.seed).to(run.dtype)
     with errors_named("making the inputs of sample 0"):

@@ -45,7 +45,7 @@ class Parity:
 
 
 @dataclass(frozen=True)
-class Run:
+class ParityRun:
     """One training of both models: dtype, optimizer, tolerance of loss and gradients, and of weights."""
 
     dtype: torch.dtype
@@ -89,13 +89,13 @@ def sgd(params: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
 _EXACT = 1e-8
 
 
-def runs_of(tolerance: float = 1e-9, fp32: bool = True) -> tuple[Run, ...]:
+def runs_of(tolerance: float = 1e-9, fp32: bool = True) -> tuple[ParityRun, ...]:
     """Returns the runs of a comparison, see ``assert_parity``."""
     # AdamW divides a gradient by its own size: a step from a gradient that is only rounding is as large as
     # any.
     exact = tolerance <= _EXACT
-    double = Run(torch.float64, adamw if exact else sgd, tolerance, 10 * tolerance)
-    single = Run(torch.float32, sgd, 1e-5, 1e-5)
+    double = ParityRun(torch.float64, adamw if exact else sgd, tolerance, 10 * tolerance)
+    single = ParityRun(torch.float32, sgd, 1e-5, 1e-5)
     return (double, single) if fp32 else (double,)
 
 
@@ -193,7 +193,7 @@ class Setup:
     shard_batch: ShardBatch | None = None
 
     @contextmanager
-    def case(self, run: Run) -> Iterator["Case"]:
+    def case(self, run: ParityRun) -> Iterator["Case"]:
         """Builds both models, on simulated ranks unless this process is a rank already."""
         torch.manual_seed(self.seed)
         plain = self.build().to(run.dtype)
@@ -207,7 +207,7 @@ class Setup:
             yield Case(self, run, world, mesh, plain, parallel)
 
 
-def compare(setup: Setup, runs: Sequence[Run], steps: int) -> Parity:
+def compare(setup: Setup, runs: Sequence[ParityRun], steps: int) -> Parity:
     """Trains and compares both models in each run, as ``assert_parity`` says."""
     result = Parity()
     for run in runs:
@@ -224,7 +224,7 @@ class Case:
     """Both models in one run. Methods are called outside the simulation, unless they say otherwise."""
 
     setup: Setup
-    run: Run
+    run: ParityRun
     world: LocalWorld | None
     mesh: DeviceMesh
     plain: nn.Module

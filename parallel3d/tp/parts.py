@@ -172,7 +172,7 @@ class _Graph:
 
 
 @dataclass
-class _Watch:
+class _PartWatch:
     """The hooks of a model, until its first training forward has ended; longer where attributes have parts.
 
     Attributes:
@@ -187,7 +187,7 @@ class _Watch:
     found: list[tuple[str, nn.Module, str]] | None = None
     graph: _Graph = field(default_factory=_Graph)
 
-    def __deepcopy__(self, memo: Any) -> "_Watch":
+    def __deepcopy__(self, memo: Any) -> "_PartWatch":
         return type(self)([], found=[])  # of a copy nothing is watched
 
     def begin(self, model: nn.Module, args: Any) -> None:
@@ -271,7 +271,7 @@ def watch_parts(model: nn.Module, styles: Mapping[str, Any]) -> None:
     Args:
         styles: path -> style of an applied plan.
     """
-    watch = _Watch([model.get_submodule(n) for n, style in styles.items() if style.parts[1]])
+    watch = _PartWatch([model.get_submodule(n) for n, style in styles.items() if style.parts[1]])
     watch.own = [
         model.register_forward_pre_hook(watch.begin),
         model.register_forward_hook(watch.end),

@@ -30,7 +30,7 @@ from parallel3d.tp.parts import watch_parts
 from parallel3d.tp.random import can_drop, install_random, refuse_later_dropout
 from parallel3d.tp.resolve import Plan, PlanSource, Resolution, check_plan_type, numberless
 from parallel3d.tp.styles import Style
-from parallel3d.tp.styles.base import ParamRule, Traffic, own_params
+from parallel3d.tp.styles.base import ParamRule, StyleTraffic, own_params
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class PlannedModule:
     style: Style
     params: tuple[PlannedParam, ...]
     why: str = ""
-    traffic: tuple[Traffic, ...] = ()
+    traffic: tuple[StyleTraffic, ...] = ()
     itemsize: int = 4
 
 

@@ -78,15 +78,15 @@ def install_random(model: nn.Module, styles: dict[str, "Style"], axis: TpAxis) -
             module = _outermost(name, model, style.random_after == "features")
             if id(module) not in done:
                 done.add(id(module))
-                place = _Place(regions, style.random_before, style.random_after)
+                place = _Draw(regions, style.random_before, style.random_after)
                 # In a region of parts, the input of a LoRA layer may be whole, and so its dropout.
                 part = getattr(style, "input", "") in ("sequence", "shard")
                 place.whole = hasattr(module, "base_layer") and not part
                 _wrap(module, "_parallel3d_random", place, _at_place)
-    _wrap(model, "_parallel3d_random_root", _Place(regions, False, ""), _at_root)
+    _wrap(model, "_parallel3d_random_root", _Draw(regions, False, ""), _at_root)
 
 
-def _wrap(module: nn.Module, name: str, place: "_Place", forward: Callable[..., Any]) -> None:
+def _wrap(module: nn.Module, name: str, place: "_Draw", forward: Callable[..., Any]) -> None:
     place.inner = wrap_forward(module, functools.partial(as_if, forward), forward)
     module.__dict__[name] = place
 
@@ -150,7 +150,7 @@ class _Regions:
 
 
 @dataclass
-class _Place:
+class _Draw:
     regions: _Regions
     before: bool
     after: str
@@ -159,7 +159,7 @@ class _Place:
 
 
 def _at_place(self: Any, *args: Any, **kwargs: Any) -> Any:
-    place: _Place = self._parallel3d_random
+    place: _Draw = self._parallel3d_random
     if torch.compiler.is_compiling():
         return place.inner(self, *args, **kwargs)
     if place.before and self.training:
@@ -175,7 +175,7 @@ def _at_place(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _at_root(self: Any, *args: Any, **kwargs: Any) -> Any:
-    root: _Place = self._parallel3d_random_root
+    root: _Draw = self._parallel3d_random_root
     if torch.compiler.is_compiling():
         return root.inner(self, *args, **kwargs)
     regions = root.regions

@@ -66,7 +66,7 @@ def check_same_batch(model: nn.Module, mesh: DeviceMesh, enabled: bool = True) -
     names = mesh.mesh_dim_names or ()
     if enabled and "tp" in names and mesh.size(names.index("tp")) > 1:
         # Before other hooks: an error must be raised while the sharding engine is at rest.
-        hook = _Check(mesh, names.index("tp"))
+        hook = _BatchCheck(mesh, names.index("tp"))
         handle = model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
         vars(model)[_HANDLE] = handle
 
@@ -96,7 +96,7 @@ def check_first_cut(mesh: DeviceMesh, cp: str, args: tuple, kwargs: dict[str, An
         kept_with(mesh, ("first batch", cp), compare)
 
 
-class _Check:
+class _BatchCheck:
     """The hook of ``check_same_batch``."""
 
     more = ""  # the end of its error
@@ -107,7 +107,7 @@ class _Check:
         self.name = (mesh.mesh_dim_names or ())[axis]
         self.device = torch.device(mesh.device_type)
 
-    def __deepcopy__(self, memo: dict) -> _Check:
+    def __deepcopy__(self, memo: dict) -> _BatchCheck:
         return self  # a mesh can't be copied
 
     @untraced
@@ -201,7 +201,7 @@ class _Check:
         )
 
 
-class _FirstCheck(_Check):
+class _FirstCheck(_BatchCheck):
     """Compares digests, and all values only where these differ."""
 
     more = "; or leave this check out: check_same_batch=False"

@@ -25,7 +25,7 @@ from parallel3d.tp.styles.base import (
     ParamRule,
     RandomLayout,
     Style,
-    Traffic,
+    StyleTraffic,
     fit_rules,
     own_params,
 )
@@ -147,8 +147,10 @@ class TorchStyle(Style):
     def splits_sequence(self) -> bool:
         return self._sequence_dim is not None
 
-    def traffic(self, module: nn.Module, tp: int) -> tuple[Traffic, ...]:
-        return Traffic("torch's own", "forward", None), Traffic("torch's own", "backward", None)
+    def traffic(self, module: nn.Module, tp: int) -> tuple[StyleTraffic, ...]:
+        return StyleTraffic("torch's own", "forward", None), StyleTraffic(
+            "torch's own", "backward", None
+        )
 
     @property
     def random_after(self) -> RandomLayout:

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from parallel3d.activations.pool import ALIGNMENT, HostPool, Piece
+from parallel3d.activations.pool import ALIGNMENT, HostPool, PoolPiece
 
 CPU = torch.device("cpu")
 
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 def test_pieces_do_not_overlap_and_all_comes_back(seed: int) -> None:
     draw = random.Random(seed)
     pool = HostPool(64 * ALIGNMENT, CPU, pin=False)
-    held: list[Piece] = []
+    held: list[PoolPiece] = []
     refused = 0
     for _ in range(400):
         if held and draw.random() < 0.5:

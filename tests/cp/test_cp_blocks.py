@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallel3d.cp import Sequence
-from parallel3d.cp.blocks import Block, Form, plan_blocks
+from parallel3d.cp.blocks import Block, BlockForm, plan_blocks
 
 
 def allowed(length: int, left: int | None, right: int | None, q: Any, k: Any) -> torch.Tensor:
@@ -33,10 +33,10 @@ def computed(
     for form, q_row, q_first, q_rows, k_row, k_first, k_rows in blocks:
         queries, keys = q_at[q_row : q_row + q_rows], k_at[k_row : k_row + k_rows]
         part = torch.ones(q_rows, k_rows, dtype=torch.bool)
-        if form is Form.CAUSAL:
+        if form is BlockForm.CAUSAL:
             assert q_rows == k_rows and q_first == k_first
             part = part.tril()
-        if form is Form.MASKED:
+        if form is BlockForm.MASKED:
             # The positions that the mask is made from are those of the rows.
             assert torch.equal(queries, torch.arange(q_first, q_first + q_rows))
             assert torch.equal(keys, torch.arange(k_first, k_first + k_rows))
@@ -81,7 +81,7 @@ def test_every_pair_that_counts_is_computed_once(
     assert torch.equal(times, allowed(length, left, right, q_at[:, None], k_at).long())
     for block in found:
         assert block.q_rows * block.k_rows <= max(elements, block.q_rows) or (
-            block.form is not Form.MASKED and not small
+            block.form is not BlockForm.MASKED and not small
         )
 
 
@@ -99,9 +99,9 @@ def test_under_a_causal_mask_nothing_masked_is_computed(size: int) -> None:
                 for k_parts in keys
                 for block in plan_blocks(sequence.parts(rank), k_parts, **how, elements=1 << 20)
             ]
-            assert {block.form for block in blocks} <= {Form.FULL, Form.CAUSAL}
-            squares = sum(block.form is Form.CAUSAL for block in blocks)
-            whole = sum(b.q_rows * b.k_rows for b in blocks if b.form is Form.FULL)
+            assert {block.form for block in blocks} <= {BlockForm.FULL, BlockForm.CAUSAL}
+            squares = sum(block.form is BlockForm.CAUSAL for block in blocks)
+            whole = sum(b.q_rows * b.k_rows for b in blocks if b.form is BlockForm.FULL)
             works.add((squares, whole))
     assert works == {(2, (2 * size - 1) * rows * rows)}
 
@@ -123,5 +123,5 @@ def test_a_window_leaves_out_the_keys_before_it() -> None:
     found = plan_blocks(sequence.parts(3), sequence.whole(), **how, elements=1 << 26)
     scores = sum(block.q_rows * block.k_rows for block in found)
     assert scores <= 1.3 * sequence.rows * 4096
-    masked = [b.q_rows * b.k_rows for b in found if b.form is Form.MASKED]
+    masked = [b.q_rows * b.k_rows for b in found if b.form is BlockForm.MASKED]
     assert max(masked) <= 1 << 20

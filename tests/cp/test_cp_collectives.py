@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from parallel3d.cp import CpAxis, Sequence
-from parallel3d.cp.collectives import Layout, gather_positions, rotate, to_heads, to_positions
+from parallel3d.cp.collectives import HeadLayout, gather_positions, rotate, to_heads, to_positions
 from parallel3d.cp.shares import share_heads
 from parallel3d.testing import GlooPool
 from parallel3d.testing.worlds import local_world
@@ -24,11 +24,11 @@ def axis_of(cp: int) -> CpAxis:
     return CpAxis(init_device_mesh("cpu", (cp,), mesh_dim_names=("cp",)))
 
 
-def layout(cp: int, heads: int, kv_heads: int, sequence: Sequence) -> Layout:
+def layout(cp: int, heads: int, kv_heads: int, sequence: Sequence) -> HeadLayout:
     shares = share_heads(heads, kv_heads, cp)
     q = tuple((share.first, share.number) for share in shares)
     kv = tuple((share.kv_first, share.kv_number) for share in shares)
-    return Layout(sequence, (q, kv), (heads, kv_heads))
+    return HeadLayout(sequence, (q, kv), (heads, kv_heads))
 
 
 def cubes(tensors: tuple[Tensor, ...], weights: tuple[Tensor, ...]) -> Tensor:

@@ -13,7 +13,7 @@ from torch import distributed as dist
 import parallel3d as p3d
 from parallel3d import AgreementError, MeshLayout, Parallel3dError, build_mesh, guards
 from parallel3d.guards.debugging import Debugger
-from parallel3d.guards.rendezvous import Event, Journal, first_difference
+from parallel3d.guards.rendezvous import Journal, RankEvent, first_difference
 from parallel3d.testing import fake_world, local_world
 
 
@@ -161,8 +161,8 @@ def test_arguments(tmp_path: Path) -> None:
 
 
 class TestEvents:
-    def log(self, *whats: str) -> list[Event]:
-        return [Event(number, what, ranks=(0, 1)) for number, what in enumerate(whats, 1)]
+    def log(self, *whats: str) -> list[RankEvent]:
+        return [RankEvent(number, what, ranks=(0, 1)) for number, what in enumerate(whats, 1)]
 
     def test_a_line_that_was_cut_short_is_left_out(self, tmp_path: Path) -> None:
         journal = Journal(0, 10, tmp_path)
@@ -210,10 +210,10 @@ class TestEvents:
         assert p3d.diagnose(tmp_path).divergence.startswith("rank 0 stopped first; ")
 
     def test_bytes_that_may_differ_do_not_count(self) -> None:
-        one, two = Event(1, "a", bytes=3), Event(1, "a", bytes=4)
+        one, two = RankEvent(1, "a", bytes=3), RankEvent(1, "a", bytes=4)
         assert not one.agrees_with(two)
-        assert one.agrees_with(Event(1, "a", bytes=None))
-        assert Event.from_json(one.to_json()) == one
+        assert one.agrees_with(RankEvent(1, "a", bytes=None))
+        assert RankEvent.from_json(one.to_json()) == one
 
     def test_a_long_file_begins_anew(self, tmp_path: Path, monkeypatch) -> None:
         monkeypatch.setattr("parallel3d.guards.rendezvous._MOST_BYTES", 300)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from parallel3d.observability import ExposedTime, StreamClock
-from parallel3d.observability.exposed import Patch
+from parallel3d.observability.exposed import StreamPatch
 
 
 class Device:
@@ -58,7 +58,7 @@ def device() -> Any:
 
 
 def test_waits_for_an_event_of_a_stream_that_communicates(device: Any) -> None:
-    clock, patch = StreamClock(device), Patch()
+    clock, patch = StreamClock(device), StreamPatch()
     before = dict(vars(device.Stream))
     clock.patches(patch)
     clock.begin()
@@ -85,7 +85,7 @@ def test_waits_for_an_event_of_a_stream_that_communicates(device: Any) -> None:
 
 
 def test_wait_stream_and_an_event_of_the_callers(device: Any) -> None:
-    clock, patch = StreamClock(device), Patch()
+    clock, patch = StreamClock(device), StreamPatch()
     clock.patches(patch)
     clock.begin()
     device.current = device.gather

@@ -16,7 +16,7 @@ from parallel3d.tp import (
     resolve_plan,
 )
 from parallel3d.tp.resolve import numberless
-from parallel3d.tp.styles.base import Traffic
+from parallel3d.tp.styles.base import StyleTraffic
 
 
 class Block(nn.Module):
@@ -144,7 +144,7 @@ def test_summed_gradients_are_marked():
     ],
 )
 def test_what_each_style_communicates(style, module, traffic):
-    assert list(style.traffic(module, 2)) == [Traffic(*t) for t in traffic]
+    assert list(style.traffic(module, 2)) == [StyleTraffic(*t) for t in traffic]
 
 
 def test_a_size_only_the_input_has_is_said():

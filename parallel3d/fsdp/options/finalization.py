@@ -24,7 +24,7 @@ from parallel3d.fsdp.options import ContextOption
 from parallel3d.fsdp.unit import Unit
 
 
-class Progress(Enum):
+class ReductionProgress(Enum):
     """Where the reductions of the backwards so far are."""
 
     COMPLETE = auto()  # in ``.grad``, or waiting there as sums
@@ -36,30 +36,30 @@ class Finalization(ContextOption):
     """The option of one root whose ``set_manual_backward_finalization`` is True.
 
     Attributes:
-        progress: see ``Progress``.
+        progress: see ``ReductionProgress``.
         number: of the finalization that is under way or comes next.
     """
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
-        self.progress = Progress.COMPLETE
+        self.progress = ReductionProgress.COMPLETE
         self.number = 0
         self._dropped = -1
 
     def before_forward(self, units: Sequence[Any]) -> Sequence[Any]:
         """Raises StateError if an asynchronous finalization was not waited on."""
-        if self.progress is Progress.REDUCING:
+        if self.progress is ReductionProgress.REDUCING:
             raise _not_waited("a forward", self.context)
         return units
 
     def before_backward(self) -> None:
         """Completes the reductions of the finalization before."""
-        if self.progress is Progress.REDUCING:
+        if self.progress is ReductionProgress.REDUCING:
             self.complete()
 
     def leaves_in_flight(self) -> bool:
         self.context.comm.settle_host()
-        self._enter(Progress.DUE)
+        self._enter(ReductionProgress.DUE)
         return True
 
     def abandon(self) -> None:
@@ -76,7 +76,7 @@ class Finalization(ContextOption):
             raise StateError(
                 f"finalize_backward() was called on {root!r} during a backward; call it after the backward"
             )
-        if self.progress is Progress.REDUCING:
+        if self.progress is ReductionProgress.REDUCING:
             raise _not_waited("finalize_backward()", context)
         with context.reducing() as backward:
             for unit in reversed(context.units):
@@ -86,7 +86,7 @@ class Finalization(ContextOption):
                     unit.note_put_off()
                 if unit.reshard_after_backward:  # which it may not have been before
                     unit.leave_backward(context)
-        self._enter(Progress.REDUCING)
+        self._enter(ReductionProgress.REDUCING)
 
     def wait(self, number: int) -> None:
         """Completes the finalization of that number, if nothing else has; raises StateError if dropped."""
@@ -95,7 +95,7 @@ class Finalization(ContextOption):
                 "this finalize_backward(async_op=True) was ended by reset_iter_state(), which has dropped "
                 "the reductions; begin the step anew, with zero_grad()"
             )
-        if number == self.number and self.progress is Progress.REDUCING:
+        if number == self.number and self.progress is ReductionProgress.REDUCING:
             self.complete()
 
     def complete(self) -> None:
@@ -104,16 +104,16 @@ class Finalization(ContextOption):
         self._end()
         self.context.gradients_are_complete()
 
-    def _enter(self, progress: Progress) -> None:
+    def _enter(self, progress: ReductionProgress) -> None:
         self.progress = progress
         self.context.comm.left_by = self._context
         _watch_steps()
         _unfinished.add(self)
 
     def _end(self) -> None:
-        if self.progress is Progress.REDUCING:
+        if self.progress is ReductionProgress.REDUCING:
             self.number += 1
-        self.progress = Progress.COMPLETE
+        self.progress = ReductionProgress.COMPLETE
         _unfinished.discard(self)
 
 
@@ -133,7 +133,7 @@ def finalization_of(unit: Unit) -> Finalization | None:
 def is_finalized(unit: Unit) -> bool:
     """Whether no gradient of ``unit`` is still to come."""
     option = finalization_of(unit)
-    return option is None or option.progress is Progress.COMPLETE
+    return option is None or option.progress is ReductionProgress.COMPLETE
 
 
 def set_manual_finalization(unit: Unit, enabled: bool) -> None:
@@ -160,7 +160,7 @@ def refuse_unfinalized(params: Iterable[torch.Tensor], what: str) -> None:
         name = next((names[id(param)] for param in params if id(param) in names), None)
         if name is not None:
             remedy = "call finalize_backward() of the outermost unit first"
-            if finalization.progress is Progress.REDUCING:
+            if finalization.progress is ReductionProgress.REDUCING:
                 remedy = "wait() first on the handle that finalize_backward(async_op=True) returned"
             raise StateError(
                 f"{what}: the gradient of parameter {name} is not in .grad yet, as "

@@ -14,7 +14,7 @@ _OFF = ("", "0", "no", "off", "false", "n", "f")
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """The ranks of a process in its job.
 
     Attributes:
@@ -148,7 +148,7 @@ class Facts:
         clock_error: largest error of ``clock`` in seconds.
     """
 
-    place: Place = Place()
+    place: RankPlace = RankPlace()
     environment: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     interfaces: tuple[Interface, ...] = ()
@@ -192,7 +192,7 @@ class Facts:
 _FIRST_PORT, _PORTS = 29500, 1000  # each SLURM job uses one of these ports
 
 
-def place_of(environment: Mapping[str, str]) -> Place:
+def place_of(environment: Mapping[str, str]) -> RankPlace:
     """Reads torchrun's variables; without them the process is the only one of its job."""
 
     def number(name: str, default: int) -> int:
@@ -202,7 +202,7 @@ def place_of(environment: Mapping[str, str]) -> Place:
         return int(value)
 
     world_size = number("WORLD_SIZE", 1)
-    return Place(
+    return RankPlace(
         number("RANK", 0),
         world_size,
         number("LOCAL_RANK", 0),

@@ -17,7 +17,7 @@ from parallel3d.errors import MeshError
 from parallel3d.mesh.exchange import StoreExchange
 from parallel3d.mesh.store import Late, fresh_store, outlives_ranks, wait_for
 from parallel3d.tools.doctor.collecting import try_store
-from parallel3d.tools.doctor.facts import Place
+from parallel3d.tools.doctor.facts import RankPlace
 
 _ROUNDS = 5
 
@@ -81,7 +81,7 @@ class StoreGroup:
         return True
 
 
-def connect(place: Place, environ: Mapping[str, str], seconds: float) -> StoreGroup:
+def connect(place: RankPlace, environ: Mapping[str, str], seconds: float) -> StoreGroup:
     """Connects to the other ranks of the job; a MeshError says why that fails."""
     address, number = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
     if not address or not number.isdigit():

@@ -23,7 +23,7 @@ from parallel3d.tp.styles.base import (
     ParamRule,
     RandomLayout,
     Style,
-    Traffic,
+    StyleTraffic,
     fit_rules,
     input_traffic,
     is_plain,
@@ -69,7 +69,7 @@ class SplitHeads(Style):
         plain = is_plain(module, nn.MultiheadAttention)
         return {"out_proj": _OutProjection(module.num_heads)} if plain else {}
 
-    def traffic(self, module: Any, tp: int) -> tuple[Traffic, ...]:
+    def traffic(self, module: Any, tp: int) -> tuple[StyleTraffic, ...]:
         size = module.embed_dim
         return *sum_traffic("replicate", size), *input_traffic("replicate", size)
 
@@ -240,8 +240,8 @@ class HeadArguments(Style):
             raise PlanError(f"{self.heads} heads are too few for {tp} tp ranks")
         return {}
 
-    def traffic(self, module: nn.Module, tp: int) -> tuple[Traffic, ...]:
-        return (Traffic("all-gather", "backward", None),) * len(self.arguments)
+    def traffic(self, module: nn.Module, tp: int) -> tuple[StyleTraffic, ...]:
+        return (StyleTraffic("all-gather", "backward", None),) * len(self.arguments)
 
     def forward(self, tp: TpState, module: Any, /, *args: Any, **kwargs: Any) -> Any:
         """The module's forward on this rank's part of some arguments."""

@@ -253,7 +253,7 @@ def _is_arithmetic(forward: Callable[..., Any], module: nn.Module) -> bool:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class StyleTraffic:
     """One collective of a module's forward or backward over ``tp``, for the report.
 
     Attributes:
@@ -267,21 +267,21 @@ class Traffic:
     elements: int | None
 
 
-def input_traffic(layout: str, elements: int | None) -> tuple[Traffic, ...]:
+def input_traffic(layout: str, elements: int | None) -> tuple[StyleTraffic, ...]:
     """The collectives for an input of column-parallel modules that is whole, or a part of the sequence."""
     if layout == "replicate":
-        return (Traffic("all-reduce", "backward", elements),)
-    gather = Traffic("all-gather", "forward", elements)
-    scatter = Traffic("reduce-scatter", "backward", elements)
+        return (StyleTraffic("all-reduce", "backward", elements),)
+    gather = StyleTraffic("all-gather", "forward", elements)
+    scatter = StyleTraffic("reduce-scatter", "backward", elements)
     return (gather, scatter) if layout == "sequence" else ()
 
 
-def sum_traffic(layout: str, elements: int | None) -> tuple[Traffic, ...]:
+def sum_traffic(layout: str, elements: int | None) -> tuple[StyleTraffic, ...]:
     """The collectives that sum the ranks' outputs into the whole, or into parts of the sequence."""
     if layout == "replicate":
-        return (Traffic("all-reduce", "forward", elements),)
-    scatter = Traffic("reduce-scatter", "forward", elements)
-    return scatter, Traffic("all-gather", "backward", elements)
+        return (StyleTraffic("all-reduce", "forward", elements),)
+    scatter = StyleTraffic("reduce-scatter", "forward", elements)
+    return scatter, StyleTraffic("all-gather", "backward", elements)
 
 
 RandomLayout = Literal["", "features", "sequence", "whole"]
@@ -362,7 +362,7 @@ class Style(ABC):
         if self.forward is not None:
             bind_forward(module, TpState(self, axis, sequence))
 
-    def traffic(self, module: nn.Module, tp: int) -> tuple[Traffic, ...]:
+    def traffic(self, module: nn.Module, tp: int) -> tuple[StyleTraffic, ...]:
         """Returns the collectives of the module, with their sizes per token, for the report."""
         return ()
 

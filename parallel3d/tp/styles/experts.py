@@ -20,7 +20,7 @@ from parallel3d.tp.styles.base import (
     ParamRule,
     RandomLayout,
     Style,
-    Traffic,
+    StyleTraffic,
     fit_rules,
     input_traffic,
     own_params,
@@ -116,7 +116,7 @@ class Experts(Style):
         )
         bind_forward(module, TpState(self, axis, sequence, once=once))
 
-    def traffic(self, module: nn.Module, tp: int) -> tuple[Traffic, ...]:
+    def traffic(self, module: nn.Module, tp: int) -> tuple[StyleTraffic, ...]:
         # The experts' input and output features are the weights' dim that isn't split. The gradients of the
         # routing weights, a few numbers a token, are not counted.
         size = None

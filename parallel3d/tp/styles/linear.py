@@ -31,7 +31,7 @@ from parallel3d.tp.styles.base import (
     ParamRule,
     RandomLayout,
     Style,
-    Traffic,
+    StyleTraffic,
     fit_rules,
     input_traffic,
     is_embedding,
@@ -94,7 +94,7 @@ class VocabParallel(SplitStyle):
         refuse_lookup_options(module, scale_grad_by_freq=False)
         return fit_rules(module, weight=ParamRule(Shard(0)))
 
-    def traffic(self, module: Any, tp: int) -> tuple[Traffic, ...]:
+    def traffic(self, module: Any, tp: int) -> tuple[StyleTraffic, ...]:
         return sum_traffic(self.output, module.embedding_dim)
 
     def forward(self, tp: TpState, module: Any, /, input: Tensor) -> Tensor:
@@ -247,12 +247,12 @@ class Colwise(SplitStyle):
         dim = max(param.dim() - 2, 0)
         return self._cut(f"dim {dim}", param.shape[dim], dim, tp)
 
-    def traffic(self, module: Any, tp: int) -> tuple[Traffic, ...]:
+    def traffic(self, module: Any, tp: int) -> tuple[StyleTraffic, ...]:
         if is_embedding(module):
             width = module.embedding_dim
-            return (Traffic("all-gather", "forward", width),) * (self.output == "replicate")
+            return (StyleTraffic("all-gather", "forward", width),) * (self.output == "replicate")
         kind = linear_kind(self, module)
-        gather = (Traffic("all-gather", "forward", kind.out_features),)
+        gather = (StyleTraffic("all-gather", "forward", kind.out_features),)
         return input_traffic(self.input, kind.in_features) + gather * (self.output == "replicate")
 
     @property
@@ -340,9 +340,9 @@ class Rowwise(SplitStyle):
         dim = param.dim() - 1
         return self._cut(f"dim {dim}", param.shape[dim], dim, tp)
 
-    def traffic(self, module: Any, tp: int) -> tuple[Traffic, ...]:
+    def traffic(self, module: Any, tp: int) -> tuple[StyleTraffic, ...]:
         kind = linear_kind(self, module)
-        gather = (Traffic("all-gather", "backward", kind.in_features),)
+        gather = (StyleTraffic("all-gather", "backward", kind.in_features),)
         return sum_traffic(self.output, kind.out_features) + gather * (self.input == "replicate")
 
     def forward(self, tp: TpState, module: Any, /, input: Tensor) -> Tensor:

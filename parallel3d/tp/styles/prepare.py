@@ -30,7 +30,7 @@ from parallel3d.tp.styles.base import (
     LayoutStyle,
     ParamRule,
     Style,
-    Traffic,
+    StyleTraffic,
     fit_rules,
     input_traffic,
     need_per_token,
@@ -143,10 +143,12 @@ class SequenceParallel(LayoutStyle):
         if "replicate" in (self.input, self.output):  # otherwise the plain forward is right
             super().install(module, axis, sequence)
 
-    def traffic(self, module: nn.Module, tp: int) -> tuple[Traffic, ...]:
+    def traffic(self, module: nn.Module, tp: int) -> tuple[StyleTraffic, ...]:
         size = next((p.numel() for p in own_params(module).values()), None)
-        gather = (Traffic("all-gather", "forward", size),) * (self.output == "replicate")
-        return gather + (Traffic("all-gather", "backward", size),) * (self.input == "replicate")
+        gather = (StyleTraffic("all-gather", "forward", size),) * (self.output == "replicate")
+        return gather + (StyleTraffic("all-gather", "backward", size),) * (
+            self.input == "replicate"
+        )
 
     @property
     def splits_sequence(self) -> bool:
@@ -207,7 +209,7 @@ class PrepareOutput(Style):
             )
         return whole_params(module)
 
-    def traffic(self, module: nn.Module, tp: int) -> tuple[Traffic, ...]:
+    def traffic(self, module: nn.Module, tp: int) -> tuple[StyleTraffic, ...]:
         return _TRAFFIC[self.given, self.wanted]
 
     @property
@@ -223,13 +225,13 @@ class PrepareOutput(Style):
         return _change_layout(tp.inner(module, *args, **kwargs), self, tp)
 
 
-_TRAFFIC: dict[tuple[str, str], tuple[Traffic, ...]] = {
+_TRAFFIC: dict[tuple[str, str], tuple[StyleTraffic, ...]] = {
     ("partial", "replicate"): sum_traffic("replicate", None),
     ("partial", "sequence"): sum_traffic("sequence", None),
-    ("replicate", "sequence"): (Traffic("all-gather", "backward", None),),
-    ("replicate", "shard"): (Traffic("all-gather", "backward", None),),
-    ("sequence", "replicate"): (Traffic("all-gather", "forward", None),),
-    ("shard", "replicate"): (Traffic("all-gather", "forward", None),),
+    ("replicate", "sequence"): (StyleTraffic("all-gather", "backward", None),),
+    ("replicate", "shard"): (StyleTraffic("all-gather", "backward", None),),
+    ("sequence", "replicate"): (StyleTraffic("all-gather", "forward", None),),
+    ("shard", "replicate"): (StyleTraffic("all-gather", "forward", None),),
 }
 
 
@@ -288,8 +290,8 @@ class RopeOutput(Style):
             )
         return whole_params(module)
 
-    def traffic(self, module: nn.Module, tp: int) -> tuple[Traffic, ...]:
-        return (Traffic("all-reduce", "backward", self.features),)
+    def traffic(self, module: nn.Module, tp: int) -> tuple[StyleTraffic, ...]:
+        return (StyleTraffic("all-reduce", "backward", self.features),)
 
     def forward(self, tp: TpState, module: Any, /, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, with the last features of its output as a copy."""
@@ -359,7 +361,7 @@ class PrepareInput(Style):
         whole = {name: Replicated() for name in module._parameters if self.wanted == "whole"}
         return LocalParams(tuple({**whole, **dict(self.params)}.items())).plan(module, tp)
 
-    def traffic(self, module: nn.Module, tp: int) -> tuple[Traffic, ...]:
+    def traffic(self, module: nn.Module, tp: int) -> tuple[StyleTraffic, ...]:
         found = [t for layout in self.layouts for t in input_traffic(layout, None)]
         # A whole input's gradient is whole too.
         return tuple(t for t in found if self.wanted == "copy" or t.phase == "forward")
@@ -402,7 +404,7 @@ class PrepareInputOutput(PrepareInput):
 
     output: PrepareOutput = PrepareOutput()
 
-    def traffic(self, module: nn.Module, tp: int) -> tuple[Traffic, ...]:
+    def traffic(self, module: nn.Module, tp: int) -> tuple[StyleTraffic, ...]:
         return *super().traffic(module, tp), *self.output.traffic(module, tp)
 
     @property

@@ -19,7 +19,7 @@ from parallel3d.tp.lora import is_wrapper
 from parallel3d.tp.overlap import linear
 from parallel3d.tp.plan import ResolvedPlan
 from parallel3d.tp.styles import Colwise
-from parallel3d.tp.styles.base import ParamRule, Traffic, is_plain
+from parallel3d.tp.styles.base import ParamRule, StyleTraffic, is_plain
 from parallel3d.tp.styles.casts import casts_weight
 from parallel3d.tp.styles.linear import SplitStyle
 from parallel3d.tp.vocab_parallel.rows import LossOptions
@@ -47,9 +47,9 @@ class LogitsHead(SplitStyle):
     def plan(self, module: nn.Module, tp: int) -> dict[str, ParamRule]:
         return self.head.plan(module, tp)
 
-    def traffic(self, module: nn.Module, tp: int) -> tuple[Traffic, ...]:
+    def traffic(self, module: nn.Module, tp: int) -> tuple[StyleTraffic, ...]:
         # The loss reduces two numbers a token.
-        loss = (Traffic("all-reduce", "forward", 1),) * 2
+        loss = (StyleTraffic("all-reduce", "forward", 1),) * 2
         return *replace(self.head, output="shard").traffic(module, tp), *loss
 
     @property

@@ -27,7 +27,7 @@ from parallel3d.tools.doctor.collecting import (
     relevant_variables,
     try_store,
 )
-from parallel3d.tools.doctor.facts import GIB, Facts, Place, adopt_slurm, first_host, place_of
+from parallel3d.tools.doctor.facts import GIB, Facts, RankPlace, adopt_slurm, first_host, place_of
 from parallel3d.tools.doctor.store_group import StoreGroup, clock_offset, connect
 from parallel3d.tools.dryrun.as_json import decoded
 
@@ -140,7 +140,7 @@ def test_variables_that_steer() -> None:
 def test_place_by_torchrun() -> None:
     given = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"}
     given["GROUP_RANK"] = "1"
-    assert place_of(given) == Place(9, 16, 1, 8, 1, socket.gethostname())
+    assert place_of(given) == RankPlace(9, 16, 1, 8, 1, socket.gethostname())
     assert place_of(given).nodes == 2
     with pytest.raises(MeshError, match="RANK is 'nine'"):
         place_of(given | {"RANK": "nine"})
@@ -151,7 +151,7 @@ def test_place_by_srun() -> None:
     given |= {"SLURM_STEP_TASKS_PER_NODE": "8(x2)", "SLURM_STEP_NODELIST": "gpu[03-04]"}
     given |= {"SLURM_JOB_ID": "12345"}
     assert adopt_slurm(given)
-    assert place_of(given) == Place(9, 16, 1, 8, 1, socket.gethostname())
+    assert place_of(given) == RankPlace(9, 16, 1, 8, 1, socket.gethostname())
     assert (given["MASTER_ADDR"], given["MASTER_PORT"]) == ("gpu03", "29845")
     assert not adopt_slurm({"RANK": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"})
     assert not adopt_slurm({})
@@ -234,7 +234,9 @@ def test_a_port_that_is_taken() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(MeshError, match=f"port {port} .MASTER_PORT.*Address already in use"):
-            connect(Place(0, 2, 0, 2), {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}, 1)
+            connect(
+                RankPlace(0, 2, 0, 2), {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}, 1
+            )
 
 
 def test_a_store_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

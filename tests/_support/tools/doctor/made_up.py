@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from parallel3d.tools.doctor.facts import GIB, Device, Disk, Facts, Interface, Limits, Place
+from parallel3d.tools.doctor.facts import GIB, Device, Disk, Facts, Interface, Limits, RankPlace
 
 LO = Interface("lo", True, ("127.0.0.1", "::1"))
 ETH = Interface("eth0", True, ("10.0.0.1",), 100_000)
@@ -22,7 +22,7 @@ def gpu(index: int, **changes: Any) -> Device:
 
 
 GOOD = Facts(
-    place=Place(0, 16, 0, 8, 0, "node-0"),
+    place=RankPlace(0, 16, 0, 8, 0, "node-0"),
     environment=ENVIRONMENT,
     versions={
         "python": "3.12",
@@ -40,7 +40,7 @@ GOOD = Facts(
     disk=Disk("/shared", 10_000 * GIB, 20_000 * GIB, kind="lustre", shared=True),
     clock=0.0,
 )
-ONE_NODE = replace(GOOD, place=Place(0, 8, 0, 8, 0, "node-0"))
+ONE_NODE = replace(GOOD, place=RankPlace(0, 8, 0, 8, 0, "node-0"))
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ CASES = [
         "8 ranks x 16 threads on 64 CPUs",
         replace(
             GOOD,
-            place=Place(0, 1, 0, 1),
+            place=RankPlace(0, 1, 0, 1),
             environment={"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
         ),
     ),
@@ -276,9 +276,9 @@ CASES = [
     ),
     Case(
         "devices-unused",
-        replace(GOOD, place=Place(0, 8, 0, 4, 0, "node-0")),
+        replace(GOOD, place=RankPlace(0, 8, 0, 4, 0, "node-0")),
         "4 ranks on 8 devices",
-        replace(GOOD, place=Place(0, 1, 0, 1)),
+        replace(GOOD, place=RankPlace(0, 1, 0, 1)),
     ),
     Case(
         "mig",
@@ -302,7 +302,7 @@ def nodes(**changes: Any) -> dict[int, Facts]:
     made = {}
     for rank in range(16):
         node = rank // 8
-        place = Place(rank, 16, rank % 8, 8, node, f"node-{node}")
+        place = RankPlace(rank, 16, rank % 8, 8, node, f"node-{node}")
         other = changes if node else {}
         devices = tuple(gpu(i + 8 * node) for i in range(8))
         made[rank] = replace(GOOD, **({"place": place, "devices": devices} | other))
