@@ -21,11 +21,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from parallel3d._util.recorder import Collective, Recorder, record_collectives
 from parallel3d._util.trace import issuing
 from parallel3d.errors import AgreementError, Parallel3dError
-from parallel3d.guards.rendezvous import (
+from parallel3d.guards.journal import (
     MESSAGES,
     Journal,
     RankEvent,
-    Rendezvous,
     describe_places,
     first_difference,
     read_journals,
@@ -33,7 +32,6 @@ from parallel3d.guards.rendezvous import (
 from parallel3d.guards.session import at_begin, current_session, short, watch
 from parallel3d.guards.timeouts import check_duration, here
 from parallel3d.mesh.agreement import name_ranks
-from parallel3d.mesh.store import next_table, others
 
 
 @torch.no_grad()
@@ -161,7 +159,8 @@ _last: list[Debugger] = []  # the debugger of this process's current or last deb
 
 
 class Debugger:
-    """Records one rank's events and compares them with the other ranks', as soon as there are any."""
+    """Notes this rank's collectives and steps, and compares them with the other ranks', as soon as there are
+    any."""
 
     def __init__(
         self,
@@ -172,30 +171,15 @@ class Debugger:
         model: nn.Module | None = None,
     ) -> None:
         by_launcher = int(os.environ.get("RANK", "0"))
-        self.rank = dist.get_rank() if dist.is_initialized() else by_launcher
-        self.journal = Journal(self.rank, keep, folder)
-        self.rendezvous: Rendezvous | None = None
+        rank = dist.get_rank() if dist.is_initialized() else by_launcher
+        scope = sorted({int(r) for mesh in meshes for r in mesh.mesh.flatten().tolist()})
+        self.journal = Journal(rank, keep, folder, scope, timeout)
         self.recorder: Recorder | None = None
         self._model = model  # until its gradients have been compared
+        self._keep = keep
         self._number = 0
         self._messages = 0
         self._places: Counter[tuple[str, tuple[int, ...]]] = Counter()
-        self._ranks = sorted({int(r) for mesh in meshes for r in mesh.mesh.flatten().tolist()})
-        self._timeout, self._keep = timeout, keep
-
-    def _open(self) -> Rendezvous | None:
-        """Makes the rendezvous as soon as there are other ranks."""
-        if self.rendezvous is None and (peers := others()) is not None:
-            store, self.rank, world_size = peers
-            table = next_table(store, "guards/debug", self.rank)
-            scope = self._ranks or range(world_size)
-            self.rendezvous = rendezvous = Rendezvous(
-                table, self.rank, scope, self.journal, self._keep, self._timeout
-            )
-            session = current_session()
-            if session is not None:
-                session.last_known = lambda rank: str(rendezvous.at(rank) or "")
-        return self.rendezvous
 
     def before_collective(self, call: Collective, group: ProcessGroup, uneven: bool) -> None:
         """Called by the recorder."""
@@ -209,22 +193,19 @@ class Debugger:
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Called before each step of an optimizer."""
-        rendezvous = self._open()
-        ranks = () if rendezvous is None else tuple(rendezvous.scope)
+        ranks = tuple(self.journal.scope) if self.journal.open() else ()
         self._meet(f"optimizer step ({type(optimizer).__name__})", "", ranks)
         model, self._model = self._model, None
-        if model is not None and rendezvous is not None:
+        if model is not None and self.journal.is_shared:
             compare_whole_gradients(model)
 
     def _meet(self, what: str, axis: str, ranks: tuple[int, ...], **fields: Any) -> None:
-        rendezvous = self._open()
+        session = current_session()
+        if self.journal.open() and session is not None:
+            session.last_known = lambda rank: str(self.journal.at(rank) or "")
         self._places[axis, ranks] += 1
         fields |= {"axis": axis, "ranks": ranks, "place": self._places[axis, ranks]}
-        event = self._event(what, **fields)
-        if rendezvous is None:
-            self.journal.note(event)
-        else:
-            rendezvous.meet(event)
+        self.journal.meet(self._event(what, **fields))
 
     def _event(self, what: str, **fields: Any) -> RankEvent:
         self._number += 1
@@ -234,12 +215,8 @@ class Debugger:
 
     def end(self, error: str) -> None:
         """Records that this rank leaves, with ``error`` if there is one."""
-        event = self._event(f"left: {error}" if error else "left debug mode")
-        if self.rendezvous is None:
-            self.journal.note(event)
-        else:
-            with suppress(RuntimeError):  # the store may be gone
-                self.rendezvous.note(event)
+        with suppress(RuntimeError):  # the store may be gone
+            self.journal.note(self._event(f"left: {error}" if error else "left debug mode"))
         self.journal.close()
 
 
@@ -291,11 +268,11 @@ def diagnose(folder: str | os.PathLike[str] | None = None, *, keep: int = KEEP) 
         raise Parallel3dError(
             "diagnose: this process was in no guards.debug(); give the folder that debug(folder=) wrote into"
         )
-    elif (rendezvous := _last[0].rendezvous) is None:
-        events = {_last[0].rank: list(_last[0].journal.events)}
+    elif not (journal := _last[0].journal).is_shared:
+        events = {journal.rank: list(journal.events)}
     else:
         try:
-            events = {rank: rendezvous.log(rank) for rank in rendezvous.scope}
+            events = {rank: journal.log(rank) for rank in journal.scope}
         except RuntimeError as error:
             raise Parallel3dError(
                 "diagnose: the store is gone, as the process that hosted it has ended; give the folder that "

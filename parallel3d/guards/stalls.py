@@ -24,7 +24,7 @@ from torch import distributed as dist
 from parallel3d._torch.groups import clone_store
 from parallel3d._util.arguments import counted
 from parallel3d._util.trace import issuing
-from parallel3d.guards.rendezvous import describe_places
+from parallel3d.guards.journal import describe_places
 from parallel3d.guards.timeouts import users_frame
 from parallel3d.mesh.store import others, say
 

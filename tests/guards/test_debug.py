@@ -13,7 +13,7 @@ from torch import distributed as dist
 import parallel3d as p3d
 from parallel3d import AgreementError, MeshLayout, Parallel3dError, build_mesh, guards
 from parallel3d.guards.debugging import Debugger
-from parallel3d.guards.rendezvous import Journal, RankEvent, first_difference
+from parallel3d.guards.journal import Journal, RankEvent, first_difference
 from parallel3d.testing import fake_world, local_world
 
 
@@ -145,7 +145,7 @@ def test_simulated_ranks_compare_nothing() -> None:
         model = p3d.parallelize(Lm(), mesh)
         with guards.debug(model) as debugger:
             lm_loss(model, tokens(0)).backward()
-        assert debugger.rendezvous is None and len(debugger.journal.events) > 4
+        assert not debugger.journal.is_shared and len(debugger.journal.events) > 4
 
 
 def test_arguments(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ class TestEvents:
         assert RankEvent.from_json(one.to_json()) == one
 
     def test_a_long_file_begins_anew(self, tmp_path: Path, monkeypatch) -> None:
-        monkeypatch.setattr("parallel3d.guards.rendezvous._MOST_BYTES", 300)
+        monkeypatch.setattr("parallel3d.guards.journal._MOST_BYTES", 300)
         journal = Journal(3, 10, tmp_path)
         events = self.log(*"abcdefgh")
         for event in events:

@@ -32,8 +32,8 @@ from parallel3d.fsdp.param import ShardedParam
 from parallel3d.fsdp.same_order import module_names, param_name
 from parallel3d.fsdp.unit import Call, Observer, Unit
 from parallel3d.fsdp.watch import without_values
+from parallel3d.guards.journal import compare_digests
 from parallel3d.guards.nan_losses import nan_losses
-from parallel3d.guards.rendezvous import compare_digests
 from parallel3d.guards.stalls import say_where_ranks_wait
 from parallel3d.guards.timeouts import check_duration
 from parallel3d.mesh.agreement import check_agreement

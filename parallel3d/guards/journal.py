@@ -1,9 +1,9 @@
-"""Rendezvous: ranks that are about to do something together compare it in the store first.
+"""Journal: what this rank does together with others, in memory, in a file and in the store, where ranks meet.
 
-Every rank posts its next event and waits until all ranks of the group have come to the same position in their
-sequence. The wait ends with an error if they have posted different events, or if ranks wait for each other in
-a circle, each at another position (another group, or a step that the others do not make). A slow rank is
-neither.
+A rank that is about to do something posts it and waits until all ranks of the group have come to the same
+position in their sequence. The wait ends with an error if they have posted different events, or if ranks wait
+for each other in a circle, each at another position (another group, or a step that the others do not make). A
+slow rank is neither.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import distributed as dist
 from parallel3d._torch.groups import set_keys
 from parallel3d.errors import AgreementError, Parallel3dError, PeerFailureError
 from parallel3d.mesh.agreement import check_agreement, name_ranks, ranks_by_value, seconds
-from parallel3d.mesh.store import others, wait_for, while_waiting
+from parallel3d.mesh.store import Late, next_table, others, wait_for, while_waiting
 
 MESSAGES = ("send", "recv")  # not compared: their two ranks do different things
 _MOST_BYTES = 32 * 2**20  # of a file of events; the one before it is kept
@@ -100,101 +100,70 @@ class RankEvent:
         return cls(**{**fields, "ranks": tuple(fields["ranks"])})
 
 
-class Journal:
-    """Keeps one rank's last events in memory and, given a folder, all of them in a file.
+_SLICE = timedelta(seconds=0.25)
+_SETTLE = 1.0  # seconds that ranks get to come to their next wait before an error lists them
 
-    Each event is handed to the kernel at once, so that the file survives a SIGKILL.
+
+class Journal:
+    """This rank's last ``keep`` events: in memory and, once there are other ranks, in the store.
+
+    Args:
+        folder: gets all of them, in a file. Each is handed to the kernel at once: it survives a SIGKILL.
+        scope: the ranks that run the same program, which are compared with each other; empty: all.
+        timeout: how long ranks wait for one that does not come.
+
+    Attributes:
+        is_shared: whether there are other ranks, as ``open`` found.
     """
 
-    def __init__(self, rank: int, keep: int, folder: str | os.PathLike[str] | None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        keep: int,
+        folder: str | os.PathLike[str] | None = None,
+        scope: Sequence[int] = (),
+        timeout: timedelta = timedelta(seconds=25),
+    ) -> None:
+        self.rank, self.scope = rank, list(scope)
         self.events: deque[RankEvent] = deque(maxlen=keep)
+        self._keep, self._timeout = keep, timeout
+        self._table: dist.Store  # once it is shared
+        self.is_shared = False
         self._file: TextIO | None = None
         if folder is not None:
             Path(folder).mkdir(parents=True, exist_ok=True)
             self._file = (Path(folder) / f"rank{rank}.jsonl").open("w", encoding="utf-8")
 
-    def note(self, event: RankEvent) -> None:
-        """Adds ``event``."""
+    def open(self) -> bool:
+        """Returns whether there are other ranks; from then on they meet."""
+        if not self.is_shared and (peers := others()) is not None:
+            store, self.rank, world_size = peers
+            self._table = next_table(store, "guards/debug", self.rank)
+            self.scope = self.scope or list(range(world_size))
+            self.is_shared = True
+        return self.is_shared
+
+    def note(self, event: RankEvent, *more: str) -> None:
+        """Adds ``event``, in the store also under the keys ``more``."""
         self.events.append(event)
-        if self._file is None:
-            return
-        self._file.write(event.to_json() + "\n")
-        self._file.flush()
-        if self._file.tell() > _MOST_BYTES:
-            self._file.close()
-            path = Path(self._file.name)
-            path.replace(path.with_suffix(".before.jsonl"))
-            self._file = path.open("w", encoding="utf-8")
+        text = event.to_json()
+        if self._file is not None:
+            self._file.write(text + "\n")
+            self._file.flush()
+            if self._file.tell() > _MOST_BYTES:
+                self._file.close()
+                path = Path(self._file.name)
+                path.replace(path.with_suffix(".before.jsonl"))
+                self._file = path.open("w", encoding="utf-8")
+        if self.is_shared:
+            keys = [f"log/{self.rank}/{event.number % self._keep}", f"at/{self.rank}", *more]
+            set_keys(self._table, keys, text)
 
     def close(self) -> None:
         """Closes the file."""
         if self._file is not None:
             self._file.close()
             self._file = None
-
-
-def read_journals(folder: str | os.PathLike[str], keep: int) -> dict[int, list[RankEvent]]:
-    """Returns the last ``keep`` events of each rank, from the files that journals wrote into ``folder``.
-
-    A line that was cut when its process died is ignored.
-
-    Raises:
-        Parallel3dError: the folder has no such files.
-    """
-    journals: dict[int, list[RankEvent]] = {}
-    for path in Path(folder).glob("rank*.jsonl"):
-        number = path.name.removeprefix("rank").removesuffix(".jsonl")
-        if not number.isdecimal():
-            continue
-        events: deque[RankEvent] = deque(maxlen=keep)
-        for file in filter(Path.exists, (path.with_suffix(".before.jsonl"), path)):
-            with file.open(encoding="utf-8", errors="replace") as lines:
-                for line in lines:
-                    with suppress(ValueError, TypeError, KeyError):
-                        events.append(RankEvent.from_json(line))
-        journals[int(number)] = list(events)
-    if not journals:
-        raise Parallel3dError(
-            f"{str(folder)!r} has no journal (rank0.jsonl, ...): give the folder that guards.debug(folder=) "
-            "or PARALLEL3D_DEBUG_DIR was given"
-        )
-    return dict(sorted(journals.items()))
-
-
-def describe_places(events: Mapping[int, str]) -> str:
-    """Returns lines such as ``ranks 0-1, 3: ...``, one per text, the one of the fewest ranks first."""
-    ordered = sorted(ranks_by_value(events).items(), key=lambda item: len(item[1]))
-    return "".join(f"\n  {name_ranks(ranks)}: {text}" for text, ranks in ordered)
-
-
-_SLICE = timedelta(seconds=0.25)
-_SETTLE = 1.0  # seconds that ranks get to come to their next wait before an error lists them
-
-
-class Rendezvous:
-    """One rank's access, through ``table`` in the store, to the last ``keep`` events of the others.
-
-    ``scope`` are the ranks that run the same program, which are compared with each other.
-    """
-
-    def __init__(
-        self,
-        table: dist.Store,
-        rank: int,
-        scope: Sequence[int],
-        journal: Journal,
-        keep: int,
-        timeout: timedelta,
-    ) -> None:
-        self.rank, self.scope = rank, list(scope)
-        self._table, self._journal = table, journal
-        self._keep, self._timeout = keep, timeout
-
-    def note(self, event: RankEvent, *more: str) -> None:
-        """Writes ``event`` into the journal and the store, there also under the keys ``more``."""
-        self._journal.note(event)
-        keys = [f"log/{self.rank}/{event.number % self._keep}", f"at/{self.rank}", *more]
-        set_keys(self._table, keys, event.to_json())
 
     def meet(self, event: RankEvent) -> None:
         """Posts ``event``, and returns when all of ``event.ranks`` are about to do it.
@@ -203,7 +172,7 @@ class Rendezvous:
             AgreementError: one of them does something else, or does not come; the same on all ranks.
             PeerFailureError: one of them has failed.
         """
-        if len(event.ranks) < 2:
+        if len(event.ranks) < 2 or not self.is_shared:
             self.note(event)
             return
         keys = [self._place(event, rank) for rank in event.ranks]
@@ -255,14 +224,12 @@ class Rendezvous:
         try:
             wait_for(self._table, keys, _SLICE)
             return True
-        except PeerFailureError:
-            raise
         except dist.DistNetworkError as error:
             raise PeerFailureError(
                 "the process that hosts the store has ended: rank 0, or the launcher on its machine. "
                 f"Rank {self.rank} was about to issue {event}."
             ) from error
-        except RuntimeError:  # not yet
+        except Late:
             return False
         finally:
             while_waiting.remove(look)
@@ -350,6 +317,40 @@ class Rendezvous:
         if self._table.check(["verdict"]):
             verdict = self._table.get("verdict").decode()
             raise AgreementError(f"{verdict}\nRank {self.rank} was about to issue {event}.")
+
+
+def read_journals(folder: str | os.PathLike[str], keep: int) -> dict[int, list[RankEvent]]:
+    """Returns the last ``keep`` events of each rank, from the files that journals wrote into ``folder``.
+
+    A line that was cut when its process died is ignored.
+
+    Raises:
+        Parallel3dError: the folder has no such files.
+    """
+    journals: dict[int, list[RankEvent]] = {}
+    for path in Path(folder).glob("rank*.jsonl"):
+        number = path.name.removeprefix("rank").removesuffix(".jsonl")
+        if not number.isdecimal():
+            continue
+        events: deque[RankEvent] = deque(maxlen=keep)
+        for file in filter(Path.exists, (path.with_suffix(".before.jsonl"), path)):
+            with file.open(encoding="utf-8", errors="replace") as lines:
+                for line in lines:
+                    with suppress(ValueError, TypeError, KeyError):
+                        events.append(RankEvent.from_json(line))
+        journals[int(number)] = list(events)
+    if not journals:
+        raise Parallel3dError(
+            f"{str(folder)!r} has no journal (rank0.jsonl, ...): give the folder that guards.debug(folder=) "
+            "or PARALLEL3D_DEBUG_DIR was given"
+        )
+    return dict(sorted(journals.items()))
+
+
+def describe_places(events: Mapping[int, str]) -> str:
+    """Returns lines such as ``ranks 0-1, 3: ...``, one per text, the one of the fewest ranks first."""
+    ordered = sorted(ranks_by_value(events).items(), key=lambda item: len(item[1]))
+    return "".join(f"\n  {name_ranks(ranks)}: {text}" for text, ranks in ordered)
 
 
 def first_difference(logs: Mapping[int, Sequence[RankEvent]]) -> tuple[dict[int, str], list[int]]:
