@@ -2,7 +2,7 @@
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, MappingView
+from collections.abc import ItemsView, Iterable, Iterator, KeysView, ValuesView
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -68,7 +68,7 @@ def _inside(value: Any) -> Iterable[Any]:
         return value.__reduce__()[1:]  # what it calls, or iterates over
     if isinstance(value, (dict, MappingProxyType)):
         return chain(value.values(), _attributes_of(value))
-    if isinstance(value, (set, frozenset, deque, MappingView)):
+    if isinstance(value, (set, frozenset, deque, KeysView, ValuesView, ItemsView)):
         return value
     return _attributes_of(value)
 

@@ -727,8 +727,8 @@ class Versions:
         tensors = self._of_unsharded()
         set_versions(tensors, (FREE | self.number,) * len(tensors))
 
-    def saved_as(self, can_read: Callable[[], bool]) -> bool | None:
-        """Finds out whether something that can't be read was saved of the unsharded parameters.
+    def saved_as(self, fails: Callable[[], bool]) -> bool | None:
+        """Finds out whether what ``fails`` to be read was saved of the unsharded parameters.
 
         Returns:
             None: it was not. True: it was read, or saved, while they were freed. False: they had other values
@@ -742,7 +742,7 @@ class Versions:
         try:
             for version in (FREE | self.number, *held):
                 set_versions(tensors, (version,) * len(tensors))
-                if can_read():
+                if not fails():
                     return bool(FREE & (version | max(now)))
         finally:
             set_versions(tensors, now)

@@ -29,7 +29,7 @@ import sys
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from math import prod
 from pathlib import Path
 from types import FrameType
@@ -186,7 +186,7 @@ def _of_versions(error: RuntimeError, outputs: Sequence[Any]) -> str | None:
             if not _fails_alike(read, error):
                 continue
             for bucket in list(numbered_buckets.values()):
-                found = bucket.versions.saved_as(lambda read=read: not _fails_alike(read, error))
+                found = bucket.versions.saved_as(partial(_fails_alike, read, error))
                 if found is not None:
                     return _read_while_free(bucket.unit) if found else _changed(bucket.unit)
     return None

@@ -124,12 +124,13 @@ class _BatchCheck:
             return
         kinds = [self.kind(tensor) for _, tensor in named]
         if found := self.first_of_all(self.difference(torch.cat(kinds))):
-            rank, place, *values = found
+            rank, place, got, want = found
             index, number = divmod(place, 2 + _DIMS)
-            what = "the number of dims" if number == 1 else f"the size of dim {number - 2}"
+            of = f"of {named[index][0]}"
             if number == 0:
-                what, values = "the dtype", [_DTYPES[value] for value in values]
-            self.fail(rank, f"{what} of {named[index][0]}", *values)
+                self.fail(rank, f"the dtype {of}", _DTYPES[got], _DTYPES[want])
+            what = "the number of dims" if number == 1 else f"the size of dim {number - 2}"
+            self.fail(rank, f"{what} {of}", got, want)
         record: torch.Tensor | None = None
         for index, (_, tensor) in enumerate(named):
             here = self.difference(
