@@ -115,14 +115,18 @@ class _File(Checkpoint):
                 f"{self._what}: {name} is a DTensor: a rank's own part, not the whole; save whole tensors"
             )
         if isinstance(value, Tensor):
-            if not self._trusted:
-                self._archive.check(value)
+            self._check(value)
             return Memory(value, self._budget)
         return self._own(value)
 
+    def _check(self, tensor: Tensor) -> None:
+        if not self._trusted:
+            self._archive.check(tensor)
+
     def _own(self, value: Any) -> Any:
         """Returns a copy, whose tensors are not views of the mapped file."""
-        self._budget.count(value)
+        for tensor in self._budget.count(value):
+            self._check(tensor)
         return copy.deepcopy(value)
 
     def _check_unique(self, value: Any, name: str) -> None:
@@ -163,10 +167,9 @@ def _flat(
     while waiting:
         path, entries, depth = waiting.pop()
         for key, value in entries.items():
-            if not isinstance(key, (str, int, float, bytes, NoneType)):
+            long = isinstance(key, str) and len(path) + len(key) > MAX_NAME
+            if long or not isinstance(key, (str, int, float, NoneType)):
                 continue  # it is not the name of a model's tensor
-            if isinstance(key, (str, bytes)) and len(path) + len(key) > MAX_NAME:
-                continue
             name = f"{path}{key}"
             nested = isinstance(value, Mapping) and not name.endswith(EXTRA_STATE)
             if nested and depth < _MAX_DEPTH:

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 from _support.checkpoint.handmade_dcp import Calls, Folder, flat, make, small
-from _support.checkpoint.hostile_dcp_cases import DISK, FLIPS, LR, TABLES
+from _support.checkpoint.hostile_dcp_cases import DISK, FLIPS, LR, TABLES, lying_storage
 from _support.checkpoint.hostile_pickles import PICKLES, RUN, forget_extension, touch
 
-from parallel3d.checkpoint import load_dcp
+from parallel3d.checkpoint import load_dcp, load_torch
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
 
 SECONDS = 20
@@ -138,6 +138,18 @@ def test_flipped_values_are_noticed(tmp_path: Path) -> None:
     folder.write(tmp_path / "it")
     found = refused(tmp_path / "it", tmp_path / "sentinel")
     assert isinstance(found, CorruptCheckpointError) and "checksum" in str(found)
+
+
+def test_no_more_is_read_than_a_record_has(tmp_path: Path) -> None:
+    """torch reads as many bytes of memory as the pickle says."""
+    folder = whole()
+    folder.metadata.storage_data[folder.index(LR)] = folder.append(lying_storage(900))
+    folder.write(tmp_path / "it")
+    found = refused(tmp_path / "it", tmp_path / "sentinel")
+    assert "no record is a storage of 3600 bytes" in str(found)
+    (tmp_path / "it.pt").write_bytes(lying_storage(900, "lin.weight"))
+    with pytest.raises(CorruptCheckpointError):
+        load_torch(tmp_path / "it.pt", small(1)[0], strict=False)
 
 
 def test_trusted_is_said_by_the_caller_alone(tmp_path: Path) -> None:

@@ -201,9 +201,9 @@ class Budget:
                 f"than {self.what} has; if it was expanded, save a .clone() of it"
             )
 
-    def count(self, value: Any) -> None:
-        """Raises CorruptCheckpointError if ``value``, with all that is in it, exceeds it."""
-        waiting = [(value, 0)]
+    def count(self, value: Any) -> list[Tensor]:
+        """Returns the tensors in ``value``; raises CorruptCheckpointError if what is in it exceeds this."""
+        waiting, tensors = [(value, 0)], []
         while waiting:
             item, depth = waiting.pop()
             self._values -= 1
@@ -211,9 +211,11 @@ class Budget:
                 raise CorruptCheckpointError(f"{self.what} has a value that is nested without end")
             if isinstance(item, Tensor):
                 self.take(f"{self.what}: a tensor", item.dtype, tuple(item.shape))
+                tensors.append(item)
             elif isinstance(item, (Mapping, list, tuple, set)):
                 inner = item.values() if isinstance(item, Mapping) else item
                 waiting += [(each, depth + 1) for each in inner]
+        return tensors
 
 
 class Source(ABC):

@@ -122,12 +122,13 @@ def _set(**values: Any) -> InFolder:
     return lambda f, s: [setattr(f.metadata, k, v) for k, v in values.items()] and None
 
 
-def _lying_storage(numel: int) -> bytes:
-    """A record whose description says more numbers than are there."""
+def lying_storage(numel: int, name: str = "") -> bytes:
+    """A record whose description says more numbers than are there; in a dict if it has a ``name``."""
     import io
     import zipfile
 
-    content = saved(torch.arange(9.0).view(3, 3))
+    value = torch.arange(9.0).view(3, 3)
+    content = saved({name: value} if name else value)
     out = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(out, "w") as new:
         for info in old.infolist():
@@ -152,7 +153,7 @@ TABLES: dict[str, InFolder] = {
     "no tensor as a tensor": blob(lambda s: [1.0], WEIGHT),
     "a class as a value": blob(lambda s: Path),
     "a value without end": blob(lambda s: _endless()),
-    "a storage larger than its record": blob(lambda s: _lying_storage(900), WEIGHT),
+    "a storage larger than its record": blob(lambda s: lying_storage(900), WEIGHT),
     "a tensor of other sizes": blob(lambda s: torch.zeros(4, 3), WEIGHT),
     "a tensor of another dtype": blob(lambda s: torch.zeros(3, 3, dtype=torch.float16), WEIGHT),
     "..": place(relative_path="../outside"),
