@@ -75,7 +75,9 @@ class PeakMemory(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         name = func._schema.name.split("::")[1]
         for tensor in tree_leaves((args, kwargs, result)):
-            if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
+            if not isinstance(tensor, torch.Tensor) or hasattr(tensor, "__tensor_flatten__"):
+                continue  # a wrapper has no memory of its own
+            if tensor.device.type != "meta":
                 self._note(tensor, name)
         self._take(name)
         return result
