@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from _support import hosts, tiers
+from _support import changed, hosts, tiers
 from _support.engines import ENGINES, Engine, OnRanks, check_fault
 from _support.forked import python_at
 from _support.parity_table import MARKED, gather
@@ -22,6 +22,7 @@ _PRELOAD += ["parallel3d.testing.parity", "parallel3d.parallelize", "parallel3d.
 _PRELOAD += ["parallel3d.checkpoint.loading", "parallel3d.checkpoint.saving"]
 _PRELOAD += ["torch.distributed.checkpoint.state_dict", "parallel3d.guards.session"]
 
+CONCERNED = pytest.StashKey[set[Path]]()
 torch.set_num_threads(1)  # tests run side by side
 tiers.today()  # the workers of xdist get the day of the process that starts them
 
@@ -32,6 +33,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=sorted(ENGINES),
         default="parallel3d",
         help="what the tests with the fixtures engine and on_ranks run on",
+    )
+    parser.addoption(
+        "--changed",
+        nargs="?",
+        const="HEAD",
+        metavar="REF",
+        help="run only the test files that the changes since REF (default: the last commit) concern",
     )
     parser.addoption("--only-engine-tests", action="store_true", help="run only those tests")
 
@@ -47,6 +55,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     deselected: what it imports (Lightning, torchtitan, ...) takes each worker longer than many tests."""
     if not collection_path.name.startswith("test_"):
         return None
+    since = config.getoption("--changed")
+    if since is not None:
+        if CONCERNED not in config.stash:
+            config.stash[CONCERNED] = changed.concerned(changed.changed_since(since))
+        if collection_path not in config.stash[CONCERNED]:
+            return True
     deselected = [m for m in ("slow", "full") if f"not {m}" in config.option.markexpr]
     text = collection_path.read_text() if deselected else ""
     return True if any(f"\npytestmark = pytest.mark.{m}" in text for m in deselected) else None
