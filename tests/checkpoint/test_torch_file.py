@@ -343,7 +343,7 @@ def test_files_without_checksums(tmp_path: Path) -> None:
     assert torch.equal(model.lin.weight, small(1)[0].lin.weight)
 
 
-@pytest.mark.parametrize("share", [0.01, 0.3, 0.6, 0.9, 0.999])
+@pytest.mark.parametrize("share", [0.01, 0.6, 0.999])
 def test_cut_files(tmp_path: Path, share: float) -> None:
     path = tmp_path / "it.pt"
     a_file(path)
@@ -352,7 +352,7 @@ def test_cut_files(tmp_path: Path, share: float) -> None:
     assert isinstance(refused(path, tmp_path / "sentinel"), CorruptCheckpointError)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(10))
 def test_flipped_bits(tmp_path: Path, seed: int) -> None:
     path = tmp_path / "it.pt"
     a_file(path)

@@ -229,26 +229,22 @@ def crcs_of(data: memoryview) -> list[int]:
     return [crc32(data[i : i + BLOCK]) for i in range(0, len(data), BLOCK)]
 
 
-def crc_of(file: int, begin: int, size: int, where: str, buffer: memoryview | None = None) -> int:
-    """Returns the CRC-32 of ``size`` bytes of a file, read through a small buffer."""
-    buffer = memoryview(bytearray(_STRIDE)) if buffer is None else buffer
-    crc = 0
-    for at in range(0, size, _STRIDE):
-        part = buffer[: min(_STRIDE, size - at)]
-        read_into(file, part, begin + at, where)
-        crc = crc32(part, crc)
-    return crc
-
-
-def verify_blocks(file: int, blocks: Iterable[tuple[int, int, int]], where: str) -> None:
-    """Raises CorruptCheckpointError unless each block, (first byte, size, CRC-32), has its checksum."""
+def verify_blocks(
+    file: int, blocks: Iterable[tuple[int, int, int]], where: str, hint: str = ""
+) -> None:
+    """Raises CorruptCheckpointError unless each block, (first byte, size, CRC-32), has its checksum; reads
+    through a small buffer. ``hint`` ends the error."""
     buffer = memoryview(bytearray(_STRIDE))
     for begin, size, expected in blocks:
-        crc = crc_of(file, begin, size, where, buffer)
+        crc = 0
+        for at in range(0, size, _STRIDE):
+            part = buffer[: min(_STRIDE, size - at)]
+            read_into(file, part, begin + at, where)
+            crc = crc32(part, crc)
         if crc != expected:
             raise CorruptCheckpointError(
                 f"{where}: the bytes {begin} to {begin + size} are not those that were saved "
-                f"(CRC-32 {crc:08x}, saved was {expected:08x})"
+                f"(CRC-32 {crc:08x}, saved was {expected:08x}){hint}"
             )
 
 

@@ -21,7 +21,6 @@ from parallel3d._util import dry_run
 from parallel3d.checkpoint.format.files import damaged_if, loads, read_json_object
 from parallel3d.checkpoint.format.safetensors_file import (
     MAX_HEADER,
-    NAMES,
     Stored,
     header_of,
     is_ours,
@@ -213,8 +212,6 @@ def _tensors(model: nn.Module, stored: Mapping[str, str]) -> dict[str, Tensor]:
                 f"{own_name!r} is on meta and has no values; call materialize, or load_hf with the base "
                 "model's folder, first"
             )
-        if tensor.dtype not in NAMES:
-            raise CheckpointError(f"{own_name!r} is {tensor.dtype}, which safetensors don't have")
     return tensors
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel3d.checkpoint.format.files import crc_of
+from parallel3d.checkpoint.format.files import verify_blocks
 from parallel3d.checkpoint.pieces import Box, pieces_of
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
 
@@ -42,15 +42,12 @@ class Records:
     what: str
 
     def verify(self) -> None:
+        hint = (
+            "; files written under torch.serialization.set_crc32_options(False) have no checksums, and "
+            "checksums=False reads them"
+        )
         with open(self.path, "rb") as file:
-            for begin, size, expected in self.blocks:
-                crc = crc_of(file.fileno(), begin, size, self.what)
-                if crc != expected:
-                    raise CorruptCheckpointError(
-                        f"{self.what} has the checksum {crc:08x}, and had {expected:08x} when it was written "
-                        "(files written under torch.serialization.set_crc32_options(False) have none, which "
-                        "checksums=False reads)"
-                    )
+            verify_blocks(file.fileno(), self.blocks, self.what, hint)
 
 
 @dataclass(frozen=True)

@@ -148,14 +148,3 @@ def text(value: str | Path) -> bytes:
     """A string's opcode."""
     encoded = str(value).encode()
     return b"X" + len(encoded).to_bytes(4, "little") + encoded
-
-
-def long_tuple(depth: int) -> bytes:
-    """t = (t, t) again and again: 2 ** depth leaves."""
-    return (
-        b")"
-        + b"\x94h\x00" * 0
-        + b"".join(
-            b"q" + bytes([i % 256]) + b"h" + bytes([i % 256]) + b"\x86" for i in range(depth)
-        )
-    )

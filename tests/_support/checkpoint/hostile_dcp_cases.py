@@ -1,7 +1,6 @@
-"""Over a hundred DCP folders that must not be loaded: what is done to a whole one, by name."""
+"""DCP folders that must not be loaded: what is done to a whole one, by name."""
 
 import os
-import pickle
 import random
 import shutil
 from collections.abc import Callable
@@ -57,12 +56,6 @@ def blob(make: Callable[[Sentinel], Any], name: str = LR) -> InFolder:
 
 def _shape(f: Folder, s: Sentinel) -> None:
     f.tensor(WEIGHT).size = torch.Size([6, 3])
-
-
-def _whole_shape(f: Folder, s: Sentinel) -> None:
-    """All of it agrees, but the model's is another."""
-    f.tensor(BIAS).size = torch.Size([3])
-    f.tensor(BIAS).chunks.pop()
 
 
 def _dtype(f: Folder, s: Sentinel) -> None:
@@ -142,46 +135,29 @@ def lying_storage(numel: int, name: str = "") -> bytes:
 TABLES: dict[str, InFolder] = {
     "a call in the planner's data": _planner,
     "a call in the places": _storage_info,
-    "a call in the folder's name": _key,
     "a call as a value": blob(lambda s: Calls(os.system, touch(s))),
-    "a call in a list as a value": blob(lambda s: [1, {"a": Calls(eval, code(s))}]),
     "a call as betas": blob(
         lambda s: (Calls(exec, code(s)), 0.9), "optimizer.param_groups.0.betas"
     ),
-    "a pickle as a value": blob(lambda s: pickle.dumps(Calls(os.system, touch(s)))),
     "a call as a tensor": blob(lambda s: Calls(os.system, touch(s)), WEIGHT),
     "no tensor as a tensor": blob(lambda s: [1.0], WEIGHT),
-    "a class as a value": blob(lambda s: Path),
     "a value without end": blob(lambda s: _endless()),
     "a storage larger than its record": blob(lambda s: lying_storage(900), WEIGHT),
     "a tensor of other sizes": blob(lambda s: torch.zeros(4, 3), WEIGHT),
-    "a tensor of another dtype": blob(lambda s: torch.zeros(3, 3, dtype=torch.float16), WEIGHT),
     "..": place(relative_path="../outside"),
-    ".. within": place(relative_path="a/../../outside"),
     "an absolute path": place(relative_path=lambda now: "/etc/hostname"),
-    "a path of Windows": place(relative_path="..\\outside"),
-    "a drive of Windows": place(relative_path="C:\\outside"),
     "no path": place(relative_path=""),
-    "the folder": place(relative_path="."),
     "a path with a zero byte": place(relative_path="a\0b"),
     "a path that isn't there": place(relative_path="__7_0.distcp"),
-    "a path of 10000 letters": place(relative_path="a" * 10_000),
     "a path that is a number": place(relative_path=1),
     "the table itself": place(relative_path=".metadata", offset=0, length=100),
     "a negative offset": place(offset=-1),
     "a negative length": place(length=-1),
     "an offset beyond the end": place(offset=2**40),
-    "an offset of 2**100": place(offset=2**100),
     "an offset that is no number": place(offset="0"),
-    "an offset that is a fraction": place(offset=0.5),
-    "a length beyond the end": place(length=2**40),
-    "no length": place(length=0),
-    "one byte off": place(offset=lambda now: now + 1, length=lambda now: now - 1),
     "ten bytes short": place(length=lambda now: now - 10),
-    "a value's length": place(LR, length=lambda now: now - 3),
     "an extension": place(transform_descriptors=["stream.zstd"]),
     "another shape": _shape,
-    "another shape everywhere": _whole_shape,
     "another dtype": _dtype,
     "another dtype everywhere": _all_dtypes,
     "chunks that overlap": _overlap,
@@ -191,21 +167,14 @@ TABLES: dict[str, InFolder] = {
     "a chunk missing": chunks(lambda c: c.pop()),
     "no chunks": chunks(lambda c: c.clear()),
     "a chunk outside": lambda f, s: _box(f, [4, 0], [2, 3]),
-    "a chunk of negative sizes": lambda f, s: _box(f, [3, 0], [-2, -3]),
-    "a chunk at a negative offset": lambda f, s: _box(f, [-3, 0], [2, 3]),
-    "a chunk of other dims": lambda f, s: _box(f, [3], [6]),
     "a chunk of other sizes": lambda f, s: _box(f, [3, 0], [1, 6]),
     "a weight missing": _without(WEIGHT),
-    "a buffer missing": _without("model.count"),
     "options missing": _without("optimizer.param_groups.0.params"),
     "a name changed": _renamed,
     "a chunk nowhere": _no_storage,
     "two tensors at one place": _same_place,
     "no table": _set(state_dict_metadata=None),
-    "a list as a table": _set(state_dict_metadata=[1, 2]),
-    "an empty table": _set(state_dict_metadata={}, planner_data={}),
     "no places": _set(storage_data=None),
-    "places in a list": _set(storage_data=[1]),
 }
 
 

@@ -2,7 +2,6 @@
 
 import copyreg
 import functools
-import importlib
 import os
 import pickle
 import subprocess
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from _support.checkpoint.handmade_dcp import Calls, long_tuple, saved, text
+from _support.checkpoint.handmade_dcp import Calls, saved, text
 
 __all__ = ["PICKLES", "RUN", "Sentinel", "code", "forget_extension", "touch"]
 
@@ -59,9 +58,6 @@ PICKLES: dict[str, InPickle] = {
     "os.system": lambda s: pickle.dumps(Calls(os.system, touch(s))),
     "os.system, protocol 5": lambda s: pickle.dumps(Calls(os.system, touch(s)), 5),
     "eval": lambda s: pickle.dumps(Calls(eval, code(s))),
-    "getattr": lambda s: pickle.dumps(
-        Calls(map, Calls(getattr, Calls(importlib.import_module, "os"), "system"), [touch(s)])
-    ),
     "Popen": lambda s: pickle.dumps(Calls(subprocess.Popen, ["touch", str(s)])),
     "torch.load": _torch_load,
     "a dotted name from torch": lambda s: (
@@ -71,24 +67,6 @@ PICKLES: dict[str, InPickle] = {
         b"\x80\x04" + text("posix") + text("system") + b"\x93" + text(touch(s)) + b"\x85R."
     ),
     "INST": lambda s: b"(" + text(touch(s)) + b"ios\nsystem\n.",
-    "NEWOBJ": lambda s: (
-        b"\x80\x02"
-        + _global("subprocess", "Popen")
-        + b"]"
-        + text("touch")
-        + b"a"
-        + text(s)
-        + b"a\x85\x81."
-    ),
-    "NEWOBJ_EX": lambda s: (
-        b"\x80\x04"
-        + _global("subprocess", "Popen")
-        + b"]"
-        + text("touch")
-        + b"a"
-        + text(s)
-        + b"a\x85}\x92."
-    ),
     "BUILD with __setstate__": lambda s: (
         METADATA
         + b")\x81}"
@@ -100,20 +78,13 @@ PICKLES: dict[str, InPickle] = {
     ),
     "BUILD of a class": lambda s: METADATA + b"N}" + text("__reduce__") + b"Ns\x86b.",
     EXTENSION: _extension,
-    "PERSID": lambda s: b"P" + touch(s).encode() + b"\n.",
     "BINPERSID": lambda s: text(touch(s)) + b"Q.",
-    "a class in place of a value": lambda s: METADATA + b".",
     "nothing": lambda s: b"",
     "a memo of 32 GB": lambda s: b"}r\xff\xff\xff\xff.",
     "a string of 2**62 bytes": lambda s: b"\x8d" + (2**62).to_bytes(8, "little") + b"abc.",
     "bytearray of 2**40": lambda s: b"\x80\x05\x96" + (2**40).to_bytes(8, "little") + b"abc.",
-    "a frame of 2**63": lambda s: b"\x80\x04\x95" + b"\xff" * 8 + b"}.",
-    "a decimal of a million digits": lambda s: b"I" + b"9" * 10**6 + b"\n.",
     "200,000 tuples in one another": lambda s: b")" + b"\x85" * 200_000 + b".",
-    "2**200 tuples": lambda s: long_tuple(200) + b".",
-    "a dict": lambda s: pickle.dumps({"state_dict_metadata": {}}),
     "a zip file": lambda s: saved({"a": torch.zeros(3)}),
-    "text": lambda s: b"#!/bin/sh\n" + touch(s).encode(),
 }
 
 
