@@ -13,7 +13,7 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -25,7 +25,7 @@ from torch import distributed as dist
 
 from parallel3d._torch.groups import set_keys
 from parallel3d.errors import AgreementError, Parallel3dError, PeerFailureError
-from parallel3d.mesh.agreement import check_agreement, name_ranks, ranks_by_value, seconds
+from parallel3d.mesh.agreement import name_ranks, ranks_by_value, seconds
 from parallel3d.mesh.store import Late, next_table, others, wait_for, while_waiting
 
 MESSAGES = ("send", "recv")  # not compared: their two ranks do different things
@@ -373,27 +373,3 @@ def first_difference(logs: Mapping[int, Sequence[RankEvent]]) -> tuple[dict[int,
             odd = [rank for ranks in same if ranks is not common for rank in ranks]
             return {rank: str(event) for rank, event in events.items()}, sorted(odd)
     return {}, []
-
-
-def compare_digests(
-    topic: str, ranks: Sequence[int], texts: Callable[[], Mapping[str, str]]
-) -> None:
-    """Checks that all of ``ranks`` have the same ``texts``; each of them must call it with the same list.
-
-    Ranks compare digests, and texts only if the digests differ. It takes one round trip to the store. Ranks
-    wait for each other as long as the process group's timeout allows, as one may have data to read. It does
-    nothing in a single process.
-
-    Args:
-        topic: what is compared, as errors name it.
-        texts: returns name -> value of all that must be equal.
-
-    Raises:
-        AgreementError: on every rank, with the names that differ, their values and the odd ranks.
-        PeerFailureError: within ``guards.watch``: another rank has failed.
-    """
-    if others() is None or len(ranks) < 2:
-        return
-    values = texts()
-    digest = hashlib.sha256(json.dumps([*values.items()]).encode()).hexdigest()
-    check_agreement(topic, {"digest": digest}, ranks=ranks, details=lambda: values)

@@ -123,7 +123,7 @@ def check_agreement(
     rank: int | None = None,
     world_size: int | None = None,
     ranks: Sequence[int] | None = None,
-    details: Callable[[], Mapping[str, str]] | None = None,
+    by_digest: bool = False,
     explain: _Explain | None = None,
 ) -> None:
     """Checks that every rank passes the same ``value``; every rank must call it.
@@ -143,8 +143,7 @@ def check_agreement(
         store: the store to use, with ``rank`` and ``world_size``; by default those of the default
             process group.
         ranks: the ranks that compare, by default all; the same list on each of them.
-        details: returns the settings behind ``value``, if that is a digest; called, and compared, only
-            where the digests differ.
+        by_digest: compare a digest of all first, and what is behind it only where that differs.
         explain: name of a setting -> function from value -> ranks to the message for the case that this
             is the only difference; the default message if it returns ``""``.
 
@@ -188,12 +187,15 @@ def check_agreement(
         reports = StoreExchange(table, rank, members, timeout, "report", topic, whole)
         return _ReportComparison(reports, explain).run(report)
 
+    report = dict(value), sorted(warn_only)
+    text = json.dumps(report, sort_keys=True)
+    digest = {"digest": hashlib.sha256(text.encode()).hexdigest()}
     try:
-        verdict = compare(topic, (dict(value), sorted(warn_only)), explain or {})
-        if verdict.differs and details is not None:
-            detailed = compare(f"{topic} in detail", (dict(details()), []), {})
-            if detailed.error is not None:
-                verdict = replace(detailed, error=detailed.error.replace(" in detail", "", 1))
+        verdict = compare(topic, (digest, []) if by_digest else report, explain or {})
+        if verdict.differs and by_digest:
+            verdict = compare(f"{topic} in detail", report, explain or {})
+            error = None if verdict.error is None else verdict.error.replace(" in detail", "", 1)
+            verdict = replace(verdict, error=error)
     except dist.DistNetworkError as error:
         raise AgreementError(
             f"rank {rank} lost the store while the ranks compared {topic!r}: the process that "

@@ -76,10 +76,10 @@ def round_trips() -> list[int]:
     """Calls of ``check_agreement`` in three steps; and collectives of the first, which it has none of."""
     counts = []
     model = a_model(2, 2, 1)
-    from parallel3d.guards import journal
+    from parallel3d.fsdp.options import checks
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(journal, "check_agreement", lambda *a, **k: counts.append(1))
+        patch.setattr(checks, "check_agreement", lambda *a, **k: counts.append(1))
         with record_collectives() as recorder:
             for _ in range(3):
                 lm_loss(model, tokens(0)).backward()

@@ -11,7 +11,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +31,6 @@ from parallel3d.fsdp.param import ShardedParam
 from parallel3d.fsdp.same_order import module_names, param_name
 from parallel3d.fsdp.unit import Call, Observer, Unit
 from parallel3d.fsdp.watch import without_values
-from parallel3d.guards.journal import compare_digests
 from parallel3d.guards.nan_losses import nan_losses
 from parallel3d.guards.stalls import say_where_ranks_wait
 from parallel3d.guards.timeouts import check_duration
@@ -140,7 +138,8 @@ def _compare_models(context: RunContext) -> None:
         for param in params_of([unit]):
             by_ranks.setdefault(_ranks(param), []).append((unit, param))
     for ranks in sorted(by_ranks):  # the same order on all ranks
-        compare_digests("model", ranks, partial(_describe_model, by_ranks[ranks], names))
+        described = _describe_model(by_ranks[ranks], names)
+        check_agreement("model", described, ranks=ranks, by_digest=True)
 
 
 def _ranks(param: ShardedParam) -> tuple[int, ...]:
