@@ -11,8 +11,22 @@ from torch import nn
 import parallel3d as p3d
 from parallel3d import MeshLayout
 from parallel3d.testing import GlooPool
+from parallel3d.tp import Colwise, Rowwise, VocabParallel
 
 BF16 = p3d.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+
+SEQUENCE = {
+    "tok": VocabParallel(output="sequence"),
+    "layers.*.norm": "sequence_parallel",
+    "layers.*.norm2": "sequence_parallel",
+    "layers.*.{q,k,v}": Colwise(input="sequence"),
+    "layers.*.o": Rowwise(output="sequence"),
+    "layers.*.up": Colwise(input="sequence"),
+    "layers.*.down": Rowwise(output="sequence"),
+    "norm": "sequence_parallel",
+    "head": Colwise(input="sequence", output="replicate"),
+}
 
 
 def dropped() -> nn.Module:
@@ -26,6 +40,7 @@ CASES: dict[str, tuple[MeshLayout, dict[str, Any], Callable[[], nn.Module]]] = {
     "HFSDP": (MeshLayout(2, 2), {"shard_optimizer_over_replicate": True}, Net),
     "tp": (MeshLayout(1, 2, tp=2), {"tp_plan": PLAN}, Net),
     "auto": (MeshLayout(1, 2, tp=2), {"tp_plan": "auto"}, Net),
+    "sequence parallel": (MeshLayout(1, 2, tp=2), {"tp_plan": SEQUENCE}, Net),
     "loss parallel": (MeshLayout(1, 2, tp=2), {"tp_plan": "auto", "loss_parallel": True}, Net),
     "cp": (MeshLayout(1, 1, cp=4), {}, Net),
     "cp and tp": (MeshLayout(1, 1, cp=2, tp=2), {"tp_plan": PLAN}, Net),
