@@ -57,9 +57,10 @@ def load_torch(
     """Loads a file that ``torch.save`` has written: a state dict of whole tensors, or a dict that contains
     one.
 
-    Every rank of the model's mesh must call it, and reads what it holds. An optimizer's state may be keyed by
-    number, as ``optimizer.state_dict()`` is, or by name. Nothing in the file is executed: it may contain
-    tensors, dicts, lists, tuples, numbers and strings. The ranks of a host verify the checksums together.
+    Every rank of the model's mesh must call it, and reads what it holds, from the mapped file. An optimizer's
+    state may be keyed by number, as ``optimizer.state_dict()`` is, or by name. Nothing in the file is
+    executed: it may contain what ``torch.load(weights_only=True)`` takes. The ranks of a host verify the
+    checksums of the whole file together.
 
     Args:
         file: its path, which every rank must be able to read.
@@ -68,7 +69,8 @@ def load_torch(
             each followed by a dot: "checkpoint.model."; None: search for them.
         optimizer, strict, cast, checksums: as for ``load_dcp``.
         trusted: unpickle the file, which runs code that it contains. It is needed for files with objects of
-            other classes and from before torch 1.6: only for files you made.
+            other classes, of another pickle protocol than 2, and from before torch 1.6: only for files you
+            made.
 
     Raises:
         CheckpointError: on every rank, naming what is wrong; a CorruptCheckpointError if it is damaged. Model

@@ -236,6 +236,12 @@ def test_what_is_no_lock_is_left(tmp_path: Path, short: None, text: str) -> None
     assert (tmp_path / LOCK).read_text() == text and names(tmp_path) == {LOCK}
 
 
+def test_a_folder_is_no_lock(tmp_path: Path, short: None) -> None:
+    (tmp_path / LOCK).mkdir()
+    with pytest.raises(CheckpointError, match=r"doesn't say who saves there.*remove that file"):
+        save(tmp_path, One(1), step=1)
+
+
 @pytest.mark.parametrize(
     "owner",
     [{"pid": -1}, {"pid": 2**70}, {"pid": True}, {"host": 3}, {"host": "a\nb"}, {"began": "x"}],

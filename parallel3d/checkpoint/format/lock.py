@@ -273,7 +273,7 @@ def _read(path: Path) -> tuple[bytes | None, int]:
         return None if isinstance(error, FileNotFoundError) else b"", 0
     try:
         return os.read(file, 1 << 16), os.fstat(file).st_mtime_ns
-    except OSError:  # a folder; on NFS, one that was removed just now on another machine
-        return b"", 0
+    except OSError as error:  # ESTALE on NFS: it was removed just now on another machine
+        return None if error.errno == errno.ESTALE else b"", 0
     finally:
         os.close(file)
