@@ -92,6 +92,9 @@ class _Timing:
         self.stack = step.workload.profile
         self.units, self.rate = step.model.units, memory_rate(self.gpu)
         self.hybrid = step.workload.is_hybrid(step.layout.replicate)
+        # Elements of the parameters of one tp rank, before they are sharded: of each unit, of all.
+        self.sizes = {id(u): local_numel(u, self.layout.tp) for u in self.units}
+        self.numel = sum(u.count * self.sizes[id(u)] for u in self.units)
         axes = "replicate", "cp", "tp"
         self.links = {axis: link_of(self.layout, axis, step.cluster) for axis in axes}
         self.links["shard"] = shard_link(self.layout, step.cluster)
@@ -134,11 +137,6 @@ class _Timing:
             list(zip(units, times, strict=True)),
             self.rules(),
         )
-
-    def numel(self, kind: str | None = None) -> int:
-        """Elements of the parameters of one tp rank, before they are sharded."""
-        units = [u for u in self.units if kind in (None, u.kind)]
-        return sum(u.count * local_numel(u, self.layout.tp) for u in units)
 
     def collective(self, kind: str, nbytes: float, axis: str) -> float:
         seconds = collective_time(kind, nbytes, self.links[axis], self.step.cluster)
@@ -210,7 +208,7 @@ class _Timing:
         backward = kernels.backward + tp_backward + cp_backward
         moved = offloaded(unit, self.gpu, work, self.layout.tp, self.layout.cp)
         moved *= self.step.micro_batch * work.local_tokens(self.layout.cp)
-        numel = local_numel(unit, self.layout.tp)
+        numel = self.sizes[id(unit)]
         gather = reduce = summed = again = 0.0
         if work.sharding == "fsdp" and numel:
             gather = self.collective("all_gather", numel * work.compute_itemsize, "shard")
@@ -241,7 +239,7 @@ class _Timing:
         gradients reduced, in another dtype.
         """
         work, tp, shard = self.work, self.layout.tp, self.links["shard"].size
-        numel, dense = local_numel(unit, tp), self.dense_gradient(unit)
+        numel, dense = self.sizes[id(unit)], self.dense_gradient(unit)
         if shard == 1:
             sizes = work.param_itemsize, work.compute_itemsize, work.reduce_itemsize
             cast, reduced = ((a + b) * numel if a != b else 0 for a, b in pairwise(sizes))
@@ -276,7 +274,7 @@ class _Timing:
 
     def exposed(self, times: list[UnitTimes]) -> tuple[Exposed, Exposed]:
         """(of every micro-batch but the last, of the last one)."""
-        work, numel, rules = self.work, self.numel(), self.rules()
+        work, numel, rules = self.work, self.numel, self.rules()
         if work.sharding == "fsdp":
             each = last = exposed_of(times, rules, all_reduce=True)
             if self.accumulation > 1 and self.layout.replicate > 1:
@@ -352,7 +350,7 @@ class _Timing:
 
     def engine_terms(self, exposed: Exposed, last: Exposed) -> Iterator[Term]:
         """Copies in and out of buffers, exposed communication, accumulation."""
-        n, numel, rate = self.accumulation, self.numel(), self.rate
+        n, numel, rate = self.accumulation, self.numel, self.rate
         shard, is_fsdp = self.links["shard"].size, self.work.sharding == "fsdp"
         add = self.stack.constant("accumulate")
         copied = 0.0
@@ -389,7 +387,7 @@ class _Timing:
 
     def optimizer(self) -> Term:
         """Parameters, gradients and state are read, parameters and state written."""
-        work, numel, rate = self.work, self.numel(), self.rate
+        work, numel, rate = self.work, self.numel, self.rate
         sharded = self.links["shard"].size
         hybrid = sharded * (self.layout.replicate if self.hybrid else 1)
         ranks = {"fsdp": hybrid, "zero1": self.layout.replicate, "ddp": 1}[work.sharding]
