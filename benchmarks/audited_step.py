@@ -106,7 +106,7 @@ def measured(name: str, rounds: int) -> dict[str, float]:
     build, batch, sizes = MODELS[name]
     mesh = p3d.build_mesh(p3d.MeshLayout(**sizes), device_type="cpu")
     torch.manual_seed(0)
-    model = p3d.parallelize(build(), mesh, audit=True)
+    model = p3d.parallelize(build(), mesh, checks=p3d.Checks(audit=True))
     inputs = batch()
     tokens = not inputs.is_floating_point()
     if "cp" in sizes:

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from parallel3d.mesh import MeshLayout as MeshLayout
     from parallel3d.mesh import build_mesh as build_mesh
     from parallel3d.mesh.seeding import seed_step as seed_step
+    from parallel3d.parallelize import Checks as Checks
+    from parallel3d.parallelize import Sharding as Sharding
     from parallel3d.parallelize import parallelize as parallelize
     from parallel3d.tools import doctor as doctor
     from parallel3d.tools import dryrun as dryrun
@@ -63,7 +65,7 @@ else:
             ".materialize": "materialize",
             ".mesh": "MeshLayout build_mesh",
             ".mesh.seeding": "seed_step",
-            ".parallelize": "parallelize",
+            ".parallelize": "Checks Sharding parallelize",
             ".tools": "doctor dryrun launch",
             ".tp": "resolve_plan",
         },

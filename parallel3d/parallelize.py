@@ -7,7 +7,10 @@ import importlib
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
+from difflib import get_close_matches
+from inspect import signature
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -31,7 +34,13 @@ from parallel3d.activations.kinds import (
 from parallel3d.audit.training import attach, skeleton_of
 from parallel3d.cp.batch import cp_axis
 from parallel3d.cp.model import ContextParallel, CpPlan, check_options, plan_cp
-from parallel3d.errors import AgreementError, MeshError, Parallel3dError, PlanError
+from parallel3d.errors import (
+    AgreementError,
+    MeshError,
+    Parallel3dError,
+    PlanError,
+    WrongTypeError,
+)
 from parallel3d.fsdp import MixedPrecisionPolicy, ShardingStrategy, fully_shard
 from parallel3d.fsdp.inspect import (
     as_instance,
@@ -57,28 +66,93 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 _LOGGER = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """How parameters are sharded: ``parallelize(fsdp=Sharding(...))``.
+
+    Attributes:
+        reshard_after_forward: whether blocks are resharded after forward; by default they are. The final norm
+            and head never are.
+        shard_optimizer_over_replicate: HFSDP, see ``fully_shard``.
+    """
+
+    reshard_after_forward: bool | None = None
+    shard_optimizer_over_replicate: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checks:
+    """What ``parallelize(checks=Checks(...))`` checks, and how.
+
+    Attributes:
+        strict: whether a plan's rule that matches nothing is an error.
+        same_batch: check, in the first training forward, that the ranks of each tp group have the same batch;
+            ``tp.check_same_batch`` checks every forward.
+        audit: compare the first training step with the plain computation, unit by unit, on its batch and
+            device, and raise AuditError on all ranks if something differs (``docs/audit.md``); None: where cp
+            is more than 1, or tp is and ``tp_plan`` is no ``"auto"``.
+        example: ``(args, kwargs)`` of a small batch for the model's forward, with which a plan is derived or
+            checked, and what mixes positions is found; needed where no input can be guessed.
+        timeout: how long ranks wait for one that has not come, say because it still loads its model; by
+            default the process group's timeout. After half a minute one says who is missing.
+    """
+
+    strict: bool = True
+    same_batch: bool = True
+    audit: bool | None = None
+    example: Any = None
+    timeout: timedelta | None = None
+
+
+_CHECKS = Checks()
+_RENAMED = {"check_same_batch": "same_batch"}
+
+
+def _with_old(
+    fsdp: Any, checks: Any, old: Mapping[str, Any]
+) -> tuple[bool | ShardingStrategy, Sharding, Checks]:
+    """Returns ``fsdp`` without what a ``Sharding`` says, that Sharding, and the checks; ``old``: arguments
+    from before these two classes."""
+    sharding = fsdp if isinstance(fsdp, Sharding) else Sharding()
+    if not isinstance(checks, Checks):
+        raise Parallel3dError(f"checks is {checks!r}; it must be a parallel3d.Checks")
+    known = {each.name: "fsdp=Sharding" for each in fields(Sharding)}
+    known |= {each.name: "checks=Checks" for each in fields(Checks)}
+    for given, value in old.items():
+        name = _RENAMED.get(given, given)
+        if name not in known or name == "same_batch" == given:
+            near = get_close_matches(given, [*signature(parallelize).parameters, *known], n=1)
+            hint = f"; the nearest is {near[0]}" if near else ""
+            raise WrongTypeError(f"parallelize has no argument {given!r}{hint}")
+        warnings.warn(
+            f"parallelize({given}=...) is now parallelize({known[name]}({name}=...))",
+            DeprecationWarning,
+            stacklevel=4,
+        )
+        if known[name] == "fsdp=Sharding":
+            sharding = replace(sharding, **{name: value})
+        else:
+            checks = replace(checks, **{name: value})
+    return True if isinstance(fsdp, Sharding) else fsdp, sharding, checks
+
+
 @tells_others
 def parallelize(
     model: ModelT,
     mesh: DeviceMesh,
     tp_plan: Plan | None = None,
-    fsdp: bool | ShardingStrategy = True,
+    fsdp: bool | ShardingStrategy | Sharding = True,
     *,
     units: Sequence[str] | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
-    reshard_after_forward: bool | None = None,
-    shard_optimizer_over_replicate: bool = False,
     activation_checkpointing: Kind = False,
     compile: bool | str = False,
     loss_parallel: bool | str = False,
-    strict: bool = True,
     context_parallel: str | ContextParallel | None = None,
     axes: Mapping[str, str] | None = None,
-    example: Any = None,
-    check_same_batch: bool = True,
+    checks: Checks = _CHECKS,
     engine: Literal["parallel3d", "torch"] = "parallel3d",
-    timeout: timedelta | None = None,
-    audit: bool | None = None,
+    **old: Any,
 ) -> ModelT:
     """Makes ``model`` train with tensor parallelism, FSDP and HSDP on ``mesh``.
 
@@ -92,8 +166,9 @@ def parallelize(
         tp_plan: pattern -> style, see ``parallel3d.tp.resolve_plan``, or ``"auto"``: the model's own plan
             (Hugging Face's models have one) or one derived from it, see ``parallel3d.tp.auto_plan``.
             Required if tp > 1.
-        fsdp: False asserts that gradients need no reduction: replicate = shard = cp = 1. A
-            ``ShardingStrategy`` of FSDP1 must fit the mesh, and sets ``reshard_after_forward``.
+        fsdp: False asserts that gradients need no reduction: replicate = shard = cp = 1. A ``Sharding`` has
+            more to say. A ``ShardingStrategy`` of FSDP1 must fit the mesh, and says whether blocks are
+            resharded after forward.
         units: names (with wildcards) of the blocks to shard one by one; by default the members of the
             model's outermost ``nn.ModuleList`` s, and of an ``nn.ModuleDict`` of one class, and blocks in
             numbered attributes. Of several levels, ``["layers.*", "layers.*.experts"]``, the outermost are
@@ -101,9 +176,6 @@ def parallelize(
             ``"!embed"`` leaves a module in the root that would be, or be in, a unit: an embedding, the final
             norm, the head, a block. Alone, ``["!embed", "!head"]``, the blocks are those by default.
         mp_policy: dtypes of computing and reducing.
-        reshard_after_forward: whether blocks are resharded after forward; by default they are, unless a
-            ShardingStrategy says otherwise. The final norm and head never are.
-        shard_optimizer_over_replicate: HFSDP, see ``fully_shard``.
         activation_checkpointing: True: recompute each block in backward. ``"selective"``: but for matmuls,
             attention and the collectives of tp and cp, which are kept; a policy function, torch's
             ``(ctx, op, *args, **kwargs) -> CheckpointPolicy``: but for what it names, and collectives.
@@ -115,22 +187,15 @@ def parallelize(
             ``F.cross_entropy`` takes as they are; everything else gets them gathered. The model's code stays
             as it is, and the loss is whole. ``"chunked"``: in training the loss computes the logits of some
             tokens at a time, and again in backward; also without tp.
-        strict: whether a plan's rule that matches nothing is an error.
         context_parallel: with cp > 1, the kind of attention: ``"ulysses"``, ``"gather"``, ``"ring"``, or by
             default ``"auto"``, which picks by heads, length and bytes (``p3d.cp.summary`` says why); or a
             ``p3d.cp.ContextParallel``. Batches must go through ``p3d.cp.shard_batch``.
         axes: names of another mesh -> ours: ``{"data_parallel": "shard", "tensor_parallel": "tp"}``.
-        example: ``(args, kwargs)`` of a small batch for the model's forward, with which a plan is derived or
-            checked, and what mixes positions is found; needed where no input can be guessed.
-        check_same_batch: check, in the first training forward, that the ranks of each tp group have the
-            same batch; ``tp.check_same_batch`` checks every forward.
+        checks: what is checked, and by which example.
         engine: ``"torch"``: the same by torch's ``fully_shard`` and ``parallelize_module``, to compare with,
             or as a way out. What they can't do is an error.
-        timeout: how long ranks wait for one that has not come, say because it still loads its model; by
-            default the process group's timeout. After half a minute one says who is missing.
-        audit: compare the first training step with the plain computation, unit by unit, on its batch and
-            device, and raise AuditError on all ranks if something differs (``docs/audit.md``); None: where cp
-            is more than 1, or tp is and ``tp_plan`` is no ``"auto"``.
+        old: fields of ``Sharding`` and ``Checks``, and ``check_same_batch``, which were arguments: each a
+            DeprecationWarning with what to write.
 
     Returns:
         ``model`` itself.
@@ -141,10 +206,16 @@ def parallelize(
             or options.
     """
     policy = as_instance(MixedPrecisionPolicy if mp_policy is None else mp_policy)
+    fsdp, sharding, checks = _with_old(fsdp, checks, old)
+    over_replicate, timeout, audit = (
+        sharding.shard_optimizer_over_replicate,
+        checks.timeout,
+        checks.audit,
+    )
     switches: dict[str, Any] = {
-        "strict": strict,
-        "shard_optimizer_over_replicate": shard_optimizer_over_replicate,
-        "check_same_batch": check_same_batch,
+        "strict": checks.strict,
+        "shard_optimizer_over_replicate": over_replicate,
+        "check_same_batch": checks.same_batch,
     }
     shard: Callable[..., Any] = fully_shard
     plan, found, settings, reshard = None, Units([], [], [], []), {}, True
@@ -161,7 +232,7 @@ def parallelize(
         _check_model(model)
         _check_switches(**switches, audit=audit is not None and audit)
         _check_compile(compile)
-        other = _other_engine(engine, shard_optimizer_over_replicate, loss_parallel)
+        other = _other_engine(engine, over_replicate, loss_parallel)
         check_kind(activation_checkpointing, engine)
         if not isinstance(loss_parallel, bool) and loss_parallel != "chunked":
             raise Parallel3dError(
@@ -169,12 +240,12 @@ def parallelize(
             )
         _check_options(whole, tp_plan, fsdp, policy)
         cp_options = check_options(context_parallel)
-        reshard = _reshard(mesh, fsdp, reshard_after_forward)
+        reshard = _reshard(mesh, fsdp, sharding.reshard_after_forward)
         if tp_plan is not None:  # with tp = 1 too: a wrong plan is wrong on every mesh
             tp = data_axes(mesh).size(data_axes(mesh).tp)
-            plan = resolve_plan(model, tp_plan, tp, strict=strict, example=example)
+            plan = resolve_plan(model, tp_plan, tp, strict=checks.strict, example=checks.example)
         if cp_axis(whole) is not None:
-            cp_plan = plan_cp(model, cp_options, example)
+            cp_plan = plan_cp(model, cp_options, checks.example)
         found = find_units(model, units)
         plan = _plan_loss(model, plan, found, loss_parallel)
         _check_chunks(plan, found, compile)
@@ -185,7 +256,7 @@ def parallelize(
                 fully_shard,
                 mesh=mesh,
                 mp_policy=policy,
-                shard_optimizer_over_replicate=shard_optimizer_over_replicate,
+                shard_optimizer_over_replicate=over_replicate,
             )
         settings = _settings(model, plan, found, whole, policy)
         switches |= {"fsdp": bool(fsdp), "reshard_after_forward": reshard}
@@ -244,7 +315,7 @@ def parallelize(
             shard([module for _, module in found.final_norm_and_head], reshard_after_forward=False)
         shard(model, reshard_after_forward=False)
         attach_offload()
-        if check_same_batch and not (plan is not None and plan.takes_rows):
+        if checks.same_batch and not (plan is not None and plan.takes_rows):
             check_first_batch(model, mesh)
         if skeleton is not None:
             attach(model, skeleton, whole, due=True)
@@ -403,7 +474,9 @@ def _check_options(
     policy: MixedPrecisionPolicy,
 ) -> None:
     if not isinstance(fsdp, (bool, ShardingStrategy)):
-        raise Parallel3dError(f"fsdp is {fsdp!r}; it must be True, False or a ShardingStrategy")
+        raise Parallel3dError(
+            f"fsdp is {fsdp!r}; it must be True, False, a Sharding or a ShardingStrategy"
+        )
     check_policy(policy)
     if tp_plan is not None:
         check_plan_type(tp_plan)

@@ -197,11 +197,13 @@ def build_model(
         mesh,
         tp_plan=plan,
         mp_policy=BF16 if options.mixed_precision else p3d.MixedPrecisionPolicy(),
-        reshard_after_forward=not options.no_reshard,
-        shard_optimizer_over_replicate=options.hfsdp,
+        fsdp=p3d.Sharding(
+            reshard_after_forward=not options.no_reshard,
+            shard_optimizer_over_replicate=options.hfsdp,
+        ),
         activation_checkpointing=recomputed(options),
         context_parallel=str(options.cp_attention),
-        example=EXAMPLE if options.cp > 1 else None,
+        checks=p3d.Checks(example=EXAMPLE if options.cp > 1 else None),
         compile=options.compile,
         loss_parallel=LOSS_PARALLEL[options.loss_parallel],
     )

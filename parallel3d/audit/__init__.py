@@ -3,7 +3,7 @@
 What a static check finds was proven of another run: on the meta device, at other lengths, with other kernels.
 Here each unit's real inputs, outputs and gradients are gathered, and the plain module computes the same.
 
-- ``parallelize(audit=...)`` asks for it, and has it by default where cp > 1.
+- ``parallelize(checks=Checks(audit=...))`` asks for it, and has it by default where cp > 1.
 - ``next_step(model)`` asks for it again, ``report(model)`` says what was compared, and what could not be.
 """
 

@@ -71,7 +71,8 @@ def audit_of(model: nn.Module) -> Audit:
     if found is None:
         raise StateError(
             f"{type(model).__name__} has no audit: give the model that parallelize has returned, with "
-            "parallelize(..., audit=True) where neither cp > 1 nor a plan by hand has it by itself"
+            "parallelize(..., checks=Checks(audit=True)) where neither cp > 1 nor a plan by hand has it by "
+            "itself"
         )
     return found
 

@@ -181,9 +181,9 @@ def plan_cp(model: nn.Module, options: ContextParallel, example: Any = None) -> 
     where = f" with {describe(tried)}" if tried is not None else ""
     raise PlanError(
         f"context parallelism: the model could not be run on the meta device{where}, which shows whether "
-        f"anything but attention mixes positions: {first_error}. Give parallelize an example=(args, kwargs) "
-        "of its forward, name what it can't run in context_parallel=p3d.cp.ContextParallel(position_wise="
-        "...), or use cp=1"
+        f"anything but attention mixes positions: {first_error}. Give parallelize an example of its "
+        "forward, checks=Checks(example=(args, kwargs)), name what it can't run in context_parallel="
+        "p3d.cp.ContextParallel(position_wise=...), or use cp=1"
     ) from first_error
 
 

@@ -205,7 +205,7 @@ class _BatchCheck:
 class _FirstCheck(_BatchCheck):
     """Compares digests, and all values only where these differ."""
 
-    more = "; or leave this check out: check_same_batch=False"
+    more = "; or leave this check out: checks=Checks(same_batch=False)"
 
     @torch.no_grad()
     def compare(self, named: list[tuple[str, torch.Tensor]]) -> None:

@@ -66,7 +66,7 @@ def test_simulated_ranks() -> None:
         ):
             with pytest.raises(AgreementError, match=said) as error:
                 check(*inputs)
-            assert "check_same_batch=False" in str(error.value)
+            assert "checks=Checks(same_batch=False)" in str(error.value)
 
         model = check(ids)
         assert not model._forward_pre_hooks

@@ -135,7 +135,11 @@ def test_a_model_that_can_not_be_run():
     for kind in (SelfHeads, SelfH, TwoLayers, MlpFused):
         said = refused(Two(kind), plan_of(kind))
         assert "it can't be shown that ranks may compute on parts" in said
-        assert "example=((input,), {})" in said and "LocalSizes" in said and '"auto"' in said
+        assert (
+            "checks=Checks(example=((input,), {}))" in said
+            and "LocalSizes" in said
+            and '"auto"' in said
+        )
     assert "reads self.h" in refused(Two(SelfH), plan_of(SelfH))
     for kind, why in ((NumHeads, "by its 8 heads"), (Mlp, "must be by element")):
         (reads, said) = resolve_plan(Two(kind), plan_of(kind), 2).unchecked

@@ -405,7 +405,7 @@ def _arguments(best: Prediction) -> dict[str, str]:
     recompute = f"ActivationOffload(pool_gib={gib})" if gib else repr(kind.argument)
     found = {} if kind.argument is None else {"activation_checkpointing": recompute}
     if layout.shard * layout.cp > 1:
-        found["reshard_after_forward"] = repr(work.reshard_after_forward)
+        found["fsdp"] = f"Sharding(reshard_after_forward={work.reshard_after_forward})"
     if layout.cp > 1:
         found["context_parallel"] = repr(work.cp_attention)
     if work.chunked_loss:

@@ -126,7 +126,7 @@ class _Check:
                 if example is not None:
                     self.problem(f"the model {error}: {first}")
                     return
-                give = "give parallelize, or resolve_plan, example=((input,), {})"
+                give = "give parallelize checks=Checks(example=((input,), {})), or resolve_plan the example"
                 why = f"the model {error} ({first}); {give}"
             self.unchecked.append(f"which weights the model reads outside their modules: {why}")
             for group in self.by_structure():

@@ -330,8 +330,8 @@ class _Derivation:
         except DidNotRun as error:
             raise PlanError(
                 f"a plan for {type(model).__name__} can't be derived: the model must run once, and {error}. "
-                f"Give parallelize, or auto_plan, a small batch: example=(args, kwargs) of its "
-                f"forward{_signature(model)}{error.tries}"
+                f"Give parallelize checks=Checks(example=(args, kwargs)), or auto_plan the example: a small "
+                f"batch of its forward{_signature(model)}{error.tries}"
             ) from None
         self.modules = dict(model.named_modules())
         self.layers = layers
