@@ -1,3 +1,10 @@
 """``parallel3d.tools.launch`` by its shorter name."""
 
-from parallel3d.tools.launch import *  # noqa: F403
+from typing import TYPE_CHECKING
+
+from parallel3d._util.lazy import export_as
+
+if TYPE_CHECKING:
+    from parallel3d.tools.launch import *  # noqa: F403
+else:
+    export_as(__name__, "parallel3d.tools.launch")

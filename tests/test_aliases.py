@@ -14,6 +14,9 @@ def test_both_names_have_the_same_objects(name: str) -> None:
     assert getattr(p3d, name) is package  # also after an import of the short name
     for each in package.__all__:
         assert getattr(short, each) is getattr(package, each)
+    assert dir(short)[-1] in package.__all__ == short.__all__
+    with pytest.raises(AttributeError, match="has no 'nothing'"):
+        _ = short.nothing
 
 
 def test_a_name_that_is_not_there_is_an_error() -> None:

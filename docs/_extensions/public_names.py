@@ -28,25 +28,19 @@ PACKAGES = (ROOT, *(f"{ROOT}.{page}" for page in PAGES if page != ROOT))
 """The packages that have a page, the root first."""
 
 
-def package_of(name: str) -> Any:
-    """The package of that name: of ``parallel3d.dryrun`` the one that it stands for."""
-    root = importlib.import_module(ROOT)
-    return root if name == ROOT else getattr(root, name.removeprefix(f"{ROOT}."))
-
-
 def public_names(package: str) -> list[str]:
     """What ``package`` exports, packages left out: they have pages of their own."""
-    module = package_of(package)
+    module = importlib.import_module(package)
     return [n for n in module.__all__ if not isinstance(getattr(module, n), ModuleType)]
 
 
 def documented_under(package: str, name: str) -> str:
     """The full name of where ``name`` of ``package`` is described: the first package that exports it."""
-    value = getattr(package_of(package), name)
+    value = getattr(importlib.import_module(package), name)
     for other in PACKAGES:
         if other == package:
             break
-        exported = package_of(other)
+        exported = importlib.import_module(other)
         if name in exported.__all__ and getattr(exported, name) is value:
             return f"{other}.{name}"
     return f"{package}.{name}"
@@ -75,7 +69,7 @@ class Public(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         package = self.arguments[0]
-        module = package_of(package)
+        module = importlib.import_module(package)
         names = sorted(public_names(package), key=lambda n: (kind(getattr(module, n)), n.lower()))
         own = [n for n in names if not is_torchs(getattr(module, n))]
         lines = [".. list-table::", "   :widths: 30 70", ""]
@@ -126,7 +120,7 @@ def summary(module: ModuleType, name: str) -> str:
 
 def module_of(package: str, name: str) -> str:
     """The module that ``package`` takes ``name`` from."""
-    return package_of(package)._exports[name]
+    return vars(importlib.import_module(package))["_exports"][name]
 
 
 def _comment_of(module: str, name: str) -> list[str]:

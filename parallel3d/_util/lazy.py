@@ -26,7 +26,7 @@ class _LazyPackage(ModuleType):
             return value
         path = f"{self.__name__}.{name}"
         # ``parallel3d.mesh.layout`` works without an import of its own.
-        if not name.startswith("__") and find_spec(path) is not None:
+        if not name.startswith("__") and "__path__" in vars(self) and find_spec(path) is not None:
             return importlib.import_module(path)
         from difflib import get_close_matches
 
@@ -58,3 +58,10 @@ def export_lazily(package: str, exports: Mapping[str, str]) -> None:
     vars(module)["__all__"] = sorted(where)
     vars(module)["_exports"] = {name: at for name, at in where.items() if at != package}
     module.__class__ = _LazyPackage
+
+
+def export_as(module: str, package: str) -> None:
+    """Gives the calling module, of this ``__name__``, the exports of the ``package`` that it stands for."""
+    named, real = sys.modules[module], importlib.import_module(package)
+    vars(named).update({each: vars(real)[each] for each in ("__all__", "_exports")})
+    named.__class__ = _LazyPackage
