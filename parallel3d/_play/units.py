@@ -55,7 +55,7 @@ class UnitTimes:
         return [piece for piece in first + rest * (parts - 1) if piece[1]]
 
 
-class Rules(NamedTuple):
+class PlayRules(NamedTuple):
     """How a stack's engine communicates.
 
     Attributes:
@@ -113,7 +113,7 @@ STEADY = 4
 _EQUAL = 1e-10
 
 
-def exposed_of(units: Sequence[UnitTimes], rules: Rules, *, all_reduce: bool) -> Exposed:
+def exposed_of(units: Sequence[UnitTimes], rules: PlayRules, *, all_reduce: bool) -> Exposed:
     """What nothing hides of one forward and backward.
 
     Args:
@@ -143,7 +143,12 @@ class MicroBatch:
     """
 
     def __init__(
-        self, units: Sequence[UnitTimes], rules: Rules, few: int = 2**31, *, records: bool = False
+        self,
+        units: Sequence[UnitTimes],
+        rules: PlayRules,
+        few: int = 2**31,
+        *,
+        records: bool = False,
     ) -> None:
         self.rules, self.records, self.is_steady = rules, records, True
         self.spans: list[Span] = []

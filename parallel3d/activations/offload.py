@@ -208,7 +208,7 @@ class _Handle:
 
     __slots__ = ("_as", "dtype", "moved", "record")
 
-    def __init__(self, x: Tensor, moved: _Moved, record: _Record) -> None:
+    def __init__(self, x: Tensor, moved: _Moved, record: _Offloaded) -> None:
         self.moved, self.record, self.dtype = moved, record, x.dtype
         self._as = x.shape, x.stride(), x.storage_offset()
 
@@ -244,7 +244,7 @@ def _changed(tensor: Tensor) -> StateError:
     )
 
 
-class _Record:
+class _Offloaded:
     """What one forward of a block has moved; the graph holds it."""
 
     def __init__(self, counts: OffloadCounts, copies: _Copies) -> None:
@@ -308,7 +308,7 @@ class Offload:
         return self.pool, self.copies
 
     @contextmanager
-    def saving(self, own: set[int], record: Callable[[_Record], None]) -> Iterator[None]:
+    def saving(self, own: set[int], record: Callable[[_Offloaded], None]) -> Iterator[None]:
         """Within the body, the forward of a block, what autograd saves is moved.
 
         Args:
@@ -316,7 +316,7 @@ class Offload:
             record: called with the record of what is moved, when there is some.
         """
         moved: list[_Moved] = []
-        made: list[_Record] = []
+        made: list[_Offloaded] = []
 
         def pack(x: Tensor) -> _Handle | _Stays:
             if not self._moves(x, own):
@@ -327,7 +327,7 @@ class Offload:
                 return _Stays(x)
             if not made:
                 assert self.copies is not None
-                made.append(_Record(self.counts, self.copies))
+                made.append(_Offloaded(self.counts, self.copies))
                 record(made[0])
             made[0].moved.append(weakref.ref(found))
             return _Handle(x, found, made[0])
@@ -411,7 +411,7 @@ class BlockOffload(Observer):
 
     def __init__(self, shared: Offload, *, stays: bool) -> None:
         self.shared, self.stays = shared, stays
-        self.records: list[weakref.ref[_Record]] = []
+        self.records: list[weakref.ref[_Offloaded]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BlockOffload:
         return BlockOffload(self.shared, stays=self.stays)
@@ -429,7 +429,7 @@ class BlockOffload(Observer):
         with self.shared.saving(set(map(id, kept)), self._note):
             return inner(block, *args, **kwargs)
 
-    def _note(self, record: _Record) -> None:
+    def _note(self, record: _Offloaded) -> None:
         self.records = [ref for ref in self.records if ref() is not None]
         self.records.append(weakref.ref(record))
 

@@ -27,7 +27,7 @@ from parallel3d.checkpoint.model_state import (
     PREFIX,
     Contents,
     ModelState,
-    Stored,
+    StoredNames,
     extra_name,
     model_state,
     stored_extra_state,
@@ -253,7 +253,7 @@ class _Load:
         """Finds the targets and checks that everything fits; reads what each rank reads whole (random states,
         extra state, extra). Returns the arguments that must be the same on all ranks."""
         contents = self.contents = Contents(self.folder, self.info, self.index)
-        stored = Stored(self.folder, self.index)
+        stored = StoredNames(self.folder, self.index)
         for alias, name in contents.ties.items():
             self.index.tensors[alias] = self.index.tensors[name]
         state = model_state(model, contents.only)
@@ -269,7 +269,7 @@ class _Load:
             _check_fits(self.folder, name, self.index.tensors[name], target)
         return {"optimizers": len(optimizers)}
 
-    def _prepare_extra(self, extra: Mapping[str, Any] | None, stored: Stored) -> None:
+    def _prepare_extra(self, extra: Mapping[str, Any] | None, stored: StoredNames) -> None:
         targets: dict[str, Tensor] = {}
         if extra is not None:
             encode(as_dict("extra", extra), "extra", keeper(targets))

@@ -25,7 +25,7 @@ from parallel3d.fsdp.inspect import check_at_rest, to_rest, units_of
 _LIMIT = 1 << 30  # bytes
 
 
-class Stored:
+class StoredNames:
     """Resolves the names of tensors in values: each may be used once, and only where it belongs.
 
     Otherwise a value could name a parameter, which would then be read in the value's place.
@@ -299,7 +299,7 @@ class ExtraState:
             module.set_extra_state(value)
 
 
-def stored_extra_state(model: nn.Module, contents: Contents, stored: Stored) -> ExtraState:
+def stored_extra_state(model: nn.Module, contents: Contents, stored: StoredNames) -> ExtraState:
     """Returns what the checkpoint has for the modules of ``model``."""
     modules = {plain_name(n): m for n, m in model.named_modules() if has_extra(m)}
     wanted = modules if contents.only is None else {}

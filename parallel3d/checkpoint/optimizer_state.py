@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from parallel3d._torch.dtensor import get_local_tensor, make_dtensor, make_spec
 from parallel3d._util.arguments import counted
 from parallel3d._util.quantised import wrapper_kind
-from parallel3d.checkpoint.model_state import Contents, Stored, parameter_names
+from parallel3d.checkpoint.model_state import Contents, StoredNames, parameter_names
 from parallel3d.checkpoint.pieces import shares_memory_within
 from parallel3d.checkpoint.values import decode, encode, keeper
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
@@ -103,7 +103,7 @@ def _names_of(group: dict[str, Any], number: int, names: Mapping[int, str]) -> l
 class _LoadedGroups:
     """The stored ``param_groups``, for an optimizer that may group its parameters in another way."""
 
-    def __init__(self, contents: Contents, stored: Stored) -> None:
+    def __init__(self, contents: Contents, stored: StoredNames) -> None:
         self._same_torch = contents.versions.get("torch") == torch.__version__
         # By parameter name: (encoded options, decoded ones, kind of optimizer).
         self.of: dict[str, tuple[Any, dict[str, Any], str | None]] = {}
@@ -204,7 +204,7 @@ class LoadedOptimizers:
         model: nn.Module,
         optimizers: Sequence[Optimizer],
         contents: Contents,
-        stored: Stored,
+        stored: StoredNames,
     ) -> None:
         self.tensors: dict[str, Tensor] = {}
         self._stored = stored

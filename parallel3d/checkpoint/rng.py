@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import DeviceMesh
 
 from parallel3d.checkpoint.format.files import damaged_if
-from parallel3d.checkpoint.model_state import Contents, Stored
+from parallel3d.checkpoint.model_state import Contents, StoredNames
 from parallel3d.checkpoint.ranks import Ranks
 from parallel3d.mesh.seeding import StepSeed, last_step_seed, number_of, set_step_seed
 
@@ -64,7 +64,12 @@ class LoadedRng:
     """
 
     def __init__(
-        self, contents: Contents, stored: Stored, ranks: Ranks, mesh: DeviceMesh | None, same: bool
+        self,
+        contents: Contents,
+        stored: StoredNames,
+        ranks: Ranks,
+        mesh: DeviceMesh | None,
+        same: bool,
     ) -> None:
         self._seed: tuple[StepSeed, int] | None = None
         if contents.step_seed is not None:

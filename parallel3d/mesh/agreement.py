@@ -189,9 +189,9 @@ def check_agreement(
 
     report = dict(value), sorted(warn_only)
     text = json.dumps(report, sort_keys=True)
-    digest = {"digest": hashlib.sha256(text.encode()).hexdigest()}
+    hashed = {"digest": hashlib.sha256(text.encode()).hexdigest()}
     try:
-        verdict = compare(topic, (digest, []) if by_digest else report, explain or {})
+        verdict = compare(topic, (hashed, []) if by_digest else report, explain or {})
         if verdict.differs and by_digest:
             verdict = compare(f"{topic} in detail", report, explain or {})
             error = None if verdict.error is None else verdict.error.replace(" in detail", "", 1)

@@ -13,7 +13,7 @@ from parallel3d.cp.choose import bytes_per_layer, choose
 from parallel3d.cp.shares import share_heads
 from parallel3d.mesh import MeshLayout
 from parallel3d.planner.heads import HeadShare, local_heads
-from parallel3d.planner.model_spec import Attention, ModelSpec
+from parallel3d.planner.model_spec import AttentionSpec, ModelSpec
 from parallel3d.planner.workload import Workload
 
 # Bytes an element that one more block of keys moves: the fp32 result is scaled, the block's bf16 result is
@@ -50,7 +50,7 @@ class Exchange:
 
 
 @dataclass(frozen=True)
-class Share:
+class AttentionShare:
     """What a rank computes of one attention layer.
 
     Attributes:
@@ -78,7 +78,9 @@ class Kept(NamedTuple):
     received: float
 
 
-def _numbers(attention: Attention, work: Workload, tp: int, cp: int, batch: int) -> dict[str, Any]:
+def _numbers(
+    attention: AttentionSpec, work: Workload, tp: int, cp: int, batch: int
+) -> dict[str, Any]:
     """What ``bytes_per_layer`` and ``choose`` take."""
     mine = local_heads(attention, tp)
     return {
@@ -92,7 +94,7 @@ def _numbers(attention: Attention, work: Workload, tp: int, cp: int, batch: int)
     }
 
 
-def why_not_ulysses(attention: Attention, tp: int, cp: int) -> str | None:
+def why_not_ulysses(attention: AttentionSpec, tp: int, cp: int) -> str | None:
     """Why all-to-alls can't share this layer's heads, in words; None if they can."""
     mine = local_heads(attention, tp).query
     return f"cp {cp} is more than the {mine} heads of a tp rank" if mine < cp else None
@@ -108,25 +110,25 @@ def chosen(model: ModelSpec, work: Workload, layout: MeshLayout, micro_batch: in
     return choose(causal=attention.causal, **numbers).kind
 
 
-def share_of(attention: Attention, work: Workload, tp: int, cp: int) -> Share:
+def share_of(attention: AttentionSpec, work: Workload, tp: int, cp: int) -> AttentionShare:
     """The share of the fullest rank."""
     mine = local_heads(attention, tp)
     if cp == 1:
-        return Share(mine, 1.0, work.seq_len)
+        return AttentionShare(mine, 1.0, work.seq_len)
     if work.cp_attention == "ulysses":
         numbers = _numbers(attention, work, tp, cp, 1)
         shares = share_heads(numbers["heads"], numbers["kv_heads"], cp)
         kv = max(share.kv_number for share in shares)
-        return Share(HeadShare(max(s.number for s in shares), kv, kv), 1.0, work.seq_len)
+        return AttentionShare(HeadShare(max(s.number for s in shares), kv, kv), 1.0, work.seq_len)
     # A causal mask leaves a query the keys before its own part, and some of its part.
     diagonal = 2.0 if attention.causal else 1.0
     if work.cp_attention == "gather":
-        return Share(mine, 1 / cp, work.seq_len, diagonal)
-    return Share(mine, 1 / cp, work.local_tokens(cp), cp - 1 + diagonal)
+        return AttentionShare(mine, 1 / cp, work.seq_len, diagonal)
+    return AttentionShare(mine, 1 / cp, work.local_tokens(cp), cp - 1 + diagonal)
 
 
 def exchanges(
-    attention: Attention, work: Workload, tp: int, cp: int, micro_batch: int
+    attention: AttentionSpec, work: Workload, tp: int, cp: int, micro_batch: int
 ) -> tuple[Exchange, ...]:
     """The collectives over ``cp`` of one layer and micro-batch."""
     if cp == 1:
@@ -147,7 +149,7 @@ def exchanges(
     )
 
 
-def kept(attention: Attention, work: Workload, tp: int, cp: int) -> Kept:
+def kept(attention: AttentionSpec, work: Workload, tp: int, cp: int) -> Kept:
     """What one layer's attention over ``cp`` keeps."""
     if cp == 1:
         return Kept(0.0, 0.0)
@@ -167,7 +169,7 @@ def kept(attention: Attention, work: Workload, tp: int, cp: int) -> Kept:
     return Kept(0.0, others)
 
 
-def working_bytes(attention: Attention, work: Workload, tp: int, cp: int) -> float:
+def working_bytes(attention: AttentionSpec, work: Workload, tp: int, cp: int) -> float:
     """Bytes for each of a rank's tokens that one layer's attention holds for a moment in backward."""
     if cp == 1:
         return 0.0
@@ -185,7 +187,7 @@ def working_bytes(attention: Attention, work: Workload, tp: int, cp: int) -> flo
     )  # an fp32 gradient; what comes and goes, and its gradients
 
 
-def joined_bytes(attention: Attention, work: Workload, tp: int, cp: int) -> tuple[float, float]:
+def joined_bytes(attention: AttentionSpec, work: Workload, tp: int, cp: int) -> tuple[float, float]:
     """(forward, backward) bytes for each of a rank's tokens that joining results moves."""
     share = share_of(attention, work, tp, cp)
     elements = share.joins * share.heads.query * attention.head_dim

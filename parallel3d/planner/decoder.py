@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 
 from parallel3d.errors import PlanningError
 from parallel3d.planner.arguments import check_choice, check_size
-from parallel3d.planner.experts import Experts
+from parallel3d.planner.experts import ExpertsSpec
 from parallel3d.planner.model_spec import (
     Activation,
-    Attention,
+    AttentionSpec,
     Elementwise,
     Matmul,
     ModelSpec,
     Parameter,
-    Unit,
+    UnitSpec,
     loss_work,
 )
 
@@ -65,7 +65,7 @@ class Decoder:
     fused_gate: bool = False
     embed_norm: bool = False
     tied: bool = False
-    experts: Experts | None = None
+    experts: ExpertsSpec | None = None
 
     @property
     def gated(self) -> bool:
@@ -82,9 +82,9 @@ class Decoder:
             root += self._norm_parameters("embed_norm")
         if self.tied and self.head_bias:
             root.append(Parameter("head.bias", (self.vocab,), 0))
-        units = [Unit("root", "root", tuple(root))] if root else []
+        units = [UnitSpec("root", "root", tuple(root))] if root else []
         for p in embeddings[self.tied :]:
-            units.append(Unit(p.name.partition(".")[0], "embedding", (p,)))
+            units.append(UnitSpec(p.name.partition(".")[0], "embedding", (p,)))
         # The lookup is work of the first unit, whichever has the parameters.
         lookup = Elementwise("lookup", (2 * hidden, 3 * hidden), (2 * hidden, 3 * hidden))
         units[0] = replace(units[0], elementwise=(lookup,), tp_outputs=(hidden,))
@@ -152,9 +152,9 @@ class Decoder:
         each = names if self.norm != "none" else []
         return [Parameter(f"{name}.{kind}", (self.hidden,)) for kind in each]
 
-    def _block(self) -> Unit:
+    def _block(self) -> UnitSpec:
         inputs = (self.hidden, self.hidden) if self.norms > 1 else (self.hidden,)
-        return Unit(
+        return UnitSpec(
             "blocks",
             "block",
             tuple(self._block_parameters()),
@@ -166,7 +166,7 @@ class Decoder:
                 ),
                 *(self.experts.matmuls(self.hidden) if self.experts is not None else ()),
             ),
-            attention=(Attention(self.heads, self.kv, self.dim, fused=self.fused_qkv),),
+            attention=(AttentionSpec(self.heads, self.kv, self.dim, fused=self.fused_qkv),),
             elementwise=tuple(self._elementwise()),
             activations=tuple(self._activations()),
             tp_inputs=inputs,
@@ -242,13 +242,13 @@ class Decoder:
             # pow and the product share x in fp32; the bf16 input isn't kept, but the residual is
             yield Activation(f"{name} in fp32", features, 4, split, "norm", eager_only=True)
 
-    def _final_norm_and_head(self) -> Unit:
+    def _final_norm_and_head(self) -> UnitSpec:
         h, v = self.hidden, self.vocab
         parameters = self._norm_parameters("norm")
         if not self.tied:
             bias = [Parameter("head.bias", (v,), 0)] if self.head_bias else []
             parameters += [Parameter("head.weight", (v, h), 0), *bias]
-        return Unit(
+        return UnitSpec(
             "tail",
             "tail",
             tuple(parameters),

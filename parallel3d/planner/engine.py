@@ -24,7 +24,7 @@ from parallel3d.fsdp.layout import (
     padded_shape,
 )
 from parallel3d.fsdp.schedule import GatherSchedule, PrefetchSettings
-from parallel3d.planner.model_spec import Parameter, Unit
+from parallel3d.planner.model_spec import Parameter, UnitSpec
 
 # The buckets of a unit, from the shapes of its parameters.
 
@@ -93,7 +93,12 @@ class UnitLayout:
 
 @lru_cache(maxsize=65536)
 def unit_layout(
-    unit: Unit, shard: int, tp: int, itemsize: int, sequence_parallel: bool, zero_copy_bytes: int
+    unit: UnitSpec,
+    shard: int,
+    tp: int,
+    itemsize: int,
+    sequence_parallel: bool,
+    zero_copy_bytes: int,
 ) -> UnitLayout:
     """The buckets of ``unit`` on the first rank of ``shard`` x ``tp``, which has the most.
 

@@ -13,7 +13,7 @@ from parallel3d.planner.model_spec import Activation, Elementwise, Matmul, Param
 
 
 @dataclass(frozen=True)
-class Experts:
+class ExpertsSpec:
     """Gated experts, whose weights are stacked, (experts, features, features).
 
     Attributes:

@@ -20,12 +20,12 @@ from parallel3d.errors import Parallel3dError, PlanningError
 from parallel3d.planner.hf_config import longest
 from parallel3d.planner.model_spec import (
     Activation,
-    Attention,
+    AttentionSpec,
     Elementwise,
     Matmul,
     ModelSpec,
     Parameter,
-    Unit,
+    UnitSpec,
     loss_work,
 )
 from parallel3d.planner.op_recorder import (
@@ -123,8 +123,8 @@ def _read_plan(model: nn.Module, plain: ResolvedPlan, fitted: ResolvedPlan) -> M
 _WIDTH = 2  # bytes of the compute dtype of a recording, bf16
 
 
-class _Work:
-    """The operations of a recording as the fields of a ``Unit``, for one token.
+class _UnitWork:
+    """The operations of a recording as the fields of a ``UnitSpec``, for one token.
 
     Args:
         tokens: of the recorded run.
@@ -149,7 +149,7 @@ class _Work:
         self.splits: dict[int, str] = {}
 
     def fields(self, batch: int, kv_heads: int | None, prefix: str) -> dict[str, Any]:
-        """The fields of ``Unit``.
+        """The fields of ``UnitSpec``.
 
         Args:
             batch: sequences of the recorded run.
@@ -186,13 +186,15 @@ class _Work:
                 matmuls.append(Matmul(name, scaled, k, op.way, gradient, heads, kv, experts))
         return tuple(matmuls)
 
-    def _attention(self, batch: int, kv_heads: int | None, fused: bool) -> tuple[Attention, ...]:
+    def _attention(
+        self, batch: int, kv_heads: int | None, fused: bool
+    ) -> tuple[AttentionSpec, ...]:
         attention = []
         for all_heads, all_kv, dim, causal in self.recording.attentions:
             kv, heads = max(1, all_kv // batch), max(1, all_heads // batch)
             if kv_heads and kv == heads and heads % kv_heads == 0:
                 kv = kv_heads
-            attention.append(Attention(heads, kv, dim, causal, fused))
+            attention.append(AttentionSpec(heads, kv, dim, causal, fused))
         return tuple(attention)
 
     def _head_splits(self) -> dict[int, str]:
@@ -384,7 +386,7 @@ def spec_from_module(
     plan = _plan_of(model, tp_plan)
     builder = _run(model, example, seq_len, found, plan)
     made = builder.units()
-    attention = next((a for u in made for a in u.attention), Attention(0, 0, 0))
+    attention = next((a for u in made for a in u.attention), AttentionSpec(0, 0, 0))
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
     source = f"nn.Module {type(model).__name__}"
@@ -536,7 +538,7 @@ class _Builder:
     vocab: int
     recordings: dict[Any, OpRecorder] = field(default_factory=dict)
 
-    def units(self) -> list[Unit]:
+    def units(self) -> list[UnitSpec]:
         """In the order of the forward: root and embeddings, blocks, final norm and head."""
         found = self.found
         inside = {id(p) for _, module in _members(found) for p in module.parameters()}
@@ -544,7 +546,7 @@ class _Builder:
         before = self._work(self.root, BEFORE)
         units = []
         if own or before["matmuls"] or before["elementwise"]:
-            units.append(Unit("root", "root", self._parameters(own, self.root), **before))
+            units.append(UnitSpec("root", "root", self._parameters(own, self.root), **before))
         units += [self._unit(name, "embedding", module) for name, module in found.embeddings]
         counted: dict[Any, list[tuple[str, nn.Module]]] = {}
         for name, module in found.blocks:
@@ -556,9 +558,9 @@ class _Builder:
         called = {name: at for at, name in enumerate(self.calls)}
         last = sorted(found.final_norm_and_head, key=lambda member: called.get(member[0], -1))
         tail = [self._unit(name, "tail", module) for name, module in last]
-        tail.append(Unit("root", "tail", (), **self._work(self.root, "")))
+        tail.append(UnitSpec("root", "tail", (), **self._work(self.root, "")))
         if self.vocab:
-            tail.append(Unit("loss", "tail", (), elementwise=(loss_work(self.vocab),)))
+            tail.append(UnitSpec("loss", "tail", (), elementwise=(loss_work(self.vocab),)))
         units.append(_joined(tail, "tail"))
         return units
 
@@ -570,20 +572,20 @@ class _Builder:
                 return min(1.0, round(op.sizes[0] / tokens) / op.experts)
         return 1.0
 
-    def _unit(self, name: str, kind: str, module: nn.Module, count: int = 1) -> Unit:
+    def _unit(self, name: str, kind: str, module: nn.Module, count: int = 1) -> UnitSpec:
         recording = self.recordings.get(_kind_of(module))
         parameters = self._parameters(list(module.parameters()), recording, f"{name}.")
         call = self.calls.get(name)
         if recording is None or call is None:
-            return Unit(name, kind, parameters, count)
-        unit = Unit(name, kind, parameters, count, **self._work(recording, prefix=f"{name}."))
+            return UnitSpec(name, kind, parameters, count)
+        unit = UnitSpec(name, kind, parameters, count, **self._work(recording, prefix=f"{name}."))
         return _joined([unit, *[replace(unit, parameters=())] * (call.times - 1)], name)
 
     def _work(
         self, recording: OpRecorder, label: str | None = None, prefix: str = ""
     ) -> dict[str, Any]:
         kv_heads = getattr(getattr(self.model, "config", None), "num_key_value_heads", None)
-        work = _Work(recording, self.plan, self.batch * self.seq_len, label)
+        work = _UnitWork(recording, self.plan, self.batch * self.seq_len, label)
         return work.fields(self.batch, kv_heads, prefix)
 
     def _parameters(
@@ -611,7 +613,7 @@ class _Builder:
         used = {name: at for at, name in enumerate(reversed(arrived))}
         return tuple(sorted(parameters, key=lambda each: used.get(each.name, -1)))
 
-    def hidden(self, units: list[Unit]) -> int:
+    def hidden(self, units: list[UnitSpec]) -> int:
         """Features of the first tensor that the first block gets."""
         for name, _ in self.found.blocks:
             call = self.calls.get(name)
@@ -621,7 +623,7 @@ class _Builder:
         return max((m.k for u in units for m in u.matmuls), default=0)
 
 
-def _joined(units: list[Unit], name: str) -> Unit:
+def _joined(units: list[UnitSpec], name: str) -> UnitSpec:
     """One unit with the parameters and the work of all; the other fields are the first one's."""
     if len(units) == 1:
         return units[0]

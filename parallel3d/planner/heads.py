@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from parallel3d._layout.heads import attended_heads
 from parallel3d.fsdp.layout import ceil_div
-from parallel3d.planner.model_spec import Attention
+from parallel3d.planner.model_spec import AttentionSpec
 
 
 class HeadShare(NamedTuple):
@@ -58,6 +58,6 @@ def rows_computed(size: int, heads: tuple[int, int] | None, kv: bool, tp: int) -
     return size * share.kv // heads[1] if kv else size * share.query // heads[0]
 
 
-def local_heads(attention: Attention, tp: int) -> HeadShare:
+def local_heads(attention: AttentionSpec, tp: int) -> HeadShare:
     """Heads of the fullest rank."""
     return head_share(attention.heads, attention.kv_heads, tp, attention.fused)

@@ -15,7 +15,7 @@ from typing import Any
 from parallel3d.errors import PlanningError
 from parallel3d.planner.arguments import check_size, nearest
 from parallel3d.planner.decoder import GATED, Decoder, spec_from_shapes
-from parallel3d.planner.experts import Experts
+from parallel3d.planner.experts import ExpertsSpec
 from parallel3d.planner.model_spec import ModelSpec
 
 # What families call the same size.
@@ -163,7 +163,7 @@ def _from_dict(config: Mapping[str, Any], name: str, source: str) -> ModelSpec:
     return replace(decoder.spec(name, source), seq_len=longest(told))
 
 
-def _experts(told: Mapping[str, Any], keys: Mapping[str, Any]) -> Experts:
+def _experts(told: Mapping[str, Any], keys: Mapping[str, Any]) -> ExpertsSpec:
     """The experts of every block; ``keys``: the names of their sizes in the family's configs.
 
     Raises:
@@ -178,7 +178,7 @@ def _experts(told: Mapping[str, Any], keys: Mapping[str, Any]) -> Experts:
     if chosen > count:
         raise PlanningError(f"num_experts_per_tok is {chosen}; there are {count} experts")
     shared = _size(told, (keys["shared"],)) if "shared" in keys else 0
-    return Experts(count, chosen, _size(told, (keys["ffn"],)), shared, shared_gate=shared > 0)
+    return ExpertsSpec(count, chosen, _size(told, (keys["ffn"],)), shared, shared_gate=shared > 0)
 
 
 def longest(config: Mapping[str, Any]) -> int:

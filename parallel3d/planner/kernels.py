@@ -14,11 +14,11 @@ from parallel3d.planner.context import share_of
 from parallel3d.planner.heads import local_heads, rows_computed
 from parallel3d.planner.model_spec import (
     Activation,
-    Attention,
+    AttentionSpec,
     Elementwise,
     Matmul,
     ModelSpec,
-    Unit,
+    UnitSpec,
 )
 from parallel3d.planner.recompute import KINDS
 from parallel3d.planner.stacks import OURS, Stack, stack_of
@@ -55,7 +55,7 @@ class Kernels:
 
 @lru_cache(maxsize=4096)
 def kernels_of(
-    unit: Unit, gpu: Gpu, work: Workload, tp: int, micro_batch: int, cp: int = 1
+    unit: UnitSpec, gpu: Gpu, work: Workload, tp: int, micro_batch: int, cp: int = 1
 ) -> Kernels:
     """The kernels of ``unit`` with ``micro_batch`` sequences, its layers divided over ``tp`` GPUs.
 
@@ -111,7 +111,7 @@ def chunk_rows(tokens: int, hidden: int, classes: int) -> int:
     return min(max(tokens * hidden // max(classes, 1), _LEAST_ROWS), tokens)
 
 
-def _own_loss(unit: Unit, work: Workload, tp: int, tokens: int) -> float:
+def _own_loss(unit: UnitSpec, work: Workload, tp: int, tokens: int) -> float:
     """Bytes that a loss over split logits, or in chunks, moves beyond one of whole logits.
 
     Its softmax is made by an operation each, and each chunk's gradient of the head is added to an fp32 sum.
@@ -170,7 +170,7 @@ def local_sizes(matmul: Matmul, tp: int) -> tuple[int, int]:
 
 
 def gemms_of(
-    unit: Unit, gpu: Gpu, work: Workload, tp: int, micro_batch: int, cp: int = 1
+    unit: UnitSpec, gpu: Gpu, work: Workload, tp: int, micro_batch: int, cp: int = 1
 ) -> list[tuple[str, str, tuple[int, int, int], float]]:
     """(name, "forward", "input gradient" or "weight gradient", (m, n, k), seconds) of one unit's matmuls."""
     tokens = micro_batch * work.local_tokens(cp)
@@ -240,7 +240,7 @@ def best_attention(gpu: Gpu) -> str:
 
 
 def attention_time(
-    attention: Attention, gpu: Gpu, work: Workload, tp: int, micro_batch: int, cp: int = 1
+    attention: AttentionSpec, gpu: Gpu, work: Workload, tp: int, micro_batch: int, cp: int = 1
 ) -> tuple[float, float]:
     """(forward, backward) seconds of the attention of one unit."""
     share = share_of(attention, work, tp, cp)
@@ -308,7 +308,7 @@ def backward_rate(gpu: Gpu) -> float:
     )
 
 
-def elements(each: Elementwise, unit: Unit, work: Workload, tp: int) -> tuple[float, float]:
+def elements(each: Elementwise, unit: UnitSpec, work: Workload, tp: int) -> tuple[float, float]:
     """(forward, backward) elements for one token on one GPU."""
     fused = work.compile or (each.norm and work.fused_norm)
     forward, backward = each.fused if fused else each.eager
@@ -317,7 +317,7 @@ def elements(each: Elementwise, unit: Unit, work: Workload, tp: int) -> tuple[fl
 
 
 def share(
-    split: str, work: Workload, tp: int, attention: tuple[Attention, ...] = ()
+    split: str, work: Workload, tp: int, attention: tuple[AttentionSpec, ...] = ()
 ) -> int | float:
     """Over how many GPUs ``split`` (see ``Elementwise``) divides a token's values, on the fullest rank."""
     if split in ("heads", "kv") and attention:
@@ -407,7 +407,7 @@ def activations_of(
     )
 
 
-def _gradients(unit: Unit, hidden: int, gpu: Gpu, work: Workload, tp: int, cp: int) -> float:
+def _gradients(unit: UnitSpec, hidden: int, gpu: Gpu, work: Workload, tp: int, cp: int) -> float:
     """Bytes a token that the backward of a block holds beyond the block's activations.
 
     A branch that ends in ``hidden`` features (attention, MLP) has the gradients of its last matmul's input,
@@ -437,7 +437,7 @@ def _gradients(unit: Unit, hidden: int, gpu: Gpu, work: Workload, tp: int, cp: i
     return max(*of_others, max(of_attention) + held - free * work.compute_itemsize, 0.0)
 
 
-def offloaded(unit: Unit, gpu: Gpu, work: Workload, tp: int, cp: int) -> float:
+def offloaded(unit: UnitSpec, gpu: Gpu, work: Workload, tp: int, cp: int) -> float:
     """Bytes a token that one unit sends to the host in forward and fetches in backward."""
     if unit.kind != "block":
         return 0.0
@@ -454,19 +454,19 @@ def logit_bytes(work: Workload, tp: int) -> float:
     return _LOGIT["fused" if work.fused_loss else "compiled" if work.compile else "eager"]
 
 
-def _whole(unit: Unit, gpu: Gpu, work: Workload, tp: int, cp: int) -> float:
+def _whole(unit: UnitSpec, gpu: Gpu, work: Workload, tp: int, cp: int) -> float:
     """Bytes a token that one unit keeps without recomputation."""
     beyond = sum(context.kept(a, work, tp, cp).beyond for a in unit.attention)
     return _bytes(unit, unit.activations, gpu, work, tp) + beyond * work.compute_itemsize
 
 
-def _entry(unit: Unit, work: Workload, tp: int) -> float:
+def _entry(unit: UnitSpec, work: Workload, tp: int) -> float:
     """Bytes a token of a block's input."""
     inputs = [*unit.tp_outputs, *(m.k for m in unit.matmuls)]
     return (inputs[0] if inputs else 0) / share("sequence", work, tp) * work.compute_itemsize
 
 
-def _kept(unit: Unit, whole: float, gpu: Gpu, work: Workload, tp: int, cp: int) -> float:
+def _kept(unit: UnitSpec, whole: float, gpu: Gpu, work: Workload, tp: int, cp: int) -> float:
     """Bytes a token that one unit keeps until its backward; ``whole``: all its activations."""
     if unit.kind != "block" or work.checkpointing in ("none", "offload"):
         return whole
@@ -493,7 +493,7 @@ def _kept(unit: Unit, whole: float, gpu: Gpu, work: Workload, tp: int, cp: int) 
 
 
 def _bytes(
-    unit: Unit, activations: Sequence[Activation], gpu: Gpu, work: Workload, tp: int
+    unit: UnitSpec, activations: Sequence[Activation], gpu: Gpu, work: Workload, tp: int
 ) -> float:
     """Bytes a token of ``activations``."""
     found = 0.0

@@ -160,7 +160,7 @@ def _unsharded_state(model: ModelSpec, layout: MeshLayout, work: Workload) -> St
 
 
 @dataclass(frozen=True)
-class Memory:
+class PredictedMemory:
     """Memory of one GPU at its peak, in bytes.
 
     Attributes:
@@ -203,7 +203,7 @@ class Memory:
         return self.needed <= self.capacity and self.host <= self.host_capacity
 
 
-def memory_of(step: Step) -> Memory:
+def memory_of(step: Step) -> PredictedMemory:
     """The memory at the peak of a step, from the second on, when the optimizer has its state."""
     model, work, gpu = step.model, step.workload, step.cluster.gpu
     layout = step.layout
@@ -243,7 +243,7 @@ def memory_of(step: Step) -> Memory:
     )
     lost = allocated * least.value
     reserved = allocated * (1 + fragmentation.value) + workspace.value
-    return Memory(
+    return PredictedMemory(
         terms=terms,
         beyond=(
             Term(

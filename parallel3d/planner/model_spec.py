@@ -1,7 +1,7 @@
 """ModelSpec: what the planner needs to know of a model: its parameters by unit, and the work of each unit.
 
 All sizes are of the whole model, before any sharding. The work is that of one token, in a sequence whose
-length is only known later; so ``Attention``, which grows with the length, is kept apart.
+length is only known later; so ``AttentionSpec``, which grows with the length, is kept apart.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Matmul:
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionSpec:
     """Softmax attention among the tokens of one sequence; its heads are divided by ``tp``.
 
     Attributes:
@@ -131,7 +131,7 @@ class Activation:
 
 
 @dataclass(frozen=True)
-class Unit:
+class UnitSpec:
     """A unit of the engine: parameters that are gathered together, and what its forward does.
 
     Attributes:
@@ -150,7 +150,7 @@ class Unit:
     parameters: tuple[Parameter, ...]
     count: int = 1
     matmuls: tuple[Matmul, ...] = ()
-    attention: tuple[Attention, ...] = ()
+    attention: tuple[AttentionSpec, ...] = ()
     elementwise: tuple[Elementwise, ...] = ()
     activations: tuple[Activation, ...] = ()
     tp_inputs: tuple[int, ...] = ()
@@ -180,7 +180,7 @@ class ModelSpec:
     """
 
     name: str
-    units: tuple[Unit, ...]
+    units: tuple[UnitSpec, ...]
     hidden: int
     vocab: int
     heads: int = 0

@@ -39,8 +39,8 @@ from parallel3d.planner.kernels import (
     slower,
     sustained,
 )
-from parallel3d.planner.memory import Memory, memory_of
-from parallel3d.planner.model_spec import ModelSpec, Unit
+from parallel3d.planner.memory import PredictedMemory, memory_of
+from parallel3d.planner.model_spec import ModelSpec, UnitSpec
 from parallel3d.planner.recompute import KINDS
 from parallel3d.planner.stacks import Stack
 from parallel3d.planner.step_time import StepTime, local_numel, step_time, tp_collectives
@@ -68,7 +68,7 @@ class Prediction(Step):
         time: seconds by component.
     """
 
-    memory: Memory
+    memory: PredictedMemory
     time: StepTime
 
     @property
@@ -269,7 +269,7 @@ def _explanation(prediction: Prediction) -> Iterator[str]:
             yield from explained(term, "  ")
 
 
-def unit_terms(prediction: Prediction, unit: Unit) -> Iterator[Term]:
+def unit_terms(prediction: Prediction, unit: UnitSpec) -> Iterator[Term]:
     """Seconds of the kernels and collectives of one ``unit`` in one micro-batch."""
     for terms in (_matmuls, _attention, _elementwise, _collectives):
         yield from terms(prediction, unit)
@@ -293,7 +293,7 @@ def _rates(gpu: Gpu, stack: Stack) -> Iterator[Term]:
     yield Term("matmul rate", matmul_rate(gpu, stack), " * ".join(rates), rates, "FLOP/s")
 
 
-def _matmuls(prediction: Prediction, unit: Unit) -> Iterator[Term]:
+def _matmuls(prediction: Prediction, unit: UnitSpec) -> Iterator[Term]:
     gpu, work, layout = prediction.cluster.gpu, prediction.workload, prediction.layout
     itemsize = 1 if work.float8 and unit.kind == "block" else work.compute_itemsize
     formula = (
@@ -325,7 +325,7 @@ def _matmuls(prediction: Prediction, unit: Unit) -> Iterator[Term]:
         )
 
 
-def _attention(prediction: Prediction, unit: Unit) -> Iterator[Term]:
+def _attention(prediction: Prediction, unit: UnitSpec) -> Iterator[Term]:
     gpu, work, layout = prediction.cluster.gpu, prediction.workload, prediction.layout
     kernel, sizes = attention_kernel(gpu, work), (layout.tp, layout.cp)
     beside = work.profile.constant("attention_time")
@@ -369,7 +369,7 @@ def _attention(prediction: Prediction, unit: Unit) -> Iterator[Term]:
             yield Term(f"attention {way} ({kernel})", seconds, formula, inputs)
 
 
-def _elementwise(prediction: Prediction, unit: Unit) -> Iterator[Term]:
+def _elementwise(prediction: Prediction, unit: UnitSpec) -> Iterator[Term]:
     work, tp, micro_batch = prediction.workload, prediction.layout.tp, prediction.micro_batch
     cp = prediction.layout.cp
     kernels = kernels_of(unit, prediction.cluster.gpu, work, tp, micro_batch, cp)
@@ -395,7 +395,7 @@ def _elementwise(prediction: Prediction, unit: Unit) -> Iterator[Term]:
         yield Term("recompute", kernels.again, formula)
 
 
-def _collectives(prediction: Prediction, unit: Unit) -> Iterator[Term]:
+def _collectives(prediction: Prediction, unit: UnitSpec) -> Iterator[Term]:
     cluster, work, layout = prediction.cluster, prediction.workload, prediction.layout
     tp, cp, replicate = (link_of(layout, axis, cluster) for axis in ("tp", "cp", "replicate"))
     shard = shard_link(layout, cluster)

@@ -32,7 +32,7 @@ LANES = ("compute", "tp", "cp", "gather", "reduce", "all-reduce", "host")
 
 
 @dataclass(frozen=True)
-class Span:
+class ChartSpan:
     """A bar: ``seconds`` from ``start`` on ``lane``.
 
     Attributes:
@@ -60,7 +60,7 @@ _WHAT = {
 _KINDS = {"tp": "tensor parallel", "cp": "context parallel"}
 
 
-def layer_spans(prediction: Prediction) -> list[Span]:
+def layer_spans(prediction: Prediction) -> list[ChartSpan]:
     """One block between two others, forward and then backward, in the last micro-batch of a step, as played.
 
     Tensor parallelism's collectives are spread evenly between equal parts of compute.
@@ -72,14 +72,14 @@ def layer_spans(prediction: Prediction) -> list[Span]:
     at = max(blocks, key=lambda at: prediction.time.units[at][0].count)
     block = sum(times.count for times in units[:at]) + units[at].count // 2
     played = MicroBatch(units, prediction.time.rules, records=True).spans
-    spans: list[Span] = []
+    spans: list[ChartSpan] = []
     for phase in ("forward", "backward"):
         offset = 1.04 * max((span.start + span.seconds for span in spans), default=0.0)
         spans += _phase(played, block, phase, offset)
     return spans
 
 
-def _phase(played: list[Played], block: int, phase: str, offset: float) -> list[Span]:
+def _phase(played: list[Played], block: int, phase: str, offset: float) -> list[ChartSpan]:
     """The bars of a block's forward or backward, and of what is beside it, from ``offset`` on."""
     own = [s for s in played if (s.unit, s.way) == (block, phase)]
     own = [s for s in own if s.kind == "wait" or s.lane in ("compute", *_KINDS)]
@@ -89,7 +89,7 @@ def _phase(played: list[Played], block: int, phase: str, offset: float) -> list[
 
     def add(lane: str, at: float, seconds: float, kind: str, what: str) -> None:
         if seconds > 1e-12:
-            spans.append(Span(lane, at - start + offset, seconds, kind, what, phase))
+            spans.append(ChartSpan(lane, at - start + offset, seconds, kind, what, phase))
 
     for s in own:
         if s.kind != "wait":

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import log2, prod
 
-from parallel3d._play.units import Exposed, Rules, UnitTimes, exposed_of
+from parallel3d._play.units import Exposed, PlayRules, UnitTimes, exposed_of
 from parallel3d.planner.cluster import AxisLink, Gpu, collective_time, link_of, shard_link
 from parallel3d.planner.constants import Constant, Term, constant
 from parallel3d.planner.context import exchanges
@@ -21,7 +21,7 @@ from parallel3d.planner.kernels import (
     offloaded,
     share,
 )
-from parallel3d.planner.model_spec import Unit
+from parallel3d.planner.model_spec import UnitSpec
 from parallel3d.planner.recompute import KINDS
 from parallel3d.planner.workload import Step, Workload
 
@@ -40,8 +40,8 @@ class StepTime:
     terms: dict[str, Term]
     model_flops: float
     hardware_flops: float
-    units: list[tuple[Unit, UnitTimes]]
-    rules: Rules
+    units: list[tuple[UnitSpec, UnitTimes]]
+    rules: PlayRules
 
     @property
     def total(self) -> float:
@@ -54,7 +54,7 @@ def step_time(step: Step) -> StepTime:
 
 
 def tp_collectives(
-    unit: Unit, work: Workload, micro_batch: int, link: AxisLink, cp: int = 1
+    unit: UnitSpec, work: Workload, micro_batch: int, link: AxisLink, cp: int = 1
 ) -> list[tuple[str, str, int]]:
     """("forward" or "backward", operation, bytes) of the collectives over ``tp`` of one unit."""
     if link.size == 1:
@@ -73,7 +73,7 @@ def tp_collectives(
     return calls
 
 
-def local_numel(unit: Unit, tp: int) -> int:
+def local_numel(unit: UnitSpec, tp: int) -> int:
     """Elements of a unit's parameters on the fullest rank of ``tp``."""
     return sum(prod(tp_cut(p, tp)[1]) for p in unit.parameters)
 
@@ -142,7 +142,7 @@ class _Timing:
         seconds = collective_time(kind, nbytes, self.links[axis], self.step.cluster)
         return seconds * self.stack.value("collective_time")
 
-    def tp_time(self, unit: Unit) -> tuple[float, float]:
+    def tp_time(self, unit: UnitSpec) -> tuple[float, float]:
         """(forward, backward) seconds of the collectives over ``tp`` of one unit."""
         total = {"forward": 0.0, "backward": 0.0}
         link, micro_batch = self.links["tp"], self.step.micro_batch
@@ -161,7 +161,7 @@ class _Timing:
             last = seconds if way == "forward" else last
         return self.with_repeated(unit, total, last)
 
-    def weight_gradients(self, unit: Unit) -> float:
+    def weight_gradients(self, unit: UnitSpec) -> float:
         """Seconds of the weight gradients of the colwise layers of one shared input."""
         work, layout, micro_batch = self.work, self.layout, self.step.micro_batch
         colwise = {matmul.name for matmul in unit.matmuls if matmul.split == "n"}
@@ -170,7 +170,7 @@ class _Timing:
         return sum(found) / max(len(unit.tp_inputs), 1)
 
     def with_repeated(
-        self, unit: Unit, total: dict[str, float], last: float = 0.0
+        self, unit: UnitSpec, total: dict[str, float], last: float = 0.0
     ) -> tuple[float, float]:
         """(forward, backward) seconds of collectives, with those that recomputation repeats.
 
@@ -181,7 +181,7 @@ class _Timing:
         repeated = total["forward"] - last * (1 - self.stack.value("last_matmul_again"))
         return total["forward"], total["backward"] + again * repeated
 
-    def cp_time(self, unit: Unit) -> tuple[float, float]:
+    def cp_time(self, unit: UnitSpec) -> tuple[float, float]:
         """(forward, backward) seconds that one unit's attention waits for, or is slower for, over ``cp``.
 
         Beside the sends of a ring attention computes; an all-to-all and a gather are waited for, with their
@@ -200,7 +200,7 @@ class _Timing:
                 total[each.way] += each.count * (slowed + waited)
         return self.with_repeated(unit, total)
 
-    def unit_times(self, unit: Unit, kernels: Kernels) -> UnitTimes:
+    def unit_times(self, unit: UnitSpec, kernels: Kernels) -> UnitTimes:
         work, shard = self.work, self.links["shard"].size
         tp_forward, tp_backward = self.tp_time(unit)
         cp_forward, cp_backward = self.cp_time(unit)
@@ -227,11 +227,11 @@ class _Timing:
             parts=(max(len(unit.tp_inputs), len(unit.tp_outputs), 1), work.sequence_parallel),
         )
 
-    def is_gathered_again(self, unit: Unit) -> bool:
+    def is_gathered_again(self, unit: UnitSpec) -> bool:
         """Whether the parameters of ``unit`` are gathered, or cast, in backward too."""
         return unit.kind == "block" and self.work.reshard_after_forward
 
-    def copied(self, unit: Unit) -> tuple[float, float]:
+    def copied(self, unit: UnitSpec) -> tuple[float, float]:
         """Bytes that the computation's stream moves around an all-gather of ``unit``, and a reduction.
 
         Of several shards: out of the gathered buffer, and into that of gradients; twice where rows can't be
@@ -256,7 +256,7 @@ class _Timing:
             reduce * (numel + padded) + dense,
         )
 
-    def dense_gradient(self, unit: Unit) -> float:
+    def dense_gradient(self, unit: UnitSpec) -> float:
         """Bytes moved for the gradient of an embedding's whole table: zeros, and with a tied head the sum."""
         is_tied = unit.kind == "root" and self.step.model.tied
         if unit.kind != "embedding" and not is_tied:
@@ -264,13 +264,13 @@ class _Timing:
         table = max((prod(tp_cut(p, self.layout.tp)[1]) for p in unit.parameters), default=0)
         return table * self.work.compute_itemsize * (4 if is_tied else 1)
 
-    def rules(self) -> Rules:
+    def rules(self) -> PlayRules:
         """How the engine communicates."""
         slowdown = constant("overlap_slowdown").value
         if self.work.sharding != "fsdp":
-            return Rules(slowdown, waits=False)
+            return PlayRules(slowdown, waits=False)
         freed, apart = self.stack.value("freed_after"), self.links["shard"].nodes == 1
-        return Rules(slowdown, freed, apart, later=self.layout.tp > 1)
+        return PlayRules(slowdown, freed, apart, later=self.layout.tp > 1)
 
     def exposed(self, times: list[UnitTimes]) -> tuple[Exposed, Exposed]:
         """(of every micro-batch but the last, of the last one)."""

@@ -21,9 +21,9 @@ from parallel3d.mesh import MeshLayout
 from parallel3d.mesh.seeding import StepSeed, number_at
 from parallel3d.parallelize import parallelize
 from parallel3d.testing.differences.dropout import DropoutMode, first_in_dropout
-from parallel3d.testing.differences.fit import WHOLE, Comparison, Gap, Group
+from parallel3d.testing.differences.fit import WHOLE, Comparison, FitGap, FitGroup
 from parallel3d.testing.differences.forward import Backward, Difference, Forward, owner_of
-from parallel3d.testing.differences.record import Recorder, Trace, Values, merged
+from parallel3d.testing.differences.record import ForwardRecorder, ForwardTrace, Values, merged
 from parallel3d.testing.differences.state import State, gathered, joined
 from parallel3d.testing.parity import (
     Case,
@@ -244,13 +244,13 @@ class Pair:
         rank = dist.get_rank() if dist.is_initialized() else 0
         self.own = (rank,) if case.world is None else tuple(range(case.world.size))
         self.groups = [
-            Group(d, tuple(r for r in range(layout.world_size) if layout.data_rank(r) == d))
+            FitGroup(d, tuple(r for r in range(layout.world_size) if layout.data_rank(r) == d))
             for d in range(layout.data_size)
         ]
-        self.recorders = Recorder(self.plain, (0,)), Recorder(self.parallel, self.own)
+        self.recorders = ForwardRecorder(self.plain, (0,)), ForwardRecorder(self.parallel, self.own)
         self.state = State(self.plain, self.parallel, self.groups, self.own)
         self.bound = case.run.grads
-        self.traces = Trace(), Trace()
+        self.traces = ForwardTrace(), ForwardTrace()
         self.forward = Forward(*self.traces, self.groups, self.bound)  # of the last step
         self.without_gradient: tuple[str, ...] = ()
 
@@ -302,7 +302,7 @@ class Pair:
             Comparison(want, got, self.groups, self.bound).fit(WHOLE)
             for want, got in zip(plain, parallel, strict=False)
         )
-        gap = next((fit for fit in fits if isinstance(fit, Gap)), None)
+        gap = next((fit for fit in fits if isinstance(fit, FitGap)), None)
         if error is None and gap is None:
             return None
         difference = self.forward.first(step)
@@ -318,7 +318,7 @@ class Pair:
 
     def dropout(self) -> tuple[Difference | None, int]:
         """Returns the first dropout with a wrong mask in a step that was compared, and how many there are."""
-        masks = Trace()
+        masks = ForwardTrace()
         mode = DropoutMode(self.recorders[1], masks=True)
         with inside(self.case.world), mode, self._recording_parallel(masks, 0):
             self.case.setup.loss(self.parallel, *self.case.parallel_inputs(0, 0))
@@ -326,7 +326,7 @@ class Pair:
 
     def _run_plain(self, step: int) -> list[Values]:
         """Returns the losses by micro-batch and data rank, and leaves the gradients of their mean."""
-        recorder, traces = self.recorders[0], [Trace() for _ in self.groups]
+        recorder, traces = self.recorders[0], [ForwardTrace() for _ in self.groups]
 
         @contextmanager
         def recording(data_rank: int) -> Iterator[None]:
@@ -342,7 +342,7 @@ class Pair:
 
     def _run_parallel(self, step: int) -> tuple[list[Values], Exception | None]:
         """Returns the losses by micro-batch and rank until an error, and the error."""
-        trace, error = Trace(), None
+        trace, error = ForwardTrace(), None
         losses: list[Values] = []
         recorder, recording = self.recorders[1], partial(self._recording_parallel, trace)
         try:
@@ -355,7 +355,7 @@ class Pair:
         return [joined(values) for values in losses], error
 
     @contextmanager
-    def _recording_parallel(self, trace: Trace, step: int) -> Iterator[None]:
+    def _recording_parallel(self, trace: ForwardTrace, step: int) -> Iterator[None]:
         """Seeds the generator of each rank, and records the forward in the body in ``trace``."""
         if self.case.world is None:
             self._seed(self.own[0], step)

@@ -13,7 +13,7 @@ from parallel3d.planner.cluster import AxisLink, collective_time, describe_colle
 from parallel3d.planner.context import exchanges, kept, share_of
 from parallel3d.planner.kernels import activations_of, attention_time, kernels_of
 from parallel3d.planner.memory import state_memory
-from parallel3d.planner.model_spec import Attention
+from parallel3d.planner.model_spec import AttentionSpec
 from parallel3d.planner.planning import refusal, short
 from parallel3d.planner.prediction import unit_terms
 from parallel3d.planner.workload import CP_ATTENTION
@@ -98,7 +98,7 @@ class TestAttention:
         assert share_of(both, of("ring"), 1, 8).joins == 8
 
     def test_heads_that_cp_does_not_divide(self) -> None:
-        six = Attention(6, 2, 128)
+        six = AttentionSpec(6, 2, 128)
         assert share_of(six, of("ulysses"), 1, 4).heads.query == 2
         assert share_of(six, of("ring"), 1, 4).heads.query == 6
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from parallel3d._play.units import Exposed, MicroBatch, Rules, UnitTimes, exposed_of
+from parallel3d._play.units import Exposed, MicroBatch, PlayRules, UnitTimes, exposed_of
 from parallel3d.errors import PlanningError
 from parallel3d.mesh import MeshLayout
 from parallel3d.planner import Cluster, gpu, gpus
@@ -78,7 +78,7 @@ class TestOverlap:
 
     def test_compute_hides_what_is_shorter(self) -> None:
         units = [UnitTimes(4, 10.0, 20.0, gather=2.0, gather_again=2.0, reduce=3.0), self.TAIL]
-        found = exposed_of(units, Rules(0.19), all_reduce=False)
+        found = exposed_of(units, PlayRules(0.19), all_reduce=False)
         assert found.gather == pytest.approx(2.0)  # the first
         assert found.reduce == pytest.approx(3.0)  # the last
         # Forward three gathers; backward four, and three reductions.
@@ -86,27 +86,29 @@ class TestOverlap:
 
     def test_what_is_longer_is_waited_for(self) -> None:
         units = [UnitTimes(2, 1.0, 1.0, gather=5.0, gather_again=0.0, reduce=0.0)]
-        found = exposed_of(units, Rules(0.19), all_reduce=False)
+        found = exposed_of(units, PlayRules(0.19), all_reduce=False)
         assert found.gather == pytest.approx(5.0 + 5.0 - 1.19)
 
     def test_all_reduce_in_the_last_micro_batch_only(self) -> None:
         units = [UnitTimes(3, 1.0, 1.0, reduce=0.5, all_reduce=4.0)]
-        each, last = (exposed_of(units, Rules(0.19), all_reduce=n) for n in (False, True))
+        each, last = (exposed_of(units, PlayRules(0.19), all_reduce=n) for n in (False, True))
         assert each.all_reduce == 0
         # On one network a reduction takes its turn after the all-reduce before it.
         assert last.all_reduce == pytest.approx(4.0) and last.reduce > each.reduce + 2 * 2.0
-        apart = exposed_of(units, Rules(0.19, apart=True), all_reduce=True)
+        apart = exposed_of(units, PlayRules(0.19, apart=True), all_reduce=True)
         assert apart.all_reduce > 2 * 4.0 and apart.reduce == pytest.approx(each.reduce)
 
     def test_gathers_are_put_off_until_the_inputs_of_a_reduction_are_free(self) -> None:
         units = [UnitTimes(4, 10.0, 20.0, gather=2.0, gather_again=12.0, reduce=8.0), self.TAIL]
-        early, late = (exposed_of(units, Rules(0.0, freed), all_reduce=False) for freed in (0, 0.5))
+        early, late = (
+            exposed_of(units, PlayRules(0.0, freed), all_reduce=False) for freed in (0, 0.5)
+        )
         assert early.gather == pytest.approx(2.0) and late.gather == pytest.approx(2.0 + 2 * 2.0)
 
     def test_copies_to_the_host_and_back(self) -> None:
         """Those of all blocks but the last, beside the next one's forward and backward."""
         units = [UnitTimes(40, 1.0, 2.0, offload=3.0), self.TAIL]
-        found = exposed_of(units, Rules(0.19), all_reduce=False)
+        found = exposed_of(units, PlayRules(0.19), all_reduce=False)
         assert found.offload == pytest.approx(39 * (3.0 - 1.0) + 39 * (3.0 - 2.0))
         assert found._replace(offload=0.0) == Exposed()
 
@@ -142,7 +144,7 @@ class TestOverlap:
                 )
             )
         flags = [pick.random() < 0.5 for _ in range(3)]
-        rules = Rules(0.19, pick.choice((0.0, 0.5)), *flags)
+        rules = PlayRules(0.19, pick.choice((0.0, 0.5)), *flags)
         every = MicroBatch(units, rules)
         assert exposed_of(units, rules, all_reduce=True) == pytest.approx(every.lost, abs=1e-6)
         # Computation, what it waits for and what makes it slower are all of the time.

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel3d.testing.differences.fit import WHOLE, Comparison, Fit, Gap, Group
+from parallel3d.testing.differences.fit import WHOLE, Comparison, Fit, FitGap, FitGroup
 
-GROUPS = [Group(0, (0, 1)), Group(1, (2, 3))]
+GROUPS = [FitGroup(0, (0, 1)), FitGroup(1, (2, 3))]
 torch.manual_seed(0)
 PLAIN = {d: torch.randn(3, 6, 10, dtype=torch.float64) for d in (0, 1)}
 
@@ -50,7 +50,7 @@ def test_all_groups_must_fit() -> None:
     parallel = held(lambda x: x[:, :3], lambda x: x[:, 3:])
     parallel[2] = parallel[2] * 1.5
     gap = Comparison(PLAIN, parallel, GROUPS, 1e-9).fit()
-    assert isinstance(gap, Gap) and gap.rank == 2 and 0.1 < gap.difference < 1
+    assert isinstance(gap, FitGap) and gap.rank == 2 and 0.1 < gap.difference < 1
 
 
 @pytest.mark.parametrize(
@@ -64,14 +64,14 @@ def test_all_groups_must_fit() -> None:
 )
 def test_hints(cuts, hint: str) -> None:
     gap = Comparison(PLAIN, held(*cuts), GROUPS, 1e-9).fit()
-    assert isinstance(gap, Gap) and hint in gap.hint, gap
+    assert isinstance(gap, FitGap) and hint in gap.hint, gap
 
 
 def test_a_known_form_is_required() -> None:
     """A sum that a style says is whole."""
     parallel = FORMS["sum"][0]
     gap = Comparison(PLAIN, parallel, GROUPS, 1e-9).fit(WHOLE)
-    assert isinstance(gap, Gap) and "a reduction is missing" in gap.hint
+    assert isinstance(gap, FitGap) and "a reduction is missing" in gap.hint
 
 
 def test_gradients_of_shared_heads() -> None:
@@ -85,23 +85,23 @@ def test_gradients_of_shared_heads() -> None:
     assert Comparison(PLAIN, whole, GROUPS, 1e-9).fit_gradient(fit) == "whole"
     assert Comparison(PLAIN, parts, GROUPS, 1e-9).fit_gradient(fit) == "partial"
     parts[0] *= 2
-    assert isinstance(Comparison(PLAIN, parts, GROUPS, 1e-9).fit_gradient(fit), Gap)
+    assert isinstance(Comparison(PLAIN, parts, GROUPS, 1e-9).fit_gradient(fit), FitGap)
 
 
 def test_infinities_and_nans_in_the_same_places_are_equal() -> None:
     mask = torch.full((4, 4), -math.inf).triu(1)
     mask[3, 3] = math.nan
-    one = [Group(0, (0, 1))]
+    one = [FitGroup(0, (0, 1))]
     assert Comparison({0: mask}, {0: mask.clone(), 1: mask.clone()}, one, 1e-9).fit() == Fit(
         "whole"
     )
     other = mask.clone()
     other[0, 1] = 0.0
-    assert isinstance(Comparison({0: mask}, {0: mask, 1: other}, one, 1e-9).fit(), Gap)
+    assert isinstance(Comparison({0: mask}, {0: mask, 1: other}, one, 1e-9).fit(), FitGap)
 
 
 def test_biases_of_one_dim() -> None:
     bias = torch.arange(6.0)
     exchanged = {0: bias[3:], 1: bias[:3]}
-    fit = Comparison({0: bias}, exchanged, [Group(0, (0, 1))], 1e-9).fit()
+    fit = Comparison({0: bias}, exchanged, [FitGroup(0, (0, 1))], 1e-9).fit()
     assert isinstance(fit, Fit) and fit.odd

@@ -73,7 +73,7 @@ class Export:
                         yield piece, holders
 
 
-class Held:
+class HeldParts:
     """The parts of the model's tensors that this rank holds."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:

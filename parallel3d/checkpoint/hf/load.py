@@ -48,7 +48,7 @@ from parallel3d.materialize import check_can_initialise, give_memory
 _COMPARED = 1 << 18  # elements compared at once
 
 
-class Reader(ExitStack):
+class TensorReader(ExitStack):
     """Reads parts of stored tensors into tensors of the model."""
 
     def __init__(self, folder: Path, stored: Mapping[str, Stored]) -> None:
@@ -146,7 +146,7 @@ def load_hf(
     ranks = ranks_of(model, "load_hf")
     ranks.all(lambda: bring_to_rest(model, "load_hf", meta_ok=True))
     stored = ranks.first(lambda: stored_tensors(path))
-    with Reader(path, stored) as reader:
+    with TensorReader(path, stored) as reader:
         plan = ranks.on_each(lambda: _plan(model, reader, names, strict))
         ranks.all(lambda: allocate(model, plan.initialised))
         # Entries again, as those on meta have been replaced.
@@ -168,7 +168,7 @@ class _Plan:
     conversions: list[Any] | None  # as ``Converted.used``
 
 
-def _plan(model: nn.Module, reader: Reader, names: Names, strict: bool) -> _Plan:
+def _plan(model: nn.Module, reader: TensorReader, names: Names, strict: bool) -> _Plan:
     """Raises CheckpointError for everything that can be wrong before values are written."""
     base, entries = _entries(model, names)
     stored = reader.stored
@@ -258,7 +258,9 @@ def _needed(layout: Layout, tensor: Tensor) -> Iterator[tuple[Patch, Tensor]]:
                 yield part, piece.local[part.slices(piece.offsets)]
 
 
-def _check_ties(entries: list[Entry], layouts: Mapping[str, list[Layout]], reader: Reader) -> None:
+def _check_ties(
+    entries: list[Entry], layouts: Mapping[str, list[Layout]], reader: TensorReader
+) -> None:
     """Raises if the files have different values under several names of one tensor."""
     for entry in entries:
         for other in layouts[entry.name][1:]:
@@ -272,7 +274,9 @@ def _check_ties(entries: list[Entry], layouts: Mapping[str, list[Layout]], reade
 
 
 @torch.no_grad()
-def read_entries(entries: Sequence[Entry], layouts: Mapping[str, Layout], reader: Reader) -> None:
+def read_entries(
+    entries: Sequence[Entry], layouts: Mapping[str, Layout], reader: TensorReader
+) -> None:
     """Reads what this rank holds of those ``entries`` whose first names have layouts."""
     for entry in entries:
         layout = layouts.get(entry.name)

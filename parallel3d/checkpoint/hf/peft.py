@@ -29,7 +29,7 @@ from parallel3d.checkpoint.format.safetensors_file import (
 from parallel3d.checkpoint.hf.conversion import Entry, entries_of, plain_class
 from parallel3d.checkpoint.hf.export import OutTensor, plan_export
 from parallel3d.checkpoint.hf.layout import Layout, whole_of
-from parallel3d.checkpoint.hf.load import Reader, misfits, path_in, read_entries
+from parallel3d.checkpoint.hf.load import TensorReader, misfits, path_in, read_entries
 from parallel3d.checkpoint.hf.save import OutFile, check_seen, exchange
 from parallel3d.checkpoint.model_state import bring_to_rest
 from parallel3d.checkpoint.ranks import Ranks, check_same, new_folder, ranks_of
@@ -127,7 +127,7 @@ def load_peft(
     allowed = _begin(model, ranks, "load_peft", adapter_name, True)
     stored = ranks.first(lambda: _stored(path, model, adapter_name))
 
-    def plan(reader: Reader) -> tuple[list[Entry], dict[str, Layout]]:
+    def plan(reader: TensorReader) -> tuple[list[Entry], dict[str, Layout]]:
         unexpected = [name for name in stored if name not in allowed]
         missing = [name for name in needed if name not in stored]
         tensors = _tensors(model, {n: own for n, own in allowed.items() if n in stored})
@@ -144,7 +144,7 @@ def load_peft(
         reader.check_files(list(layouts))
         return entries, layouts
 
-    with Reader(path, stored) as reader:
+    with TensorReader(path, stored) as reader:
         entries, layouts = ranks.on_each(lambda: plan(reader))
         ranks.all(lambda: read_entries(entries, layouts, reader))
 

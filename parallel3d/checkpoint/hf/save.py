@@ -23,7 +23,7 @@ from parallel3d._util import dry_run
 from parallel3d.checkpoint.format.files import bytes_of, write_all
 from parallel3d.checkpoint.format.safetensors_file import header_of, is_ours
 from parallel3d.checkpoint.hf.conversion import INDEX, SINGLE, Names, is_transformers, plain_class
-from parallel3d.checkpoint.hf.export import Export, Held, OutTensor, check_dtype, plan_export
+from parallel3d.checkpoint.hf.export import Export, HeldParts, OutTensor, check_dtype, plan_export
 from parallel3d.checkpoint.hf.layout import Patch
 from parallel3d.checkpoint.model_state import bring_to_rest
 from parallel3d.checkpoint.ranks import Ranks, new_folder, ranks_of
@@ -197,7 +197,7 @@ _TAGS = 1 << 30
 
 
 @dataclass(frozen=True)
-class _Message:
+class _OutMessage:
     """A part of a tensor of the export, from a rank that holds it to the tensor's owner."""
 
     tag: int
@@ -241,7 +241,7 @@ def _owned(files: list[OutFile], rank: int) -> list[tuple[OutFile, OutTensor]]:
     return [(file, t) for file in files if file.owner == rank for t in file.tensors]
 
 
-def _turns(export: Export, files: list[OutFile], size: int) -> Iterator[Iterator[_Message]]:
+def _turns(export: Export, files: list[OutFile], size: int) -> Iterator[Iterator[_OutMessage]]:
     """Yields the messages of each owner's first tensor, then those of each one's second, and so on."""
     tags, spread = count(), count()
     by_owner = [_owned(files, rank) for rank in range(size)]
@@ -252,7 +252,7 @@ def _turns(export: Export, files: list[OutFile], size: int) -> Iterator[Iterator
             if turn < len(own)
         ]
         together = chain.from_iterable(zip_longest(*parts))
-        yield (_Message(next(tags) % _TAGS, *part) for part in together if part is not None)
+        yield (_OutMessage(next(tags) % _TAGS, *part) for part in together if part is not None)
 
 
 def _parts(
@@ -273,13 +273,13 @@ class _Work:
         self._ranks = ranks
         largest = max((tensor.nbytes for _, tensor in own), default=0)
         self.memory = torch.empty(largest, dtype=torch.uint8)
-        self._held = Held(export.tensors)
+        self._held = HeldParts(export.tensors)
         # (work, bytes, what to do when it is complete, None when it sends)
         self._in_flight: deque[tuple[dist.Work, int, Callable[[], object] | None]] = deque()
         self._bytes = 0
         self._problem: Exception | None = None
 
-    def process(self, message: _Message) -> None:
+    def process(self, message: _OutMessage) -> None:
         """Starts this rank's part of a message, after completing earlier ones if too much is in flight."""
         if message.sender == message.owner:
             self.guarded(lambda: self._copy_out(message, self._target(message)))
@@ -302,11 +302,11 @@ class _Work:
         self._in_flight.append((work, message.nbytes, then))
         self._bytes += message.nbytes
 
-    def _target(self, message: _Message) -> Tensor:
+    def _target(self, message: _OutMessage) -> Tensor:
         return self.values[message.patch.slices()]
 
     @torch.no_grad()
-    def _copy_out(self, message: _Message, out: Tensor) -> None:
+    def _copy_out(self, message: _OutMessage, out: Tensor) -> None:
         """Copies the message's values, which this rank holds, to ``out``, and casts them."""
         out.copy_(self._held.of(message.patch))
 

@@ -21,7 +21,7 @@ from parallel3d._util.arguments import is_positive, without_gloo
 from parallel3d.checkpoint.hf.conversion import Names, entries_of
 from parallel3d.checkpoint.hf.export import (
     Export,
-    Held,
+    HeldParts,
     OutTensor,
     check_dtype,
     outputs_of,
@@ -145,7 +145,7 @@ def hf_shards(
     check_dtype(dtype, "hf_shards")
     bring_to_rest(model, "hf_shards", meta_ok=True)
     tensors, outputs = outputs_of(model, names, dtype, "hf_shards")
-    held = Held(tensors)
+    held = HeldParts(tensors)
     return (
         (output.name, box, held.of(part).to(output.dtype))
         for output in outputs
@@ -217,7 +217,7 @@ class HFTensors:
         finally:
             changes.end()
 
-    def _hold(self) -> Held:
+    def _hold(self) -> HeldParts:
         bring_to_rest(self._model, "hf_tensors", meta_ok=True)
         now, before = self._describe(), self._described
         if now != before:
@@ -226,7 +226,7 @@ class HFTensors:
                 f"hf_tensors: {changed or next(iter(before.keys() - now.keys()))!r} was replaced since the "
                 "call of hf_tensors; call it again"
             )
-        return Held(self._export.tensors)
+        return HeldParts(self._export.tensors)
 
     def _describe(self) -> dict[str, object]:
         """Returns what must be the same as when the export was planned, by name."""
@@ -264,7 +264,7 @@ class HFTensors:
         self,
         outputs: list[OutTensor],
         ranks: Ranks,
-        held: Held,
+        held: HeldParts,
         changes: _Changes,
         memories: Memories,
     ) -> _Batch:
@@ -334,7 +334,7 @@ class _Batch:
         self,
         export: Export,
         outputs: Sequence[OutTensor],
-        held: Held,
+        held: HeldParts,
         ranks: Ranks,
         receiver: int | None,
         device: torch.device,

@@ -66,7 +66,7 @@ class Archive:
         They are uncompressed and together not larger than the archive: loading it takes as much memory.
         """
         with self._errors(), open(self.path, "rb") as file:
-            part = _Part(file, self.offset, self.length)
+            part = _FilePart(file, self.offset, self.length)
             with zipfile.ZipFile(part) as archive:
                 infos = archive.infolist()
             records = {info.filename.partition("/")[2]: self._place(info, part) for info in infos}
@@ -76,7 +76,7 @@ class Archive:
                 raise zipfile.BadZipFile("no data.pkl")
             return records
 
-    def _place(self, info: zipfile.ZipInfo, part: _Part) -> tuple[int, int, int]:
+    def _place(self, info: zipfile.ZipInfo, part: _FilePart) -> tuple[int, int, int]:
         if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
             raise zipfile.BadZipFile(f"{info.filename} is compressed or encrypted")
         part.seek(info.header_offset)
@@ -98,7 +98,9 @@ class Archive:
         """Returns the saved value. ``trusted``: with code of the file's; ``mmap``: tensors are views of the
         mapped file, which must be the archive; ``device``: "meta" for tensors without values."""
         with self._errors(), open(self.path, "rb") as file:
-            source: Any = os.fspath(self.path) if mmap else _Part(file, self.offset, self.length)
+            source: Any = (
+                os.fspath(self.path) if mmap else _FilePart(file, self.offset, self.length)
+            )
             return torch.load(source, map_location=device, weights_only=not trusted, mmap=mmap)
 
     @cached_property
@@ -140,7 +142,7 @@ class Archive:
             ) from None
 
 
-class _Part(io.RawIOBase):
+class _FilePart(io.RawIOBase):
     """Bytes [offset, offset + length) of a file, as a file."""
 
     def __init__(self, file: io.BufferedReader, offset: int, length: int) -> None:

@@ -17,9 +17,15 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from parallel3d.testing.differences.fit import Group
+from parallel3d.testing.differences.fit import FitGroup
 from parallel3d.testing.differences.forward import Difference, Forward
-from parallel3d.testing.differences.record import FUNCTION, Key, Recorder, Trace, Values
+from parallel3d.testing.differences.record import (
+    FUNCTION,
+    ForwardRecorder,
+    ForwardTrace,
+    Key,
+    Values,
+)
 
 _SURE = 25.0  # nats: two independent masks are equal with probability exp(-25)
 _BY_ELEMENT = (F.dropout, torch.dropout, F.dropout1d, F.dropout2d, F.dropout3d)
@@ -31,7 +37,7 @@ _MHA = signature(F.multi_head_attention_forward)
 class DropoutMode(TorchFunctionMode):
     """Switches dropout off; or, with ``masks``, leaves it on. ``recorder`` records the calls and masks."""
 
-    def __init__(self, recorder: Recorder | None = None, *, masks: bool = False) -> None:
+    def __init__(self, recorder: ForwardRecorder | None = None, *, masks: bool = False) -> None:
         super().__init__()
         self.recorder, self.masks = recorder, masks
 
@@ -98,7 +104,7 @@ class DropoutMode(TorchFunctionMode):
         return weights @ (value.repeat_interleave(repeats, -3) if repeats > 1 else value)
 
 
-def first_in_dropout(forward: Forward, masks: Trace) -> tuple[Difference | None, int]:
+def first_in_dropout(forward: Forward, masks: ForwardTrace) -> tuple[Difference | None, int]:
     """Returns the first dropout with a wrong rate or mask, and how many masks were compared.
 
     ``forward`` was recorded without dropout, ``masks``, of the parallel model only, with it.
@@ -121,7 +127,7 @@ def first_in_dropout(forward: Forward, masks: Trace) -> tuple[Difference | None,
     return _in_one_model(plain, parallel), count
 
 
-def _in_one_model(plain: Trace, parallel: Trace) -> Difference | None:
+def _in_one_model(plain: ForwardTrace, parallel: ForwardTrace) -> Difference | None:
     """Finds a dropout in one model only, unless the other drops as much in another place."""
     plain_rates, rates = (
         {key: call.rate for key, call in trace.calls.items() if call.rate}
@@ -150,7 +156,7 @@ def _difference(key: Key, what: str, rank: int = 0) -> Difference:
 
 
 def _wrong_masks(
-    mask: Values, kind: str, rate: float, groups: Sequence[Group]
+    mask: Values, kind: str, rate: float, groups: Sequence[FitGroup]
 ) -> Iterator[tuple[str, int]]:
     """Yields pairs of ranks that must draw the same mask and don't, or the reverse: (text, rank)."""
     for group in groups:

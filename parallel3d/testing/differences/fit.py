@@ -22,7 +22,7 @@ WHOLE: frozenset[str] = frozenset({"whole"})
 
 
 @dataclass(frozen=True)
-class Group:
+class FitGroup:
     """One tp group: its data rank and its ranks in the order of the tp axis."""
 
     data_rank: int
@@ -48,7 +48,7 @@ class Fit:
 
 
 @dataclass(frozen=True)
-class Gap:
+class FitGap:
     """No form fits: the smallest relative difference of any form, a rank that has it, and a guess why."""
 
     difference: float
@@ -86,13 +86,13 @@ class Comparison:
 
     plain: Mapping[int, Tensor]
     parallel: Mapping[int, Tensor]
-    groups: Sequence[Group]
+    groups: Sequence[FitGroup]
     bound: float
     floor: float = 0.0
 
-    def fit(self, kinds: frozenset[str] = ALL) -> Fit | Gap:
+    def fit(self, kinds: frozenset[str] = ALL) -> Fit | FitGap:
         """Returns the form of ``kinds`` in which the ranks hold the tensor, or how far off the nearest is."""
-        best: Gap | None = None
+        best: FitGap | None = None
         for fit in self._candidates(kinds):
             gap = self._gap(fit)
             if gap.difference <= self.bound:
@@ -102,12 +102,12 @@ class Comparison:
         hint = self.hint()
         if best is None:
             want, got = self._first()
-            best = Gap(math.inf, self.groups[0].ranks[0])
+            best = FitGap(math.inf, self.groups[0].ranks[0])
             shapes = f"shape {tuple(got.shape)} where the plain model has {tuple(want.shape)}"
             hint = hint or shapes
         return replace(best, hint=hint)
 
-    def fit_gradient(self, fit: Fit) -> Literal["whole", "partial"] | Gap:
+    def fit_gradient(self, fit: Fit) -> Literal["whole", "partial"] | FitGap:
         """Fits the gradient of a tensor held as ``fit``: ranks have their parts of it, or parts of a sum."""
         if fit.kind == "partial":
             fit = Fit("whole")
@@ -150,9 +150,9 @@ class Comparison:
         first = self.groups[0]
         return self.plain[first.data_rank], self.parallel[first.ranks[0]]
 
-    def _gap(self, fit: Fit) -> Gap:
+    def _gap(self, fit: Fit) -> FitGap:
         """Returns the largest relative difference between what ranks hold and what ``fit`` says."""
-        worst = Gap(-1.0, self.groups[0].ranks[0])
+        worst = FitGap(-1.0, self.groups[0].ranks[0])
         for group in self.groups:
             want = self.plain[group.data_rank]
             parts = [self.parallel[rank] for rank in group.ranks]
@@ -164,7 +164,7 @@ class Comparison:
             for rank, (got, expected) in zip(group.ranks, pairs, strict=False):
                 apart = distance(got, expected) / scale
                 if apart > worst.difference:
-                    worst = Gap(apart, rank)
+                    worst = FitGap(apart, rank)
         return worst
 
     def _candidates(self, kinds: frozenset[str]) -> Iterator[Fit]:

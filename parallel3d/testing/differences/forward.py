@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from parallel3d.testing.differences.fit import ALL, Comparison, Fit, Gap, Group
-from parallel3d.testing.differences.record import FUNCTION, Key, Place, Trace
+from parallel3d.testing.differences.fit import ALL, Comparison, Fit, FitGap, FitGroup
+from parallel3d.testing.differences.record import FUNCTION, ForwardTrace, Key, Place
 
 DifferenceKind = Literal[
     "structure",
@@ -53,7 +53,7 @@ class Difference:
 
     @classmethod
     def of_gap(
-        cls, module: str, kind: DifferenceKind, what: str, step: int, gap: Gap, bound: float
+        cls, module: str, kind: DifferenceKind, what: str, step: int, gap: FitGap, bound: float
     ) -> Difference:
         """Returns the difference that ``gap`` is."""
         return cls(module, kind, what, step, gap.rank, gap.difference, bound, gap.hint)
@@ -91,11 +91,11 @@ class Forward:
     """
 
     def __init__(
-        self, plain: Trace, parallel: Trace, groups: Sequence[Group], bound: float
+        self, plain: ForwardTrace, parallel: ForwardTrace, groups: Sequence[FitGroup], bound: float
     ) -> None:
         self.plain, self.parallel, self.groups, self.bound = plain, parallel, groups, bound
         self.fits: dict[Place, Fit] = {}
-        self.bad: dict[Event, Gap] = {}
+        self.bad: dict[Event, FitGap] = {}
         for what, key in plain.events:
             call = parallel.calls.get(key)
             if call is None or (what == "exit" and not call.done):
@@ -108,7 +108,7 @@ class Forward:
                     continue
                 kinds = call.kinds.get(at, ALL) if what == "exit" else ALL
                 fit = Comparison(want, held[at], groups, bound).fit(kinds)
-                if isinstance(fit, Gap):
+                if isinstance(fit, FitGap):
                     self.bad.setdefault((what, key), fit)
                 else:  # a sum is not odd if its placements announce it
                     self.fits[what, key, at] = Fit("partial") if kinds == {"partial"} else fit
@@ -195,7 +195,7 @@ class Backward:
         ]
         self.floor = max(largest, default=0.0) * 1e-3
 
-    def first(self, gaps: Mapping[str, Gap], step: int) -> Difference | None:
+    def first(self, gaps: Mapping[str, FitGap], step: int) -> Difference | None:
         """Returns the cause of the ``gaps`` in parameters' gradients; None if there are no gaps.
 
         The gradient of a module's output is the work of the calls that read it; those of its input and its
@@ -209,12 +209,12 @@ class Backward:
                 return self._of_parameter(by_module[key[0]], gaps, key, step)
             for place in self._places(what, key):
                 gap = self._fit(place)
-                if isinstance(gap, Gap):
+                if isinstance(gap, FitGap):
                     return self._of_value(place, gap, step)
         # The parameter of a module that is not called.
         return self._of_parameter(list(gaps)[-1], gaps, None, step)
 
-    def _fit(self, place: Place) -> str | Gap:
+    def _fit(self, place: Place) -> str | FitGap:
         """Returns ``"whole"``, ``"partial"``, ``""`` if nothing is known, or how far the gradient is off."""
         what, key, at = place
         form, call = self.forward.fits.get(place), self.forward.parallel.calls.get(key)
@@ -223,7 +223,7 @@ class Backward:
             return ""
         got, groups = call.grads[what].get(at), self.forward.groups
         if got is None:
-            return Gap(math.inf, groups[0].ranks[0], "no gradient arrives")
+            return FitGap(math.inf, groups[0].ranks[0], "no gradient arrives")
         scaled = {rank: value * self.scale for rank, value in want.items()}
         return Comparison(scaled, got, groups, self.forward.bound, self.floor).fit_gradient(form)
 
@@ -253,7 +253,7 @@ class Backward:
             places = [p for p in self._places("exit", cause) if self._fit(p) == "partial"]
 
     def _of_parameter(
-        self, name: str, gaps: Mapping[str, Gap], key: Key | None, step: int
+        self, name: str, gaps: Mapping[str, FitGap], key: Key | None, step: int
     ) -> Difference:
         (module, own), gap, what = owner_of(name), gaps[name], "gradient of its input"
         outputs = self._places("exit", key) if key is not None else []
@@ -268,7 +268,7 @@ class Backward:
             gap = replace(gap, hint=hint)
         return Difference.of_gap(module, "gradient", what, step, gap, self.forward.bound)
 
-    def _of_value(self, place: Place, gap: Gap, step: int) -> Difference:
+    def _of_value(self, place: Place, gap: FitGap, step: int) -> Difference:
         what, key, _ = place
         cause = self._cause([place]) or (key if what == "enter" else None)
         if cause is None:

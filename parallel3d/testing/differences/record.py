@@ -25,7 +25,7 @@ FUNCTION = "::"  # between the names of a module and of a function that it calls
 
 
 @dataclass
-class Call:
+class RecordedCall:
     """One call of one module.
 
     Attributes:
@@ -49,14 +49,14 @@ class Call:
 
 
 @dataclass
-class Trace:
+class ForwardTrace:
     """The calls of one forward and backward, and ("enter" or "exit", call) in order."""
 
-    calls: dict[Key, Call] = field(default_factory=dict)
+    calls: dict[Key, RecordedCall] = field(default_factory=dict)
     events: list[tuple[str, Key]] = field(default_factory=list)
 
 
-def merged(traces: list[Trace]) -> Trace:
+def merged(traces: list[ForwardTrace]) -> ForwardTrace:
     """Merges the traces of several ranks into the first, whose order of events is kept."""
     first = traces[0]
     for trace in traces[1:]:
@@ -76,7 +76,7 @@ def merged(traces: list[Trace]) -> Trace:
     return first
 
 
-class Recorder:
+class ForwardRecorder:
     """Has hooks on every module of ``model``, which record while ``trace`` is set.
 
     Each input of a module is replaced by a view of it, so that each reader of a tensor has its own gradient.
@@ -89,16 +89,16 @@ class Recorder:
     """
 
     def __init__(self, model: nn.Module, own: tuple[int, ...]) -> None:
-        self.trace: Trace | None = None
+        self.trace: ForwardTrace | None = None
         self.own = own
-        self.stack: list[Call] = []
+        self.stack: list[RecordedCall] = []
         self._places: dict[int, list[Place]] = {}
         self._alive: list[Tensor] = []
         for name, module in model.named_modules():
             self._watch(plain_name(name), module)
 
     @contextmanager
-    def recording(self, trace: Trace) -> Iterator[None]:
+    def recording(self, trace: ForwardTrace) -> Iterator[None]:
         """Records the forward in the body, and later its backward, in ``trace``."""
         self.trace, self.stack = trace, []
         try:
@@ -129,17 +129,17 @@ class Recorder:
         module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
         module.register_forward_hook(leave)
 
-    def _new(self, name: str) -> Call:
+    def _new(self, name: str) -> RecordedCall:
         assert self.trace is not None
         number = 0
         while (name, number) in self.trace.calls:
             number += 1
-        call = Call((name, number), self.stack[-1].key if self.stack else None)
+        call = RecordedCall((name, number), self.stack[-1].key if self.stack else None)
         self.trace.calls[call.key] = call
         self.trace.events.append(("enter", call.key))
         return call
 
-    def _input(self, call: Call | None) -> Callable[[Tensor], Tensor]:
+    def _input(self, call: RecordedCall | None) -> Callable[[Tensor], Tensor]:
         """Returns a function that replaces an input by a view and records it in ``call``."""
         count = 0
 
@@ -159,7 +159,9 @@ class Recorder:
 
         return view
 
-    def _output(self, call: Call, at: int, tensor: Tensor, kinds: frozenset[str] | None) -> None:
+    def _output(
+        self, call: RecordedCall, at: int, tensor: Tensor, kinds: frozenset[str] | None
+    ) -> None:
         call.tensors["exit"][at] = self.values(tensor)
         if kinds is not None:
             call.kinds[at] = kinds

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from parallel3d._torch.fully_shard import plain_name
 from parallel3d._torch.simulated import tensors_by_rank
-from parallel3d.testing.differences.fit import Comparison, Fit, Gap, Group, distance, take
+from parallel3d.testing.differences.fit import Comparison, Fit, FitGap, FitGroup, distance, take
 from parallel3d.testing.differences.forward import Difference, owner_of
 from parallel3d.testing.differences.record import Values
 from parallel3d.testing.parity import shards_of
@@ -40,7 +40,11 @@ class State:
     """The parameters and buffers of both models; ``forms`` says how ranks hold those that are no DTensors."""
 
     def __init__(
-        self, plain: nn.Module, parallel: nn.Module, groups: Sequence[Group], own: tuple[int, ...]
+        self,
+        plain: nn.Module,
+        parallel: nn.Module,
+        groups: Sequence[FitGroup],
+        own: tuple[int, ...],
     ) -> None:
         self.plain, self.parallel, self.groups, self.own = plain, parallel, groups, own
         self.forms: dict[str, Fit] = {}
@@ -117,13 +121,13 @@ class State:
         for name, b, c in self._buffer_pairs():
             fit = self._fit(b, c, max(bound, 1e-6))  # casting the model rounds a table again
             if isinstance(fit, Fit) and fit.kind == "slices" and fit.odd:
-                fit = Gap(math.inf, 0, fit.odd)
-            if isinstance(fit, Gap):
+                fit = FitGap(math.inf, 0, fit.odd)
+            if isinstance(fit, FitGap):
                 return _of_buffer(name, "at the start", 0, fit, bound)
             self.buffers[name] = fit
         return None
 
-    def _fit(self, whole: Tensor, part: Tensor, bound: float) -> Fit | Gap:
+    def _fit(self, whole: Tensor, part: Tensor, bound: float) -> Fit | FitGap:
         plain = {group.data_rank: whole for group in self.groups}
         held = joined(self._on_own_ranks(part))
         return Comparison(plain, held, self.groups, bound).fit(_CUT)
@@ -158,18 +162,18 @@ class State:
             fit = self.buffers.get(name)
             if fit is None:
                 continue
-            gap: Fit | Gap
+            gap: Fit | FitGap
             if torch.equal(b, before[name]):
                 gap = self._fit(b, c, max(bound, 1e-6))
             else:
                 gap = self._gap_between_ranks(joined(self._on_own_ranks(c)), fit)
-            if isinstance(gap, Gap) and gap.difference > bound:
+            if isinstance(gap, FitGap) and gap.difference > bound:
                 return _of_buffer(name, f"after step {step}", step, gap, bound)
         return None
 
-    def _gap_between_ranks(self, values: Values, fit: Fit) -> Gap:
+    def _gap_between_ranks(self, values: Values, fit: Fit) -> FitGap:
         """Returns the largest difference between ranks that should have the same buffer."""
-        worst = Gap(0.0, 0)
+        worst = FitGap(0.0, 0)
         first = self.groups[0]
         for group in self.groups:
             for i, rank in enumerate(group.ranks):
@@ -178,17 +182,17 @@ class State:
                 apart = distance(values[rank].double(), like.double()) / scale
                 if apart > worst.difference:
                     hint = "the ranks have different values: it isn't synchronised"
-                    worst = Gap(apart, rank, hint)
+                    worst = FitGap(apart, rank, hint)
         return worst
 
     # ---- gradients and weights ----
 
-    def gaps(self, what: str, bound: float, *, only_dtensors: bool = False) -> dict[str, Gap]:
+    def gaps(self, what: str, bound: float, *, only_dtensors: bool = False) -> dict[str, FitGap]:
         """Returns the parameters whose ``"gradient"`` or ``"weight"`` differs, in the model's order."""
         plain, parallel = self.parameters()
         grads = [p.grad for p in plain.values() if p.grad is not None and p.grad.numel()]
         largest = max((float(g.abs().max()) for g in grads), default=0.0)
-        gaps: dict[str, Gap] = {}
+        gaps: dict[str, FitGap] = {}
         for name, p in plain.items():
             q = parallel[name]
             if only_dtensors and not isinstance(q, DTensor):
@@ -197,7 +201,7 @@ class State:
             if a is None or b is None:
                 if a is not b:
                     which = "plain" if a is None else "parallel"
-                    gaps[name] = Gap(math.inf, self.own[0], f"none in the {which} model")
+                    gaps[name] = FitGap(math.inf, self.own[0], f"none in the {which} model")
                 continue
             scale = largest if what == "gradient" else 0.0
             gap = self._gap(a, b, scale, self.forms.get(name, Fit("whole")), bound)
@@ -205,17 +209,17 @@ class State:
                 gaps[name] = gap
         return _merged(gaps)
 
-    def _gap(self, whole: Tensor, part: Tensor, scale: float, form: Fit, bound: float) -> Gap:
+    def _gap(self, whole: Tensor, part: Tensor, scale: float, form: Fit, bound: float) -> FitGap:
         scale = max(scale or (float(whole.double().abs().max()) if whole.numel() else 1.0), 1e-30)
         parts = self._parts(whole, part, form)
-        worst = Gap(0.0, self.own[0])
+        worst = FitGap(0.0, self.own[0])
         for rank, _, got, want in parts:
             apart = distance(got, want) / scale
             if not apart <= worst.difference:
-                worst = Gap(apart, rank)
+                worst = FitGap(apart, rank)
         if worst.difference <= bound:
             return worst
-        return Gap(worst.difference, worst.rank, self._hint(parts, worst.rank, bound, scale))
+        return FitGap(worst.difference, worst.rank, self._hint(parts, worst.rank, bound, scale))
 
     def _parts(self, whole: Tensor, part: Tensor, form: Fit) -> list[Part]:
         if isinstance(part, DTensor):
@@ -253,7 +257,7 @@ class State:
         return ""
 
 
-def _of_buffer(name: str, when: str, step: int, gap: Gap, bound: float) -> Difference:
+def _of_buffer(name: str, when: str, step: int, gap: FitGap, bound: float) -> Difference:
     module, own = owner_of(name)
     return Difference.of_gap(module, "buffer", f"buffer {own} {when}", step, gap, bound)
 
@@ -262,9 +266,9 @@ def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _merged(own_gaps: dict[str, Gap]) -> dict[str, Gap]:
+def _merged(own_gaps: dict[str, FitGap]) -> dict[str, FitGap]:
     """Returns the largest gap that any real rank has found for each parameter."""
-    worst: dict[str, Gap] = {}
+    worst: dict[str, FitGap] = {}
     for gaps in gathered(own_gaps):
         for name, gap in gaps.items():
             if name not in worst or gap.difference > worst[name].difference:

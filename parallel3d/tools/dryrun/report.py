@@ -11,7 +11,14 @@ from parallel3d._util import page
 from parallel3d._util.page import Figure, bars, chart, embedded, filled, mark, table
 from parallel3d.tools.dryrun.compare import Divergence, compare
 from parallel3d.tools.dryrun.result import KINDS, DryRun, ParameterPlacement, Peak
-from parallel3d.tools.dryrun.timeline import COMPUTE, STREAMS, Call, Timeline, calls_of, timeline
+from parallel3d.tools.dryrun.timeline import (
+    COMPUTE,
+    STREAMS,
+    TimedCollective,
+    Timeline,
+    calls_of,
+    timeline,
+)
 from parallel3d.tools.dryrun.trace import Bar, merged, thinned
 from parallel3d.tools.dryrun.warnings import all_warnings
 from parallel3d.tools.dryrun.wording import (
@@ -127,10 +134,10 @@ _FIRST_STEP = (
 )
 
 
-def _calls_table(run: DryRun, calls: Sequence[Call]) -> str:
+def _calls_table(run: DryRun, calls: Sequence[TimedCollective]) -> str:
     """The collectives of the whole run, equal ones together, in the order of the first; with a filter."""
 
-    def cells(call: Call) -> tuple[str, ...]:
+    def cells(call: TimedCollective) -> tuple[str, ...]:
         what = axis_of(call, run), call.op, call.where or "-", call.phase, call.dtype
         return *what, "" if call.asynchronous else "blocks", str(call.group_size), f"{call.bytes:,}"
 

@@ -33,7 +33,7 @@ STREAMS = (COMPUTE, "tp", "cp", COPIES, "gather", "reduce", "all-reduce")
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TimelineSpan:
     """What runs on a stream from ``start`` to ``end``, in predicted seconds.
 
     Attributes:
@@ -181,7 +181,7 @@ class _Playing:
     def __init__(self, run: DryRun, cluster: Cluster) -> None:
         self._run, self._cluster = run, cluster
         self.player = Player(constant("overlap_slowdown").value, constant("launch").value)
-        self.spans: list[Span] = []
+        self.spans: list[TimelineSpan] = []
         self.times = array("d")
         self.starts: list[float] = []
         self._waited: list[float] = []  # for the host, before each step
@@ -266,7 +266,7 @@ class _Playing:
             kind = "wait" if stream == COMPUTE else call.op
             what = kind, call.op, module, call.unit, call.axis or ""
         when = operation.phase, operation.step, start, end
-        self.spans.append(Span(stream, *what, *when, position, index))
+        self.spans.append(TimelineSpan(stream, *what, *when, position, index))
 
 
 @dataclass(frozen=True)
@@ -283,7 +283,7 @@ class Timeline:
         host: by step, seconds in which the GPU waits for the host to launch kernels.
     """
 
-    spans: tuple[Span, ...]
+    spans: tuple[TimelineSpan, ...]
     cluster: Cluster
     times: tuple[float, ...]
     starts: tuple[float, ...]
@@ -311,7 +311,7 @@ class Timeline:
         at = self.step if step is None else step
         return self.starts[at], self.starts[min(at + 1, len(self.starts) - 1)]
 
-    def of_step(self, step: int | None = None) -> list[Span]:
+    def of_step(self, step: int | None = None) -> list[TimelineSpan]:
         """Returns the spans that are issued in ``step``."""
         at = self.step if step is None else step
         return [span for span in self.spans if span.step == at]
@@ -364,7 +364,7 @@ def timeline(run: DryRun, cluster: Cluster | str | None = None) -> Timeline:
 
 
 @dataclass(frozen=True)
-class Call(Collective):
+class TimedCollective(Collective):
     """A collective and its times in predicted seconds; ``asynchronous`` if it does not block the computation.
 
     Attributes:
@@ -400,7 +400,7 @@ class Call(Collective):
         return self.unit or self.module
 
 
-def calls_of(run: DryRun, timeline: Timeline) -> tuple[Call, ...]:
+def calls_of(run: DryRun, timeline: Timeline) -> tuple[TimedCollective, ...]:
     """Returns the collectives of ``run`` in the order of the program."""
     positions: dict[str, dict[int, int]] = {"collective": {}, "wait": {}}
     for position, operation in enumerate(run.operations):
@@ -420,7 +420,7 @@ def calls_of(run: DryRun, timeline: Timeline) -> tuple[Call, ...]:
         if operation.stream:  # beside the computation, whether or not it has a work
             collective = replace(collective, asynchronous=True)
         wait, cluster = positions["wait"].get(index), timeline.cluster
-        call = Call(
+        call = TimedCollective(
             **vars(collective),
             issued=position,
             waited=wait,

@@ -17,8 +17,8 @@ from parallel3d.tools.dryrun.result import KINDS, DryRun, MemorySample
 from parallel3d.tools.dryrun.timeline import (
     COMPUTE,
     STREAMS,
-    Span,
     Timeline,
+    TimelineSpan,
     calls_of,
     timeline,
     unit_of,
@@ -67,7 +67,7 @@ class Bar:
     busy: float
 
 
-def merged(spans: Sequence[Span], most: int) -> list[Bar]:
+def merged(spans: Sequence[TimelineSpan], most: int) -> list[Bar]:
     """Returns about ``most`` bars.
 
     Spans of one kind in one unit are joined if there are too many; then all of a unit, with short waits; then
@@ -84,14 +84,16 @@ def merged(spans: Sequence[Span], most: int) -> list[Bar]:
     return [_bar(group) for group in groups]
 
 
-def _kind(span: Span) -> str:
+def _kind(span: TimelineSpan) -> str:
     return span.kind if span.stream == COMPUTE else "collective"
 
 
-def _joined(spans: Sequence[Span], level: int, gap: float) -> list[list[Span]]:
+def _joined(spans: Sequence[TimelineSpan], level: int, gap: float) -> list[list[TimelineSpan]]:
     """Joins consecutive spans of a stream that are alike and at most ``gap`` seconds apart."""
-    groups: list[list[Span]] = []
-    last: dict[str, tuple[Hashable, list[Span]]] = {}  # stream -> key and spans of its last group
+    groups: list[list[TimelineSpan]] = []
+    last: dict[
+        str, tuple[Hashable, list[TimelineSpan]]
+    ] = {}  # stream -> key and spans of its last group
     for span in spans:
         is_long_wait = span.kind == "wait" and span.seconds >= 4 * gap
         alike = _kind(span) if level == 0 else is_long_wait
@@ -105,7 +107,7 @@ def _joined(spans: Sequence[Span], level: int, gap: float) -> list[list[Span]]:
     return groups
 
 
-def _bar(group: list[Span]) -> Bar:
+def _bar(group: list[TimelineSpan]) -> Bar:
     first, last = group[0], group[-1]
     kinds = {_kind(span) for span in group}
     kind = kinds.pop() if len(kinds) == 1 else COMPUTE

@@ -15,7 +15,7 @@ from parallel3d.mesh.axes import Role, axis_named, moves_activations
 from parallel3d.planner.constants import constant
 from parallel3d.tools.dryrun.compare import Divergence
 from parallel3d.tools.dryrun.result import DryRun, DryRunWarning
-from parallel3d.tools.dryrun.timeline import Call, Timeline, calls_of, timeline
+from parallel3d.tools.dryrun.timeline import TimedCollective, Timeline, calls_of, timeline
 from parallel3d.tools.dryrun.wording import (
     counted,
     grouped,
@@ -30,11 +30,11 @@ from parallel3d.tools.dryrun.wording import (
 Warnings = Iterator[DryRunWarning]
 
 
-def _seconds(calls: Iterable[Call]) -> float:
+def _seconds(calls: Iterable[TimedCollective]) -> float:
     return sum(call.seconds for call in calls)
 
 
-def _exposed(calls: Iterable[Call]) -> float:
+def _exposed(calls: Iterable[TimedCollective]) -> float:
     return sum(call.exposed for call in calls)
 
 
@@ -46,7 +46,7 @@ _MANY_RANKS = 16
 _FEW_CALLS, _LITTLE_TIME = 4, 0.01
 
 
-def _tp_across_nodes(run: DryRun, times: Timeline, calls: Sequence[Call]) -> Warnings:
+def _tp_across_nodes(run: DryRun, times: Timeline, calls: Sequence[TimedCollective]) -> Warnings:
     ranks, near = run.axis_ranks.get("tp", ()), times.cluster.domain
     nodes = {rank // near for rank in ranks}
     if len(nodes) < 2:
@@ -64,7 +64,7 @@ def _tp_across_nodes(run: DryRun, times: Timeline, calls: Sequence[Call]) -> War
     )
 
 
-def _no_axis(run: DryRun, calls: Sequence[Call]) -> Warnings:
+def _no_axis(run: DryRun, calls: Sequence[TimedCollective]) -> Warnings:
     odd = [
         call
         for call in calls
@@ -87,7 +87,7 @@ def _no_axis(run: DryRun, calls: Sequence[Call]) -> Warnings:
     )
 
 
-def _tiny_messages(times: Timeline, calls: Sequence[Call]) -> Warnings:
+def _tiny_messages(times: Timeline, calls: Sequence[TimedCollective]) -> Warnings:
     tiny = [call for call in calls if call.bytes and call.latency > 0.5 * call.seconds]
     for axis, group in grouped(tiny, lambda call: call.axis).items():
         lost = sum(call.latency for call in group)
@@ -111,7 +111,7 @@ def _tiny_messages(times: Timeline, calls: Sequence[Call]) -> Warnings:
         )
 
 
-def _low_precision(calls: Sequence[Call]) -> Warnings:
+def _low_precision(calls: Sequence[TimedCollective]) -> Warnings:
     sums = [
         call
         for call in calls
@@ -247,7 +247,7 @@ _NOTHING, _LITTLE, _MUCH = 0.05, 0.01, 0.10
 _SMALL = 64 * 2**10
 
 
-def _overlap(run: DryRun, times: Timeline, calls: Sequence[Call]) -> Warnings:
+def _overlap(run: DryRun, times: Timeline, calls: Sequence[TimedCollective]) -> Warnings:
     on_data = [call for call in calls if call.on_data_axis]
     gathers = [call for call in on_data if call.op == "all_gather" and call.asynchronous]
     bare = [  # waited for with almost no computation since they were issued; the first can't be hidden
@@ -264,7 +264,7 @@ def _overlap(run: DryRun, times: Timeline, calls: Sequence[Call]) -> Warnings:
     yield from _too_slow(times, on_data, bare)
 
 
-def _exposed_gathers(times: Timeline, calls: Sequence[Call]) -> Warnings:
+def _exposed_gathers(times: Timeline, calls: Sequence[TimedCollective]) -> Warnings:
     lost = _exposed(calls)
     if lost < _LITTLE * times.step_seconds or not calls:
         return
@@ -280,7 +280,7 @@ def _exposed_gathers(times: Timeline, calls: Sequence[Call]) -> Warnings:
     )
 
 
-def _blocking(times: Timeline, calls: Sequence[Call]) -> Warnings:
+def _blocking(times: Timeline, calls: Sequence[TimedCollective]) -> Warnings:
     slow = [
         call
         for call in calls
@@ -300,8 +300,8 @@ def _blocking(times: Timeline, calls: Sequence[Call]) -> Warnings:
     )
 
 
-def _gathered_twice(run: DryRun, calls: Sequence[Call]) -> Warnings:
-    again: list[Call] = []
+def _gathered_twice(run: DryRun, calls: Sequence[TimedCollective]) -> Warnings:
+    again: list[TimedCollective] = []
     seen: set[tuple[str, int]] = set()
     backward = list(accumulate(operation.phase == "backward" for operation in run.operations))
     last = 0
@@ -323,7 +323,7 @@ def _gathered_twice(run: DryRun, calls: Sequence[Call]) -> Warnings:
         )
 
 
-def _reduced_twice(calls: Sequence[Call]) -> Warnings:
+def _reduced_twice(calls: Sequence[TimedCollective]) -> Warnings:
     sums = [call for call in calls if call.op == "all_reduce" and call.phase == "backward"]
     counts = Counter((call.unit, call.bytes) for call in sums if call.unit)
     more = {key: count - 1 for key, count in counts.items() if count > 1}
@@ -338,7 +338,9 @@ def _reduced_twice(calls: Sequence[Call]) -> Warnings:
         )
 
 
-def _too_slow(times: Timeline, calls: Sequence[Call], bare: Sequence[Call]) -> Warnings:
+def _too_slow(
+    times: Timeline, calls: Sequence[TimedCollective], bare: Sequence[TimedCollective]
+) -> Warnings:
     """Communication that is overlapped, and longer than the computation beside it."""
     known = {id(call) for call in bare}
     for axis, group in grouped(calls, lambda call: call.axis or "").items():
@@ -392,7 +394,7 @@ def _host(times: Timeline) -> Warnings:
         )
 
 
-def _barriers(calls: Sequence[Call]) -> Warnings:
+def _barriers(calls: Sequence[TimedCollective]) -> Warnings:
     in_passes = [c for c in calls if c.op == "barrier" and c.phase in ("forward", "backward")]
     if in_passes:
         yield DryRunWarning(

@@ -10,7 +10,7 @@ from typing import TypeVar
 from parallel3d._util.arguments import counted as counted
 from parallel3d._util.recorder import Collective
 from parallel3d.tools.dryrun.result import DryRun, ParameterPlacement, Peak
-from parallel3d.tools.dryrun.timeline import Call, Timeline
+from parallel3d.tools.dryrun.timeline import TimedCollective, Timeline
 
 _T = TypeVar("_T")
 _K = TypeVar("_K", bound=Hashable)
@@ -115,13 +115,13 @@ def _numel(number: int) -> str:
 AXIS_COLUMNS = "axis", "operation", "ranks", "calls", "bytes", "takes", "waited for", "of the step"
 
 
-def axis_of(call: Call, run: DryRun) -> str:
+def axis_of(call: TimedCollective, run: DryRun) -> str:
     """The mesh axis of ``call``, or what its group is if it is no axis."""
     return call.axis or ("all ranks" if call.group_size == run.world_size else "other group")
 
 
 def axis_rows(
-    run: DryRun, times: Timeline, calls: Iterable[Call]
+    run: DryRun, times: Timeline, calls: Iterable[TimedCollective]
 ) -> list[tuple[tuple[str, ...], float]]:
     """Returns a row for each axis and operation of the shown step: the cells of ``AXIS_COLUMNS``, and the
     fraction of the step, from 0 to 1, in which computation waits for these calls."""

@@ -81,7 +81,7 @@ def contents(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-class CountingReader(load.Reader):
+class CountingReader(load.TensorReader):
     """Notes how many bytes it has read in all."""
 
     total = 0
@@ -93,12 +93,12 @@ class CountingReader(load.Reader):
 
 def load_counted(folder: str | Path, model: nn.Module, **options) -> int:
     """Loads, and returns how many bytes this rank has read of the tensors."""
-    before, load.Reader = load.Reader, CountingReader
+    before, load.TensorReader = load.TensorReader, CountingReader
     CountingReader.total = 0
     try:
         assert load_hf(folder, model, **options) == ([], [])
     finally:
-        load.Reader = before
+        load.TensorReader = before
     return CountingReader.total
 
 

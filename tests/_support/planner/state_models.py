@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from parallel3d import MeshLayout, MixedPrecisionPolicy
 from parallel3d._util.units import find_units
 from parallel3d.planner import ModelSpec, Workload
-from parallel3d.planner.model_spec import Parameter, Unit
+from parallel3d.planner.model_spec import Parameter, UnitSpec
 from parallel3d.tp import Colwise, Rowwise, SequenceParallel, VocabParallel
 
 __all__ = ["Case", "Net", "random_case", "spec_of"]
@@ -232,20 +232,20 @@ def spec_of(model: Net, case: Case) -> ModelSpec:
     """What the planner is told: names, shapes, and what the plan says of them."""
     found = find_units(model)
     taken: set[int] = set()
-    units: list[Unit] = []
+    units: list[UnitSpec] = []
     for name, module in found.embeddings:
-        units.append(Unit(name, "embedding", _parameters([(name, module)], case, taken)))
+        units.append(UnitSpec(name, "embedding", _parameters([(name, module)], case, taken)))
     for name, module in found.blocks:
-        made = Unit("block", "block", _parameters([(name, module)], case, taken))
+        made = UnitSpec("block", "block", _parameters([(name, module)], case, taken))
         if units and units[-1].kind == "block" and units[-1].parameters == made.parameters:
             units[-1] = replace(units[-1], count=units[-1].count + 1)
         else:
             units.append(made)
     if found.final_norm_and_head:
-        units.append(Unit("tail", "tail", _parameters(found.final_norm_and_head, case, taken)))
+        units.append(UnitSpec("tail", "tail", _parameters(found.final_norm_and_head, case, taken)))
     rest = _parameters([("", model)], case, taken)
     if rest:
-        units.insert(0, Unit("root", "root", rest))
+        units.insert(0, UnitSpec("root", "root", rest))
     return ModelSpec("net", tuple(units), case.hidden, case.vocab, tied=case.tied)
 
 

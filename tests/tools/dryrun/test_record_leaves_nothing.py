@@ -25,7 +25,7 @@ from parallel3d._torch import groups
 from parallel3d._torch.fake import loader_iterators
 from parallel3d._util.replaced_params import _before_step
 from parallel3d.errors import DryRunError, StateError
-from parallel3d.fsdp.param import _count_step
+from parallel3d.fsdp.watch import _count_step
 from parallel3d.testing import fake_world
 from parallel3d.tools.dryrun import real, record
 from parallel3d.tools.dryrun.world import script
