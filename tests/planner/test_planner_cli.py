@@ -221,7 +221,8 @@ def test_what_each_kind_of_recomputation_costs() -> None:
     text = run(*PLAN[:-2]).stdout
     for words in ("the fastest layout with each kind of checkpointing", " offload ", "on the host"):
         assert words in text
-    assert "parallelize(model, mesh,\n      activation_checkpointing=False,\n      reshard_" in text
+    assert "parallelize(model, mesh,\n      activation_checkpointing=False,\n" in text
+    assert "fsdp=Sharding(reshard_" in text
 
 
 def test_long_sequences_are_cut_over_cp(tmp_path: Path) -> None:
