@@ -20,7 +20,7 @@ PACKAGE = ROOT / "parallel3d"
 
 LAYERS: list[set[str]] = [
     {"errors", "_util", "_torch"},
-    {"_layout", "mesh"},
+    {"_layout", "mesh", "_trace"},
     {"guards"},
     {"fsdp", "tp"},
     {"cp", "activations", "audit", "_play"},

@@ -31,6 +31,7 @@ from parallel3d._torch.autograd import (
     same_memory,
 )
 from parallel3d._torch.simulated import inner_tensors
+from parallel3d._trace.kinds import kind_of, written_by
 from parallel3d._util.forwards import Forward, as_if, without_cache
 from parallel3d._util.recompute import begin_pass, end_pass, with_hooks_of
 from parallel3d._util.trees import map_tensors, tensors_in
@@ -42,10 +43,6 @@ Policy = Callable[..., Any]
 
 # ---- what is kept ----
 
-_PRODUCTS = frozenset(
-    ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm")
-    + ("convolution", "linear")
-)
 _FUNCTIONAL = "_c10d_functional"
 _NEVER = ("wait_tensor", "detach", "empty", "empty_like", "device")
 
@@ -62,11 +59,7 @@ def _is_costly(op: Any) -> bool:
     if op.namespace == _FUNCTIONAL:  # DTensor's and the compiler's
         return True
     name = op.overloadpacket.__name__
-    if name in _PRODUCTS:
-        return True
-    if "backward" in name:
-        return False
-    return "attention" in name or "attn" in name
+    return kind_of(name) in ("product", "convolution", "attention") and "backward" not in name
 
 
 @cache
@@ -263,11 +256,7 @@ def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable
         return ()
     if op.namespace == "c10d":
         return tensors_in((args, kwargs))
-    if not schema.is_mutable:
-        return ()
-    values = {**{a.name: v for a, v in zip(schema.arguments, args, strict=False)}, **kwargs}
-    names = (a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
-    return [tensor for name in names for tensor in tensors_in(values.get(name))]
+    return written_by(op, args, kwargs)
 
 
 class _Pass(TorchDispatchMode):

@@ -23,14 +23,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from parallel3d._torch.autograd import TorchDispatchMode
+from parallel3d._trace.kinds import bytes_of, kind_of, product_of
 from parallel3d._util.trees import map_tensors, tensors_in
-
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
-_NORMS = ("native_layer_norm", "_fused_rms_norm", "native_group_norm", "native_batch_norm")
-_LOOKUPS = ("embedding", "embedding_dense_backward", "index", "index_select", "gather")
-# These read and write nothing.
-_EMPTY = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
-_FREE = (*_EMPTY, "detach", "alias")
 
 
 @dataclass
@@ -185,13 +179,14 @@ class OpRecorder(TorchDispatchMode):
         name = name.rstrip("_") if mutable else name
         reads, writes = list(tensors_in((args, kwargs))), list(tensors_in(out))
         known = {storage_of(t) for t in reads}
-        if name in _FREE or (not mutable and all(storage_of(t) in known for t in writes)):
+        kind = kind_of(name)
+        if kind == "free" or (not mutable and all(storage_of(t) in known for t in writes)):
             return
         tensors = [a for a in args if isinstance(a, Tensor)]
-        if name in _PRODUCTS:
-            self._note_product(name, tensors, writes[0])
-        elif name == "_grouped_mm":
+        if "grouped" in name and kind == "product":
             self._note_grouped(name, tensors, writes[0])
+        elif kind == "product":
+            self._note_product(name, tensors, writes[0])
         elif name == "convolution":
             weight, rows = args[1], writes[0].numel() // args[1].shape[0]
             title = self.params.get(storage_of(weight), ("convolution",))[0]
@@ -199,7 +194,7 @@ class OpRecorder(TorchDispatchMode):
             self.note(name, "matmul", tensors, writes[:1], sizes=sizes, weight=title)
         elif name == "convolution_backward":
             self.note("convolution", "matmul", reads, writes)
-        elif name.removesuffix("_backward") in _NORMS:
+        elif kind == "norm":
             self.note(name, "norm", reads, writes)
         else:
             self._note_elementwise(name, reads, writes)
@@ -223,12 +218,12 @@ class OpRecorder(TorchDispatchMode):
             if key not in self.params:
                 ops, writer = self.written.get(key, (None, -1))
                 same_way = ops is self.ops
-                op.reads.append((key, writer if same_way else None, _bytes(t)))
+                op.reads.append((key, writer if same_way else None, bytes_of(t)))
                 if ops is not None:
                     ops[writer].read_by.append(index if same_way else -1)
         for t in writes:
             key = storage_of(t)
-            op.writes.append((key, _bytes(t)))
+            op.writes.append((key, bytes_of(t)))
             self.written[key] = (self.ops, index)
             self._depth[key] = depth
             (self.split.add if split else self.split.discard)(key)
@@ -249,7 +244,7 @@ class OpRecorder(TorchDispatchMode):
         if not self.in_forward and name == "add" and writes[0].shape in self._tables:
             return  # the sum of a tied weight's gradients, which is not per token
         op = self.note(name, "elementwise", reads, writes)
-        if name in _LOOKUPS:
+        if kind_of(name) == "lookup" or name == "embedding_dense_backward":
             self._note_lookup(name, op, reads)
 
     def _note_lookup(self, name: str, op: Op, reads: list[Tensor]) -> None:
@@ -293,7 +288,7 @@ class OpRecorder(TorchDispatchMode):
         )
 
     def _note_product(self, name: str, inputs: list[Tensor], out: Tensor) -> None:
-        a, b = inputs[-2:]
+        a, b, sizes = product_of(name, inputs)
         k, at = a.shape[-1], storage_of(b) in self.params
         if at:
             weight, other, rows, n = b, a, prod(a.shape[:-1]), b.shape[-1]
@@ -301,7 +296,7 @@ class OpRecorder(TorchDispatchMode):
             weight, other = a, b
             rows, n = prod(b.shape[:-2]) * b.shape[-1], prod(a.shape[:-1])
         else:
-            self._note_free_product(inputs, out, (prod(a.shape[:-1]), b.shape[-1], k))
+            self._note_free_product(a, b, inputs, out, sizes)
             return
         title, param, dim = self.params[storage_of(weight)]
         split, way = storage_of(other) in self.split, None
@@ -327,10 +322,9 @@ class OpRecorder(TorchDispatchMode):
         )
 
     def _note_free_product(
-        self, inputs: list[Tensor], out: Tensor, sizes: tuple[int, int, int]
+        self, a: Tensor, b: Tensor, inputs: list[Tensor], out: Tensor, sizes: tuple[int, int, int]
     ) -> None:
         """A product of two tensors that aren't parameters: attention's, or a gradient of one."""
-        a, b = inputs[-2:]
         scored = next((k for k in map(storage_of, (a, b)) if k in self.scores), None)
         if not self.in_forward:
             lengths = {op.sizes[1] for op in self.scores.values()}
@@ -357,12 +351,6 @@ def _as_meta(tensor: Tensor) -> Tensor:
     if tensor.is_meta:
         return tensor
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-
-
-def _bytes(tensor: Tensor) -> int:
-    """Bytes of ``tensor``, of an expanded dim once."""
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    return prod(size for size, step in sizes if step != 0) * tensor.element_size()
 
 
 def hides_future(mask: Tensor) -> bool:

@@ -25,6 +25,12 @@ from parallel3d._torch.fake import (
     make_fake_mode,
 )
 from parallel3d._torch.groups import process_group_of
+from parallel3d._trace.kinds import (
+    bytes_of,
+    kind_of,
+    product_of,
+    written_by,
+)
 from parallel3d._util.dry_run import HOST_DEVICE
 from parallel3d._util.recorder import Recorder, RecordingMode, Signature
 from parallel3d._util.trace import issuing
@@ -32,6 +38,7 @@ from parallel3d._util.trees import map_tensors, tensors_in
 from parallel3d._util.users_code import caller
 from parallel3d.errors import DryRunError
 from parallel3d.mesh.axes import moves_activations
+from parallel3d.planner.constants import constant
 from parallel3d.tools.dryrun.memory import Held, Ledger, local_of
 from parallel3d.tools.dryrun.place import Place
 from parallel3d.tools.dryrun.races import RaceDetector
@@ -92,13 +99,6 @@ def _returned(func: Any, values: dict[str, Any], work: dist.Work) -> Any:
 
 # The work of an operation: kind, FLOPs and bytes.
 
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
-_FREE = (
-    *("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "set_", "resize_"),
-    *("detach", "alias", "lift_fresh", "is_same_size", "_local_scalar_dense"),
-)
-_LOOKUPS = ("embedding", "index", "index_select", "gather")
-_COPIES = ("copy_", "_to_copy")
 _OVERWRITES = (
     "copy_",
     "fill_",
@@ -111,38 +111,38 @@ _OVERWRITES = (
 def _work(func: Any, args: Any, read: list[Tensor], written: list[Tensor]) -> dict[str, Any] | None:
     """Fields of ``Operation``; None if the device has nothing to do: a view, an allocation."""
     name = func.overloadpacket.__name__
-    if not written or name in _FREE:
+    kind = kind_of(name)
+    if not written or kind == "free":
         return None
     if not func._schema.is_mutable and name != "all_gather_copy_in":  # returns what it writes to
         known = {id(t.untyped_storage()) for t in read}
         if all(id(t.untyped_storage()) in known for t in written):
             return None
     read = read[len(written) :] if name in _OVERWRITES else read
-    moved = sum(map(_bytes, written)) + sum(map(_bytes, read))
-    if name in _COPIES and len({t.device == HOST_DEVICE for t in (*read, *written)}) == 2:
-        return {"kind": "host_copy", "moved": sum(map(_bytes, written))}
-    if name in _PRODUCTS and len(read) >= 2:
-        a, b = [t for t in read if t.ndim >= 2][-2:] if name.endswith("addmm") else read[:2]
-        m, n, k = prod(a.shape[:-1]), b.shape[-1], a.shape[-1]
-        return {"kind": "matmul", "flops": 2.0 * m * n * k, "moved": moved, "sizes": (m, n, k)}
-    if name in ("convolution", "convolution_backward"):
+    moved = sum(map(bytes_of, written)) + sum(map(bytes_of, read))
+    if kind == "copy" and len({t.device == HOST_DEVICE for t in (*read, *written)}) == 2:
+        return {"kind": "host_copy", "moved": sum(map(bytes_of, written))}
+    if kind == "product" and len(read) >= 2:
+        rows, n, k = sizes = product_of(name, read)[2]
+        return {"kind": "matmul", "flops": 2.0 * rows * n * k, "moved": moved, "sizes": sizes}
+    if kind == "convolution":
         backward = name.endswith("backward")  # of the output's gradient, the input and the weight
         out, weight = (read[0], read[2]) if backward else (written[0], read[1])
         flops = (4.0 if backward else 2.0) * out.numel() * prod(weight.shape[1:])
         return {"kind": "matmul", "flops": flops, "moved": moved}
-    if "dot_product" in name and "attention" in name:
+    if kind == "attention" and "dot_product" in name:
         return {"kind": "attention", "moved": moved, **_attention(func, args, read)}
-    if name in _LOOKUPS:
-        moved = 2 * sum(map(_bytes, written)) + sum(map(_bytes, read[1:]))
+    if kind == "lookup":
+        moved = 2 * sum(map(bytes_of, written)) + sum(map(bytes_of, read[1:]))
     if name == "nll_loss_forward":  # one element a row
-        moved = 2 * _bytes(read[1])
+        moved = 2 * bytes_of(read[1])
     if name == "nll_loss_backward":  # zeros, and one element a row
-        moved = sum(map(_bytes, written)) + _bytes(read[2])
+        moved = sum(map(bytes_of, written)) + bytes_of(read[2])
     return {"kind": "elementwise", "moved": moved}
 
 
 def _attention(func: Any, args: Any, read: list[Tensor]) -> dict[str, Any]:
-    """FLOPs and sizes: two matmuls, half of them if it is causal; 2.5 times as much in backward (flash).
+    """FLOPs and sizes: two matmuls, half of them if it is causal; more in backward.
 
     A mask is taken to be a causal one.
     """
@@ -155,13 +155,8 @@ def _attention(func: Any, args: Any, read: list[Tensor]) -> dict[str, Any]:
     query, key = (read[1], read[2]) if backward else (read[0], read[1])
     *heads, rows, width = query.shape
     flops = 4.0 * prod(heads) * rows * key.shape[-2] * width / (2 if causal else 1)
-    return {"flops": flops * 2.5 if backward else flops, "sizes": (prod(heads), rows, width)}
-
-
-def _bytes(tensor: Tensor) -> int:
-    """Bytes of the distinct elements: an expanded dim is read once."""
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    return prod(size for size, step in sizes if step != 0) * tensor.element_size()
+    flops *= constant("attention_backward").value if backward else 1
+    return {"flops": flops, "sizes": (prod(heads), rows, width)}
 
 
 _INTEGERS = ("arange", "randint", "randperm", "tril_indices", "triu_indices")
@@ -256,10 +251,7 @@ class DryMode(RecordingMode):
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs ``func`` with fake tensors in place of real ones; what it writes to real ones is unknown."""
         if func._schema.is_mutable:
-            for argument, value in zip(func._schema.arguments, args, strict=False):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    self.forget(tensors_in(value))
-            self.forget(tensors_in(kwargs.get("out")))
+            self.forget(written_by(func, args, kwargs))
         args, kwargs = map_tensors(self._stand_in, (tuple(args), kwargs))
         with self._fake_mode:
             out = func(*args, **kwargs)
@@ -297,9 +289,11 @@ class DryMode(RecordingMode):
             self.ledger.add(tensor, held)
 
     def _note(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], out: Any) -> None:
+        # A fused optimizer may write to gradients, but does so under a gradient scaler only.
+        mutated = written_by(func, args, kwargs, but="grads")
         written = [t for t in tensors_in(out) if isinstance(t, FakeTensor) or not t.is_meta]
         if not written and func._schema.is_mutable:  # _foreach_add_ and the like return nothing
-            written = _mutated(func, args, kwargs) or tensors[:1]
+            written = mutated or tensors[:1]
         name = func.overloadpacket.__name__
         if (work := _work(func, args, tensors, written)) is not None:
             self._add(name=name, dtype=dtype_name(written[0]), **work)
@@ -311,7 +305,7 @@ class DryMode(RecordingMode):
                 if (held := self.ledger.find(tensor)) is not None:
                     held.recomputed = True
         if work is not None and self.races is not None:
-            writes = [*tensors_in(out), *_mutated(func, args, kwargs)]
+            writes = [*tensors_in(out), *mutated]
             self.races.operation(name, tensors, writes)
             if any(t.device == HOST_DEVICE for t in (*tensors, *written)) and not _is_non_blocking(
                 func, args, kwargs
@@ -419,24 +413,6 @@ class DryMode(RecordingMode):
             for axis in mesh.mesh_dim_names or ():
                 with suppress(RuntimeError):
                     self._axes.setdefault(mesh.get_group(axis).group_name, axis)
-
-
-def _mutated(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The tensors among ``args`` and ``kwargs`` that ``func`` writes to.
-
-    A fused optimizer may write to gradients, but does so under a gradient scaler only.
-    """
-    if not func._schema.is_mutable:
-        return []
-    arguments = func._schema.arguments
-    values = {**{a.name: v for a, v in zip(arguments, args, strict=False)}, **(kwargs or {})}
-    return [
-        tensor
-        for argument in arguments
-        if argument.alias_info is not None and argument.alias_info.is_write
-        if argument.name != "grads"
-        for tensor in tensors_in(values.get(argument.name))
-    ]
 
 
 def _writes(op: str, group: dist.ProcessGroup, values: dict[str, Any]) -> bool:
