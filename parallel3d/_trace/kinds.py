@@ -57,13 +57,19 @@ def bytes_of(tensor: Tensor) -> int:
     return prod(size for size, step in sizes if step != 0) * tensor.element_size()
 
 
+def arguments_of(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a call of ``op`` by name, without those that have their defaults."""
+    names = (argument.name for argument in op._schema.arguments)
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
 def written_by(
-    op: Any, args: Sequence[Any], kwargs: dict[str, Any] | None, *, but: str = ""
+    op: Any, args: Sequence[Any], kwargs: dict[str, Any], *, but: str = ""
 ) -> list[Tensor]:
     """Returns the tensors among the arguments that ``op`` writes to, as its schema says, ``but`` of one."""
     if not op._schema.is_mutable:
         return []
-    arguments = op._schema.arguments
-    values = {**{a.name: v for a, v in zip(arguments, args, strict=False)}, **(kwargs or {})}
-    written = (a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
-    return [tensor for name in written if name != but for tensor in tensors_in(values.get(name))]
+    given = arguments_of(op, args, kwargs)
+    arguments = (a for a in op._schema.arguments if a.alias_info is not None)
+    written = [a.name for a in arguments if a.alias_info.is_write and a.name != but]
+    return [tensor for name in written for tensor in tensors_in(given.get(name))]

@@ -31,7 +31,7 @@ from parallel3d._torch.autograd import (
     same_memory,
 )
 from parallel3d._torch.simulated import inner_tensors
-from parallel3d._trace.kinds import kind_of, written_by
+from parallel3d._trace.kinds import arguments_of, kind_of, written_by
 from parallel3d._util.forwards import Forward, as_if, without_cache
 from parallel3d._util.recompute import begin_pass, end_pass, with_hooks_of
 from parallel3d._util.trees import map_tensors, tensors_in
@@ -78,11 +78,9 @@ def _draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether this call draws random numbers: where it is not made again, later ones would differ."""
     if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
         return False
-    for argument, value in zip(op._schema.arguments, args, strict=False):
-        if argument.name == "dropout_p":
-            return bool(value)
-    names = {argument.name for argument in op._schema.arguments}
-    return "dropout_p" not in names or bool(kwargs.get("dropout_p", 0.0))
+    if all(argument.name != "dropout_p" for argument in op._schema.arguments):
+        return True
+    return bool(arguments_of(op, args, kwargs).get("dropout_p", 0.0))
 
 
 _SAVES = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from parallel3d._torch.autograd import function_modes, in_backward_pass, untraced
 from parallel3d._torch.dtensor import get_local_tensor, make_dtensor
 from parallel3d._torch.simulated import ranks_are_simulated
+from parallel3d._trace.copies import meta_copy
 from parallel3d._util import dry_run
 from parallel3d._util.trace import issuing
 from parallel3d.audit.causes import cause_of
@@ -26,7 +27,6 @@ from parallel3d.audit.recording import ModuleCall, Recording, leaves, left_on, r
 from parallel3d.audit.replay import Replay
 from parallel3d.audit.whole import Whole
 from parallel3d.cp.batch import Batch, cp_axis
-from parallel3d.cp.flow import meta_copy
 from parallel3d.cp.state import CpState, state_of
 from parallel3d.errors import AuditError, StateError
 from parallel3d.fsdp.inspect import data_axes, units_of

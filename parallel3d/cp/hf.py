@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from parallel3d._torch.autograd import untraced
 from parallel3d._torch.simulated import value_here
+from parallel3d._trace.copies import copy_with
 from parallel3d._util.users_code import caller
 from parallel3d.cp.attention import attention
 from parallel3d.cp.axis import CpAxis
@@ -28,7 +29,6 @@ from parallel3d.cp.batch import restarting
 from parallel3d.cp.sequence import Sequence
 from parallel3d.cp.state import CpState, Tracing, path_of, state_of
 from parallel3d.errors import PlanError, StateError
-from parallel3d.tp.auto.trace import copy_with
 
 _PREFIX = "parallel3d_cp_"
 

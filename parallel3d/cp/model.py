@@ -4,31 +4,29 @@ and replaced."""
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 
 from parallel3d._torch.autograd import untraced
 from parallel3d._torch.simulated import simulation_off
+from parallel3d._trace.examples import check_example, describe, examples
+from parallel3d._trace.program import AttentionCall, Program
+from parallel3d._trace.record import Functions, Recorder, Sdpa, instead_of, record
 from parallel3d._util.forwards import as_if, wrap_forward
 from parallel3d._util.trees import map_tensors, tensors_in
 from parallel3d.cp import hf, mixing
 from parallel3d.cp.axis import CpAxis, Kind
 from parallel3d.cp.batch import IGNORED, Batch
-from parallel3d.cp.flow import (
-    AttentionCall,
-    Flow,
-    Recorder,
-    check_not_recomputed_alone,
-    record,
-)
 from parallel3d.cp.state import (
     Checked,
     CpState,
@@ -41,7 +39,6 @@ from parallel3d.cp.state import (
     state_of,
 )
 from parallel3d.errors import Parallel3dError, PlanError
-from parallel3d.tp.auto.trace import check_example, describe, examples
 
 KINDS = ("auto", "ulysses", "gather", "ring")
 
@@ -156,7 +153,7 @@ def plan_cp(model: nn.Module, options: ContextParallel, example: Any = None) -> 
     tried = None
     for number, pair in enumerate(_examples(model, example)):
         try:
-            flows, tracings = zip(*(_run(model, options, *each) for each in pair), strict=True)
+            programs, tracings = zip(*(_run(model, options, *each) for each in pair), strict=True)
         except PlanError:
             raise
         except Exception as error:
@@ -167,17 +164,17 @@ def plan_cp(model: nn.Module, options: ContextParallel, example: Any = None) -> 
             continue
         lengths = (_length_of(pair[0]), _length_of(pair[1]))
         if "" not in options.position_wise:
-            mixing.check(flows[0], flows[1], lengths)
+            mixing.check(programs[0], programs[1], lengths)
         with simulation_off():
             for proof in tracings[0].proofs:
                 proof()
-        calls = flows[0].attention
+        calls = programs[0].attention
         for path, each in calls.items():
             if len({call.kind for call in each}) > 1:
                 raise PlanError(
                     f"{path!r} calls several kinds of attention, which is not supported"
                 )
-        return CpPlan(options, calls, _checked(model, pair[0], flows[0]), tracings[0].counts)
+        return CpPlan(options, calls, _checked(model, pair[0], programs[0]), tracings[0].counts)
     where = f" with {describe(tried)}" if tried is not None else ""
     raise PlanError(
         f"context parallelism: the model could not be run on the meta device{where}, which shows whether "
@@ -187,10 +184,10 @@ def plan_cp(model: nn.Module, options: ContextParallel, example: Any = None) -> 
     ) from first_error
 
 
-def _checked(model: nn.Module, example: Any, flow: Flow) -> Checked:
+def _checked(model: nn.Module, example: Any, program: Program) -> Checked:
     names = input_names(model, *example)
-    read = {ref.storage for op in flow.ops for ref in mixing.refs_in(op.args)}
-    needed = {name for name, ref in zip(names, flow.inputs, strict=True) if ref.storage in read}
+    read = {ref.storage for op in program.ops for ref in mixing.refs_in(op.args)}
+    needed = {name for name, ref in zip(names, program.inputs, strict=True) if ref.storage in read}
     if _is_text(model):  # without a mask it looks for packed documents in its part of the positions
         needed |= {"attention_mask"} & set(names)
     return Checked(
@@ -206,13 +203,15 @@ def _checked(model: nn.Module, example: Any, flow: Flow) -> Checked:
 
 def _run(
     model: nn.Module, options: ContextParallel, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Flow, Tracing]:
+) -> tuple[Program, Tracing]:
     made: list[Tracing] = []
 
     def prepare(twin: nn.Module, recorder: Recorder) -> None:
         tracing = Tracing(recorder)
         made.append(tracing)
         set_state(twin, tracing)
+        recorder.instead[F.scaled_dot_product_attention] = partial(_traced_sdpa, recorder)
+        recorder.instead[F.multi_head_attention_forward] = partial(_refused_mha, recorder)
         if hf.is_hugging_face(twin):
             hf.adopt(twin)
             recorder.quiet = hf.masks_file()
@@ -240,6 +239,42 @@ def _leaf(module: nn.Module, recorder: Recorder) -> Callable[..., Any]:
         return recorder.leaf(lambda: inner(*args, **kwargs), (args, kwargs))
 
     return forward
+
+
+def _traced_sdpa(recorder: Recorder, *args: Any, **kwargs: Any) -> Tensor:
+    _check_not_recomputed_alone(recorder.where)
+    q, k, v, mask, _, is_causal, scale, _ = Sdpa(*args, **kwargs)
+    shape = (*q.shape[:-1], v.shape[-1])
+    return recorder.attention("sdpa", q, k, v, mask, shape, is_causal=is_causal, scaling=scale)
+
+
+def _refused_mha(recorder: Recorder, *args: Any, **kwargs: Any) -> Any:
+    if recorder.is_paused:
+        return F.multi_head_attention_forward(*args, **kwargs)
+    raise PlanError(
+        f"{recorder.where!r} calls F.multi_head_attention_forward: with context parallelism use "
+        "nn.MultiheadAttention, or F.scaled_dot_product_attention"
+    )
+
+
+def _check_not_recomputed_alone(path: str) -> None:
+    """Raises PlanError if a part of a module's forward with its attention is checkpointed.
+
+    Its recomputation would not go through the module's forward, in which attention is that of all ranks.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code is nn.Module._call_impl.__code__ or code.co_qualname.startswith("_with_sdpa"):
+            return
+        if code.co_filename == checkpoint.__file__:
+            raise PlanError(
+                f"context parallelism: {path!r} gives torch.utils.checkpoint a function that calls "
+                "F.scaled_dot_product_attention. Its recomputation in backward would attend to this rank's "
+                "part of the sequence only: checkpoint modules instead (the one that calls attention, or one "
+                "around it), or use parallelize(activation_checkpointing=...)"
+            )
+        frame = frame.f_back  # type: ignore[assignment]
 
 
 def _traced_mha(module: nn.MultiheadAttention, recorder: Recorder) -> Callable[..., Any]:
@@ -364,57 +399,34 @@ def _length_of(example: Any) -> int:
 # ---- forwards ----
 
 
-class _Attend(TorchFunctionMode):
+def _attending(
+    state: CpState, path: str, batch: Batch, key_mask: Tensor | None = None
+) -> Functions:
     """Within it F.scaled_dot_product_attention is that of all ranks."""
+    attend = partial(_attend, state, path, batch, key_mask)
+    return instead_of(F.scaled_dot_product_attention, attend)
 
-    def __init__(
-        self, state: CpState, path: str, batch: Batch, key_mask: Tensor | None = None
-    ) -> None:
-        super().__init__()
-        self.state, self.path, self.batch, self.key_mask = state, path, batch, key_mask
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.scaled_dot_product_attention:
-            return self._attend(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        check_not_recomputed_alone(self.path)
-        key_mask = self.key_mask
-        if attn_mask is not None:
-            if attn_mask.dtype != torch.bool or attn_mask.shape[1:-1] != (1, 1):
-                raise PlanError(
-                    f"context parallelism: {self.path!r} gives a mask of shape {tuple(attn_mask.shape)} and "
-                    f"{attn_mask.dtype} to F.scaled_dot_product_attention; a rank has only a part of every "
-                    "sequence: give is_causal=True, or a (batch, 1, 1, length) bool mask of padding"
-                )
-            key_mask = attn_mask[:, 0, 0]
-        if not enable_gqa and key.shape[1] != query.shape[1]:
+def _attend(
+    state: CpState, path: str, batch: Batch, key_mask: Tensor | None, *args: Any, **kwargs: Any
+) -> Tensor:
+    """F.scaled_dot_product_attention of all ranks, in a forward of the module at ``path``."""
+    _check_not_recomputed_alone(path)
+    query, key, value, mask, dropout_p, causal, scale, enable_gqa = Sdpa(*args, **kwargs)
+    if mask is not None:
+        if mask.dtype != torch.bool or mask.shape[1:-1] != (1, 1):
             raise PlanError(
-                f"{self.path!r}: {query.shape[1]} heads of queries and {key.shape[1]} of keys need "
-                "enable_gqa=True"
+                f"context parallelism: {path!r} gives a mask of shape {tuple(mask.shape)} and {mask.dtype} "
+                "to F.scaled_dot_product_attention; a rank has only a part of every sequence: give "
+                "is_causal=True, or a (batch, 1, 1, length) bool mask of padding"
             )
-        return self.state.attend(
-            self.path,
-            self.batch,
-            query,
-            key,
-            value,
-            causal=is_causal,
-            key_mask=key_mask,
-            scale=scale,
-            dropout_p=dropout_p,
+        key_mask = mask[:, 0, 0]
+    if not enable_gqa and key.shape[1] != query.shape[1]:
+        raise PlanError(
+            f"{path!r}: {query.shape[1]} heads of queries and {key.shape[1]} of keys need enable_gqa=True"
         )
+    options: dict[str, Any] = {"key_mask": key_mask, "scale": scale, "dropout_p": dropout_p}
+    return state.attend(path, batch, query, key, value, causal=causal, **options)
 
 
 def _with_sdpa(inner: Callable[..., Any]) -> Callable[..., Any]:
@@ -425,7 +437,7 @@ def _with_sdpa(inner: Callable[..., Any]) -> Callable[..., Any]:
         batch = state.running(args, kwargs)
         if batch.sequence is None:
             return inner(self, *args, **kwargs)
-        with _Attend(state, path_of(self), batch):
+        with _attending(state, path_of(self), batch):
             return inner(self, *args, **kwargs)
 
     return untraced(as_if(forward, inner))
@@ -468,7 +480,7 @@ def _with_mha(inner: Callable[..., Any]) -> Callable[..., Any]:
         path = path_of(self)
         if hasattr(self, "_parallel3d_tp"):  # heads are split over tp, by a forward of its own
             mask = query if is_causal else None  # is_causal needs one, which it doesn't read
-            with _Attend(state, path, batch, key_mask):
+            with _attending(state, path, batch, key_mask):
                 return inner(self, query, key, value, None, False, mask, False, is_causal)
         x = query if self.batch_first else query.transpose(0, 1)
         q, k, v = (

@@ -16,12 +16,12 @@ from parallel3d._torch.autograd import (
     queue_backward_callback,
     untraced,
 )
+from parallel3d._trace.record import Recorder
 from parallel3d._util.trees import tensors_in
 from parallel3d.cp.attention import attention
 from parallel3d.cp.axis import CpAxis
 from parallel3d.cp.batch import WHOLE, Batch, batch_of
 from parallel3d.cp.choose import Choice, choose
-from parallel3d.cp.flow import Recorder
 from parallel3d.errors import StateError
 from parallel3d.tp.same_batch import check_whole
 

@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
-from parallel3d._torch.autograd import TorchDispatchMode
 from parallel3d._trace.kinds import bytes_of, kind_of, product_of
+from parallel3d._trace.record import Functions, Operations, Sdpa
 from parallel3d._util.trees import map_tensors, tensors_in
 
 
@@ -89,8 +88,10 @@ def storage_of(tensor: Tensor) -> int:
     return id(tensor.untyped_storage())
 
 
-class OpRecorder(TorchDispatchMode):
-    """Records the operations that run under it, one forward and backward. Keys are ``storage_of`` tensors.
+class OpRecorder:
+    """Records what runs, one forward and backward, with attention and ``rms_norm`` as one operation each.
+
+    Keys are ``storage_of`` tensors.
 
     Args:
         params: key -> (name, parameter, dim that is sharded or None).
@@ -119,7 +120,6 @@ class OpRecorder(TorchDispatchMode):
     def __init__(
         self, params: dict[int, tuple[str, Tensor, int | None]], seq_len: int, constant: set[int]
     ) -> None:
-        super().__init__()
         self.params, self.seq_len, self.constant = params, seq_len, constant
         self.saved: dict[int, Saved] = {}
         self.origin: dict[int, int] = {}
@@ -148,8 +148,8 @@ class OpRecorder(TorchDispatchMode):
     def in_forward(self) -> bool:
         return self.ops is self.forward_ops
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
+    def operation(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """An operation: on meta, it is recorded."""
         inputs = list(tensors_in((args, kwargs)))
         if not any(t.is_meta for t in inputs):
             if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "meta":
@@ -169,6 +169,28 @@ class OpRecorder(TorchDispatchMode):
             self._note_call(func, args, kwargs, out)
         return out
 
+    def function(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """A function of torch: attention and ``rms_norm`` are one kernel each."""
+        if func is F.scaled_dot_product_attention:
+            return self._attention(Sdpa(*args, **kwargs))
+        if func in (F.rms_norm, torch.rms_norm):
+            return self._rms_norm(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _attention(self, call: Sdpa) -> Any:
+        query, key, value, mask = call[:4]
+        causal = call.is_causal or (mask is not None and hides_future(mask))
+        heads, kv_heads = query.shape[:-2].numel(), key.shape[:-2].numel()
+        if self.in_forward and not self.is_quiet:
+            self.attentions.append((heads, kv_heads, query.shape[-1], causal))
+        return _Kernel.apply(self, "attention", value.shape[-1], query, key, value)
+
+    def _rms_norm(
+        self, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: Any = None
+    ) -> Any:
+        inputs = [input] if weight is None else [input, weight]
+        return _Kernel.apply(self, "norm", input.shape[-1], *inputs)
+
     def quiet(self) -> AbstractContextManager[Any]:
         """Operations in here are not recorded."""
         return patch.object(self, "is_quiet", True)
@@ -183,9 +205,7 @@ class OpRecorder(TorchDispatchMode):
         if kind == "free" or (not mutable and all(storage_of(t) in known for t in writes)):
             return
         tensors = [a for a in args if isinstance(a, Tensor)]
-        if "grouped" in name and kind == "product":
-            self._note_grouped(name, tensors, writes[0])
-        elif kind == "product":
+        if kind == "product":
             self._note_product(name, tensors, writes[0])
         elif name == "convolution":
             weight, rows = args[1], writes[0].numel() // args[1].shape[0]
@@ -260,50 +280,29 @@ class OpRecorder(TorchDispatchMode):
             op.split = False
             self.summed.append(reads[0].shape[-1])
 
-    def _note_grouped(self, name: str, inputs: list[Tensor], out: Tensor) -> None:
-        """A product of rows with the weights of their experts, (experts, k, n)."""
-        rows, weights = inputs[0], inputs[1]
-        known = self.params.get(storage_of(weights))
-        if known is None or rows.ndim != 2 or weights.ndim != 3:
-            self.note(name, "matmul", inputs, [out])  # in backward
-            return
-        title, param, dim = known
-        straight = weights.stride() == param.stride()
-        way = None if dim in (None, 0) else "n" if (dim == 2) == straight else "k"
-        if self.in_forward and way == "n" and storage_of(rows) not in self.split:
-            self.gathered.setdefault(storage_of(rows), rows.shape[-1])
-        if self.in_forward and way == "k":
-            self.summed.append(weights.shape[2])
-        self.note(
-            name,
-            "matmul",
-            inputs,
-            [out],
-            split=way == "n",
-            sizes=(rows.shape[0], weights.shape[2], weights.shape[1]),
-            experts=weights.shape[0],
-            weight=title,
-            way=way,
-            input_gradient=rows.requires_grad,
-        )
-
     def _note_product(self, name: str, inputs: list[Tensor], out: Tensor) -> None:
+        """A product with a parameter, or of rows with the weights of their experts, (experts, k, n)."""
         a, b, sizes = product_of(name, inputs)
-        k, at = a.shape[-1], storage_of(b) in self.params
-        if at:
-            weight, other, rows, n = b, a, prod(a.shape[:-1]), b.shape[-1]
-        elif storage_of(a) in self.params:
+        at = storage_of(b) in self.params  # of the factors the second one
+        weight, other, (rows, n, k) = b, a, sizes
+        if "grouped" in name:
+            if not at or a.ndim != 2 or b.ndim != 3:
+                self.note(name, "matmul", inputs, [out])  # in backward
+                return
+        elif not at and storage_of(a) in self.params:
             weight, other = a, b
             rows, n = prod(b.shape[:-2]) * b.shape[-1], prod(a.shape[:-1])
-        else:
+        elif not at:
             self._note_free_product(a, b, inputs, out, sizes)
             return
         title, param, dim = self.params[storage_of(weight)]
         split, way = storage_of(other) in self.split, None
-        if dim is not None and param.ndim == 2:
-            straight = weight.stride()[-2:] == param.stride()
+        experts = weight.shape[0] if "grouped" in name else 0
+        sharded = -1 if dim is None else dim - bool(experts)
+        if sharded >= 0 and param.ndim == 2 + bool(experts):
+            straight = weight.stride()[-2:] == param.stride()[-2:]
             # Whether the sharded dim of the weight is the one that the product keeps.
-            way = "n" if (dim if straight else 1 - dim) == at else "k"
+            way = "n" if (sharded if straight else 1 - sharded) == at else "k"
         if self.in_forward:
             if way == "n" and not split:
                 self.gathered.setdefault(storage_of(other), k)
@@ -316,6 +315,7 @@ class OpRecorder(TorchDispatchMode):
             [out],
             split=split if way is None else way == "n",
             sizes=(rows, n, k),
+            experts=experts,
             weight=title,
             way=way,
             input_gradient=other.requires_grad,
@@ -361,43 +361,6 @@ def hides_future(mask: Tensor) -> bool:
     if mask.dtype == torch.bool:
         return mask.shape[-2] > 1 and bool((last != mask[..., -1, -1]).all())
     return bool((last.float() < -1e3).all())
-
-
-class KernelMode(TorchFunctionMode):
-    """Records ``scaled_dot_product_attention`` and ``rms_norm`` as one kernel each."""
-
-    def __init__(self, recorder: OpRecorder) -> None:
-        super().__init__()
-        self.recorder = recorder
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.scaled_dot_product_attention:
-            return self._attention(*args, **(kwargs or {}))
-        if func in (F.rms_norm, torch.rms_norm):
-            return self._rms_norm(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-    def _attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        **_: Any,
-    ) -> Any:
-        causal = is_causal or (attn_mask is not None and hides_future(attn_mask))
-        heads, kv_heads = query.shape[:-2].numel(), key.shape[:-2].numel()
-        if self.recorder.in_forward and not self.recorder.is_quiet:
-            self.recorder.attentions.append((heads, kv_heads, query.shape[-1], causal))
-        return _Kernel.apply(self.recorder, "attention", value.shape[-1], query, key, value)
-
-    def _rms_norm(
-        self, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: Any = None
-    ) -> Any:
-        inputs = [input] if weight is None else [input, weight]
-        return _Kernel.apply(self.recorder, "norm", input.shape[-1], *inputs)
 
 
 class _Kernel(torch.autograd.Function):
@@ -552,7 +515,8 @@ def _watching(recorder: OpRecorder) -> Iterator[None]:
         return tensor
 
     saving = saved_tensors_hooks(pack, lambda t: t)
-    with torch.enable_grad(), saving, recorder, KernelMode(recorder):
+    operations, functions = Operations(recorder.operation), Functions(recorder.function)
+    with torch.enable_grad(), saving, operations, functions:
         yield
 
 

@@ -9,7 +9,7 @@ the model's forward. In a block under ``torch.compile``, and of torch's own styl
 """
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from parallel3d._torch.autograd import is_compiled
 from parallel3d._torch.simulated import ranks_are_simulated
 from parallel3d._torch.v2_11 import IS_2_11
+from parallel3d._trace.copies import left_by_forward
 from parallel3d._util.forwards import packages_of
 from parallel3d._util.trees import map_tensors, tensors_in
 from parallel3d.errors import StateError
@@ -62,18 +63,6 @@ def refuse_hooks(module: nn.Module, style: Any) -> None:
 
 
 # ---- attributes ----
-
-_BARE = vars(nn.Module())
-
-
-def left_by_forward(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yields (path, module, attribute) of the attributes with tensors that have a graph."""
-    for path, module in model.named_modules():
-        for name, value in list(vars(module).items()):
-            if name in _BARE or name.startswith("_parallel3d") or isinstance(value, nn.Module):
-                continue
-            if any(tensor.grad_fn is not None for tensor in tensors_in(value)):
-                yield path, module, name
 
 
 class PartOfRank(Tensor):

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
+from parallel3d._trace.record import Functions, Sdpa
 from parallel3d.testing.differences.fit import FitGroup
 from parallel3d.testing.differences.forward import Difference, Forward
 from parallel3d.testing.differences.record import (
@@ -34,21 +34,19 @@ _ATTENTION = F.scaled_dot_product_attention
 _MHA = signature(F.multi_head_attention_forward)
 
 
-class DropoutMode(TorchFunctionMode):
+class DropoutMode(Functions):
     """Switches dropout off; or, with ``masks``, leaves it on. ``recorder`` records the calls and masks."""
 
     def __init__(self, recorder: ForwardRecorder | None = None, *, masks: bool = False) -> None:
-        super().__init__()
+        super().__init__(self.function)
         self.recorder, self.masks = recorder, masks
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
+    def function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A function of torch, without its dropout or with a mask that is noted."""
         if func in _BY_ELEMENT or func in _OTHER:
             return self._elements(func, *args, **kwargs)
         if func is _ATTENTION:
-            return self._attention(*args, **kwargs)
+            return self._attention(Sdpa(*args, **kwargs))
         if func is F.multi_head_attention_forward and not self.masks:
             # The calls inside are not seen: it runs without its rate.
             given = _MHA.bind(*args, **kwargs)
@@ -77,30 +75,17 @@ class DropoutMode(TorchFunctionMode):
         self._note("dropout", (input,), rate, kept)
         return input * kept
 
-    def _attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        *rest: Any,
-        **more: Any,
-    ) -> Tensor:
+    def _attention(self, call: Sdpa) -> Tensor:
         """With ``masks``, gets the attention weights, and so the mask, from an identity matrix as values."""
-
-        def attend(value: Tensor, rate: float) -> Tensor:
-            return _ATTENTION(query, key, value, attn_mask, rate, *rest, **more)
-
-        rate = float(dropout_p)
+        rate, value, length = float(call.dropout_p), call.value, call.key.shape[-2]
         if not rate or not self.masks:
-            self._note(_ATTENTION.__name__, (query, key, value), rate)
-            return attend(value, 0.0)
-        length = key.shape[-2]
+            self._note(_ATTENTION.__name__, call[:3], rate)
+            return _ATTENTION(**call._replace(dropout_p=0.0)._asdict())
         one = torch.eye(length, dtype=value.dtype, device=value.device)
-        weights = attend(one.expand(*value.shape[:-1], length) + 0 * value[..., :1], rate)
-        self._note(_ATTENTION.__name__, (query, key, value), rate, (weights != 0).to(value.dtype))
-        repeats = weights.shape[-3] // value.shape[-3] if more.get("enable_gqa") else 1
+        ones = one.expand(*value.shape[:-1], length) + 0 * value[..., :1]
+        weights = _ATTENTION(**call._replace(value=ones)._asdict())
+        self._note(_ATTENTION.__name__, call[:3], rate, (weights != 0).to(value.dtype))
+        repeats = weights.shape[-3] // value.shape[-3] if call.enable_gqa else 1
         return weights @ (value.repeat_interleave(repeats, -3) if repeats > 1 else value)
 
 

@@ -26,6 +26,7 @@ from parallel3d._torch.fake import (
 )
 from parallel3d._torch.groups import process_group_of
 from parallel3d._trace.kinds import (
+    arguments_of,
     bytes_of,
     kind_of,
     product_of,
@@ -147,11 +148,9 @@ def _attention(func: Any, args: Any, read: list[Tensor]) -> dict[str, Any]:
     A mask is taken to be a causal one.
     """
     backward = "backward" in func.overloadpacket.__name__
-    causal = any(
-        (argument.name == "is_causal" and value)
-        or (argument.name in ("attn_mask", "attn_bias") and value is not None)
-        for argument, value in zip(func._schema.arguments, args, strict=False)
-    )
+    given = arguments_of(func, args, {})
+    masked = given.get("attn_mask") is not None or given.get("attn_bias") is not None
+    causal = masked or given.get("is_causal")
     query, key = (read[1], read[2]) if backward else (read[0], read[1])
     *heads, rows, width = query.shape
     flops = 4.0 * prod(heads) * rows * key.shape[-2] * width / (2 if causal else 1)
@@ -307,9 +306,8 @@ class DryMode(RecordingMode):
         if work is not None and self.races is not None:
             writes = [*tensors_in(out), *mutated]
             self.races.operation(name, tensors, writes)
-            if any(t.device == HOST_DEVICE for t in (*tensors, *written)) and not _is_non_blocking(
-                func, args, kwargs
-            ):
+            blocks = not arguments_of(func, args, kwargs).get("non_blocking")
+            if blocks and any(t.device == HOST_DEVICE for t in (*tensors, *written)):
                 self.races.host_reads()
         if tensors and name.startswith(("resize_", "set_")):
             self.ledger.resized(tensors[0].untyped_storage())
@@ -420,14 +418,6 @@ def _writes(op: str, group: dist.ProcessGroup, values: dict[str, Any]) -> bool:
     if op in ("broadcast", "reduce"):
         return (values.get("root_rank", -1) == group.rank()) == (op == "reduce")
     return op != "send"
-
-
-def _is_non_blocking(func: Any, args: Any, kwargs: Any = None) -> bool:
-    """Whether ``func``, which uses the CPU's memory, returns before it is done."""
-    for argument, value in zip(func._schema.arguments, args, strict=False):
-        if argument.name == "non_blocking":
-            return bool(value)
-    return bool((kwargs or {}).get("non_blocking"))
 
 
 def _is_elementwise_list(func: Any, args: Any) -> bool:

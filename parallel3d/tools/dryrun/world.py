@@ -21,10 +21,10 @@ from torch import distributed as dist
 from torch.distributed import DeviceMesh
 from torch.distributed import checkpoint as dcp
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
 
 from parallel3d._torch import groups
 from parallel3d._torch.fake import SCALED_STEP, loader_iterators
+from parallel3d._trace.record import Functions
 from parallel3d._util.streams import FakeEvent, FakeStream, StandIn
 from parallel3d._util.users_code import caller
 from parallel3d.errors import DryRunError
@@ -81,7 +81,7 @@ _HELP = (
 )
 
 
-class ReadMode(TorchFunctionMode):
+class ReadMode(Functions):
     """Returns NaN (``Unknown``) where the program reads a tensor's value, and raises where it decides by it.
 
     ``is_unknown`` tells whether a plain tensor's values are not known; ``on_read`` is called with those read.
@@ -93,13 +93,13 @@ class ReadMode(TorchFunctionMode):
         is_unknown: Callable[[Tensor], bool],
         on_read: Callable[[Tensor], None] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(self.function)
         self._place, self._is_unknown, self._on_read = place, is_unknown, on_read
         self._reads: Counter[tuple[str, str]] = Counter()  # (where, what) -> how often
         self._in_steps: Counter[tuple[tuple[str, str], int]] = Counter()  # (that, step) -> the same
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def function(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """A function of torch: it runs, unless it reads what isn't known."""
         if self._place.paused:
             return func(*args, **kwargs)
         handler = _HANDLERS.get(func)

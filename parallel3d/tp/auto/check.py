@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from parallel3d._layout.packing import Packing
+from parallel3d._trace.copies import NotCopied
 from parallel3d._util import dry_run
 from parallel3d.errors import PlanError
 from parallel3d.tp.auto.derive import (
@@ -35,7 +36,7 @@ from parallel3d.tp.auto.derive import (
 )
 from parallel3d.tp.auto.heads import GROUP_SIZES, HEAD_SIZES, KV_NUMBERS, NUMBERS, Attention
 from parallel3d.tp.auto.prove import OF_WHOLE_INPUT, NotEqual, NotProven, Proof, Prover, Split
-from parallel3d.tp.auto.trace import OUTPUT, Layer, NotCopied, Trace, find_layers, inside
+from parallel3d.tp.auto.trace import OUTPUT, Layer, Trace, find_layers, inside
 from parallel3d.tp.local_attributes import method_trees, reads_of
 from parallel3d.tp.resolve import Resolution, is_in, numberless
 from parallel3d.tp.styles import (

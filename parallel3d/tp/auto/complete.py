@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from parallel3d._torch.simulated import simulation_off
+from parallel3d._trace.examples import Example, check_example, examples
 from parallel3d._util.trees import map_tensors
 from parallel3d.errors import PlanError
 from parallel3d.tp.auto.flow import (
@@ -26,7 +27,7 @@ from parallel3d.tp.auto.flow import (
     quoted,
     trace_flow,
 )
-from parallel3d.tp.auto.trace import Example, check_example, common_path, examples
+from parallel3d.tp.auto.trace import common_path
 from parallel3d.tp.resolve import PlanSource, Rule, matches, numberless, parse_style, specificity
 from parallel3d.tp.styles import Replicated, Style
 

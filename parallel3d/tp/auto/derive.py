@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from parallel3d._torch.simulated import simulation_off
+from parallel3d._trace.copies import NotCopied
+from parallel3d._trace.examples import check_example, describe, examples
 from parallel3d._util import dry_run
 from parallel3d.errors import PlanError
 from parallel3d.tp.auto.prove import NotEqual, Proof, Prover
@@ -25,12 +27,8 @@ from parallel3d.tp.auto.trace import (
     OUTPUT,
     Call,
     Layer,
-    NotCopied,
     Trace,
-    check_example,
     common_path,
-    describe,
-    examples,
     find_layers,
     inside,
     join,

@@ -13,7 +13,6 @@ on each rank: the output of a column-parallel module and all that is computed fr
   parameters.
 """
 
-import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,13 +20,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from parallel3d._torch.simulated import simulation_off
+from parallel3d._trace.copies import left_by_forward, meta_copy
+from parallel3d._trace.record import Functions
 from parallel3d._util.forwards import packages_of
 from parallel3d._util.trees import tensors_in
 from parallel3d.tp.local_attributes import NOT_COMPUTING, reads_of
-from parallel3d.tp.parts import left_by_forward
 from parallel3d.tp.styles import (
     Colwise,
     Experts,
@@ -177,23 +176,19 @@ def trace_flow(
     """Runs a meta copy of ``model`` by ``call``, whose errors it raises, and records where local tensors of
     its ``styles`` (path of a module or a parameter -> style) are used."""
     with simulation_off():
-        memo: dict[int, Any] = {id(b): torch.empty_like(b, device="meta") for b in model.buffers()}
-        for p in model.parameters():
-            memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
-        twin = copy.deepcopy(model, memo).eval()
+        twin = meta_copy(model).eval()
         watch = _Watch(twin, styles, code)
-        with torch.enable_grad(), watch:
+        with torch.enable_grad(), Functions(watch.function):
             result = call(twin)
         watch.check_result(result)
         watch.check_attributes(twin)
     return watch.flow
 
 
-class _Watch(TorchFunctionMode):
+class _Watch:
     """Follows local tensors through the calls of torch's functions and of modules."""
 
     def __init__(self, model: nn.Module, styles: dict[str, Style], code: OwnCode) -> None:
-        super().__init__()
         self.flow = Flow()
         self._code = code
         self._values: dict[int, tuple[Tensor, _Value]] = {}  # the tensor too, so that its id stays
@@ -297,17 +292,16 @@ class _Watch(TorchFunctionMode):
 
     # ---- functions ----
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def function(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """A function of torch, whose results are local where what it reads is."""
         if getattr(func, "__name__", "") == "__bool__":
             return True  # it has no value here; models ask whether a mask is of the usual kind
-        result = func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs)
         if self._inside:
             return result
         changed = args[:1] if getattr(func, "__name__", "") == "__setitem__" else ()
         made = [*tensors_in(result), *tensors_in(changed)]
-        self._check_reduction(func, args, kwargs or {})
+        self._check_reduction(func, args, kwargs)
         if made:
             given = list(tensors_in((args, kwargs)))
             value = self._combine(given)

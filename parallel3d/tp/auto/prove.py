@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.tensor import Replicate
 
-from parallel3d._torch.autograd import TorchDispatchMode
+from parallel3d._trace.copies import copy_with, left_by_forward, map_once, random_like
+from parallel3d._trace.record import Operations
 from parallel3d._util.trees import tensors_in
 from parallel3d.errors import PlanError
 from parallel3d.tp.auto.heads import align_heads
-from parallel3d.tp.auto.trace import Call, copy_with, map_once, random_like
+from parallel3d.tp.auto.trace import Call
 from parallel3d.tp.collectives import SequenceLength, TpAxis
 from parallel3d.tp.local_attributes import PlannedAttribute
-from parallel3d.tp.parts import left_by_forward
 from parallel3d.tp.resolve import PlanSource, Resolution
 from parallel3d.tp.styles import Style
 from parallel3d.tp.styles.base import ParamRule
@@ -268,7 +268,7 @@ class Prover:
             return copy
 
         args, kwargs = map_once(leaf, self._inputs)
-        with torch.enable_grad(), _Deterministic():
+        with torch.enable_grad(), Operations(_deterministic):
             tensors = list(tensors_in(model(*args, **kwargs)))
             if len(tensors) != len(self._whole):
                 raise RuntimeError("the number of tensors it puts out is not always the same")
@@ -428,22 +428,17 @@ def _largest(tensor: Tensor) -> float:
     return torch.linalg.vector_norm(tensor.double(), ord=torch.inf).item()
 
 
-class _Deterministic(TorchDispatchMode):
-    """Replaces random numbers by their means, and lower precisions in the module's code by float64."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        name = func._schema.name
-        if name in ("aten::bernoulli_", "aten::bernoulli"):
-            in_place = name[-1] == "_"
-            default = 0.5 if in_place else args[0]
-            mean = args[1] if len(args) > 1 else kwargs.get("p", default)
-            drawn = args[0] if in_place else args[0].clone()
-            return drawn.copy_(mean) if isinstance(mean, Tensor) else drawn.fill_(mean)
-        if name == "aten::native_dropout":
-            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
-        if kwargs.get("dtype") in (torch.float32, torch.float16, torch.bfloat16):
-            kwargs["dtype"] = torch.float64
-        return func(*args, **kwargs)
+def _deterministic(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls ``func``: random numbers are their means, and lower precisions in the module's code float64."""
+    name = func._schema.name
+    if name in ("aten::bernoulli_", "aten::bernoulli"):
+        in_place = name[-1] == "_"
+        default = 0.5 if in_place else args[0]
+        mean = args[1] if len(args) > 1 else kwargs.get("p", default)
+        drawn = args[0] if in_place else args[0].clone()
+        return drawn.copy_(mean) if isinstance(mean, Tensor) else drawn.fill_(mean)
+    if name == "aten::native_dropout":
+        return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+    if kwargs.get("dtype") in (torch.float32, torch.float16, torch.bfloat16):
+        kwargs["dtype"] = torch.float64
+    return func(*args, **kwargs)

@@ -1,0 +1,115 @@
+"""Copies of a model, with other tensors in the places of its parameters."""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from parallel3d._torch.fake import FakeTensor
+from parallel3d._torch.simulated import inner_tensors
+from parallel3d._util.trees import map_tensors, tensors_in
+from parallel3d.errors import PlanError
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+class NotCopied(PlanError):
+    """The model can't be copied; the message says why, and where."""
+
+
+def copy_with(module: ModuleT, make: Callable[[nn.Parameter], nn.Parameter]) -> ModuleT:
+    """Returns a copy of ``module`` on the CPU with ``make(p)`` in the place of each parameter ``p``; ties
+    stay. Buffers, and tensors that are attributes, are copied; see ``with_values`` for those without. Raises
+    NotCopied."""
+    memo: dict[int, object] = {id(param): make(param) for param in module.parameters()}
+    for _, owner, name in left_by_forward(module):  # which torch can't copy
+        memo |= {id(t): t.detach().cpu() for t in tensors_in(vars(owner)[name]) if t.grad_fn}
+    generator = torch.Generator().manual_seed(0)
+    for each in module.modules():
+        others = tensors_in([v for v in vars(each).values() if v is not each._parameters])
+        for tensor in (*each._buffers.values(), *filter(_is_without_values, others)):
+            if tensor is not None and id(tensor) not in memo:
+                memo[id(tensor)] = with_values(tensor, generator)
+    before = dict(memo)
+    try:
+        return copy.deepcopy(module, memo)
+    except Exception as error:
+        raise NotCopied(_why_not_copied(module, before, error)) from error
+
+
+def _why_not_copied(module: nn.Module, memo: dict[int, object], error: Exception) -> str:
+    """Names the attribute that can't be copied, with ``error`` or, of a tensor with a graph, what to do."""
+    first = (str(error).strip().splitlines() or [""])[0]
+    why = f"{type(error).__name__}: {first}"
+    if "graph leaves" in first:
+        why = (
+            "it has a tensor that was computed from weights, with its graph, which torch can't copy; keep it "
+            "detached, or delete it before parallelize"
+        )
+    for path, each in module.named_modules():
+        for name, value in vars(each).items():
+            try:
+                if name != "_modules":
+                    copy.deepcopy(value, dict(memo))
+            except Exception:
+                return f"{f'{path}.{name}'.lstrip('.')} of {type(module).__name__} can't be copied: {why}"
+    return f"{type(module).__name__} can't be copied: {why}"
+
+
+def _is_without_values(tensor: Tensor) -> bool:
+    """Whether it is on meta, or was made in a dry run."""
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
+
+
+def with_values(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    """Returns a copy on the CPU; of a tensor without values one with random numbers, or of ones."""
+    tensor = next(inner_tensors(tensor))  # of simulated ranks the first one's
+    if not _is_without_values(tensor):
+        return tensor.detach().to("cpu", copy=True)
+    if tensor.is_floating_point():
+        return torch.rand(tensor.shape, dtype=tensor.dtype, generator=generator)
+    return torch.ones(tensor.shape, dtype=tensor.dtype)
+
+
+def random_like(param: nn.Parameter, generator: torch.Generator) -> Tensor:
+    """Returns a float64 tensor with the parameter's shape, scaled to keep activations near 1."""
+    made = torch.empty(param.shape, dtype=torch.float64)
+    if param.dim() < 2:
+        return made.uniform_(0.5, 1.5, generator=generator)
+    bound = (3.0 / max(param.shape[-1], 1)) ** 0.5
+    return made.uniform_(-bound, bound, generator=generator)
+
+
+def map_once(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """``map_tensors`` that replaces all occurrences of a tensor by one tensor."""
+    once: dict[int, Tensor] = {}
+
+    def made(tensor: Tensor) -> Tensor:
+        if id(tensor) not in once:
+            once[id(tensor)] = fn(tensor)
+        return once[id(tensor)]
+
+    return map_tensors(made, tree)
+
+
+def meta_copy(model: ModuleT) -> ModuleT:
+    """Returns a copy of ``model`` on the meta device."""
+    memo: dict[int, Any] = {id(b): torch.empty_like(b, device="meta") for b in model.buffers()}
+    for p in model.parameters():
+        memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
+    return copy.deepcopy(model, memo)
+
+
+_BARE = vars(nn.Module())
+
+
+def left_by_forward(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yields (path, module, attribute) of the attributes with tensors that have a graph."""
+    for path, module in model.named_modules():
+        for name, value in list(vars(module).items()):
+            if name in _BARE or name.startswith("_parallel3d") or isinstance(value, nn.Module):
+                continue
+            if any(tensor.grad_fn is not None for tensor in tensors_in(value)):
+                yield path, module, name
