@@ -262,8 +262,9 @@ def parallelize(
         switches |= {"fsdp": bool(fsdp), "reshard_after_forward": reshard}
         switches |= {"context_parallel": cp_options} if cp_plan is not None else {}
         switches |= {"activation_checkpointing": name_of(activation_checkpointing)}
-        by_hand = isinstance(tp_plan, Mapping) and plan is not None and plan.tp_size > 1
-        audit = (cp_plan is not None or by_hand) if audit is None else audit
+        by_hand, split = isinstance(tp_plan, Mapping), plan is not None and plan.tp_size > 1
+        unproven = plan is not None and split and (by_hand or bool(plan.unchecked))
+        audit = (cp_plan is not None or unproven) if audit is None else audit
         audit = audit and other is None
         switches |= {
             "audit": audit,

@@ -73,12 +73,12 @@ def with_values(tensor: Tensor, generator: torch.Generator) -> Tensor:
     return torch.ones(tensor.shape, dtype=tensor.dtype)
 
 
-def random_like(param: nn.Parameter, generator: torch.Generator) -> Tensor:
-    """Returns a float64 tensor with the parameter's shape, scaled to keep activations near 1."""
-    made = torch.empty(param.shape, dtype=torch.float64)
-    if param.dim() < 2:
+def random_like(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Returns a float64 tensor in the place of a parameter, scaled to keep activations near 1."""
+    made = torch.empty(shape, dtype=torch.float64)
+    if len(shape) < 2:
         return made.uniform_(0.5, 1.5, generator=generator)
-    bound = (3.0 / max(param.shape[-1], 1)) ** 0.5
+    bound = (3.0 / max(shape[-1], 1)) ** 0.5
     return made.uniform_(-bound, bound, generator=generator)
 
 

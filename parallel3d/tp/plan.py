@@ -89,7 +89,7 @@ class ResolvedPlan:
         unplanned: names of the parameters without a style; they stay plain tensors, whole on every rank.
         notes: what the resolution did that the plan doesn't contain.
         attributes: the values on each rank of modules' attributes, such as numbers of heads.
-        unchecked: what of a user's plan could not be checked.
+        unchecked: what of the plan could not be checked.
     """
 
     tp_size: int
@@ -395,7 +395,7 @@ def resolve_plan(
     align_heads(resolution)
     resolution.add_adapters()
     resolution.finish()
-    unchecked: list[str] = []
+    unchecked = list(plan_source.unproven)
     if not resolution.problems and from_user:
         # Imported when needed. An "auto" plan is proven, or written for the model's family.
         from parallel3d.tp.auto.check import check_groups

@@ -113,12 +113,14 @@ class PlanSource:
         why: pattern -> the reason for the rule, for the report; patterns from the user have none.
         notes: what a reader of the rules should know.
         origin: where the rules come from; ``""``: from the user.
+        unproven: what could not be looked at.
     """
 
     rules: Mapping[str, Rule]
     why: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     origin: str = ""
+    unproven: tuple[str, ...] = ()
 
 
 def check_plan_type(plan: Any) -> None:

@@ -96,6 +96,7 @@ def with_class(name: str, cls: type) -> nn.Module:
     [
         ("self_attn", MixesHeads, ATTENTION),
         ("self_attn", MixesHeadsInTraining, ATTENTION),
+        ("self_attn", AsksForValues, ATTENTION),
         ("mlp", CountsFeatures, MLP),
         ("mlp", ReadsWeights, MLP),
     ],
@@ -167,12 +168,6 @@ def test_code_that_sees_whole_tensors_only_may_be_ones_own() -> None:
     check(model)
 
 
-def test_code_of_ones_own_that_cannot_be_looked_at_is_refused() -> None:
-    model = with_class("self_attn", AsksForValues)
-    with pytest.raises(PlanError, match=r"'model.layers.0.self_attn' runs code.*Tensor.item"):
-        resolve_plan(model, "auto", 2)
-
-
 def test_the_plan_is_the_same_where_ranks_are_simulated() -> None:
     model = llama()
     outside = auto_plan(model, 2)
@@ -180,13 +175,13 @@ def test_the_plan_is_the_same_where_ranks_are_simulated() -> None:
         assert auto_plan(model, 2) == outside
 
 
-def test_a_plan_written_for_the_code_is_trusted() -> None:
+def test_a_plan_written_for_the_code_is_proven_too() -> None:
     class OwnConfig(transformers.LlamaConfig):
         base_model_tp_plan = transformers.LlamaConfig.base_model_tp_plan
 
     model = with_class("mlp", CountsFeatures)
     model.config.__class__ = model.model.config.__class__ = OwnConfig
-    assert not notes(model)
+    assert MLP in notes(model)
 
 
 class Reward(nn.Module):

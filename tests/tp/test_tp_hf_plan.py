@@ -15,6 +15,7 @@ from parallel3d.errors import PlanError
 from parallel3d.mesh import MeshLayout
 from parallel3d.testing.worlds import fake_world
 from parallel3d.tp import Colwise, Replicated, VocabParallel, auto_plan, resolve_plan
+from parallel3d.tp.auto import prove
 from parallel3d.tp.auto.complete import _without_overlaps, has_hf_plan, merged_plan
 
 # ---- models that look like transformers', without it ----
@@ -281,14 +282,14 @@ class Wrong(Attention):
         return self.o_proj(y)
 
 
-WRONG = {
-    "norm of all heads": "takes rms_norm over features",
-    "mean of all heads": "takes mean over features each rank has a part of",
-    "whole bias": "computes alike on every rank meets each rank's part",
-    "a number for each head": "per_head",
-    "norm of the output": "takes rms_norm over features",
-    "mean of the output": "takes mean over features",
-}
+WRONG = [
+    "norm of all heads",
+    "mean of all heads",
+    "whole bias",
+    "a number for each head",
+    "norm of the output",
+    "mean of the output",
+]
 
 
 @pytest.mark.parametrize("how", WRONG)
@@ -300,7 +301,7 @@ def test_a_block_whose_plan_can_not_be_right_stays_whole(how):
     assert names == ["model.embed_tokens", *split, "model.layers.1.mlp.2", "lm_head"]
     (note,) = resolved.notes
     assert "'model.layers.*.attn' stays whole on every rank, its 4 rules are left out" in note
-    assert WRONG[how] in note
+    assert "on its part a rank doesn't compute what the plain module does" in note
     check_parity(model, "auto", 2, IDS)  # type: ignore[arg-type]
 
 
@@ -340,15 +341,37 @@ def test_a_row_parallel_layer_with_nothing_split_before_it():
     assert not [m.name for m in resolved.modules if "attn" in m.name]
 
 
-def test_a_model_that_can_not_run_on_meta_is_taken_as_it_is():
-    class Asks(Attention):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x * float(x.sum().item() > -1e9))
+class Asks(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * float(x.sum().item() > -1e9))
 
-    resolved = resolve_plan(Lm(Asks), "auto", 2)
+
+class Refuses(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        raise RuntimeError("not on the CPU")
+
+
+def test_a_model_that_can_not_be_run_is_taken_as_it_is():
+    resolved = resolve_plan(Lm(Refuses), "auto", 2)
     assert len(resolved.modules) == 14
     (note,) = resolved.notes
-    assert "taken as it is: the model can't be run on the meta device" in note
+    assert "taken as it is: the model can't be run to look at it" in note
+    assert "not on the CPU" in resolved.unchecked[0]
+    asks = resolve_plan(Lm(Asks), "auto", 2)
+    assert len(asks.modules) == 14 and not asks.notes
+
+
+def test_large_layers_are_proven_narrow(monkeypatch):
+    """Of the features that are not split a proof holds few, whatever a model's size."""
+    monkeypatch.setattr(prove, "_NARROW", 2)
+    model = Lm(with_norm(lambda: nn.RMSNorm(SIZE)))
+    assert auto_plan(model, 2)["model.layers.*.attn.norm"] == "replicated_with_grad_allreduce"
+    attention = model.model.layers[0].attn
+    ends = {**dict.fromkeys(("q_proj", "k_proj", "v_proj"), True), "o_proj": False}
+    held = 3 * (8 * 2 + 8) + 2 * 8 + 2 + SIZE  # narrow weights, and biases
+    assert prove.cost(attention, ends) == held < sum(p.numel() for p in attention.parameters())
+    (note,) = resolve_plan(Lm(lambda: Wrong("mean of all heads")), "auto", 2).notes
+    assert "'model.layers.*.attn' stays whole" in note
 
 
 def test_looking_at_it_changes_nothing():

@@ -30,12 +30,21 @@ from parallel3d.tp.auto.derive import (
     Group,
     Kinds,
     default_settings,
+    ends_of,
     owner_of,
     run_once,
     ways_to_split,
 )
 from parallel3d.tp.auto.heads import GROUP_SIZES, HEAD_SIZES, KV_NUMBERS, NUMBERS, Attention
-from parallel3d.tp.auto.prove import OF_WHOLE_INPUT, NotEqual, NotProven, Proof, Prover, Split
+from parallel3d.tp.auto.prove import (
+    OF_WHOLE_INPUT,
+    NotEqual,
+    NotProven,
+    Proof,
+    Prover,
+    Split,
+    cost,
+)
 from parallel3d.tp.auto.trace import OUTPUT, Layer, Trace, find_layers, inside
 from parallel3d.tp.local_attributes import method_trees, reads_of
 from parallel3d.tp.resolve import Resolution, is_in, numberless
@@ -63,7 +72,7 @@ def check_groups(model: nn.Module, resolution: Resolution, example: Any = None) 
     checked."""
     if resolution.tp == 1:
         return []
-    check = _Check(model, resolution)
+    check = Check(model, resolution)
     if not check.ups and not check.split_params:
         return []
     with default_settings():
@@ -72,7 +81,7 @@ def check_groups(model: nn.Module, resolution: Resolution, example: Any = None) 
 
 
 @dataclass
-class _Check:
+class Check:
     """The check of one plan.
 
     Attributes:
@@ -322,7 +331,7 @@ class _Check:
     def prove(self, group: Group, trace: Trace) -> Proof:
         if group.owner not in trace.calls:
             raise NotProven("the module around them wasn't called when the model ran")
-        size = sum(p.numel() for p in self.modules[group.owner].parameters())
+        size = cost(self.modules[group.owner], ends_of(group))
         if size > _MOST_PROVEN:
             raise NotProven(f"the module around them has {size} parameters, too many to compare")
         styles, rules = {}, {}
@@ -344,7 +353,8 @@ class _Check:
 
     def prover(self, group: Group, trace: Trace) -> Prover:
         owner, call = self.modules[group.owner], trace.calls[group.owner]
-        return Prover(owner, call, self.resolution.tp, frozenset(group.ups))
+        ups, ends = frozenset(group.ups), ends_of(group)
+        return Prover(owner, call, self.resolution.tp, ups, ends=ends)
 
     def styles_in(self, owner: str) -> Iterator[tuple[str, Style]]:
         return ((name, one.style) for name, one in self.ruled.items() if is_in(name, owner))
@@ -417,7 +427,7 @@ class _Check:
 
     def proven_way(self, group: Group, trace: Trace) -> str:
         """Returns rules that are proven right, for a module that is quickly compared, or ``""``."""
-        size = sum(p.numel() for p in self.modules[group.owner].parameters())
+        size = cost(self.modules[group.owner], ends_of(group))
         if not (len(group.downs) == 1 and group.downs[0] in self.downs) or size > _MOST_TRIED:
             return ""
         prover = self.prover(group, trace)

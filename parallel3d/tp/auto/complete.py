@@ -1,252 +1,307 @@
-"""Completion: a model's own plan, corrected where the flow of its forward shows that it is wrong.
+"""Completion: a model's own plan, corrected where a run of the model shows that it is wrong.
 
-Two corrections are certain. A parameter without a rule that acts alike on each head, or on each feature, gets
-its gradient summed; one that holds something for each head is split with the heads. Any other error in an
-attention or MLP block leaves the block whole on every rank, which is always right.
+The model runs once, without weights, which shows what the outputs of split layers meet. What lies between
+them is proven, as a derived plan is (``prove.py``), once for blocks that are alike. Two corrections are
+certain: a parameter without a rule whose gradient is a part on each rank gets it summed; one that holds
+something for each head is split with the heads. A block with any other error stays whole on every rank, which
+is always right.
 """
 
-import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import nn
 
-from parallel3d._torch.simulated import simulation_off
-from parallel3d._trace.examples import Example, check_example, examples
-from parallel3d._util.trees import map_tensors
+from parallel3d._trace.copies import NotCopied
 from parallel3d.errors import PlanError
-from parallel3d.tp.auto.flow import (
-    Conflict,
-    Flow,
-    LocalUse,
-    OwnCode,
-    plan_packages,
-    quoted,
-    trace_flow,
+from parallel3d.tp.auto.check import Check
+from parallel3d.tp.auto.derive import DidNotRun, Group, Kinds, default_settings, run_once
+from parallel3d.tp.auto.heads import align_heads
+from parallel3d.tp.auto.prove import NotEqual, NotProven, Proof
+from parallel3d.tp.auto.trace import OUTPUT, Layer, Trace, common_path, find_layers, inside, join
+from parallel3d.tp.parts import hooks_on_parts, refused_hook
+from parallel3d.tp.resolve import (
+    PlanSource,
+    Resolution,
+    Rule,
+    is_in,
+    matches,
+    numberless,
+    specificity,
 )
-from parallel3d.tp.auto.trace import common_path
-from parallel3d.tp.resolve import PlanSource, Rule, matches, numberless, parse_style, specificity
-from parallel3d.tp.styles import Replicated, Style
+from parallel3d.tp.styles import Colwise, Experts, Replicated, RopeOutput, Rowwise
+from parallel3d.tp.styles.base import is_plain, own_params
 
 Rules = dict[str, Rule]
-Call = Callable[[nn.Module], Any]
-CallsOf = Callable[[nn.Module], Iterable[Call]]
 
 
-def complete(
-    model: nn.Module, rules: Rules, tp_size: int, calls: CallsOf
-) -> tuple[Rules, dict[str, str], list[str]]:
-    """Adds to ``rules`` what is missing and removes what can't be right. When no call works the rules are
-    unchanged, and a note says why.
+@dataclass(frozen=True)
+class _Fault:
+    """What is wrong, and the smallest module around it; ``""``: it is in no block."""
 
-    Args:
-        calls: returns, for a model, ways to run a copy of it on the meta device, of which one should work.
+    text: str
+    block: str
 
-    Returns:
-        The rules, the reason for each added one, and notes.
+
+def _resolved(model: nn.Module, rules: Rules, tp: int) -> Resolution:
+    resolution = Resolution(model, tp)
+    resolution.add_plan(PlanSource(rules), strict=False)
+    resolution.add_tied_embeddings()
+    resolution.leave_fast_paths()
+    align_heads(resolution)
+    resolution.finish()
+    return resolution
+
+
+@dataclass
+class _Completion:
+    """The rules of ``model`` on the way: what is added, with reasons, and what is left out, in notes.
+
+    Attributes:
+        unproven: groups that could not be compared.
+    """
+
+    model: nn.Module
+    rules: Rules
+    tp: int
+    trace: Trace
+    why: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    unproven: dict[str, None] = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Raises PlanError: an error lies in no block that could be left whole, or in every layer's."""
+        self.proven: dict[Any, Proof | NotEqual] = {}
+        self.names = _names(self.model)
+        self.kinds = Kinds(dict(self.model.named_modules()), self.trace)
+        while self._step():
+            pass
+
+    def _step(self) -> bool:
+        """Corrects one thing; whether there was one."""
+        resolution = _resolved(self.model, self.rules, self.tp)
+        if resolution.ruled.keys() - resolution.rules.keys():
+            return False  # styles that don't fit their modules, which ``resolve_plan`` reports
+        check = Check(self.model, resolution)
+        if needless := self._needless(check):
+            self.rules = {p: style for p, style in self.rules.items() if p not in needless}
+            text = "is not needed: what it is for is used alike on every rank"
+            self.notes += [f"{pattern!r} {text}" for pattern in needless]
+            return True
+        if (fault := next(self._faults(check), None)) is not None:
+            self._leave_whole(fault)
+            return True
+        if resolution.problems:
+            return False
+        self.unproven.clear()
+        return any(self._correct(check, group) for group in check.groups(self.trace))
+
+    def _leave_whole(self, fault: _Fault) -> None:
+        block, name = numberless(fault.block), type(self.model).__name__
+        within = [n for n in self.names if block and is_in(numberless(n), block)]
+        dropped = [p for p in self.rules if any(matches(p, n) for n in within)]
+        if not dropped:
+            raise PlanError(f"the plan {name} brings is wrong: {fault.text}")
+        self.rules = {p: style for p, style in self.rules.items() if p not in dropped}
+        self.notes.append(
+            f"{block!r} stays whole on every rank, its {len(dropped)} rules are left out: {fault.text}"
+        )
+        if not any("*" in pattern for pattern in self.rules):
+            raise PlanError(
+                f"the plan {name} brings is wrong in every layer: {'; '.join(self.notes)}"
+            )
+
+    # ---- what the run shows ----
+
+    def _needless(self, check: Check) -> list[str]:
+        """Returns the rules that would sum gradients that are whole already."""
+        whole: list[str] = []
+        for name, one in check.ruled.items():
+            if isinstance(one.style, Replicated) and one.style.tp_grad == "partial":
+                paths = [join(name, n) for n in own_params(one.module)]
+                if paths and all(p in self.trace.uses and not self._met(check, p) for p in paths):
+                    whole += [name, *paths]
+        return [p for p in self.rules if any(matches(p, name) for name in whole)]
+
+    def _met(self, check: Check, path: str) -> set[str]:
+        """Returns the layers whose outputs, parts or gradients of parts, a parameter is used with."""
+        ropes = {name for name, one in check.ruled.items() if isinstance(one.style, RopeOutput)}
+        return self.trace.uses.get(path, set()) & (check.ups.keys() | ropes)
+
+    def _faults(self, check: Check) -> Iterator[_Fault]:
+        ups, reads = check.ups.keys(), self.trace.reads
+        for path, by in check.split_params.items():
+            own = path.rpartition(".")[0]
+            if path in self.trace.read_directly and (own == by or own not in check.ruled):
+                linear = by in check.ups or by in check.downs
+                yield _Fault(
+                    f"the model's code reads a parameter of {by!r}, which is split, by "
+                    f"{self.trace.read_directly[path]}",
+                    _around([by]) if linear else "",
+                )
+        for name, one in check.ruled.items():
+            parts = reads.get(name, frozenset()) & ups
+            if name in check.downs:
+                if name in reads and not parts:
+                    text = f"{name!r} as {one.style} wants each rank's part, but its input is whole"
+                    yield _Fault(text, _around([name]))
+            elif parts and isinstance(one.style, (Colwise, Rowwise, Experts, RopeOutput)):
+                text = f"{name!r} as {one.style} wants a whole input, but gets parts"
+                yield _Fault(f"{text}, of {_quoted(parts)}", _around([*parts, name]))
+            if hook := hooks_on_parts(one.module, *one.style.parts):
+                yield _Fault(refused_hook(hook, name), _around([name]))
+        if parts := reads[OUTPUT] & ups:
+            text = f"the model's output is each rank's part, of {_quoted(parts)}"
+            yield _Fault(text, _around([*parts]))
+
+    # ---- what lies between split layers ----
+
+    def _correct(self, check: Check, group: Group) -> bool:
+        """Corrects what is wrong in one group; whether something is."""
+        for name, module in check.modules.items():
+            between = is_in(name, group.owner) and name != group.owner and name in self.trace.calls
+            if between and (hook := hooks_on_parts(module, True, True)):
+                self._leave_whole(_Fault(refused_hook(hook, name), group.owner))
+                return True
+        proof = self._proof(check, group)
+        if isinstance(proof, NotProven):
+            around = numberless(group.owner) or type(self.model).__name__
+            self.unproven[f"what lies between split layers of {around!r}: {proof}"] = None
+            return False
+        if isinstance(proof, Proof):
+            partial = [join(group.owner, path) for path in proof.partial]
+            met = [self._met(check, path) for path in partial]
+            if not all(met):  # what is computed alike on every rank meets parts
+                path = partial[met.index(set())]
+                text = f"the gradient of {path!r}, which meets no part, is a part on each rank"
+                self._leave_whole(_Fault(text, group.owner))
+                return True
+            added = self._added(check, group, dict.fromkeys(partial, _SUMMED))
+        else:
+            added = self._split_with_heads(check, group)
+            if not added:
+                text = f"on its part a rank doesn't compute what the plain module does: {proof}"
+                self._leave_whole(_Fault(text, group.owner))
+                return True
+        self.rules |= added
+        return bool(added)
+
+    def _proof(self, check: Check, group: Group) -> Proof | NotEqual:
+        styles = repr([(inside(n, group.owner), s) for n, s in check.styles_in(group.owner)])
+        known = group.owner in self.trace.calls
+        key = self.kinds.of(group) if known else group.owner, styles
+        if key not in self.proven:
+            try:
+                self.proven[key] = check.prove(group, self.trace)
+            except NotEqual as error:
+                self.proven[key] = error
+        return self.proven[key]
+
+    def _split_with_heads(self, check: Check, group: Group) -> Rules:
+        """Returns rules that split what has a part for each head, if the group is right with them."""
+        cut = {
+            path: "colwise"
+            for path, met in self.trace.uses.items()
+            if met & set(group.ups) and not any(is_in(path, name) for name in check.ruled)
+            if (shape := self.model.get_parameter(path).shape)[1:] and shape[0] % self.tp == 0
+        }
+        noted = len(self.notes)
+        added = self._added(check, group, cut)
+        if added:
+            trial = Check(self.model, _resolved(self.model, {**self.rules, **added}, self.tp))
+            if not trial.resolution.problems and isinstance(self._proof(trial, group), Proof):
+                return added
+        del self.notes[noted:]
+        return {}
+
+    def _added(self, check: Check, group: Group, styles: dict[str, str]) -> Rules:
+        """Returns rules for parameters in all layers; notes their reasons."""
+        added: Rules = {}
+        for path, style in styles.items():
+            owner = path.rpartition(".")[0]
+            module = self.model.get_submodule(owner)
+            ruled = owner in check.ruled
+            alone = style == _SUMMED and not ruled
+            alone &= all(styles.get(join(owner, n)) == style for n in module._parameters)
+            pattern = numberless(owner if alone else path)
+            met = self._met(check, path)
+            reason = f"it acts on each rank's part, of {_quoted(map(numberless, met))}"
+            if pattern not in {**self.rules, **added}:
+                added[pattern], self.why[pattern] = style, f"added: {reason}"
+                self.notes.append(f"{pattern!r} gets {style!r}: {reason}")
+            outer = numberless(owner)
+            if not alone and not ruled and outer not in {**self.rules, **added}:
+                added[outer] = "local_params"
+                self.why[outer] = "added: for the rules of its parameters"
+        return added
+
+
+_SUMMED = "replicated_with_grad_allreduce"
+
+
+def _around(paths: list[str]) -> str:
+    """Returns the smallest module around all ``paths``, which it isn't itself."""
+    return common_path(paths) if len(paths) > 1 else paths[0].rpartition(".")[0]
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, sorted(set(names))))
+
+
+def _is_plain(module: nn.Module) -> bool:
+    return any(is_plain(module, kind) for kind in (nn.Linear, nn.Embedding, nn.MultiheadAttention))
+
+
+def complete(model: nn.Module, rules: Rules, tp: int, example: Any = None) -> PlanSource:
+    """Returns the rules, completed, with what could not be looked at.
+
+    Where the model can't be run, the models inside it that have a plan are run instead.
 
     Raises:
         PlanError: an error lies in no block that could be left whole, or in every layer's.
     """
-    notes: list[str] = []
-    rules = dict(rules)
-    code = OwnCode(plan_packages(model))
-    while True:
-        styles = styles_of(model, rules)
-        flow, failed = _trace(model, styles, calls, code)
-        if flow is None:
-            _check_taken_as_is(model, code, failed)
-            return rules, {}, [*notes, f"the plan was taken as it is: {_NOT_RUN} ({failed})"]
-        if failed:
-            note = f"only the models inside {type(model).__name__} were looked at: {_NOT_RUN} ({failed})"
-            notes += [note] if note not in notes else []
-        # Rules that would sum gradients that are whole already.
-        paths = [p for p in flow.whole - flow.local_uses.keys() if _is_summed(p, styles)]
-        named = {name for path in paths for name in (path, path.rpartition(".")[0])}
-        needless = [p for p in rules if any(matches(p, name) for name in named)]
-        if needless:
-            rules = {p: style for p, style in rules.items() if p not in needless}
-            notes += [
-                f"{p!r} is not needed: what it is for is used alike on every rank" for p in needless
-            ]
-            continue
-        conflicts = _conflicts(model, styles, flow, tp_size)
-        if not conflicts:
-            added, why, more = _param_rules(model, rules, styles, flow, tp_size)
-            return {**rules, **added}, why, [*notes, *more]
-        # One block at a time: a part that is used wrongly in one causes conflicts in others.
-        paths = list(conflicts[0].modules)
-        around = common_path(paths) if len(paths) > 1 else paths[0].rpartition(".")[0]
-        block = numberless(around)  # the smallest module around all of a conflict's
-        dropped = [pattern for pattern in rules if _inside(model, pattern, block)]
-        if not dropped:
-            raise PlanError(f"the plan {type(model).__name__} brings is wrong: {conflicts[0].text}")
-        rules = {p: style for p, style in rules.items() if p not in dropped}
-        notes.append(
-            f"{block!r} stays whole on every rank, its {len(dropped)} rules are left out: "
-            f"{conflicts[0].text}"
-        )
-        if not any("*" in pattern for pattern in rules):
-            raise PlanError(
-                f"the plan {type(model).__name__} brings is wrong in every layer: {'; '.join(notes)}"
-            )
-
-
-_NOT_RUN = "the model can't be run on the meta device to look at it"
-
-
-def _trace(
-    model: nn.Module, styles: dict[str, Style], calls: CallsOf, code: OwnCode
-) -> tuple[Flow | None, str]:
-    """Returns the flow of the first call that works, and ``""``. Where the model can't be run, the models
-    inside it that have a plan are run instead, and the second value is the error of the first call; the
-    flow is None if one of these can't be run either."""
-    trace = functools.partial(trace_flow, model, styles, code=code)
-    flow, failed = _first(trace, calls(model), "")
-    if flow is not None:
-        return flow, ""
-    parts = [_first(trace, calls(part), path)[0] for path, part in _models_inside(model)]
-    flows = [flow for flow in parts if flow is not None]
-    whole = functools.reduce(Flow.joined, flows) if flows and len(flows) == len(parts) else None
-    return whole, failed
-
-
-def _first(trace: Callable[..., Flow], calls: Iterable[Call], path: str) -> tuple[Flow | None, str]:
-    failed = ""
-    for call in calls:
-        try:
-            return trace(call=lambda twin, call=call: call(twin.get_submodule(path))), ""
-        except Exception as error:  # any: it is the model's code
-            failed = failed or f"{type(error).__name__}: {error}".splitlines()[0][:160]
-    return None, failed
-
-
-def _models_inside(model: nn.Module, path: str = "") -> Iterable[tuple[str, nn.Module]]:
-    """Yields the outermost modules inside ``model`` that have a config with a plan."""
-    for name, child in model.named_children():
-        inner = f"{path}.{name}".lstrip(".")
-        if getattr(getattr(child, "config", None), "base_model_tp_plan", None):
-            yield inner, child
-        else:
-            yield from _models_inside(child, inner)
-
-
-def _check_taken_as_is(model: nn.Module, code: OwnCode, failed: str) -> None:
-    """Raises if a plan that can't be checked is used with code that it wasn't written for."""
-    own = [path for path, m in model.named_modules() if code.runs_in(m) or code.hooks_of(m)]
-    if own:
-        raise PlanError(
-            f"{own[0] or type(model).__name__!r} runs code that the plan {type(model).__name__} brings was "
-            f"not written for, and {_NOT_RUN} ({failed}); give tp_plan a dict, such as "
-            "auto_plan(model, tp_size, example) with an example of the model's arguments"
-        )
-
-
-def styles_of(model: nn.Module, rules: Rules) -> dict[str, Style]:
-    """Returns path of a module or a parameter -> the style of its most specific rule."""
-    found: dict[str, Style] = {}
-    modules = dict(model.named_modules(remove_duplicate=False))
-    params = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    for pattern in sorted(rules, key=specificity):  # the most specific last
-        style = parse_style(rules[pattern])
-        for name in [*modules, *params]:
-            if matches(pattern, name):
-                module = modules.get(name)
-                found[name] = style if module is None else style.for_module(module)
-    return found
-
-
-# ---- conflicts ----
-
-
-def _conflicts(
-    model: nn.Module, styles: dict[str, Style], flow: Flow, tp_size: int
-) -> list[Conflict]:
-    conflicts, both = list(flow.conflicts), []
-    for path, uses in flow.local_uses.items():
-        owner = path.rpartition(".")[0]
-        if _is_summed(path, styles):
-            if path in flow.whole:
-                text = f"{path!r} meets each rank's part, but is used alike on every rank too"
-                both.append(Conflict(text, frozenset([owner])))
-        elif path in flow.whole or _correction(model, path, uses, tp_size) is None:
-            sources = frozenset[str]().union(*(use.sources for use in uses))
-            of = quoted(sources)
-            text = f"parameter {path!r} has no rule and meets each rank's part, of {of}"
-            conflicts.append(Conflict(text, sources | {owner}))
-    return conflicts + both
-
-
-def _is_summed(path: str, styles: dict[str, Style]) -> bool:
-    style = styles.get(path, styles.get(path.rpartition(".")[0]))
-    return isinstance(style, Replicated) and style.tp_grad == "partial"
-
-
-def _inside(model: nn.Module, pattern: str, block: str) -> bool:
-    matched = (numberless(name) for name in _names(model) if matches(pattern, name))
-    return bool(block) and any(f"{name}.".startswith(f"{block}.") for name in matched)
-
-
-# ---- corrections ----
-
-
-def _correction(model: nn.Module, path: str, uses: list[LocalUse], tp_size: int) -> str | None:
-    """Returns the style that makes a parameter without a rule right, if one does."""
-    shape = tuple(model.get_parameter(path).shape)
-    wanted = {_correction_for(model, shape, use, tp_size) for use in uses}
-    return wanted.pop() if len(wanted) == 1 else None
-
-
-def _correction_for(
-    model: nn.Module, shape: tuple[int, ...], use: LocalUse, tp_size: int
-) -> str | None:
-    dims = [i - len(use.shape) for i, size in enumerate(use.shape) if size != 1]
-    if not dims:  # one number for everything
-        return "replicated_with_grad_allreduce"
-    if not use.apart or use.shape[-1] != use.local_shape[-1]:
-        return None
-    # With heads as a dim of their own, the last dim is that of one head, alike for each.
-    if dims == [-1]:
-        return "replicated_with_grad_allreduce"
-    heads, size = use.shape[-2:]
-    split = [getattr(model.get_submodule(s), "out_features", 0) for s in use.sources]
-    own = shape == (heads, size) and dims == [-2, -1] and use.local_shape[-2] == heads
-    if own and heads % tp_size == 0 and all(width == heads * size for width in split):
-        return "colwise"  # it has a part for each head
-    return None
-
-
-def _param_rules(
-    model: nn.Module, rules: Rules, styles: dict[str, Style], flow: Flow, tp_size: int
-) -> tuple[Rules, dict[str, str], list[str]]:
-    """Returns rules for the parameters that can be corrected, in all layers, their reasons and notes."""
-    added: Rules = {}
+    ruled = _resolved(model, rules, tp).ruled_in_order()
+    named = dict(model.named_modules())
+    # One operation is what is ruled, or plain: a router puts out something else than a linear layer does.
+    known = {one.name for one in ruled} | {name for name, m in named.items() if _is_plain(m)}
+    layers = {name: layer for name, layer in find_layers(model).items() if name in known}
+    # Experts give back a tensor like the first that they get. Without a rule they are known by their name.
+    experts = {one.name for one in ruled if isinstance(one.style, Experts)}
+    experts |= {name for name, m in named.items() if type(m).__name__.endswith("Experts")}
+    layers |= dict.fromkeys(experts, Layer("norm", 0))
     why: dict[str, str] = {}
     notes: list[str] = []
-    corrections = {
-        path: _correction(model, path, uses, tp_size)
-        for path, uses in flow.local_uses.items()
-        if not _is_summed(path, styles)
-    }
-    for path, style in corrections.items():
-        assert style is not None
-        owner = path.rpartition(".")[0]
-        module = model.get_submodule(owner)
-        alone = style != "colwise" and owner not in styles
-        alone &= all(corrections.get(f"{owner}.{n}") == style for n in module._parameters)
-        pattern = numberless(owner if alone else path)
-        sources = frozenset(map(numberless, flow.local_uses[path][0].sources))
-        reason = f"it acts on each rank's part, of {quoted(sources)}"
-        if pattern not in {**rules, **added}:
-            added[pattern], why[pattern] = style, f"added: {reason}"
-            notes.append(f"{pattern!r} gets {style!r}: {reason}")
-        outer = numberless(owner)
-        if not alone and owner not in styles and outer not in {**rules, **added}:
-            added[outer], why[outer] = "local_params", "added: for the rules of its parameters"
-    return added, why, notes
+    unproven: list[str] = []
+    paths, failed = [""], ""
+    for path in paths:
+        try:
+            trace = run_once(model, layers, None if path else example, path)
+        except (DidNotRun, NotCopied) as error:
+            first = f"{error}{getattr(error, 'tries', '')}".replace("\n  - ", "; ")[:160]
+            unproven.append(f"{path or 'the model'} can't be run to look at it ({first})")
+            failed = failed or f"the plan was taken as it is: {unproven[0]}"
+            paths += [] if path else _models_inside(model)
+            continue
+        if path:
+            failed = f"only the models inside {type(model).__name__} were looked at: {unproven[0]}"
+        done = _Completion(model, rules, tp, trace, why, notes)
+        done.run()
+        rules = done.rules
+        unproven += done.unproven
+    notes += [failed] if failed else []
+    return PlanSource(rules, why, tuple(notes), "the model's plan", tuple(unproven))
+
+
+def _models_inside(model: nn.Module, path: str = "") -> Iterator[str]:
+    """Yields the outermost modules inside ``model`` that have a config with a plan."""
+    for name, child in model.named_children():
+        inner = join(path, name)
+        if getattr(getattr(child, "config", None), "base_model_tp_plan", None):
+            yield inner
+        else:
+            yield from _models_inside(child, inner)
 
 
 # The plan of a Hugging Face model: merged as transformers merges it, without importing it.
@@ -296,11 +351,9 @@ def hf_plan(model: nn.Module, tp_size: int, example: Any = None) -> PlanSource:
         )
     left_out = [pattern for pattern in own if not any(matches(pattern, n) for n in names)]
     listed = f"rules of the model's plan that match nothing here: {', '.join(left_out)}"
-    with simulation_off():  # otherwise the inputs would be simulated ranks' tensors
-        calls = functools.partial(_calls, model, example)
-        rules, why, notes = complete(model, rules, tp_size, calls)
-    notes = [listed, *notes] if left_out else notes
-    return PlanSource(rules, why, tuple(notes), "the model's plan")
+    with default_settings():
+        made = complete(model, rules, tp_size, example)
+    return replace(made, notes=(listed, *made.notes)) if left_out else made
 
 
 def _names(model: nn.Module) -> list[str]:
@@ -324,30 +377,3 @@ def _without_overlaps(plan: Mapping[str, str], names: list[str]) -> Rules:
         else:
             rules |= dict.fromkeys(own, plan[pattern])
     return rules
-
-
-def _calls(whole: nn.Module, example: Any, model: nn.Module) -> Iterator[Call]:
-    """Yields ways to run a meta copy of ``model``, which is ``whole`` or a model inside it, the most likely
-    first: with the user's example, with token ids alone, or with inputs guessed from the class."""
-    if example is not None and model is whole:
-        yield _call(check_example(example))
-    ids = torch.ones(1, 4, dtype=torch.long)
-    yield _call(((), {"input_ids": ids, "use_cache": False}))
-    guessed: list[Example] = []
-    with torch.random.fork_rng(devices=[]), suppress(Exception):  # it runs the model's code
-        guessed += examples(model)
-    yield from map(_call, guessed)
-
-
-def _call(example: Example) -> Call:
-    args, kwargs = map_tensors(lambda t: t.to("meta"), example)
-
-    def call(twin: nn.Module) -> Any:
-        # Attention in torch's functions: other kernels don't run on meta.
-        for module in twin.modules():
-            config = getattr(module, "config", None)
-            if config is not None and hasattr(config, "_attn_implementation"):
-                config._attn_implementation = "eager"
-        return twin(*args, **kwargs)
-
-    return call

@@ -21,7 +21,7 @@ from parallel3d._trace.copies import NotCopied
 from parallel3d._trace.examples import check_example, describe, examples
 from parallel3d._util import dry_run
 from parallel3d.errors import PlanError
-from parallel3d.tp.auto.prove import NotEqual, Proof, Prover
+from parallel3d.tp.auto.prove import NotEqual, Proof, Prover, cost
 from parallel3d.tp.auto.trace import (
     INPUT,
     OUTPUT,
@@ -65,6 +65,13 @@ class Group:
     @property
     def members(self) -> tuple[str, ...]:
         return self.ups + self.downs
+
+
+def ends_of(group: Group) -> dict[str, bool]:
+    """Returns the layers at which a proof of the group begins (True) and ends, by path in the owner."""
+    both = set(group.ups) & set(group.downs)
+    names = [name for name in group.members if name not in both]
+    return {inside(name, group.owner): name in group.ups for name in names}
 
 
 def find_groups(trace: Trace, layers: dict[str, Layer]) -> tuple[list[Group], dict[str, str]]:
@@ -282,17 +289,23 @@ class DidNotRun(Exception):
         self.tries = tries
 
 
-def run_once(model: nn.Module, layers: dict[str, Layer], example: Any = None) -> Trace:
-    """Returns the trace of ``model`` on ``example``, or else on an input that may fit it. Raises
-    DidNotRun, NotCopied."""
-    inputs = [check_example(example)] if example is not None else list(examples(model))
+def run_once(
+    model: nn.Module, layers: dict[str, Layer], example: Any = None, path: str = ""
+) -> Trace:
+    """Returns the trace of ``model``, or of the module at ``path`` in it, on ``example``, or else on an input
+    that may fit it. Raises DidNotRun, NotCopied."""
+    inputs = (
+        [check_example(example)]
+        if example is not None
+        else list(examples(model.get_submodule(path)))
+    )
     # In the model's dtypes; in float32 what the CPU can't do in others.
     dtypes = {t.dtype for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()}
     ways = (False,) if dtypes <= {torch.float32} else (True, False)
     errors = []
     for (args, kwargs), own_dtype in product(inputs, ways):
         try:
-            return trace(model, layers, args, kwargs, own_dtype=own_dtype)
+            return trace(model, layers, args, kwargs, own_dtype=own_dtype, path=path)
         except NotCopied:  # whatever the input
             raise
         except Exception as error:
@@ -395,10 +408,11 @@ class _Derivation:
             between = is_in(name, group.owner) and name != group.owner and name in self.trace.calls
             if between and (hook := hooks_on_parts(module, True, True)):
                 return refused_hook(hook, inside(name, group.owner))
-        size = sum(p.numel() for p in owner.parameters())
+        ends = ends_of(group)
+        size = cost(owner, ends)
         if size > _MOST_PARAMETERS:
             return f"the module around them has {size} parameters, too many to prove anything of it"
-        prover = Prover(owner, call, self.tp, frozenset(group.ups), attributes=True)
+        prover = Prover(owner, call, self.tp, frozenset(group.ups), ends=ends, attributes=True)
         errors: dict[str, str] = {}  # error -> the local sizes with which it was raised
         ways: Iterable[dict[str, Style]] = [{group.owner: SplitHeads()}]
         if self._kind(group.owner) != "attention":
@@ -593,10 +607,9 @@ def auto_plan(model: nn.Module, tp_size: int, example: Any = None) -> dict[str, 
     """Returns the plan that ``tp_plan="auto"`` stands for, as a dict to look at, edit and pass instead.
 
     A Hugging Face model (transformers 5) has its own plan. Its rules that match nothing in this model are
-    left out, and rules that it lacks are added where they are certain. It is used with the code of the
-    model's family only: a block in which other code (a subclass's, a patch, a hook, a registered
-    attention function) handles split activations stays whole. For a model without a plan one is derived,
-    see ``parallel3d.tp.auto.derive.derive_plan``.
+    left out, and rules that it lacks are added. Each kind of block is proven on random numbers, whatever
+    code runs in it; one in which a rank would compute something else stays whole. For a model without a
+    plan one is derived, see ``parallel3d.tp.auto.derive.derive_plan``.
 
     Args:
         model: a plain model, possibly on the meta device.

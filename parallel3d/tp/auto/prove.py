@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from math import prod
 from types import NoneType, SimpleNamespace
 from typing import Any, TypeVar
 
@@ -16,10 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.tensor import Replicate
+from torch.nn import functional as F
 
 from parallel3d._trace.copies import copy_with, left_by_forward, map_once, random_like
 from parallel3d._trace.record import Operations
-from parallel3d._util.trees import tensors_in
+from parallel3d._util.trees import map_tensors, tensors_in
 from parallel3d.errors import PlanError
 from parallel3d.tp.auto.heads import align_heads
 from parallel3d.tp.auto.trace import Call
@@ -27,7 +29,7 @@ from parallel3d.tp.collectives import SequenceLength, TpAxis
 from parallel3d.tp.local_attributes import PlannedAttribute
 from parallel3d.tp.resolve import PlanSource, Resolution
 from parallel3d.tp.styles import Style
-from parallel3d.tp.styles.base import ParamRule
+from parallel3d.tp.styles.base import ParamRule, is_plain, own_params
 
 # Tensor-parallel ranks as threads of this process. They need no process group, so they work within a job
 # that has one, on every rank alike, and run the same forwards, styles and collectives as a job does.
@@ -182,12 +184,52 @@ class _Result:
     param_grads: dict[str, Tensor | None]
 
 
+_NARROW = 16
+"""Features with which a proof computes linear layers, of those that aren't split: they say nothing of the
+code between the layers, and are most of a large model's weights."""
+
+
+def _narrowed(layer: nn.Module, is_up: bool) -> dict[int, tuple[int, ...]]:
+    """Returns the shapes of a layer's parameters, by identity, with ``_NARROW`` input features, or else
+    output features; nothing if it has no more, or isn't a plain linear layer."""
+    if not is_plain(layer, nn.Linear) or layer.weight.shape[int(is_up)] <= _NARROW:
+        return {}
+    shapes = {id(layer.weight): (layer.weight.shape[0], _NARROW)}
+    if not is_up:
+        shapes = {id(p): (_NARROW, *p.shape[1:]) for p in own_params(layer).values()}
+    return shapes
+
+
+def _take_whole(layer: Any, is_up: bool) -> None:
+    """Makes a layer with narrow parameters take and return tensors of the plain sizes."""
+    if is_up:
+        cut = functools.partial(map_tensors, lambda x: x[..., :_NARROW])
+        layer.register_forward_pre_hook(lambda _, *given: cut(given), with_kwargs=True)
+    else:
+        missing = (0, layer.out_features - _NARROW)
+        layer.register_forward_hook(lambda _, args, y: F.pad(y, missing))
+
+
+def cost(module: nn.Module, ends: Mapping[str, bool]) -> int:
+    """Returns how many parameters a proof of ``module`` holds; ``ends`` is as in ``Prover``."""
+    narrow = _all_narrowed(module, ends)
+    return sum(prod(narrow.get(id(p), p.shape)) for p in module.parameters())
+
+
+def _all_narrowed(module: nn.Module, ends: Mapping[str, bool]) -> dict[int, tuple[int, ...]]:
+    found: dict[int, tuple[int, ...]] = {}
+    for path, is_up in ends.items():
+        found |= _narrowed(module.get_submodule(path), is_up)
+    return found
+
+
 class Prover:
     """Compares ``module``, split in one way or another, with the plain one, on the arguments of ``call``.
 
     The outputs of the layers ``internal`` may differ by rank; outputs of the module that depend on them
     aren't compared, because nothing outside it reads them. With ``attributes`` what a forward leaves in
-    modules' attributes, with a graph, is compared as an output is.
+    modules' attributes, with a graph, is compared as an output is. ``ends`` has the linear layers, by path in
+    the module, whose output features are split (True) or whose input features are (False).
     """
 
     def __init__(
@@ -197,18 +239,24 @@ class Prover:
         tp: int,
         internal: frozenset[str] = frozenset(),
         *,
+        ends: Mapping[str, bool] | None = None,
         attributes: bool = False,
     ) -> None:
         self._attributes = attributes
+        shapes = _all_narrowed(module, ends or {})
+        self._ends = {
+            k: v for k, v in (ends or {}).items() if _narrowed(module.get_submodule(k), v)
+        }
         self._call, self._original, self._tp = call, module, tp
         self._generator = torch.Generator().manual_seed(0)
         weights: dict[int, Tensor] = {}
 
         def random(param: nn.Parameter) -> nn.Parameter:
-            weights[id(param)] = made = random_like(param, self._generator)
+            shape = shapes.get(id(param), tuple(param.shape))
+            weights[id(param)] = made = random_like(shape, self._generator)
             return nn.Parameter(made)  # frozen ones too, so that there is something to compare
 
-        self._plain = copy_with(module, random)
+        self._plain = self._copy(random)
         self._weights = {
             name: weights[id(p)] for name, p in module.named_parameters(remove_duplicate=False)
         }
@@ -217,6 +265,12 @@ class Prover:
         self._whole = [not (sources & internal) for sources in call.outputs]
         self._upstream: list[Tensor] = []
         self._results: dict[bool, _Result] = {}
+
+    def _copy(self, make: Callable[[nn.Parameter], nn.Parameter]) -> nn.Module:
+        model = copy_with(self._original, make)
+        for path, is_up in self._ends.items():
+            _take_whole(model.get_submodule(path), is_up)
+        return model
 
     def prove(self, styles: Mapping[str, Style]) -> Proof:
         """Shows that the module under ``styles``, by path in it, computes the same. Raises NotEqual if
@@ -312,7 +366,7 @@ class Prover:
             whole, rule = self._weights[names[id(param)]], by_param.get(id(param), _WHOLE)
             return nn.Parameter(rule.part(whole, axis.size, axis.rank).detach())
 
-        model = copy_with(self._original, part)
+        model = self._copy(part)
         modules = dict(model.named_modules(remove_duplicate=False))
         sequence = SequenceLength()
         for name, style in split.styles.items():

@@ -64,6 +64,7 @@ class Trace:
         cuts: layer -> the sizes of the sections into which its output's last dim is cut.
         calls: module -> its first call, of modules that aren't layers, and of attention.
         read_directly: parameter -> the operation that reads it outside its module.
+        uses: parameter of no layer -> the layers whose outputs it meets.
     """
 
     reads: dict[str, frozenset[str]] = field(default_factory=dict)
@@ -72,6 +73,7 @@ class Trace:
     cuts: dict[str, tuple[int, ...]] = field(default_factory=dict)
     calls: dict[str, Call] = field(default_factory=dict)
     read_directly: dict[str, str] = field(default_factory=dict)
+    uses: dict[str, set[str]] = field(default_factory=dict)
 
     def readers(self, layer: str) -> list[str]:
         """Returns the layers that read the output of ``layer``, in the order in which they ran."""
@@ -85,8 +87,10 @@ def trace(
     kwargs: dict[str, Any],
     *,
     own_dtype: bool = False,
+    path: str = "",
 ) -> Trace:
-    """Runs a copy of ``model`` without weights; ``layers``, path -> layer, run as one operation.
+    """Runs a copy of ``model``, or of the module at ``path`` in it, without weights; ``layers``, path ->
+    layer, run as one operation.
 
     With ``own_dtype`` weights, buffers and inputs have the dtypes that they have, else float32.
     """
@@ -114,7 +118,7 @@ def trace(
     # With gradients on, torch's own modules don't take their fast path for inference.
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), watching:
         torch.manual_seed(0)
-        output = copied(*args, **kwargs)
+        output = copied.get_submodule(path)(*args, **kwargs)
     recorder.trace.reads[OUTPUT] = recorder.of_all(output)
     return recorder.trace
 
@@ -125,6 +129,7 @@ class _Recorder:
         self._sources: dict[int, frozenset[str]] = {}
         self._kept: list[Any] = []  # so that no storage is freed and its address used again
         self._params = {_place(p): name for name, p in model.named_parameters()}
+        self._made_of: dict[int, set[str]] = {}
         self._features: dict[str, int] = {}
         self._direct: dict[int, str] = {}  # output of a linear layer, by storage
 
@@ -147,9 +152,14 @@ class _Recorder:
         name = func._schema.name.removeprefix("aten::")
         read = list(tensors_in((args, list(kwargs.values()))))
         sources = self.of_all(read)
+        params: set[str] = set()  # of which alone a tensor is made
         for tensor in read:
             if (param := self._params.get(_place(tensor))) is not None:
                 self.trace.read_directly.setdefault(param, name)
+                params.add(param)
+            params |= self._made_of.get(_place(tensor), set())
+        for param in params if sources else ():
+            self.trace.uses.setdefault(param, set()).update(sources)
         mixes = torch.Tag.pointwise not in func.tags and name not in _COPIES
         for source in sources:
             self.trace.passes.setdefault(source, {})[name] = None
@@ -164,6 +174,8 @@ class _Recorder:
                 self.trace.cuts[layer] = sizes
         for tensor in made:
             self.give(tensor, self.of(tensor) | sources)
+            if params and not sources:
+                self._made_of[_place(tensor)] = params
         return result
 
     # ---- modules ----
