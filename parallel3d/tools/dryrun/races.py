@@ -26,7 +26,8 @@ from parallel3d.tools.dryrun.memory import Held, Ledger, kind_of, local_of
 from parallel3d.tools.dryrun.place import Place
 from parallel3d.tools.dryrun.result import Race, StreamOperation
 
-_UNSEEN = ("torch.", "parallel3d.tools.dryrun.", "parallel3d._util.", "contextlib.", "unittest.")
+_OURS = ("parallel3d._trace.", "parallel3d._util.", "parallel3d.tools.dryrun.")
+_UNSEEN = ("torch.", "contextlib.", "unittest.", *_OURS)
 _SEEN = "torch.distributed.fsdp."  # of torch, the code that makes streams
 
 

@@ -189,7 +189,7 @@ _NARROW = 16
 code between the layers, and are most of a large model's weights."""
 
 
-def _narrowed(layer: nn.Module, is_up: bool) -> dict[int, tuple[int, ...]]:
+def _narrowed(layer: Any, is_up: bool) -> dict[int, tuple[int, ...]]:
     """Returns the shapes of a layer's parameters, by identity, with ``_NARROW`` input features, or else
     output features; nothing if it has no more, or isn't a plain linear layer."""
     if not is_plain(layer, nn.Linear) or layer.weight.shape[int(is_up)] <= _NARROW:
