@@ -22,7 +22,6 @@ from parallel3d._util.quantised import packed_kind
 from parallel3d._util.replaced_params import marking_replaced
 from parallel3d._util.rollback import unchanged_on_error
 from parallel3d.errors import MeshError, PlanError, StateError
-from parallel3d.tp.auto.derive import choose
 from parallel3d.tp.auto.heads import align_heads
 from parallel3d.tp.collectives import SequenceLength, TpAxis, copy_by_rank
 from parallel3d.tp.local_attributes import PlannedAttribute, describe_attributes
@@ -385,7 +384,13 @@ def resolve_plan(
                 f"blocks, which can't be split over tp ({len(packed)} parameters are). Use tp=1 and a larger "
                 "shard axis, or a dict with rules for other layers only"
             )
-    plan_source = choose(model, tp_size, example) if isinstance(plan, str) else PlanSource(plan)
+    if isinstance(plan, str):
+        # Here, so that importing parallel3d doesn't import what few programs use.
+        from parallel3d.tp.auto.choose import choose
+
+        plan_source = choose(model, tp_size, example)
+    else:
+        plan_source = PlanSource(plan)
     from_user = not plan_source.origin
     resolution = Resolution(model, tp_size)
     resolution.notes += plan_source.notes

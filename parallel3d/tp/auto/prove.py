@@ -194,10 +194,9 @@ def _narrowed(layer: Any, is_up: bool) -> dict[int, tuple[int, ...]]:
     output features; nothing if it has no more, or isn't a plain linear layer."""
     if not is_plain(layer, nn.Linear) or layer.weight.shape[int(is_up)] <= _NARROW:
         return {}
-    shapes = {id(layer.weight): (layer.weight.shape[0], _NARROW)}
-    if not is_up:
-        shapes = {id(p): (_NARROW, *p.shape[1:]) for p in own_params(layer).values()}
-    return shapes
+    if is_up:
+        return {id(layer.weight): (layer.weight.shape[0], _NARROW)}
+    return {id(p): (_NARROW, *p.shape[1:]) for p in own_params(layer).values()}
 
 
 def _take_whole(layer: Any, is_up: bool) -> None:
