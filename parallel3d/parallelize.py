@@ -90,7 +90,7 @@ class Checks:
             ``tp.check_same_batch`` checks every forward.
         audit: compare the first training step with the plain computation, unit by unit, on its batch and
             device, and raise AuditError on all ranks if something differs (``docs/audit.md``); None: where cp
-            is more than 1, or tp is and ``tp_plan`` is no ``"auto"``.
+            is more than 1, or tp is and ``tp_plan`` is no ``"auto"``, or not all of it could be proven.
         example: ``(args, kwargs)`` of a small batch for the model's forward, with which a plan is derived or
             checked, and what mixes positions is found; needed where no input can be guessed.
         timeout: how long ranks wait for one that has not come, say because it still loads its model; by

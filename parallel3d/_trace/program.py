@@ -1,4 +1,4 @@
-"""Program: one forward of a model, as a list of operations."""
+"""ForwardProgram: one forward of a model, as a list of operations."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class AttentionCall:
 
 
 @dataclass
-class Program:
+class ForwardProgram:
     """The record of one forward.
 
     Attributes:

@@ -20,7 +20,7 @@ from parallel3d._torch.autograd import TorchDispatchMode
 from parallel3d._torch.simulated import simulation_off
 from parallel3d._trace.copies import meta_copy
 from parallel3d._trace.kinds import arguments_of
-from parallel3d._trace.program import AttentionCall, Op, Program, Ref, map_refs
+from parallel3d._trace.program import AttentionCall, ForwardProgram, Op, Ref, map_refs
 from parallel3d._util.trees import map_tensors, tensors_in
 from parallel3d._util.users_code import caller
 
@@ -72,7 +72,7 @@ class Sdpa(NamedTuple):
     enable_gqa: bool = False
 
 
-class Recorder:
+class ProgramRecorder:
     """Records what a model on meta runs. ``attention`` and ``leaf`` are called in place of what they stand
     for.
 
@@ -83,7 +83,7 @@ class Recorder:
     """
 
     def __init__(self) -> None:
-        self.program = Program()
+        self.program = ForwardProgram()
         self.quiet = ""
         self.instead: dict[Any, Callable[..., Any]] = {}
         self.is_paused = False
@@ -199,10 +199,10 @@ def _is_called_from(file: str) -> bool:
 
 def record(
     model: nn.Module,
-    prepare: Callable[[nn.Module, Recorder], None],
+    prepare: Callable[[nn.Module, ProgramRecorder], None],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> Program:
+) -> ForwardProgram:
     """Runs a meta copy of ``model`` and returns the list of its operations.
 
     Args:
@@ -214,7 +214,7 @@ def record(
     """
     with simulation_off():
         twin = meta_copy(model).train()
-        recorder = Recorder()
+        recorder = ProgramRecorder()
         prepare(twin, recorder)
         for path, module in twin.named_modules():
             recorder.watch(path, module)

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from parallel3d._trace.program import Op, Program, Ref
+from parallel3d._trace.program import ForwardProgram, Op, Ref
 from parallel3d.errors import PlanError
 
 Pair = tuple[Ref, Ref]
@@ -48,7 +48,7 @@ _ASSERT = (
 )
 
 
-def check(first: Program, second: Program, lengths: tuple[int, int]) -> None:
+def check(first: ForwardProgram, second: ForwardProgram, lengths: tuple[int, int]) -> None:
     """Compares the operations of a model at two lengths.
 
     Raises:

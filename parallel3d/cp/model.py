@@ -20,8 +20,8 @@ from torch.utils import checkpoint
 from parallel3d._torch.autograd import untraced
 from parallel3d._torch.simulated import simulation_off
 from parallel3d._trace.examples import check_example, describe, examples
-from parallel3d._trace.program import AttentionCall, Program
-from parallel3d._trace.record import Functions, Recorder, Sdpa, instead_of, record
+from parallel3d._trace.program import AttentionCall, ForwardProgram
+from parallel3d._trace.record import Functions, ProgramRecorder, Sdpa, instead_of, record
 from parallel3d._util.forwards import as_if, wrap_forward
 from parallel3d._util.trees import map_tensors, tensors_in
 from parallel3d.cp import hf, mixing
@@ -184,7 +184,7 @@ def plan_cp(model: nn.Module, options: ContextParallel, example: Any = None) -> 
     ) from first_error
 
 
-def _checked(model: nn.Module, example: Any, program: Program) -> Checked:
+def _checked(model: nn.Module, example: Any, program: ForwardProgram) -> Checked:
     names = input_names(model, *example)
     read = {ref.storage for op in program.ops for ref in mixing.refs_in(op.args)}
     needed = {name for name, ref in zip(names, program.inputs, strict=True) if ref.storage in read}
@@ -203,10 +203,10 @@ def _checked(model: nn.Module, example: Any, program: Program) -> Checked:
 
 def _run(
     model: nn.Module, options: ContextParallel, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Program, Tracing]:
+) -> tuple[ForwardProgram, Tracing]:
     made: list[Tracing] = []
 
-    def prepare(twin: nn.Module, recorder: Recorder) -> None:
+    def prepare(twin: nn.Module, recorder: ProgramRecorder) -> None:
         tracing = Tracing(recorder)
         made.append(tracing)
         set_state(twin, tracing)
@@ -232,7 +232,7 @@ def _is_position_wise(path: str, module: nn.Module, options: ContextParallel) ->
     return known and type(module).__module__.startswith("transformers.")
 
 
-def _leaf(module: nn.Module, recorder: Recorder) -> Callable[..., Any]:
+def _leaf(module: nn.Module, recorder: ProgramRecorder) -> Callable[..., Any]:
     inner = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -241,14 +241,14 @@ def _leaf(module: nn.Module, recorder: Recorder) -> Callable[..., Any]:
     return forward
 
 
-def _traced_sdpa(recorder: Recorder, *args: Any, **kwargs: Any) -> Tensor:
+def _traced_sdpa(recorder: ProgramRecorder, *args: Any, **kwargs: Any) -> Tensor:
     _check_not_recomputed_alone(recorder.where)
     q, k, v, mask, _, is_causal, scale, _ = Sdpa(*args, **kwargs)
     shape = (*q.shape[:-1], v.shape[-1])
     return recorder.attention("sdpa", q, k, v, mask, shape, is_causal=is_causal, scaling=scale)
 
 
-def _refused_mha(recorder: Recorder, *args: Any, **kwargs: Any) -> Any:
+def _refused_mha(recorder: ProgramRecorder, *args: Any, **kwargs: Any) -> Any:
     if recorder.is_paused:
         return F.multi_head_attention_forward(*args, **kwargs)
     raise PlanError(
@@ -277,7 +277,7 @@ def _check_not_recomputed_alone(path: str) -> None:
         frame = frame.f_back  # type: ignore[assignment]
 
 
-def _traced_mha(module: nn.MultiheadAttention, recorder: Recorder) -> Callable[..., Any]:
+def _traced_mha(module: nn.MultiheadAttention, recorder: ProgramRecorder) -> Callable[..., Any]:
     def forward(
         query: Tensor,
         key: Tensor,

@@ -16,7 +16,7 @@ from parallel3d._torch.autograd import (
     queue_backward_callback,
     untraced,
 )
-from parallel3d._trace.record import Recorder
+from parallel3d._trace.record import ProgramRecorder
 from parallel3d._util.trees import tensors_in
 from parallel3d.cp.attention import attention
 from parallel3d.cp.axis import CpAxis
@@ -300,7 +300,7 @@ class Tracing:
         proofs: they raise PlanError where a model's attention computes something else than ours.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: ProgramRecorder) -> None:
         self.recorder = recorder
         self.counts = False
         self.proven: set[Any] = set()

@@ -30,10 +30,10 @@ from parallel3d.planner.model_spec import (
 )
 from parallel3d.planner.op_recorder import (
     BEFORE,
-    Call,
     MetaParams,
-    Op,
     OpRecorder,
+    RecordedOp,
+    UnitCall,
     record,
     record_root,
 )
@@ -270,11 +270,11 @@ class _UnitWork:
                 rest = (nbytes - needed) / self.tokens
                 yield Activation(f"{name} inside", rest, 1, split, of, eager_only=True)
 
-    def _is_norm(self, op: Op) -> bool:
+    def _is_norm(self, op: RecordedOp) -> bool:
         """Whether ``op`` is of a norm; in the root's recording only kernels of norms are known."""
         return op.kind == "norm" or (self.label is None and op.label != "")
 
-    def _split_of(self, op: Op) -> str:
+    def _split_of(self, op: RecordedOp) -> str:
         if not op.split:
             return "sequence"
         return next((self.splits[key] for key, _ in op.writes if key in self.splits), "tp")
@@ -326,7 +326,7 @@ class _UnitWork:
         return sum(inputs.values())
 
 
-def _groups(ops: list[Op]) -> list[tuple[int, ...]]:
+def _groups(ops: list[RecordedOp]) -> list[tuple[int, ...]]:
     """Elementwise operations that one kernel could do: connected, with no matmul between, divided alike."""
     groups: dict[int | None, set[int]] = {}
     for i, op in enumerate(ops):
@@ -429,7 +429,7 @@ def _run(
             stack.enter_context(patch.object(module, "training", True))
         for args, kwargs, batch, length in _inputs(model, example, seq_len):
             try:
-                call, members = Call(args, kwargs), _members(found)
+                call, members = UnitCall(args, kwargs), _members(found)
                 root, calls, out = record_root(
                     model, params, members, blocks, call, length, _kind_of
                 )
@@ -534,7 +534,7 @@ class _Builder:
     batch: int
     seq_len: int
     root: OpRecorder
-    calls: dict[str, Call]
+    calls: dict[str, UnitCall]
     vocab: int
     recordings: dict[Any, OpRecorder] = field(default_factory=dict)
 

@@ -27,7 +27,7 @@ from parallel3d._util.trees import map_tensors, tensors_in
 
 
 @dataclass
-class Op:
+class RecordedOp:
     """One operation.
 
     Attributes:
@@ -59,7 +59,7 @@ class Op:
     input_gradient: bool = True
     read_by: list[int] = field(default_factory=list)
 
-    def fuses_with(self, reader: Op) -> bool:
+    def fuses_with(self, reader: RecordedOp) -> bool:
         """Whether one kernel could do this and ``reader``, which reads what it writes."""
         alike = (self.label, self.split, self.depth) == (reader.label, reader.split, reader.depth)
         return alike and self.kind != "norm"
@@ -128,18 +128,18 @@ class OpRecorder:
         self.arrived: list[str] = []
         self.labels: dict[Any, str] = {}
         self._tables = {param.shape for _, param, _ in params.values() if param.ndim > 1}
-        self.forward_ops: list[Op] = []
-        self.backward_ops: list[Op] = []
+        self.forward_ops: list[RecordedOp] = []
+        self.backward_ops: list[RecordedOp] = []
         self.ops = self.forward_ops
         self.label = ""
         self.split: set[int] = set()
         self.gathered: dict[int, int] = {}
         self.summed: list[int] = []
         self.attentions: list[tuple[int, int, int, bool]] = []
-        self.scores: dict[int, Op] = {}
+        self.scores: dict[int, RecordedOp] = {}
         self.softmaxed: set[int] = set()
         self.masked = False
-        self.written: dict[int, tuple[list[Op], int]] = {}
+        self.written: dict[int, tuple[list[RecordedOp], int]] = {}
         self._depth: dict[int, int] = {}
         self.is_quiet = False
         self.kept: dict[int, Any] = {}  # a freed storage's id would be another's
@@ -221,16 +221,16 @@ class OpRecorder:
 
     def note(
         self, name: str, kind: str, reads: list[Tensor], writes: list[Tensor], **more: Any
-    ) -> Op:
+    ) -> RecordedOp:
         """Records one op; ``split`` is that of its inputs unless given."""
         if self.is_quiet:
-            return Op(name, kind, "", [], [])
+            return RecordedOp(name, kind, "", [], [])
         index = len(self.ops)
         split = more.pop("split", any(storage_of(t) in self.split for t in reads))
         depth = max((self._depth.get(storage_of(t), 0) for t in reads), default=0)
         if kind in ("matmul", "attention"):
             depth += 1
-        op = Op(name, kind, self.label, [], [], split, depth, **more)
+        op = RecordedOp(name, kind, self.label, [], [], split, depth, **more)
         first: dict[int, Tensor] = {}
         for t in reads:
             first.setdefault(storage_of(t), t)
@@ -267,7 +267,7 @@ class OpRecorder:
         if kind_of(name) == "lookup" or name == "embedding_dense_backward":
             self._note_lookup(name, op, reads)
 
-    def _note_lookup(self, name: str, op: Op, reads: list[Tensor]) -> None:
+    def _note_lookup(self, name: str, op: RecordedOp, reads: list[Tensor]) -> None:
         """Rows of a table: only those are read, and those of a split table are summed over tp."""
         if name == "embedding_dense_backward":  # gradients read; rows of the sum read and written
             op.writes = [(key, 2 * op.reads[0][2]) for key, _ in op.writes]
@@ -392,7 +392,7 @@ class _Kernel(torch.autograd.Function):
 
 
 @dataclass
-class Call:
+class UnitCall:
     """The arguments of a unit's first call, and the number of calls; tensors with a gradient are leaves."""
 
     args: tuple[Any, ...]
@@ -429,7 +429,7 @@ class MetaParams:
         return {name: self._made[id(t)] for name, t in named}
 
 
-def record(module: nn.Module, params: MetaParams, call: Call, seq_len: int) -> OpRecorder:
+def record(module: nn.Module, params: MetaParams, call: UnitCall, seq_len: int) -> OpRecorder:
     """Runs ``module`` forward and backward with the arguments of ``call``."""
     inputs = tensors_in((call.args, call.kwargs))
     constant = params.buffers | {storage_of(t) for t in inputs if not t.requires_grad}
@@ -448,10 +448,10 @@ def record_root(
     params: MetaParams,
     members: Sequence[tuple[str, nn.Module]],
     blocks: Sequence[str],
-    call: Call,
+    call: UnitCall,
     seq_len: int,
     kind_of: Callable[[nn.Module], Any],
-) -> tuple[OpRecorder, dict[str, Call], Any]:
+) -> tuple[OpRecorder, dict[str, UnitCall], Any]:
     """Runs ``model`` and records what it does outside ``members``, its units' modules.
 
     Args:
@@ -463,7 +463,7 @@ def record_root(
     """
     recorder = OpRecorder(params.known, seq_len, params.buffers)
     passed: list[Tensor] = []
-    calls: dict[str, Call] = {}
+    calls: dict[str, UnitCall] = {}
     outputs: dict[Any, Any] = {}
     recorder.label = BEFORE if blocks else ""
 
@@ -482,7 +482,7 @@ def record_root(
                 leaves = map_tensors(
                     lambda t: t.detach().requires_grad_(t.requires_grad), (args, kwargs)
                 )
-                calls[name] = Call(*leaves)
+                calls[name] = UnitCall(*leaves)
             key = kind_of(module), tuple(t.shape for t in tensors_in((args, kwargs)))
             if key not in outputs:
                 with recorder.quiet(), torch.no_grad():

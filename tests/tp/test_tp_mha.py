@@ -13,7 +13,7 @@ from parallel3d.testing import assert_parity
 from parallel3d.testing.worlds import local_world
 from parallel3d.tp import SplitHeads, auto_plan, resolve_plan
 from parallel3d.tp.auto.prove import Prover
-from parallel3d.tp.auto.trace import Call
+from parallel3d.tp.auto.trace import FirstCall
 
 E = 24
 
@@ -132,7 +132,7 @@ def _case(case: dict, heads: int) -> tuple[nn.MultiheadAttention, list, dict]:
 def test_every_option_equals_the_plain_module(number: int) -> None:
     torch.manual_seed(number)
     attention, inputs, options = _case(_options()[number], 4)
-    call = Call(
+    call = FirstCall(
         tuple(inputs),
         options,
         {id(x) for x in inputs},
@@ -148,7 +148,7 @@ def test_every_option_equals_the_plain_module(number: int) -> None:
 def test_heads_that_do_not_divide_go_to_the_ranks_whole(number: int, tp: int, heads: int) -> None:
     torch.manual_seed(number)
     attention, inputs, options = _case(_options()[number], heads)
-    call = Call(
+    call = FirstCall(
         tuple(inputs),
         options,
         {id(x) for x in inputs},

@@ -72,7 +72,7 @@ def check_groups(model: nn.Module, resolution: Resolution, example: Any = None) 
     checked."""
     if resolution.tp == 1:
         return []
-    check = Check(model, resolution)
+    check = PlanCheck(model, resolution)
     if not check.ups and not check.split_params:
         return []
     with default_settings():
@@ -81,7 +81,7 @@ def check_groups(model: nn.Module, resolution: Resolution, example: Any = None) 
 
 
 @dataclass
-class Check:
+class PlanCheck:
     """The check of one plan.
 
     Attributes:

@@ -16,7 +16,7 @@ from torch import nn
 
 from parallel3d._trace.copies import NotCopied
 from parallel3d.errors import PlanError
-from parallel3d.tp.auto.check import Check
+from parallel3d.tp.auto.check import PlanCheck
 from parallel3d.tp.auto.derive import DidNotRun, Group, Kinds, default_settings, run_once
 from parallel3d.tp.auto.heads import align_heads
 from parallel3d.tp.auto.prove import NotEqual, NotProven, Proof
@@ -84,7 +84,7 @@ class _Completion:
         resolution = _resolved(self.model, self.rules, self.tp)
         if resolution.ruled.keys() - resolution.rules.keys():
             return False  # styles that don't fit their modules, which ``resolve_plan`` reports
-        check = Check(self.model, resolution)
+        check = PlanCheck(self.model, resolution)
         if needless := self._needless(check):
             self.rules = {p: style for p, style in self.rules.items() if p not in needless}
             text = "is not needed: what it is for is used alike on every rank"
@@ -115,7 +115,7 @@ class _Completion:
 
     # ---- what the run shows ----
 
-    def _needless(self, check: Check) -> list[str]:
+    def _needless(self, check: PlanCheck) -> list[str]:
         """Returns the rules that would sum gradients that are whole already."""
         whole: list[str] = []
         for name, one in check.ruled.items():
@@ -125,12 +125,12 @@ class _Completion:
                     whole += [name, *paths]
         return [p for p in self.rules if any(matches(p, name) for name in whole)]
 
-    def _met(self, check: Check, path: str) -> set[str]:
+    def _met(self, check: PlanCheck, path: str) -> set[str]:
         """Returns the layers whose outputs, parts or gradients of parts, a parameter is used with."""
         ropes = {name for name, one in check.ruled.items() if isinstance(one.style, RopeOutput)}
         return self.trace.uses.get(path, set()) & (check.ups.keys() | ropes)
 
-    def _faults(self, check: Check) -> Iterator[_Fault]:
+    def _faults(self, check: PlanCheck) -> Iterator[_Fault]:
         ups, reads = check.ups.keys(), self.trace.reads
         for path, by in check.split_params.items():
             own = path.rpartition(".")[0]
@@ -158,7 +158,7 @@ class _Completion:
 
     # ---- what lies between split layers ----
 
-    def _correct(self, check: Check, group: Group) -> bool:
+    def _correct(self, check: PlanCheck, group: Group) -> bool:
         """Corrects what is wrong in one group; whether something is."""
         for name, module in check.modules.items():
             between = is_in(name, group.owner) and name != group.owner and name in self.trace.calls
@@ -188,7 +188,7 @@ class _Completion:
         self.rules |= added
         return bool(added)
 
-    def _proof(self, check: Check, group: Group) -> Proof | NotEqual:
+    def _proof(self, check: PlanCheck, group: Group) -> Proof | NotEqual:
         styles = repr([(inside(n, group.owner), s) for n, s in check.styles_in(group.owner)])
         known = group.owner in self.trace.calls
         key = self.kinds.of(group) if known else group.owner, styles
@@ -199,7 +199,7 @@ class _Completion:
                 self.proven[key] = error
         return self.proven[key]
 
-    def _split_with_heads(self, check: Check, group: Group) -> Rules:
+    def _split_with_heads(self, check: PlanCheck, group: Group) -> Rules:
         """Returns rules that split what has a part for each head, if the group is right with them."""
         cut = {
             path: "colwise"
@@ -210,13 +210,13 @@ class _Completion:
         noted = len(self.notes)
         added = self._added(check, group, cut)
         if added:
-            trial = Check(self.model, _resolved(self.model, {**self.rules, **added}, self.tp))
+            trial = PlanCheck(self.model, _resolved(self.model, {**self.rules, **added}, self.tp))
             if not trial.resolution.problems and isinstance(self._proof(trial, group), Proof):
                 return added
         del self.notes[noted:]
         return {}
 
-    def _added(self, check: Check, group: Group, styles: dict[str, str]) -> Rules:
+    def _added(self, check: PlanCheck, group: Group, styles: dict[str, str]) -> Rules:
         """Returns rules for parameters in all layers; notes their reasons."""
         added: Rules = {}
         for path, style in styles.items():

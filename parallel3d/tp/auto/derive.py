@@ -25,7 +25,7 @@ from parallel3d.tp.auto.prove import NotEqual, Proof, Prover, cost
 from parallel3d.tp.auto.trace import (
     INPUT,
     OUTPUT,
-    Call,
+    FirstCall,
     Layer,
     Trace,
     common_path,
@@ -177,7 +177,7 @@ def ways_to_split(
     yield from islice(local, _MOST_WAYS)
 
 
-def _head_arguments(owner: nn.Module, call: Call) -> Iterator[Style]:
+def _head_arguments(owner: nn.Module, call: FirstCall) -> Iterator[Style]:
     """Yields styles that split those of the owner's arguments that may have a part for each head."""
     arguments = inspect.signature(owner.forward).bind(*call.args, **call.kwargs).arguments
     tensors = {

@@ -24,7 +24,7 @@ from parallel3d._trace.record import Operations
 from parallel3d._util.trees import map_tensors, tensors_in
 from parallel3d.errors import PlanError
 from parallel3d.tp.auto.heads import align_heads
-from parallel3d.tp.auto.trace import Call
+from parallel3d.tp.auto.trace import FirstCall
 from parallel3d.tp.collectives import SequenceLength, TpAxis
 from parallel3d.tp.local_attributes import PlannedAttribute
 from parallel3d.tp.resolve import PlanSource, Resolution
@@ -234,7 +234,7 @@ class Prover:
     def __init__(
         self,
         module: nn.Module,
-        call: Call,
+        call: FirstCall,
         tp: int,
         internal: frozenset[str] = frozenset(),
         *,

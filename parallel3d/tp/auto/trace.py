@@ -37,7 +37,7 @@ class Layer:
 
 
 @dataclass
-class Call:
+class FirstCall:
     """The first call of a module, with copies of tensors.
 
     Attributes:
@@ -71,7 +71,7 @@ class Trace:
     passes: dict[str, dict[str, None]] = field(default_factory=dict)
     mixes: dict[str, str] = field(default_factory=dict)
     cuts: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    calls: dict[str, Call] = field(default_factory=dict)
+    calls: dict[str, FirstCall] = field(default_factory=dict)
     read_directly: dict[str, str] = field(default_factory=dict)
     uses: dict[str, set[str]] = field(default_factory=dict)
 
@@ -222,7 +222,7 @@ class _Recorder:
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(after, with_kwargs=True)
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FirstCall:
         computed: set[int] = set()
 
         def note(tensor: Tensor) -> Tensor:
@@ -233,7 +233,7 @@ class _Recorder:
 
         self._kept.append((args, kwargs))
         kept_args, kept_kwargs = map_once(note, (args, kwargs))
-        return Call(kept_args, kept_kwargs, computed)
+        return FirstCall(kept_args, kept_kwargs, computed)
 
 
 _CUTS = {"split", "split_with_sizes", "chunk", "unsafe_split", "tensor_split"}
