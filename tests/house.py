@@ -32,9 +32,9 @@ LAYERS: list[set[str]] = [
 
 FSDP_LAYERS: list[set[str]] = [
     {"api", "layout", "schedule", "placement", "param", "collectives"},
-    {"bucket", "gradients", "reduction", "comm"},
+    {"bucket", "records", "gradients", "reduction", "comm"},
     {"group", "members", "watch", "same_order"},
-    {"unit", "context"},
+    {"unit", "context", "events"},
     {"options"},
     {"fully_shard", "state_dict", "module", "interop", "copying", "inspect"},
 ]

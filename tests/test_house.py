@@ -7,6 +7,12 @@ from pathlib import Path
 
 import house
 import pytest
+import torch
+from torch import nn
+
+from parallel3d import MeshLayout, build_mesh, fully_shard
+from parallel3d.fsdp.inspect import Bucket, get_unit
+from parallel3d.testing import fake_world
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +78,7 @@ def test_a_name_is_of_one_class() -> None:
 
 def test_sizes() -> None:
     assert len(house.top()) <= 24, house.top()
-    assert len(house.engine_files()) <= 35, house.engine_files()
+    assert len(house.engine_files()) <= 37, house.engine_files()
     long = {name: house.lines([path]) for name, path in house.modules().items()}
     assert {name: count for name, count in long.items() if count > 800} == {}
 
@@ -84,14 +90,50 @@ def test_a_plain_step_runs_no_option() -> None:
     assert len(own) <= 9, sorted(own)  # FSDP2 runs 6; a wrapper of an older torch is not counted
 
 
+IN_ORDERS = """
+import importlib, os, sys, torch.distributed.fsdp
+for start in range(len(names := sys.argv[1:])):
+    for step in (1, -1):
+        if not os.fork():
+            for name in (names[start:] + names[:start])[::step]:
+                importlib.import_module(name)
+            from parallel3d.fsdp.context import RunContext
+            print(*(kind.__name__ for kind in RunContext.root_options), flush=True)
+            os._exit(0)
+        os.wait()
+"""
+
+
 @pytest.mark.slow
-def test_options_are_there_without_being_asked_for() -> None:
-    """What registers itself must be imported by whoever shards: nothing else names it."""
-    code = (
-        "import parallel3d as p3d; p3d.fully_shard; from parallel3d.fsdp.context import root_options; "
-        "print(*sorted(each.__module__.rpartition('.')[2] for each in root_options))"
+def test_the_order_of_imports_is_not_that_of_options() -> None:
+    """Each option is imported first, and last; and whoever shards has them without asking for them."""
+    files = sorted((house.PACKAGE / "fsdp" / "options").glob("[a-z]*.py"))
+    names = ["parallel3d.fsdp.fully_shard", *(f"parallel3d.fsdp.options.{f.stem}" for f in files)]
+    command = [sys.executable, "-c", IN_ORDERS, *names]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    expected = (
+        "LateExtensions RanksAgree BuffersAreFilled Finalization MergedBuckets RegisteredByRoot"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == [
-        *("checks", "checks", "finalization", "gather_extension", "replicated")
-    ]
+    assert done.stdout.splitlines() == [expected] * (2 * len(names))
+
+
+def test_seams_have_types() -> None:
+    """``X = Any`` between the engine's files would hide what one uses of the other."""
+    untyped = re.compile(r"^[A-Z]\w* = Any$", re.MULTILINE)
+    files = (house.PACKAGE / "fsdp").rglob("*.py")
+    found = [path.stem for path in files if untyped.search(path.read_text())]
+    assert set(found) <= {"same_order"}
+
+
+def test_a_bucket_has_few_fields() -> None:
+    with fake_world(0, 4):
+        model = nn.Linear(4, 4)
+        fully_shard(model, mesh=build_mesh(MeshLayout(shard=4), device_type="cpu"))
+        model(torch.ones(1, 4)).sum().backward()
+        (bucket,) = get_unit(model).group.buckets
+    of_class = {
+        name
+        for name, value in vars(Bucket).items()
+        if name[0] != "_" and not hasattr(value, "__get__")
+    }
+    assert len(of_class | vars(bucket).keys()) <= 30

@@ -23,7 +23,7 @@ from parallel3d._util import dry_run
 from parallel3d._util.forwards import Forward, as_if
 from parallel3d.activations.pool import HostPool, PoolPiece
 from parallel3d.errors import Parallel3dError, StateError
-from parallel3d.fsdp.inspect import Observer, unit_of, units_of
+from parallel3d.fsdp.inspect import Option, unit_of, units_of
 
 ATTRIBUTE = "_parallel3d_offload"  # of a block: its ``BlockOffload``
 
@@ -400,8 +400,8 @@ def _unpack(packed: _Handle | _Stays) -> Tensor:
 # ---- blocks ----
 
 
-class BlockOffload(Observer):
-    """Moves what one block saves. An observer of the block's unit: see ``gather_in_backward``.
+class BlockOffload(Option):
+    """Moves what one block saves. An option of the block's unit: see ``gather_in_backward``.
 
     Attributes:
         shared: what all blocks share.
@@ -460,7 +460,7 @@ def _memory_of(block: nn.Module) -> list[Any]:
     tensors = [*block.parameters(), *block.buffers()]
     for unit in units_of(block, recurse=True):
         for bucket in unit.group.buckets:
-            tensors += bucket.compute_params
+            tensors += bucket.precision.compute_params
     plain = (getattr(each, "_local_tensor", each) for each in tensors)
     return [t.untyped_storage() for t in plain if not hasattr(t, "__tensor_flatten__")]
 
@@ -485,7 +485,7 @@ def attach(blocks: Sequence[nn.Module], settings: ActivationOffload) -> None:
         setattr(block, ATTRIBUTE, found)
         unit = unit_of(block)
         assert unit is not None
-        unit.observers.append(found)
+        unit.options.append(found)
 
 
 def counts_of(model: nn.Module) -> OffloadCounts | None:

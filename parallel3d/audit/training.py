@@ -381,7 +381,7 @@ class AuditedStep:
             plain = self.params.get(name)
             return None if plain is None else _full(plain.detach())
         value = _full(param.sharded.detach())
-        return value.to(bucket.compute_dtype) if value.is_floating_point() else value
+        return value.to(bucket.precision.compute_dtype) if value.is_floating_point() else value
 
     def _whole_inputs(self, whole: Whole) -> tuple[Any, Any]:
         recorded = self.recording.root.inputs
@@ -424,7 +424,7 @@ class AuditedStep:
             param, bucket = self.by_name.get(name, (None, None))
             if param is None or name in replay.unknown:
                 continue
-            if not bucket.reducer.is_exact:
+            if not bucket.settings.reducer.is_exact:
                 report.left_out["gradients that a communication hook reduces"] = None
                 continue
             want = want.to(torch.float32 if want.dtype != torch.float64 else want.dtype)
@@ -433,7 +433,8 @@ class AuditedStep:
             count = 1
             for axis in (axes.replicate, axes.shard):
                 count *= axes.size(axis)
-            want = want / (count if bucket.divide_factor is None else bucket.divide_factor)
+            factor = bucket.settings.divide_factor
+            want = want / (count if factor is None else factor)
             if param.sharded.grad is None:
                 got = torch.zeros_like(want)
             else:
@@ -445,11 +446,8 @@ class AuditedStep:
                     continue
                 got = got - _full(earlier)
             largest = max(largest, float(want.abs().max()) if want.numel() else 0.0)
-            lowest = (
-                bucket.compute_dtype
-                if bound_of(bucket.compute_dtype) > bound_of(bucket.reduce_dtype)
-                else bucket.reduce_dtype
-            )
+            now = bucket.precision
+            lowest = max((now.reduce_dtype, now.compute_dtype), key=bound_of)
             found.append((name, want.to(lowest), got))
         for name, want, got in found:
             unit = next((u for u, places in replay._places.items() if name in places), "")
@@ -464,7 +462,7 @@ class AuditedStep:
 def _is_updated_in_backward(model: nn.Module) -> bool:
     """Whether an optimizer uses gradients within the backward, so that its weights are gone afterwards."""
     buckets = (bucket for unit in units_of(model, recurse=True) for bucket in unit.group.buckets)
-    return any(bucket.on_reduced is not None for bucket in buckets)
+    return any(bucket.settings.on_reduced is not None for bucket in buckets)
 
 
 def _needs_grad(root: ModuleCall, path: str, inputs: Any) -> bool:

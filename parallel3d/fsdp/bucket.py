@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain, count
 from operator import attrgetter, is_
@@ -37,21 +38,20 @@ from torch.distributed.tensor import DTensor
 
 from parallel3d._torch.autograd import (
     follows_grad_dtype,
-    grads_may_differ_in_dtype,
     has_compiled,
     set_versions,
     torch_function_off,
 )
-from parallel3d._torch.dtensor import local_tensor_of, tensor_class
+from parallel3d._torch.dtensor import local_tensor_of
 from parallel3d._torch.kernels import foreach_copy_, split_copy, views_like
 from parallel3d._torch.simulated import inner_tensors
 from parallel3d._util.storage import with_own_storage
 from parallel3d.errors import Parallel3dError
-from parallel3d.fsdp.api import MixedPrecisionPolicy, in_own_dtype
+from parallel3d.fsdp.api import MixedPrecisionPolicy
 from parallel3d.fsdp.collectives import all_gather, has_streams
 from parallel3d.fsdp.comm import Comm
 from parallel3d.fsdp.gradients import BucketGradients
-from parallel3d.fsdp.layout import are_zero_copy, bucket_order
+from parallel3d.fsdp.layout import bucket_order
 from parallel3d.fsdp.param import (
     OptimizerSteps,
     ShardedParam,
@@ -60,7 +60,8 @@ from parallel3d.fsdp.param import (
     zero_copy_bytes,
 )
 from parallel3d.fsdp.placement import DataAxes, post_forward_mesh
-from parallel3d.fsdp.reduction import DEFAULT_REDUCER, AllReduce, Stage
+from parallel3d.fsdp.records import BufferLayout, Precision
+from parallel3d.fsdp.reduction import DEFAULT_REDUCER, AllReduce, BucketSettings, Stage
 
 
 class Bucket:
@@ -68,80 +69,36 @@ class Bucket:
 
     Attributes:
         params: its parameters: zero-copy ones first, those whose gradient may be partial over tp last.
-        policy: the dtypes that it computes and reduces in now.
+        layout: how they lie in the buffers.
+        settings: what the user and options have set.
+        precision: the dtypes that it computes in now, and its buffers in them.
+        other_precision: the same for the dtypes that it has computed in before; None: there are no others.
+        given_policy: the unit's policy.
         offload: where shards are at rest, if not on the device that computes; see ``offload.CpuOffload``.
-        own_dtype: whether it computes in its parameters' own dtype; see ``options/precision``.
-        zero_copy: how many parameters are zero-copy.
-        packed: P, see above. packs_as_chunks: whether one kernel can pack the other gradients.
-        tensor_classes: for each parameter, the class of its gradient.
-        small_grads: for each parameter, whether its gradient may wait to be packed with others.
-        segment_sizes: elements of each parameter's segment. numel: S, their sum.
-        member_sizes: elements of a rank's shard in each input of the all-gather call.
-        templates: tensors on meta of the chunks' shapes, if no segment has padding; else None.
-        shard_group: process group of the all-gather and the reduce-scatter; None: nothing is sharded.
+        shard_group: process group of the all-gather; None: nothing is sharded.
         gather_group: process group of the next all-gather: ``shard_group``, or one of fewer ranks.
-        scatter_group: process group of the reduce-scatter: ``shard_group``, or one of its own.
         replicate_groups: process groups that gradients are all-reduced over.
-        tp_group: process group that partial gradients are summed over; None: there are none.
-        gather_groups: process groups over which a whole tensor is gathered, one after the other.
         over_replicate: the stages of a reduction that sum over replicate.
-        on_result, to_rest: stages that options add at a reduction's end; see ``reduction.stages_of``.
-        reducer: the collectives on gradients.
-        on_reduced: called with the bucket and the indices of the parameters whose ``.grad`` is complete.
-        on_large_gradient: called with the index of each zero-copy gradient that arrives.
+        tp_group: process group that partial gradients are summed over; None: there are none.
         grads: the gradients on their way to ``.grad``, and those accumulated there.
         versions: the version counters of the unsharded parameters.
         device: where the bucket computes. storage_device: where ``flat`` and gradients at rest are. pin:
             whether that memory is pinned. reads_host: whether the two devices differ.
-        part: the shard over fewer ranks that this rank has between forward and backward; None: it has none.
-            ``post_forward`` describes it.
-        divide_factor: what gradients are divided by; None: the number of data ranks.
-        reduce_unused: whether parameters without a gradient are reduced as zeros.
+        post_forward_shard: the shard over fewer ranks that this rank has between forward and backward; None:
+            it has none. ``precision.post_forward`` describes it.
         gathering: (the work or event of the all-gather under way, its inputs); None: none is.
-        gather_outputs: the tensors that the all-gather call writes.
-        copy_gathered: copies ``gathered`` to ``unsharded``; see ``plan_copy``.
-        gather_comm: the user's collective in place of the all-gather; ``custom_gathered`` is its output.
-        max_inputs: how many inputs of reduce-scatters may be in flight.
-        force_sum: whether the user has asked for plain sums, which no collective scales.
-        stand_ins: tensors that forward sees instead of the unsharded parameters, one for each; an option
-            sets them. None again when the unsharded parameters are rebuilt, or others of them are trained.
+        custom_gathered: the output of the user's all-gather.
         on_rebuilt: returns a function to call after the unsharded parameters were rebuilt.
-        keep_storage: whether the unsharded parameters keep their memory while the unit is sharded.
-        can_coalesce: whether one all-gather may carry it together with other buckets.
-        packs_all: whether no parameter may be zero-copy.
+        gathers_shards: whether it gathers its shards as they lie, so that parameters may be zero-copy and
+            one all-gather may carry it together with other buckets.
         gathers_copy: whether it gathers from a copy of its shards, see ``renew``.
-        by_precision: attributes of which there is one for each dtype that it computes in.
     """
 
-    can_coalesce = True
-    packs_all = False
+    gathers_shards = True
     gathers_copy = False
-    stand_ins: Sequence[Any] | None = None
     on_rebuilt: Callable[[], Callable[[], None] | None] | None = None
-    divide_factor: float | None = None
-    reduce_unused = False
-    reducer = DEFAULT_REDUCER
-    on_reduced: Callable[..., None] | None = None
-    on_large_gradient: Callable[[int], None] | None = None
-    gather_comm: Any = None
     gathering: Any = None
-    max_inputs = 1
-    force_sum = False
-    keep_storage = False
-    by_precision: tuple[str, ...] = (
-        "policy",
-        "compute_dtype",
-        "reduce_dtype",
-        "sum_dtype",
-        "grad_dtype",
-        "has_own_unsharded",
-        "unsharded",
-        "gathered",
-        "gather_outputs",
-        "copy_gathered",
-        "compute_params",
-        "post_forward",
-    )
+    settings = BucketSettings()
 
     def __init__(
         self,
@@ -155,16 +112,13 @@ class Bucket:
         self.unit = unit
         least = params[0].dtype.itemsize, zero_copy_bytes(device_type)
         order = bucket_order([*map(segment_of, params)], *least)
-        self.params = [params[index] for index in order]
         self.axes = axes
         self.given_policy = policy
-        self.own_dtype = False
         self.offload = offload
-        self.on_result: list[Stage] = []
-        self.to_rest: list[Stage] = []
-        self.num_shards = self.params[0].num_shards
-        self._find_groups()
-        self.plan_copies()
+        self.num_shards = params[0].num_shards
+        self.precision = Precision.of(policy, params[0].dtype, params[0].grad_dtype, own=False)
+        self._find_groups(params)
+        self.set_params([params[index] for index in order])
         first = self.params[0]
         device = (first.local if first.initial is None else first.initial).device
         self.build(device if device.type in ("meta", device_type) else torch.device(device_type))
@@ -172,28 +126,32 @@ class Bucket:
     def __str__(self) -> str:
         """Returns what a log says of it: how many parameters of which kind, and what is communicated how."""
         name = str(self.dtype).removeprefix("torch.")
-        rank = f"{len(self.params)} of {name}, {self.numel} elements a rank"
-        dtypes = f"{self.compute_dtype}, reduced in {self.reduce_dtype}".replace("torch.", "")
+        rank = f"{len(self.params)} of {name}, {self.layout.numel} elements a rank"
+        dtypes = (
+            f"{self.precision.compute_dtype}, reduced in {self.precision.reduce_dtype}".replace(
+                "torch.", ""
+            )
+        )
         if self.shard_group is None:
             return f"{rank}, not sharded, computes in {dtypes}"
         gathered = f"gathered over {self.num_shards} ranks in {dtypes}"
-        return f"{rank}, {gathered}, {self.zero_copy} without a copy, class {type(self).__name__}"
+        return f"{rank}, {gathered}, {self.layout.zero_copy} without a copy, class {type(self).__name__}"
 
-    def plan_copies(self) -> None:
-        """Decides which of ``params`` are zero-copy, and how the gradients of the others are packed."""
-        segments = [*map(segment_of, self.params)]
-        least = self.params[0].dtype.itemsize, zero_copy_bytes(self.axes.mesh.device_type)
-        self.zero_copy = 0
-        if self.shard_group is not None and not self.packs_all:
-            self.zero_copy = sum(are_zero_copy(segments, *least))
-        self.small_grads = [segment.is_small(*least) for segment in segments]
-        self.packs_as_chunks = all(s.packs_as_chunks for s in segments[self.zero_copy :])
+    def change(self, **changes: Any) -> None:
+        """Changes ``settings``."""
+        self.settings = replace(self.settings, **changes)
 
-    def _find_groups(self) -> None:
+    def set_params(self, params: list[ShardedParam]) -> None:
+        """Makes ``params``, which are in order, its parameters, before ``build``."""
+        packs_all = not self.gathers_shards or self.shard_group is None
+        self.params = params
+        self.layout = BufferLayout.of(params, self.axes.mesh.device_type, packs_all=packs_all)
+
+    def _find_groups(self, params: list[ShardedParam]) -> None:
         axes = self.axes
         self.shard_group: ProcessGroup | None = None
         self.replicate_groups: list[ProcessGroup] = []
-        empty = all(p.padded_numel == 0 for p in self.params)  # nothing to communicate
+        empty = all(p.geometry.padded_numel == 0 for p in params)  # nothing to communicate
         for axis in (axes.shard, axes.replicate):
             if axis is None or axes.size(axis) == 1 or empty:
                 continue
@@ -202,14 +160,27 @@ class Bucket:
             else:
                 self.replicate_groups.append(axes.group(axis))
         self.over_replicate: list[Stage] = [AllReduce(group) for group in self.replicate_groups]
-        self.gather_groups = [] if self.shard_group is None else [self.shard_group]
-        self.scatter_group = self.shard_group
         tp_groups = (
             p.on.summed_group
-            for p in self.params
+            for p in params
             if p.may_be_partial or (p.layout.tp_grad == "partial" and p.tp_size > 1)
         )
         self.tp_group: ProcessGroup | None = next(tp_groups, None)
+
+    @property
+    def scatter_group(self) -> ProcessGroup | None:
+        """Process group of the reduce-scatter."""
+        return self.shard_group if (group := self.settings.scatter_group) is None else group
+
+    @property
+    def gather_groups(self) -> list[ProcessGroup]:
+        """Process groups over which a whole tensor is gathered, one after the other."""
+        return [] if self.shard_group is None else [self.shard_group]
+
+    @property
+    def to_rest(self) -> Sequence[Stage]:
+        """The last stages of a reduction: they bring the result to ``storage_device``."""
+        return self.offload.stages if self.reads_host else ()
 
     # -- storage -----------------------------------------------------------------------------------
 
@@ -218,7 +189,7 @@ class Bucket:
         self._describe(device)
         # Zeros: padding must stay finite, as norms and casts run over whole buffers.
         self.flat = torch.zeros(
-            self.numel, dtype=self.dtype, device=self.storage_device, pin_memory=self.pin
+            self.layout.numel, dtype=self.dtype, device=self.storage_device, pin_memory=self.pin
         )
         self.local_views = [with_own_storage(v) for v in self.local_parts(self.flat)]
         for param, view in zip(self.params, self.local_views, strict=True):
@@ -236,96 +207,64 @@ class Bucket:
         if self.offload is not None:
             self.device, self.storage_device, self.pin = self.offload.places(device, self.axes.mesh)
         self.reads_host = self.storage_device != self.device
-        if self.offload is not None and self.reads_host:
-            self.to_rest = list(self.offload.stages)
         self.dtype = params[0].dtype
-        self.other_precision: dict[str, Any] | None = None
-        self.set_dtypes()
-        self.tensor_classes = [tensor_class(p.spec) for p in params]
-        self.segment_sizes = [p.padded_numel for p in params]
-        self.templates = None
-        if all(p.even for p in params):
-            self.templates = [torch.empty(p.chunk_shape, device="meta") for p in params]
-        self.numel = sum(self.segment_sizes)
-        self.packed = sum(self.segment_sizes[self.zero_copy :])
-        self.member_sizes = self.segment_sizes[: self.zero_copy]
-        if self.packed or not self.zero_copy:
-            self.member_sizes = [*self.member_sizes, self.packed]
-        self.partial_start = sum(p.padded_numel for p in params if p.layout.tp_grad != "partial")
+        self.other_precision: Precision | None = None
+        self.set_precision(own=self.precision.own)
         self.grads = BucketGradients(self)
-        self.post_forward: Any = None
         self.post_forward_shard: torch.Tensor | None = None
         self.gather_group: Any = self.shard_group
         self.custom_gathered: torch.Tensor | None = None
 
-    def set_dtypes(self) -> None:
-        """Sets the dtypes that the bucket computes, reduces and accumulates in, by its policy."""
-        self.policy = policy = self.given_policy
-        if self.own_dtype:
-            self.policy = policy = in_own_dtype(policy, self.dtype)
-        floating = self.dtype.is_floating_point
+    def set_precision(self, *, own: bool) -> None:
+        """Sets the dtypes that the bucket computes, reduces and accumulates in, without buffers."""
         grad_dtype = self.params[0].grad_dtype
-        self.compute_dtype = (policy.param_dtype if floating else None) or self.dtype
-        self.reduce_dtype = self.dtype  # without a ``reduce_dtype``, as torch has it since 2.15
-        if floating and policy.reduce_dtype is not None:
-            self.reduce_dtype = policy.reduce_dtype
-        elif isinstance(grad_dtype, torch.dtype):
-            self.reduce_dtype = grad_dtype
-        elif grad_dtype == "any" or not follows_grad_dtype or policy.keep_low_precision_grads:
-            self.reduce_dtype = self.compute_dtype  # as torch had it before
-        # Accumulated sums that wait for their reduction must not lose what the reduction would keep.
-        self.sum_dtype = self.dtype
-        if grads_may_differ_in_dtype:
-            self.sum_dtype = torch.promote_types(self.dtype, self.reduce_dtype)
-        self.grad_dtype = self.dtype
-        if isinstance(grad_dtype, torch.dtype):
-            self.grad_dtype = grad_dtype
-        elif grad_dtype == "any" or policy.keep_low_precision_grads:
-            self.grad_dtype = self.reduce_dtype
+        self.precision = Precision.of(self.given_policy, self.dtype, grad_dtype, own=own)
 
     @property
     def takes_wider_gradients(self) -> bool:
         """Whether a gradient that is wider than the unsharded parameter reaches the reduction as it is; in
         torch it does since 2.15."""
-        wider = self.reduce_dtype.itemsize > self.compute_dtype.itemsize
+        wider = self.precision.reduce_dtype.itemsize > self.precision.compute_dtype.itemsize
         return follows_grad_dtype and (wider or self.params[0].grad_dtype == "any")
 
     def build_unsharded(self) -> None:
         """Makes the all-gather's buffers and the unsharded parameters, in the present dtypes."""
-        n = self.num_shards
-        self.stand_ins = None
-        self.unsharded = self.flat
-        self.has_own_unsharded = n > 1 or self.compute_dtype != self.dtype or self.reads_host
-        if self.has_own_unsharded:
-            self.unsharded = torch.empty(
-                n * self.numel, dtype=self.compute_dtype, device=self.device
-            )
-        self.gathered = self.unsharded
+        n, layout, now = self.num_shards, self.layout, self.precision
+        now.unsharded = self.flat
+        now.has_own_unsharded = n > 1 or now.compute_dtype != self.dtype or self.reads_host
+        if now.has_own_unsharded:
+            size = n * layout.numel
+            now.unsharded = torch.empty(size, dtype=now.compute_dtype, device=self.device)
+        now.gathered = now.unsharded
         if n > 1:
-            self.gathered = self.unsharded.new_empty(n * self.packed)
-        self.copy_gathered: Callable[[], Any] | None = None
-        if self.packed and self.gathered is not self.unsharded:
-            rows = self.gathered.view(n, self.packed)
-            self.copy_gathered = plan_copy(rows, [self], [self.zero_copy])
+            now.gathered = now.unsharded.new_empty(n * layout.packed)
+        now.copy_gathered = None
+        if layout.packed and now.gathered is not now.unsharded:
+            rows = now.gathered.view(n, layout.packed)
+            now.copy_gathered = plan_copy(rows, [self], [layout.zero_copy])
         regions = self._regions()
-        self.gather_outputs = [*regions[: self.zero_copy], self.gathered][: len(self.member_sizes)]
-        self.compute_params = [
+        outputs = [*regions[: layout.zero_copy], now.gathered]
+        now.gather_outputs = outputs[: len(layout.member_sizes)]
+        now.compute_params = [
             # .data has a version counter of its own: gathering again in backward must not count as an
             # in-place change of a saved tensor.
-            nn.Parameter(p.as_compute(p.contiguous_view(r).data), requires_grad=p.requires_grad)
+            nn.Parameter(
+                p.as_compute(p.geometry.contiguous_view(r).data), requires_grad=p.requires_grad
+            )
             for p, r in zip(self.params, regions, strict=True)
         ]
-        for param, compute in zip(self.params, self.compute_params, strict=True):
+        for param, compute in zip(self.params, now.compute_params, strict=True):
             vars(compute).update(param.attributes())
-            mark_unsharded(compute, param, is_freed=self.has_own_unsharded)
-        if self.gathered is not self.unsharded:
-            release(self.gathered)
-        if self.has_own_unsharded:
-            release(self.unsharded)
+            mark_unsharded(compute, param, is_freed=now.has_own_unsharded)
+        if now.gathered is not now.unsharded:
+            release(now.gathered)
+        if now.has_own_unsharded:
+            release(now.unsharded)
 
     def _regions(self) -> Sequence[torch.Tensor]:
         """Returns for each parameter its (n * segment,) of ``unsharded``."""
-        return self.unsharded.split([self.num_shards * size for size in self.segment_sizes])
+        sizes = [self.num_shards * size for size in self.layout.segment_sizes]
+        return self.precision.unsharded.split(sizes)
 
     def note_weights(self, comm: Comm) -> None:
         """Notes the version of the weights that the next all-gather brings; see ``Versions``."""
@@ -344,15 +283,15 @@ class Bucket:
     def free_other_precision(self) -> None:
         """Frees unsharded parameters, kept by ``keep_storage``, of the dtype that is not in use."""
         other = self.other_precision
-        if other is not None and other["has_own_unsharded"]:
-            release(other["unsharded"])
+        if other is not None and other.has_own_unsharded:
+            release(other.unsharded)
 
     def local_parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Returns for each parameter its rows in a sharded buffer (S,), without padding: ``local_shape``."""
-        if self.templates is not None:  # in each backward: no Python call per parameter
-            return list(views_like(flat, self.templates))
-        segments = flat.split(self.segment_sizes)
-        return [p.local_view(s) for p, s in zip(self.params, segments, strict=True)]
+        if self.layout.templates is not None:  # in each backward: no Python call per parameter
+            return list(views_like(flat, self.layout.templates))
+        segments = flat.split(self.layout.segment_sizes)
+        return [p.geometry.local_view(s) for p, s in zip(self.params, segments, strict=True)]
 
     def kinds(self) -> set[tuple[torch.dtype, torch.device]]:
         """Returns each (dtype, device) of sharded parameters: several if only some were converted."""
@@ -394,9 +333,8 @@ class Bucket:
         """Sets ``requires_grad`` of the unsharded parameters to the sharded ones'; returns their number."""
         with torch_function_off():  # DTensor's takes longer than all the rest
             trained = [param.sharded.requires_grad for param in self.params]
-        if trained != [compute.requires_grad for compute in self.compute_params]:
-            self.stand_ins = None
-            for compute, requires_grad in zip(self.compute_params, trained, strict=True):
+        if trained != [compute.requires_grad for compute in self.precision.compute_params]:
+            for compute, requires_grad in zip(self.precision.compute_params, trained, strict=True):
                 compute.requires_grad_(requires_grad)
         return sum(trained)
 
@@ -405,18 +343,22 @@ class Bucket:
     @property
     def divisor(self) -> float:
         """What the sum of the ranks' gradients is divided by."""
-        return self.axes.data_size if self.divide_factor is None else self.divide_factor
+        factor = self.settings.divide_factor
+        return self.axes.data_size if factor is None else factor
 
     @property
     def reduced_zero_copy(self) -> int:
         """How many gradients, the first ones, are reduced from where autograd has put them."""
-        return 0 if self.reducer.by_row else self.zero_copy
+        return 0 if self.settings.reducer.by_row else self.layout.zero_copy
 
     def reduce_input(self, since: int) -> torch.Tensor:
         """Returns memory for the gradients from index ``since`` on: a row per shard rank, in reduce dtype."""
-        size = self.num_shards * sum(self.segment_sizes[since:])
-        reducer = DEFAULT_REDUCER if self.shard_group is None else self.reducer
-        return reducer.allocate(size, self.reduce_dtype, self.device)
+        merged = self.grads.merged
+        if merged is not None and (memory := merged.memory(self)) is not None:
+            return memory
+        size = self.num_shards * sum(self.layout.segment_sizes[since:])
+        reducer = DEFAULT_REDUCER if self.shard_group is None else self.settings.reducer
+        return reducer.allocate(size, self.precision.reduce_dtype, self.device)
 
     # -- unshard -------------------------------------------------------------------------------------
 
@@ -433,38 +375,40 @@ class Bucket:
         sharded: list[torch.Tensor] = []
         # Views made in it could not be trained later.
         with torch.inference_mode(False), torch.no_grad():
-            columns = rows.split(self.segment_sizes[since:until], dim=1)
+            columns = rows.split(self.layout.segment_sizes[since:until], dim=1)
             regions = self._regions()[since:until]
             for param, region, column in zip(
                 self.params[since:until], regions, columns, strict=True
             ):
-                for view, held in param.copy_pairs(region, column, first):
+                for view, held in param.geometry.copy_pairs(region, column, first):
                     unsharded.append(view)
                     sharded.append(held)
         return unsharded, sharded
 
     def members(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """Splits ``shard``, (k * S,) in the order of the all-gather call, into the inputs of that call."""
-        if len(self.member_sizes) == 1:
+        if len(self.layout.member_sizes) == 1:
             return [shard]
-        k = shard.numel() // self.numel
-        return list(shard.split([k * size for size in self.member_sizes]))
+        k = shard.numel() // self.layout.numel
+        return list(shard.split([k * size for size in self.layout.member_sizes]))
 
     def gather_buffers(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Allocates and returns the outputs and inputs of the all-gather; the inputs are in compute dtype."""
-        kept = None if self.post_forward_shard is None else self.post_forward
-        in_rows = self.gather_comm is not None if kept is None else kept.in_rows
+        kept = None if self.post_forward_shard is None else self.precision.post_forward
+        in_rows = self.settings.gather_comm is not None if kept is None else kept.in_rows
         if in_rows and self.shard_group is not None:
             return self._row_buffers()
         self.custom_gathered = None
-        if self.zero_copy:
-            allocate(self.unsharded)
-        allocate(self.gathered)
-        return self.gather_outputs, self.members(self.gather_input())
+        if self.layout.zero_copy:
+            allocate(self.precision.unsharded)
+        allocate(self.precision.gathered)
+        return self.precision.gather_outputs, self.members(self.gather_input())
 
     def start_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
         """Issues the all-gather; returns the work to wait for, or None."""
-        return all_gather(outputs, inputs, self.gather_group, unit=self.unit, comm=self.gather_comm)
+        return all_gather(
+            outputs, inputs, self.gather_group, unit=self.unit, comm=self.settings.gather_comm
+        )
 
     def gather_input(self) -> torch.Tensor:
         """Returns this rank's shard, (S,) in compute dtype, or what it has of it over fewer ranks."""
@@ -473,15 +417,17 @@ class Bucket:
         flat = self.flat
         if self.reads_host:  # cast on the device: the CPU would take longer
             flat = flat.to(self.device, non_blocking=self.pin)
-        return flat if flat.dtype is self.compute_dtype else flat.to(self.compute_dtype)
+        dtype = self.precision.compute_dtype
+        return flat if flat.dtype is dtype else flat.to(dtype)
 
     def _row_buffers(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Returns the buffers of a custom all-gather: an output of one row of S per rank, and one of them."""
         source = self.gather_input()
-        make = torch.empty if self.gather_comm is None else self.gather_comm.allocate
-        size = (self.num_shards * self.numel,)
-        output = make(size, dtype=self.compute_dtype, device=self.device)
-        kept = None if self.post_forward_shard is None else self.post_forward
+        comm = self.settings.gather_comm
+        make = torch.empty if comm is None else comm.allocate
+        size = (self.num_shards * self.layout.numel,)
+        output = make(size, dtype=self.precision.compute_dtype, device=self.device)
+        kept = None if self.post_forward_shard is None else self.precision.post_forward
         rank = self.axes.coordinate(self.axes.shard) if kept is None else kept.rank
         shard = output.narrow(0, rank * source.numel(), source.numel())
         shard.copy_(source)
@@ -491,46 +437,46 @@ class Bucket:
     def copy_out(self) -> None:
         """Copies what was gathered to the unsharded parameters, after the all-gather."""
         if self.custom_gathered is not None:
-            allocate(self.unsharded)
+            allocate(self.precision.unsharded)
             plan_copy(self.custom_gathered.view(self.num_shards, -1), [self], [0])()
             self.custom_gathered = None
-        elif self.copy_gathered is not None:
-            if not self.zero_copy:
-                allocate(self.unsharded)
-            self.copy_gathered()
+        elif self.precision.copy_gathered is not None:
+            if not self.layout.zero_copy:
+                allocate(self.precision.unsharded)
+            self.precision.copy_gathered()
 
     def unshard_without_gather(self) -> None:
         """Unshards without an all-gather, if nothing is sharded: by the cast copy, or not at all."""
-        if self.has_own_unsharded:
-            allocate(self.unsharded)
-            self.unsharded.copy_(self.flat)
+        if self.precision.has_own_unsharded:
+            allocate(self.precision.unsharded)
+            self.precision.unsharded.copy_(self.flat)
 
     def free_gathered(self) -> None:
         """Frees the all-gather's output, after ``copy_out``."""
-        if self.gathered is not self.unsharded:
-            release(self.gathered)
+        if self.precision.gathered is not self.precision.unsharded:
+            release(self.precision.gathered)
         self.free_post_forward_shard()
 
     def free_unsharded(self) -> None:
         """Frees the unsharded parameters, unless the user keeps their memory."""
-        if self.has_own_unsharded and not self.keep_storage:
-            release(self.unsharded)
+        if self.precision.has_own_unsharded and not self.settings.keep_storage:
+            release(self.precision.unsharded)
 
     def to_sharded_post_forward(self, ranks: int) -> None:
         """Keeps this rank's shard over ``ranks`` ranks, before ``free_unsharded``."""
         if self.shard_group is None or ranks >= self.shard_group.size():
             return
-        in_rows = self.gather_comm is not None
-        kept = self.post_forward
+        in_rows = self.settings.gather_comm is not None
+        kept = self.precision.post_forward
         if kept is None or (kept.ranks, kept.in_rows) != (ranks, in_rows):
-            self.post_forward = kept = PostForwardGroup(self, ranks, in_rows)
+            self.precision.post_forward = kept = PostForwardGroup(self, ranks, in_rows)
         self.post_forward_shard = kept.keep()
         self.gather_group = kept.group
 
     def free_post_forward_shard(self) -> None:
         """Frees the shard over fewer ranks: the next all-gather is over all shard ranks."""
-        if self.post_forward_shard is not None and self.post_forward is not None:
-            self.post_forward.drop()
+        if self.post_forward_shard is not None and self.precision.post_forward is not None:
+            self.precision.post_forward.drop()
             self.post_forward_shard = None
             self.gather_group = self.shard_group
 
@@ -550,16 +496,16 @@ def plan_copy(
     """
     pairs = [*zip(buckets, since, strict=True)]
     params = [param for bucket, first in pairs for param in bucket.params[first:]]
-    if has_streams(rows.device.type) and all(p.lies_as_sent for p in params):
+    if has_streams(rows.device.type) and all(p.geometry.lies_as_sent for p in params):
         with torch.inference_mode(False), torch.no_grad():
             regions = [region for bucket, first in pairs for region in bucket._regions()[first:]]
             views = [region.view(rows.shape[0], -1) for region in regions if region.numel()]
-        sizes = [param.padded_numel for param in params if param.padded_numel]
+        sizes = [param.geometry.padded_numel for param in params if param.geometry.padded_numel]
         return partial(split_copy, rows, sizes, dim=1, out=views)
     targets: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
     with torch.inference_mode(False), torch.no_grad():
-        widths = [sum(bucket.segment_sizes[first:]) for bucket, first in pairs]
+        widths = [sum(bucket.layout.segment_sizes[first:]) for bucket, first in pairs]
         columns = rows.split(widths, dim=1)
     for (bucket, first), column in zip(pairs, columns, strict=True):
         unsharded, gathered = bucket.copy_pairs(column, since=first)
@@ -592,12 +538,12 @@ class PostForwardGroup:
         self.rank = mesh.get_local_rank("within")
         rows = bucket.num_shards // ranks
         self.buffer = torch.empty(
-            rows * bucket.numel, dtype=bucket.compute_dtype, device=bucket.device
+            rows * bucket.layout.numel, dtype=bucket.precision.compute_dtype, device=bucket.device
         )
         self._targets: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []
         for since, shard in enumerate([self.buffer] if in_rows else bucket.members(self.buffer)):
-            until = since + 1 if since < bucket.zero_copy and not in_rows else None
+            until = since + 1 if since < bucket.layout.zero_copy and not in_rows else None
             unsharded, kept = bucket.copy_pairs(
                 shard.view(rows, -1), self.rank * rows, since=since, until=until
             )
@@ -695,11 +641,8 @@ class Versions:
             return OptimizerSteps.total, sum(map(_version_of, self._at_rest))
 
     def set_unsharded(self) -> None:
-        """Tells autograd that the unsharded parameters and their stand-ins hold version ``weights``."""
-        bucket = self._bucket()
+        """Tells autograd that the unsharded parameters hold version ``weights``."""
         tensors = self._of_unsharded()
-        if bucket is not None and bucket.stand_ins is not None:
-            tensors += tuple(bucket.stand_ins)
         self._set = (self._first | self.weights % (1 << VALUE_BITS)) << CHANGE_BITS
         set_versions(tensors, (self._set,) * len(tensors))
 
@@ -718,7 +661,7 @@ class Versions:
         written.update(map(id, moved))
         return [
             param.name
-            for param, compute in zip(bucket.params, bucket.compute_params, strict=True)
+            for param, compute in zip(bucket.params, bucket.precision.compute_params, strict=True)
             if id(compute) in written or id(getattr(compute, "_local_tensor", None)) in written
         ]
 
@@ -734,8 +677,7 @@ class Versions:
             None: it was not. True: it was read, or saved, while they were freed. False: they had other values
             then.
         """
-        bucket = self._bucket()
-        tensors = (*self._of_unsharded(), *((bucket and bucket.stand_ins) or ()))
+        tensors = self._of_unsharded()
         now = tuple(tensor._version for tensor in tensors)
         older = range(self.weights, max(self.weights - 64, -1), -1)
         held = ((self._first | weights % (1 << VALUE_BITS)) << CHANGE_BITS for weights in older)
@@ -752,11 +694,12 @@ class Versions:
         """Returns the tensors that have the counters: unsharded parameters, and DTensors' local tensors."""
         bucket = self._bucket()
         assert bucket is not None
-        if self._unsharded_of is not bucket.compute_params:  # of another dtype, or rebuilt
-            self._unsharded_of = params = bucket.compute_params
+        params = bucket.precision.compute_params
+        if self._unsharded_of is not params:  # of another dtype, or rebuilt
+            self._unsharded_of = params
             local = [local_tensor_of(p) for p in params if isinstance(p, DTensor)]
             self._unsharded = (*params, *local)
-            self._storage = _storage_of(bucket.unsharded)
+            self._storage = _storage_of(bucket.precision.unsharded)
             self._watched = [t for t in self._unsharded if _storage_of(t) == self._storage != 0]
         return self._unsharded
 

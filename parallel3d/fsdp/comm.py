@@ -14,14 +14,26 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
+from torch.distributed import ProcessGroup
 
 from parallel3d._torch.groups import let_gloo_finish_at_exit
 from parallel3d._util import dry_run
 from parallel3d.fsdp.collectives import has_streams
 from parallel3d.fsdp.reduction import Lane, Reduced, Reduction, Stage
 
-Gather = Any
-"""What one all-gather brings: a ``bucket.Bucket``, or a ``group.CoalescedGather`` of several."""
+
+class Gather(Protocol):
+    """What one all-gather brings: a ``bucket.Bucket``, or a ``group.CoalescedGather`` of several."""
+
+    gathering: Any
+    reads_host: bool
+    shard_group: ProcessGroup | None
+
+    def gather_buffers(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]: ...
+    def start_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any: ...
+    def unshard_without_gather(self) -> None: ...
+    def copy_out(self) -> None: ...
+    def free_gathered(self) -> None: ...
 
 
 class Comm(Protocol):
@@ -190,11 +202,11 @@ class CpuComm(Comm):
             earlier.advance()
         if running.work is None and len(self.holding) == 1:
             self._take_scattered().advance()  # nothing is scattered, so there is nothing to wait for
-        if bucket.on_reduced is None:
+        if bucket.settings.on_reduced is None:
             return
         for running in list(self.reducing):  # gradients that are used within the backward
             newest = running.work is not None and running is self.reducing[-1]
-            if running.job.bucket.on_reduced is not None and not newest:
+            if running.job.bucket.settings.on_reduced is not None and not newest:
                 self.reducing.remove(running)
                 running.complete()
 
@@ -414,15 +426,15 @@ class StreamComm(Comm):
             self.unsummed.append(flight)
         else:
             self._run(flight, compute)
-        if bucket.on_reduced is not None:  # gradients that are used within the backward
-            early = [f for f in self.in_flight if f.job.bucket.on_reduced is not None]
+        if bucket.settings.on_reduced is not None:  # gradients that are used within the backward
+            early = [f for f in self.in_flight if f.job.bucket.settings.on_reduced is not None]
             self._complete_all((each for each in early if each is not flight), compute)
 
     def _run(self, flight: _InFlight, compute: Any) -> None:
         """Issues all remaining stages."""
         while flight.job.stages:
             self._run_lane(flight, compute)
-        if flight.job.on_host or flight.job.bucket.on_reduced is not None:
+        if flight.job.on_host or flight.job.bucket.settings.on_reduced is not None:
             flight.end()  # it is waited for alone
 
     def _run_lane(self, flight: _InFlight, compute: Any) -> None:

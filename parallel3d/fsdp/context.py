@@ -1,7 +1,4 @@
-"""RunContext: what the units under one root share: their order, the communication, the end of a backward.
-
-Here too is what options are told of units (``Observer``) and of roots (``RootOption``).
-"""
+"""RunContext: what the units under one root share: their order, the communication, the end of a backward."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter, is_
 from threading import get_ident
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -35,6 +32,7 @@ from parallel3d.errors import StateError
 from parallel3d.fsdp.api import input_dtype
 from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.comm import make_comm
+from parallel3d.fsdp.events import ContextUnit, Option
 from parallel3d.fsdp.group import Retain, ShardedState
 from parallel3d.fsdp.members import (
     UNIT_ATTRIBUTE,
@@ -50,105 +48,7 @@ from parallel3d.fsdp.schedule import GatherSchedule, PrefetchSettings
 from parallel3d.fsdp.watch import check_inputs, explain
 from parallel3d.guards.nan_losses import nan_losses
 
-Unit = Any
-"""A ``unit.Unit``; ``unit`` imports this file."""
 _LOGGER = logging.getLogger(__name__)
-
-# What options are told.
-
-
-class Observer:
-    """Base of an option that is told what units do. It puts itself into ``Unit.observers``."""
-
-    def prepare(self, unit: Unit, context: RunContext) -> None:
-        """Called before the parameters of ``unit`` are gathered for a forward; not for a recomputation."""
-
-    def begin_call(self, unit: Unit) -> None:
-        """Called before each forward of a module of ``unit``."""
-
-    def note_call(self, call: Any) -> None:
-        """Called with the ``Call`` of a forward, if a backward may follow it."""
-
-    def begin_forward(self, unit: Unit, *, begins: bool, within: bool, recomputes: bool) -> None:
-        """Called when a forward of ``unit`` begins.
-
-        Args:
-            begins: whether ``unit`` is the root, and it is no recomputation.
-            within: whether the root's forward is under way.
-            recomputes: whether a backward recomputes it (activation checkpointing).
-        """
-
-    def unshard(self, unit: Unit) -> None:
-        """Called when the user calls ``unshard()``."""
-
-    def gather_in_backward(self, unit: Unit) -> None:
-        """Called where the all-gather of ``unit`` for its backward is issued, ahead of its use."""
-
-    def reach_call(self, call: Any, context: RunContext) -> None:
-        """Called when a gradient has reached an output of ``call``."""
-
-    def begin_backward(self, unit: Unit) -> None:
-        """Called when the first gradient of a backward has reached ``unit``."""
-
-    def take_gradient(self, unit: Unit) -> None:
-        """Called when the gradient of a parameter has arrived."""
-
-    def begin_reduction(self, unit: Unit) -> None:
-        """Called before gradients of ``unit`` are reduced."""
-
-    def end_backward(self, unit: Unit) -> None:
-        """Called when the root's backward is over, its reductions too."""
-
-    def abandon(self, unit: Unit) -> None:
-        """Called after an exception."""
-
-
-class RootOption:
-    """Base of an option of a whole root, which takes part in its forwards and backwards.
-
-    An option appends to ``root_options`` a function that makes one for a context, or returns None where the
-    context's units have no use for it.
-    """
-
-    def before_forward(self, units: Sequence[Unit]) -> Sequence[Unit]:
-        """Called when a forward of the root begins. Returns those of ``units`` that the context prepares."""
-        return units
-
-    def begin_forward(self) -> None:
-        """Called when the context has prepared its units."""
-
-    def end_forward(self, units: Sequence[Unit], *, backward_to_come: bool) -> Sequence[Unit]:
-        """Called when the root's forward ends. Returns those of ``units`` that the context reshards."""
-        return units
-
-    def before_backward(self) -> None:
-        """Called when a backward begins, before anything has communicated in it."""
-
-    def begin_backward(self) -> None:
-        """Called when the context has entered the backward."""
-
-    def reduce(self) -> None:
-        """Called when all gradients have arrived; issues reductions that are not the units' own."""
-
-    def leaves_in_flight(self) -> bool:
-        """Returns True if the option itself will complete the reductions that this backward has issued."""
-        return False
-
-    def end_backward(self, *, keep: bool) -> None:
-        """Called after the reductions, or an exception. ``keep``: a forward around this backward goes on."""
-
-    def after_reductions(self) -> None:
-        """Called when the gradients of a backward are complete."""
-
-    def abandon(self) -> None:
-        """Called after an exception, when the reductions were dropped."""
-
-    def leave(self, unit: Unit) -> None:
-        """Called before ``unit`` becomes a unit of another root."""
-
-
-root_options: list[Callable[[Any], RootOption | None]] = []
-
 
 # Every call of autograd's engine. Hooks on tensors see a backward only when it comes to them. That
 # sharded Parameters were given as its ``inputs``, which no graph leads to, and what its error was,
@@ -199,7 +99,7 @@ class _Registered:
     It is an attribute of the root's first module, and refers to what is below that module alone.
     """
 
-    def __init__(self, root: Unit, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, root: ContextUnit, modules: Sequence[nn.Module]) -> None:
         loose = list(check_loose(root, modules))
         tops = set(map(id, modules))
         inside = {id(each): each for module in modules for each in module.modules()}
@@ -226,7 +126,7 @@ class _Registered:
         )
 
 
-def check_registered(root: Unit) -> None:
+def check_registered(root: ContextUnit) -> None:
     """Takes over what was registered in the modules of ``root`` since its last forward.
 
     Raises:
@@ -306,13 +206,17 @@ def _sizes_of(dicts: list[dict[str, Any]]) -> list[int]:
 # Half a backward overlaps the one, half the other.
 
 
-def bucket_to_count(unit: Unit) -> Bucket | None:
+def bucket_to_count(unit: ContextUnit) -> Bucket | None:
     """The bucket whose gradients say when half of the backward is over; None where that is not worth it."""
     if unit.backward_prefetch is not None or unit.reduce_unused or not unit.sync:
         return None
     for bucket in unit.group.buckets:
-        if bucket.reduced_zero_copy and not bucket.small_grads[0] and bucket.max_inputs == 1:
-            return bucket if bucket.compute_params[0].requires_grad else None
+        if (
+            bucket.reduced_zero_copy
+            and not bucket.layout.small_grads[0]
+            and bucket.settings.max_inputs == 1
+        ):
+            return bucket if bucket.precision.compute_params[0].requires_grad else None
     return None
 
 
@@ -324,18 +228,18 @@ class DeferredPrefetch:
         awaited: how many elements of large gradients must still arrive before the all-gather is issued.
     """
 
-    def __init__(self, bucket: Bucket, unit: Unit, context: RunContext) -> None:
+    def __init__(self, bucket: Bucket, unit: ContextUnit, context: RunContext) -> None:
         self.bucket = weakref.ref(bucket)  # which holds this: no cycle
         self.unit = unit.ref
         self.context = weakref.ref(context)
-        self.awaited = sum(bucket.segment_sizes[: bucket.reduced_zero_copy]) / 2
-        bucket.on_large_gradient = self.count
+        self.awaited = sum(bucket.layout.segment_sizes[: bucket.reduced_zero_copy]) / 2
+        bucket.grads.on_large = self.count
 
     def count(self, index: int) -> None:
         """Called when the gradient of the zero-copy parameter ``index`` has arrived."""
         bucket, context = self.bucket(), self.context()
         assert bucket is not None
-        self.awaited -= bucket.segment_sizes[index]
+        self.awaited -= bucket.layout.segment_sizes[index]
         if self.awaited <= 0 and context is not None:
             context.comm.free_inputs()
             context.issue_deferred()
@@ -344,7 +248,7 @@ class DeferredPrefetch:
         """Stops counting."""
         bucket = self.bucket()
         if bucket is not None:
-            bucket.on_large_gradient = None
+            bucket.grads.on_large = None
 
 
 @dataclass(eq=False)
@@ -381,12 +285,15 @@ class RunContext:
         running: whether one is under way.
         trains: whether it, or the last, began with gradients enabled.
         has_scopes: whether its phases are in scopes of a profile or log, see ``scopes``.
-        options: see ``RootOption``.
+        root_options: the kinds of options that a root may have, in the order in which they are told.
+        options: those that this one has.
         on_meta: whether parameters may still be on the meta device.
         inputs_on_meta: whether the forward's inputs are there too: then it is one of shapes and collectives.
     """
 
-    def __init__(self, root: Unit) -> None:
+    root_options: ClassVar[tuple[type[Option], ...]] = ()
+
+    def __init__(self, root: ContextUnit) -> None:
         self._root = root.ref
         self.comm = root.shared_comm or make_comm(root.device_type)
         self._units: list[weakref.ref] = []
@@ -396,13 +303,13 @@ class RunContext:
         self._thread = get_ident()
         self.iteration = 0
         self.running = self.trains = self.has_scopes = False
-        self.options: list[RootOption] = []
+        self.options: list[Option] = []
         self.same_order: SameOrder | None = None
         self.on_meta = True  # until a forward has found that none are
         self.inputs_on_meta = False
 
     @classmethod
-    def of_root(cls, root: Unit) -> RunContext:
+    def of_root(cls, root: ContextUnit) -> RunContext:
         """Makes the context of ``root``, which is the first unit to run, and of the units inside it."""
         check_settings_of_root(root)
         context = cls(root)
@@ -415,11 +322,11 @@ class RunContext:
                 seen.add(id(unit))
                 if unit.context is not None:  # what was issued there is finished there
                     unit.context.release(unit)
-                unit.context = context
+                unit.context, unit.registrar = context, None
                 unit.input_dtype = input_dtype(unit.policy, is_root=unit is root)
                 unit.name(name or class_name(root_module))
                 context._units.append(unit.ref)
-        made = (make(context) for make in root_options)
+        made = (kind.of_root(context) for kind in cls.root_options)
         context.options = [option for option in made if option is not None]
         context.limit_inputs(at_least=context.comm.max_inputs)
         context.same_order = SameOrder.of(context)
@@ -431,26 +338,26 @@ class RunContext:
     def limit_inputs(self, *, at_least: int = 1) -> None:
         """Sets ``comm.max_inputs`` to the largest limit of the buckets, which share it: one with a smaller
         limit must not wait for the inputs of the others. ``at_least``: that of other roots on the comm."""
-        limits = [bucket.max_inputs for unit in self.units for bucket in unit.group.buckets]
+        limits = [
+            bucket.settings.max_inputs for unit in self.units for bucket in unit.group.buckets
+        ]
         self.comm.max_inputs = max((*limits, at_least))
 
-    def release(self, unit: Unit) -> None:
+    def release(self, unit: ContextUnit) -> None:
         """Completes what was issued here for ``unit``, before it becomes a unit of another root."""
         self.comm.finish()
         if unit.group.state is ShardedState.GATHERING:
             unit.group.unshard(self.comm)
-        for option in self.options:
-            option.leave(unit)
 
     @property
-    def root(self) -> Unit:
+    def root(self) -> ContextUnit:
         """The outermost unit."""
         root = self._root()
         assert root is not None
         return root
 
     @property
-    def units(self) -> list[Unit]:
+    def units(self) -> list[ContextUnit]:
         """All units, outer before inner, in the order of the modules."""
         return [unit for ref in self._units if (unit := ref()) is not None]
 
@@ -461,22 +368,20 @@ class RunContext:
         self.on_meta = any(unit.group.on_meta for unit in self.units)
         self.inputs_on_meta = self.on_meta and any(each.is_meta for each in tensors_in(inputs))
 
-    def begin_forward(self) -> Sequence[Unit]:
-        """Begins the root's forward. Returns the units: the graph holds them."""
+    def begin_forward(self) -> None:
+        """Begins the root's forward."""
         # Asked here, so that a step without them runs no function of theirs.
         if (profiler_runs() or scopes.LOGGER.isEnabledFor(logging.DEBUG)) is not self.has_scopes:
             self.has_scopes = not self.has_scopes
             scopes.put_around(self, on=self.has_scopes)
-        return self.prepare_forward()
+        self.prepare_forward()
 
-    def prepare_forward(self) -> Sequence[Unit]:
-        """Prepares the units for a forward, and returns them."""
+    def prepare_forward(self) -> None:
+        """Prepares the units for a forward."""
         root = self.root
         check_registered(root)
-        units = self.units
-        to_prepare: Sequence[Unit] = units
         for option in tuple(self.options):  # one may have nothing more to do
-            to_prepare = option.before_forward(to_prepare)
+            option.before_root_forward(self)
         if self.same_order is not None:
             self.same_order.begin_forward()
         self.iteration += 1
@@ -489,21 +394,18 @@ class RunContext:
             issuing.on_run()
         self.running = True
         self.schedule.begin_iteration()
-        for unit in to_prepare:
+        for unit in self.units:
             self._prepare(unit)
-        for option in self.options:
-            option.begin_forward()
         if root.post_optim_event is not None:
             self.comm.post_optim_event = root.post_optim_event
             root.post_optim_event = None
-        return units
 
-    def _prepare(self, unit: Unit) -> None:
+    def _prepare(self, unit: ContextUnit) -> None:
         group = unit.group
         if group.state is ShardedState.GATHERING and group.retain is not Retain.USER:
             group.reshard(self.comm)  # the last forward did not get there
-        for observer in unit.observers:
-            observer.prepare(unit, self)
+        for option in unit.options:
+            option.prepare(unit, self)
         if group.renewed:  # all at once: they overlap the first units' compute
             group.renew_copies(self.comm, if_changed=unit.keep_between_forwards)
 
@@ -519,10 +421,7 @@ class RunContext:
         follows."""
         if self.same_order is not None:
             self.same_order.end_forward(backward_to_come=backward_to_come)
-        units: Sequence[Unit] = self.units
-        for option in self.options:
-            units = option.end_forward(units, backward_to_come=backward_to_come)
-        for unit in units:
+        for unit in self.units:
             unit.forget_modules_to_run()
             if unit.group.retain is not Retain.NO:
                 continue
@@ -543,7 +442,7 @@ class RunContext:
                 raise hook_error(self.units)
             issuing.backwards += 1
             for option in tuple(self.options):
-                option.before_backward()
+                option.before_root_backward(self)
             if self.same_order is not None:
                 self.same_order.begin_backward()
             # By this root, or by another one that shares the comm.
@@ -555,7 +454,7 @@ class RunContext:
             self.schedule.begin_backwards()
             queue_backward_callback(callback)
             for option in self.options:
-                option.begin_backward()
+                option.begin_root_backward(self)
         assert self.backward is not None
         return self.backward
 
@@ -578,7 +477,7 @@ class RunContext:
         finally:
             self.backward = before
 
-    def begin_unit_backward(self, unit: Unit, position: int, compute: Any) -> None:
+    def begin_unit_backward(self, unit: ContextUnit, position: int, compute: Any) -> None:
         """Issues the all-gathers that are due when ``unit`` begins the backward of forward ``position``;
         ``compute``: the comm's ``current_stream()``."""
         self._drop_deferred()
@@ -591,7 +490,7 @@ class RunContext:
         self.schedule.begin_backward(unit.ref, position, defer=bucket is not None)
         self.issue_gathers(compute)
 
-    def end_unit_backward(self, unit: Unit) -> None:
+    def end_unit_backward(self, unit: ContextUnit) -> None:
         """Issues the all-gathers and the reduction that are due when a unit's backward is over.
 
         Where ranks may use different parameters (``set_reduce_scatter_unused_params``), backwards end in
@@ -603,7 +502,7 @@ class RunContext:
             self.issue_gathers()
         self.reduce(unit)
 
-    def reduce(self, unit: Unit) -> None:
+    def reduce(self, unit: ContextUnit) -> None:
         """Issues the reductions of ``unit``, whose backward has ended; see ``end_unit_backward``."""
         backward = self.backward
         assert backward is not None
@@ -633,24 +532,24 @@ class RunContext:
         """Ends the backward: reduces what is still to be reduced, in the same order on every rank."""
         # By hand it is called after a backward that has reached no unit, too.
         reduced = (self.backward or self._begin_backward(self.finish_backward)).reduced
-        units = [unit for unit in self.units if not unit.is_untouched(reduced)]
-        for option in self.options:
-            option.reduce()
+        units = self.units
         self._drop_deferred()
         self.schedule.end_backwards()
         for unit in reversed(units):
             unit.reduce(self.comm, reduced)
+        for option in self.options:
+            option.issue_reductions(self)
         if self.same_order is not None:
             self.same_order.end_backward()
         completes = True
         for option in self.options:
-            completes = not option.leaves_in_flight() and completes
+            completes = not option.leaves_in_flight(self) and completes
         if completes:
             self.comm.finish()
         for unit in units:
             unit.end_backward()
         for option in self.options:
-            option.end_backward(keep=self.running)
+            option.end_root_backward(self)
         self.backward = None
         if completes:
             self.gradients_are_complete()
@@ -661,7 +560,7 @@ class RunContext:
         if self.same_order is not None:
             self.same_order.settle()
         for option in tuple(self.options):
-            option.after_reductions()
+            option.after_reductions(self)
 
     # -- after an exception --------------------------------------------------------------------------
 
@@ -695,7 +594,7 @@ class RunContext:
             self.schedule.abandon()
             self.running = False
         for option in self.options:
-            option.end_backward(keep=self.running)
+            option.end_root_backward(self)
         for unit in self.units:
             if backward_only:
                 unit.end_backward()
@@ -705,14 +604,14 @@ class RunContext:
                 bucket.grads.forget()
                 if not backward_only:
                     bucket.grads.drop_waiting()
-                for param in bucket.compute_params:
+                for param in bucket.precision.compute_params:
                     param.grad = None  # whose hook was interrupted
         self.backward = None
         if self.same_order is not None:
             self.same_order.abandon()
         if not backward_only:
             for option in self.options:
-                option.abandon()
+                option.abandon_root(self)
             issuing.unit = ""
 
 
@@ -742,7 +641,7 @@ class _Units:
         return None if found is None else found.backward_prefetch
 
 
-def check_settings_of_root(root: Unit) -> None:
+def check_settings_of_root(root: ContextUnit) -> None:
     """Raises StateError if a unit inside ``root`` has settings that only the outermost one may have."""
     for module in root.modules:
         for unit in units_of(module, recurse=True):

@@ -101,7 +101,7 @@ def _copy_bucket(bucket: Bucket, memo: dict[int, Any]) -> Bucket:
     new.params = [_copy_param(param, memo) for param in bucket.params]
     new.local_views = [torch.empty(0)] * len(new.params)  # so that adopt() copies all
     new.gathering = None
-    new.on_reduced = None  # step_in_backward updates the original only
+    new.change(on_reduced=None)  # step_in_backward updates the original only
     new.adopt()  # makes buffers of its own
     return new
 

@@ -50,7 +50,6 @@ from parallel3d.fsdp.members import (
     units_modules,
 )
 from parallel3d.fsdp.module import FSDPModule
-from parallel3d.fsdp.options import replicated as _replicated  # noqa: F401 (registers itself)
 from parallel3d.fsdp.options.checks import guard_of
 from parallel3d.fsdp.options.gather_extension import ExtensionBucket, is_extended
 from parallel3d.fsdp.options.hfsdp import HybridBucket, cut_over_replicate

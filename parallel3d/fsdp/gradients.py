@@ -19,22 +19,46 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 from operator import attrgetter, is_
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from parallel3d._torch.autograd import gradient_hooks, have_gradient_hooks, set_grad
 from parallel3d._torch.dtensor import get_local_tensor, make_dtensor, new_dtensor
 from parallel3d._torch.kernels import chunk_cat
 from parallel3d.fsdp.param import ShardedParam
-from parallel3d.fsdp.reduction import Reduction, divisor_before_sum, stages_of
+from parallel3d.fsdp.placement import DataAxes
+from parallel3d.fsdp.records import Precision
+from parallel3d.fsdp.reduction import Reduced, Reduction, Stage, divisor_before_sum, stages_of
 
-Bucket = Any
-"""A ``bucket.Bucket``; ``bucket`` imports this file."""
+
+class GradientBucket(Reduced, Protocol):
+    """A ``bucket.Bucket``, which imports this file, as its gradients know it; see there."""
+
+    params: list[ShardedParam]
+    axes: DataAxes
+    num_shards: int
+    dtype: torch.dtype
+    device: torch.device
+    storage_device: torch.device
+    replicate_groups: list[ProcessGroup]
+    over_replicate: list[Stage]
+
+    @property
+    def precision(self) -> Precision: ...
+    @property
+    def divisor(self) -> float: ...
+    @property
+    def reduced_zero_copy(self) -> int: ...
+    @property
+    def to_rest(self) -> Sequence[Stage]: ...
+    def reduce_input(self, since: int) -> torch.Tensor: ...
+    def local_parts(self, flat: torch.Tensor) -> list[torch.Tensor]: ...
 
 
 class BucketGradients:
@@ -47,9 +71,14 @@ class BucketGradients:
         tp_partial: those of them whose gradient is partial over tp.
         input: the inputs of this backward's reduce-scatter; None before the first gradient.
         in_flight: the comm that runs a reduction whose result is not in ``.grad`` yet; or None.
+        merged: in a backward, what may reduce it together with others; see ``options/merged``.
+        on_large: called with the index of each zero-copy gradient that arrives.
     """
 
-    def __init__(self, bucket: Bucket) -> None:
+    merged: Any = None
+    on_large: Callable[[int], None] | None = None
+
+    def __init__(self, bucket: GradientBucket) -> None:
         self._bucket: Any = weakref.ref(bucket)  # the bucket holds this: no cycle
         self.unsharded_accumulated: AccumulatedGradients | None = None
         self.partial_reduce_output: AccumulatedGradients | None = None
@@ -63,7 +92,7 @@ class BucketGradients:
         self.in_flight: weakref.ref[Any] | None = None
 
     @property
-    def bucket(self) -> Bucket:
+    def bucket(self) -> GradientBucket:
         """The bucket whose gradients these are."""
         return self._bucket()
 
@@ -87,10 +116,10 @@ class BucketGradients:
             return  # it was frozen after the forward
         tp_partial = False
         if isinstance(grad, DTensor):
-            grad, tp_partial = param.local_grad(grad, bucket.reduce_dtype)
+            grad, tp_partial = param.local_grad(grad, bucket.precision.reduce_dtype)
         if not sync:
             self.settle()
-            self._accumulate_unsharded(index, param.grad_by_rank(grad), tp_partial)
+            self._accumulate_unsharded(index, param.geometry.grad_by_rank(grad), tp_partial)
         else:
             if self.input is None:
                 self.input = self._new_input()
@@ -122,7 +151,7 @@ class BucketGradients:
     def _new_input(self) -> ReduceInput:
         bucket = self.bucket
         # Another tp rank may have a partial gradient where this one has none.
-        if bucket.reduce_unused:
+        if bucket.settings.reduce_unused:
             self.tp_partial.update(i for i, p in enumerate(bucket.params) if p.may_be_partial)
         return ReduceInput(bucket)
 
@@ -170,8 +199,8 @@ class BucketGradients:
             used.update(self.partial_reduce_output.take(self.sharded))
             accumulated = self._as_reduce_output(self.partial_reduce_output)
             self.partial_reduce_output = None
-        if bucket.reduce_unused:
-            used.update(i for i, p in enumerate(bucket.compute_params) if p.requires_grad)
+        if bucket.settings.reduce_unused:
+            used.update(i for i, p in enumerate(bucket.precision.compute_params) if p.requires_grad)
         before, scale, final_scale = self._factors()
         job = Reduction(
             bucket,
@@ -183,16 +212,18 @@ class BucketGradients:
             frozenset(self.tp_partial),
             final_scale,
         )
-        job.stages = stages_of(job, bucket.over_replicate, bucket.on_result, bucket.to_rest)
+        job.stages = stages_of(
+            job, bucket.over_replicate, bucket.settings.on_result, bucket.to_rest
+        )
         self.forget()
         return job
 
     def _factors(self) -> tuple[float, float, float]:
         """Returns (divisor of the inputs, factor of the sum over shard, factor of the sum over replicate)."""
         bucket = self.bucket
-        if bucket.reducer.averages:
+        if bucket.settings.reducer.averages:
             return 1.0, 1.0, 1.0
-        before = divisor_before_sum(bucket.divisor, bucket.reduce_dtype)
+        before = divisor_before_sum(bucket.divisor, bucket.precision.reduce_dtype)
         after = before / bucket.divisor
         # In float16 the second division comes after the sum over replicate, too: it makes gradients small.
         divides_last = before != 1 and bucket.over_replicate
@@ -213,15 +244,15 @@ class BucketGradients:
         self.in_flight = None
         bucket = self.bucket
         if not job.final:
-            flat = job.tensor.to(bucket.sum_dtype)
+            flat = job.tensor.to(bucket.precision.sum_dtype)
             self._accumulate_partial(
                 flat if job.final_scale == 1.0 else flat.mul_(job.final_scale), job.used
             )
             return
         self._put(job.take(), job.used)
         self.run_hooks(job.used)
-        if bucket.on_reduced is not None:
-            bucket.on_reduced(bucket, job.used)
+        if bucket.settings.on_reduced is not None:
+            bucket.settings.on_reduced(bucket, job.used)
 
     def run_hooks(self, used: list[int]) -> None:
         """Calls the user's post-accumulate-grad hooks on the sharded parameters of indices ``used``."""
@@ -233,7 +264,7 @@ class BucketGradients:
 
     def _put(self, result: torch.Tensor, used: list[int]) -> None:
         """Adds ``result``, (S,) in the dtype of the reduction, to ``.grad``."""
-        self.put_gradients(result.to(self.bucket.grad_dtype), None, None, used)
+        self.put_gradients(result.to(self.bucket.precision.grad_dtype), None, None, used)
 
     def put_gradients(
         self,
@@ -252,19 +283,19 @@ class BucketGradients:
         bucket, params = self.bucket, self.sharded
         present = [param.grad for param in params]
         if len(used) == len(params):
-            total = flat_gradient(present, bucket.segment_sizes)
+            total = flat_gradient(present, bucket.layout.segment_sizes)
             if total is not None:
                 total.add_(flat)  # one kernel for the bucket
                 return
         if views is None or grads is None:
             views = bucket.local_parts(flat)
             grads = make_gradients(bucket, flat, views)
-        keep = bucket.policy.keep_low_precision_grads
+        keep = bucket.precision.policy.keep_low_precision_grads
         for index in used:
             param, grad = params[index], present[index]
             if grad is not None:
                 get_local_tensor(grad).add_(views[index])
-            elif keep or bucket.sum_dtype is not bucket.grad_dtype:
+            elif keep or bucket.precision.sum_dtype is not bucket.precision.grad_dtype:
                 # ``.grad`` may have been an accumulated sum of another dtype.
                 set_grad(param, grads[index], lasting=keep)
             else:
@@ -289,15 +320,15 @@ class BucketGradients:
 
     def _new_unsharded(self) -> AccumulatedGradients:
         bucket = self.bucket
-        n, dtype = bucket.num_shards, bucket.sum_dtype
+        n, dtype = bucket.num_shards, bucket.precision.sum_dtype
         # On ``storage_device``, as every gradient at rest: ``.grad`` must be on its parameter's device.
-        flat = torch.zeros(n * bucket.numel, dtype=dtype, device=bucket.storage_device)
-        regions = flat.split([n * size for size in bucket.segment_sizes])
+        flat = torch.zeros(n * bucket.layout.numel, dtype=dtype, device=bucket.storage_device)
+        regions = flat.split([n * size for size in bucket.layout.segment_sizes])
         views, grads = [], []
         for param, region in zip(bucket.params, regions, strict=True):
-            views.append(param.by_rank(region))
+            views.append(param.geometry.by_rank(region))
             spec = param.unreduced_spec(dtype, over_shard=True)
-            grads.append(make_dtensor(param.compute_view(region), spec))
+            grads.append(make_dtensor(param.geometry.compute_view(region), spec))
         return AccumulatedGradients(flat, views, grads)
 
     def _add_reduced(self, index: int, grad: torch.Tensor) -> None:
@@ -313,17 +344,17 @@ class BucketGradients:
         assert held is not None
         bucket, param = self.bucket, self.bucket.params[index]
         factor = bucket.divisor * bucket.num_shards / bucket.axes.data_size
-        local = get_local_tensor(grad).to(bucket.sum_dtype, copy=True)
+        local = get_local_tensor(grad).to(bucket.precision.sum_dtype, copy=True)
         if partial is not None and grad is partial.grads[index]:
-            factor = bucket.num_shards if bucket.reducer.averages else bucket.divisor
+            factor = bucket.num_shards if bucket.settings.reducer.averages else bucket.divisor
             partial.reset(index)
         held.with_reduced.add(index)
         if param.layout.tp_grad == "partial" or index in held.tp_partial:
             factor /= param.tp_size  # it has been summed over tp, and will be again
-        segment = torch.zeros(param.padded_numel, dtype=local.dtype, device=local.device)
-        param.local_view(segment).copy_(local.mul_(factor))
+        segment = torch.zeros(param.geometry.padded_numel, dtype=local.dtype, device=local.device)
+        param.geometry.local_view(segment).copy_(local.mul_(factor))
         shard_rank = bucket.axes.part_index if bucket.num_shards > 1 else 0
-        shard = param.segments_by_rank(segment.unsqueeze(0)).select(0, 0)
+        shard = param.geometry.segments_by_rank(segment.unsqueeze(0)).select(0, 0)
         held.views[index].select(0, shard_rank).add_(shard)
 
     # -- gradients accumulated after the reduce-scatter --------------------------------------------
@@ -336,7 +367,7 @@ class BucketGradients:
             held = self.partial_reduce_output = self._new_partial(flat, views)
         # Each rank of the all-reduce to come has a reduced gradient: it makes a sum of them, or an average.
         sizes = [group.size() for group in bucket.replicate_groups]
-        copies = 1 if bucket.reducer.averages else math.prod(sizes)
+        copies = 1 if bucket.settings.reducer.averages else math.prod(sizes)
         for index in used:
             before = held.attach(index, params[index].sharded)
             if before is not None:
@@ -354,7 +385,9 @@ class BucketGradients:
     def _zero_partial(self) -> AccumulatedGradients:
         """Returns a reduce-scattered sum of zeros."""
         bucket = self.bucket
-        flat = torch.zeros(bucket.numel, dtype=bucket.sum_dtype, device=bucket.storage_device)
+        flat = torch.zeros(
+            bucket.layout.numel, dtype=bucket.precision.sum_dtype, device=bucket.storage_device
+        )
         return self._new_partial(flat, bucket.local_parts(flat))
 
     def _as_reduce_output(self, held: AccumulatedGradients) -> torch.Tensor:
@@ -433,7 +466,7 @@ class AccumulatedGradients:
 
     Attributes:
         flat: the buffer of the sums.
-        views: for each parameter a view of it: shaped as by ``ShardedParam.by_rank`` if it is unsharded, of
+        views: for each parameter a view of it: shaped as by ``Geometry.by_rank`` if it is unsharded, of
             ``local_shape`` if it is reduce-scattered.
         grads: for each parameter the DTensor on the same memory that ``.grad`` is set to.
         placed: indices of the parameters whose ``.grad`` was set to it.
@@ -509,11 +542,11 @@ class ReduceInput:
         zero_copy: how many gradients are sent from where they are. They are the bucket's first ones.
         kept: by index, the gradients that are not copied yet, of ``compute_shape``.
         packed: (num_shards * the sum of the other segments); None until a gradient is copied to it.
-        views: for each other parameter its part of ``packed``, shaped as by ``ShardedParam.by_rank``.
+        views: for each other parameter its part of ``packed``, shaped as by ``Geometry.by_rank``.
         written: indices of the parameters whose gradient is in ``packed``.
     """
 
-    def __init__(self, bucket: Bucket) -> None:
+    def __init__(self, bucket: GradientBucket) -> None:
         self.bucket: Any = weakref.ref(bucket)  # whose gradients hold this: no cycle
         self.zero_copy: int = bucket.reduced_zero_copy
         self.kept: dict[int, torch.Tensor] = {}
@@ -525,57 +558,58 @@ class ReduceInput:
         """Takes the first gradient of parameter ``index``."""
         bucket = self.bucket()
         if index < self.zero_copy:
-            if grad.dtype.itemsize > bucket.reduce_dtype.itemsize:
-                grad = grad.to(bucket.reduce_dtype)
+            if grad.dtype.itemsize > bucket.precision.reduce_dtype.itemsize:
+                grad = grad.to(bucket.precision.reduce_dtype)
             self.kept[index] = grad.contiguous()
-            if bucket.on_large_gradient is not None:
-                bucket.on_large_gradient(index)
-        elif bucket.small_grads[index]:
+            if bucket.grads.on_large is not None:
+                bucket.grads.on_large(index)
+        elif bucket.layout.small_grads[index]:
             self.kept[index] = grad
         else:
-            self._view(index, zero=False).copy_(bucket.params[index].grad_by_rank(grad))
+            self._view(index, zero=False).copy_(bucket.params[index].geometry.grad_by_rank(grad))
 
     def add(self, index: int, grad: torch.Tensor) -> None:
         """Adds a further gradient of parameter ``index``, in the reduce dtype."""
         if index < self.zero_copy:
             self.kept[index] = self._sum(self.kept[index], grad)
         else:
-            self.view(index).add_(self.bucket().params[index].grad_by_rank(grad))
+            self.view(index).add_(self.bucket().params[index].geometry.grad_by_rank(grad))
 
     def _sum(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """Returns a + b in the reduce dtype. It is a new tensor, as others may read the first gradient."""
-        dtype = self.bucket().reduce_dtype
+        dtype = self.bucket().precision.reduce_dtype
         return torch.add(a.to(dtype), b).to(dtype)
 
     def add_by_rank(self, index: int, by_rank: torch.Tensor) -> None:
-        """Adds the sum of earlier micro-batches, shaped as by ``ShardedParam.by_rank``."""
+        """Adds the sum of earlier micro-batches, shaped as by ``Geometry.by_rank``."""
         if index >= self.zero_copy:
             self.view(index).add_(by_rank)
             return
-        grad = by_rank.reshape(self.bucket().params[index].region_shape)
+        grad = by_rank.reshape(self.bucket().params[index].geometry.region_shape)
         before = self.kept.get(index)
         self.kept[index] = grad if before is None else self._sum(before, grad)
 
     def view(self, index: int) -> torch.Tensor:
-        """Returns the packed gradient of parameter ``index``, shaped as by ``ShardedParam.by_rank``.
+        """Returns the packed gradient of parameter ``index``, shaped as by ``Geometry.by_rank``.
 
         A gradient that was kept is copied there first. Where there is none, the result is zeros.
         """
         grad = self.kept.pop(index, None)
         view = self._view(index, zero=grad is None)
         if grad is not None:
-            view.copy_(self.bucket().params[index].grad_by_rank(grad))
+            view.copy_(self.bucket().params[index].geometry.grad_by_rank(grad))
         return view
 
     def _view(self, index: int, *, zero: bool) -> torch.Tensor:
         """Returns parameter ``index``'s part of ``packed``; ``zero``: it is zeroed if nothing was written."""
+        bucket, first = self.bucket(), self.zero_copy
         if self.packed is None:
-            bucket, first = self.bucket(), self.zero_copy
             self.packed = bucket.reduce_input(first)
+        if not self.views:
             rows = self.packed.view(bucket.num_shards, -1)
-            columns = rows.split(bucket.segment_sizes[first:], dim=1)
+            columns = rows.split(bucket.layout.segment_sizes[first:], dim=1)
             params = zip(bucket.params[first:], columns, strict=True)
-            self.views = [param.segments_by_rank(column) for param, column in params]
+            self.views = [param.geometry.segments_by_rank(column) for param, column in params]
         view = self.views[index - self.zero_copy]
         if index not in self.written:
             self.written.add(index)
@@ -592,29 +626,32 @@ class ReduceInput:
         for index in range(self.zero_copy):
             grad = self.kept.pop(index, None)
             if grad is None:
-                size = bucket.num_shards * bucket.segment_sizes[index]
-                grad = torch.zeros(size, dtype=bucket.reduce_dtype, device=bucket.device)
-            grad = grad.to(bucket.reduce_dtype).view(-1)
+                size = bucket.num_shards * bucket.layout.segment_sizes[index]
+                grad = torch.zeros(size, dtype=bucket.precision.reduce_dtype, device=bucket.device)
+            grad = grad.to(bucket.precision.reduce_dtype).view(-1)
             inputs.append(grad if divisor == 1 else grad / divisor)
         if len(bucket.params) > self.zero_copy or not inputs:
-            packed = self._pack()
+            packed = self.pack()
             inputs.append(packed if divisor == 1 else packed.div_(divisor))
         return inputs
 
-    def _pack(self) -> torch.Tensor:
-        """Returns ``packed`` with all gradients in it."""
+    def pack(self) -> torch.Tensor:
+        """Returns ``packed`` with all gradients in it, and zeros where none is."""
         bucket, first = self.bucket(), self.zero_copy
         indices = range(first, len(bucket.params))
-        if self.packed is None and len(self.kept) == len(indices) and bucket.packs_as_chunks:
-            packed = bucket.reduce_input(first)
+        if self.packed is not None and len(self.written) == len(indices) and not self.kept:
+            return self.packed
+        if self.packed is None and len(self.kept) == len(indices) and bucket.layout.packs_as_chunks:
+            self.packed = bucket.reduce_input(first)
             grads = [self.kept[i] for i in indices]
             # A further gradient was added to one of them.
             if len({grad.dtype for grad in grads}) > 1:
-                grads = [grad.to(bucket.reduce_dtype) for grad in grads]
+                grads = [grad.to(bucket.precision.reduce_dtype) for grad in grads]
             n = bucket.num_shards
-            chunk_cat(grads, dim=0, num_chunks=n, out=packed.view(n, -1))
+            chunk_cat(grads, dim=0, num_chunks=n, out=self.packed.view(n, -1))
             self.kept.clear()
-            return packed
+            self.written.update(indices)
+            return self.packed
         for index in indices:
             self.view(index)
         assert self.packed is not None
@@ -629,7 +666,7 @@ _place_of = attrgetter(PLACE)
 
 
 def make_gradients(
-    bucket: Bucket, flat: torch.Tensor, views: Sequence[torch.Tensor]
+    bucket: GradientBucket, flat: torch.Tensor, views: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     """Returns the DTensors that ``.grad`` of the parameters is set to.
 
@@ -643,8 +680,8 @@ def make_gradients(
     grads: list[torch.Tensor] = []
     for index, (param, view) in enumerate(zip(bucket.params, views, strict=True)):
         spec = param.spec if dtype is None else param.reduced_spec(dtype)
-        grad = new_dtensor(bucket.tensor_classes[index], view, spec, requires_grad=False)
-        setattr(grad, PLACE, (flat, index, bucket.segment_sizes))
+        grad = new_dtensor(bucket.layout.tensor_classes[index], view, spec, requires_grad=False)
+        setattr(grad, PLACE, (flat, index, bucket.layout.segment_sizes))
         grads.append(grad)
     return grads
 

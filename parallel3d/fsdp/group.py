@@ -8,7 +8,7 @@ from enum import Enum, auto
 from functools import partial
 from itertools import chain
 from operator import call, is_
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -85,11 +85,14 @@ _OF_MODULES = {Event.REGISTER, Event.UNREGISTER, Event.SHOW_OTHER, Event.HIDE_OT
 _SHARDED = (ShardedState.SHARDED, ShardedState.SHARDED_POST_FORWARD)
 
 
-Beside = Any
-"""What an option registers together with the unsharded parameters; see ``options/precision.BufferCasts``.
+class Beside(Protocol):
+    """What an option registers together with the unsharded parameters, see ``options/precision``."""
 
-Its ``register(group)`` is called after these were registered, ``unregister()`` after the sharded ones were.
-"""
+    def register(self, group: ParamGroup) -> None:
+        """Called after the unsharded parameters were registered."""
+
+    def unregister(self) -> None:
+        """Called after the sharded parameters were registered again."""
 
 
 class ParamGroup:
@@ -106,7 +109,6 @@ class ParamGroup:
         renewed: the buckets that gather from a copy of their shards, which is renewed when weights change.
         direct: the buckets whose unsharded parameters are the shards themselves, as no axis shards them.
         own_dtype: whether the buckets compute in the parameters' own dtype, and not in the policy's.
-        stands_in: whether ``stand_ins`` of the buckets are registered as the unsharded parameters.
         beside: what is registered together with the unsharded parameters.
         computing: ids of the unsharded parameters.
     """
@@ -116,7 +118,7 @@ class ParamGroup:
         self.state = ShardedState.SHARDED
         self.registered = Registered.SHARDED
         self.retain = Retain.NO
-        self.own_dtype = self.stands_in = False
+        self.own_dtype = False
         self.beside: list[Beside] = []
         self.trainable = 0
         self.gathers: Sequence[Bucket | CoalescedGather] = []
@@ -161,7 +163,7 @@ class ParamGroup:
             bucket.on_rebuilt = weakref.WeakMethod(self.refresh)
         self.list_module_infos()
         self.renewed = [bucket for bucket in self.buckets if bucket.gathers_copy]
-        self.direct = [bucket for bucket in self.buckets if not bucket.has_own_unsharded]
+        self.direct = [bucket for bucket in self.buckets if not bucket.precision.has_own_unsharded]
         if self._unit is not None:
             self.watch_gradients(self._unit)
         self.on_meta = any(bucket.device.type == "meta" for bucket in self.buckets)
@@ -194,9 +196,7 @@ class ParamGroup:
         infos = [
             (holder, name, param.sharded, compute)
             for bucket in self.buckets
-            for param, compute in zip(
-                bucket.params, bucket.stand_ins or bucket.compute_params, strict=True
-            )
+            for param, compute in zip(bucket.params, bucket.precision.compute_params, strict=True)
             for holder, name in param.module_infos
         ]
         self.module_infos = [info for info in infos if info[0].get(info[1]) is not None]
@@ -213,22 +213,13 @@ class ParamGroup:
         self.holders = list(by_holder.values())
         self.computing = {id(compute) for _, _, _, compute in self.module_infos}
 
-    def use_stand_ins(self, stand_ins: Sequence[Sequence[torch.Tensor]] | None) -> None:
-        """Registers these tensors, one per parameter of each bucket, instead of the unsharded parameters in
-        forward. None: forward sees the unsharded parameters again."""
-        assert not self.is_registered
-        self.stands_in = stand_ins is not None
-        for number, bucket in enumerate(self.buckets):
-            bucket.stand_ins = None if stand_ins is None else stand_ins[number]
-        self.list_module_infos()
-
     def watch_gradients(self, unit: weakref.ref) -> None:
         """Hooks the unsharded parameters: ``unit().take_gradient(bucket, index, grad)`` is called for each
         gradient."""
         self._unit = unit
         for bucket in self.buckets:
             hook = partial(_take_gradient, unit, weakref.ref(bucket))  # keeps neither alive
-            for index, compute in enumerate(bucket.compute_params):
+            for index, compute in enumerate(bucket.precision.compute_params):
                 if getattr(compute, WATCHED_BY, None) is unit:
                     continue  # its bucket was not rebuilt
                 if compute.dtype.is_floating_point or compute.dtype.is_complex:
@@ -250,9 +241,6 @@ class ParamGroup:
     def count_trainable(self) -> None:
         """Sets ``requires_grad`` of the unsharded parameters to that of the sharded ones."""
         self.trainable = sum(bucket.count_trainable() for bucket in self.buckets)
-        if self.stands_in and any(bucket.stand_ins is None for bucket in self.buckets):
-            # They were made of other parameters, or for other trainable ones.
-            self.use_stand_ins(None)
 
     def adopt(self, *, partly: bool = False) -> None:
         """Copies values to the buckets' buffers that ordinary calls have replaced or moved elsewhere.
@@ -300,8 +288,8 @@ class ParamGroup:
                 f"unit {label} shows its parameters in another form, as in full_params or while a "
                 "state_dict is made; leave that before forward, backward and unshard()"
             )
-        if self.state not in _SHARDED or (self.stands_in and self.is_registered):
-            return  # stand-ins are never sharded
+        if self.state not in _SHARDED:
+            return
         if self.on_meta:
             self.check_has_values()
         unit = self.unit
@@ -346,7 +334,7 @@ class ParamGroup:
     def check_unwritten(self) -> None:
         """Raises StateError if unsharded parameters were written, which would be lost when they are freed."""
         if self.state is ShardedState.UNSHARDED:
-            written = [b.versions.written() for b in self.buckets if b.has_own_unsharded]
+            written = [b.versions.written() for b in self.buckets if b.precision.has_own_unsharded]
             if any(written):
                 raise lost_write(self.unit, [*chain.from_iterable(written)])
 
@@ -367,14 +355,14 @@ class ParamGroup:
                 if ranks is not None:
                     bucket.to_sharded_post_forward(ranks)
                 bucket.free_unsharded()
-                if bucket.has_own_unsharded:
+                if bucket.precision.has_own_unsharded:
                     bucket.versions.set_free()
             self.enter(Event.FREE if ranks is None else Event.FREE_PARTLY)
 
     def keep_storage(self, keep: bool) -> None:
         """Sets whether the unsharded parameters keep their memory while the group is sharded."""
         for bucket in self.buckets:
-            bucket.keep_storage = keep
+            bucket.change(keep_storage=keep)
             if not keep and self.is_sharded:
                 bucket.free_unsharded()
                 bucket.free_other_precision()
@@ -499,7 +487,7 @@ class CoalescedGather:
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self.buckets = list(buckets)
         self.shard_group: ProcessGroup | None = buckets[0].shard_group
-        self.packed = sum(bucket.packed for bucket in buckets)
+        self.packed = sum(bucket.layout.packed for bucket in buckets)
         self.unit = buckets[0].unit
         self.gathering: Any = None
         self._output: torch.Tensor | None = None
@@ -517,12 +505,12 @@ class CoalescedGather:
         first = self.buckets[0]
         outputs, inputs, packed = [], [], []
         for bucket in self.buckets:
-            if bucket.zero_copy:
-                allocate(bucket.unsharded)
-            shards = bucket.members(bucket.flat.to(first.compute_dtype))
-            inputs += shards[: bucket.zero_copy]
-            packed += shards[bucket.zero_copy :]
-            outputs += bucket.gather_outputs[: bucket.zero_copy]
+            if bucket.layout.zero_copy:
+                allocate(bucket.precision.unsharded)
+            shards = bucket.members(bucket.flat.to(first.precision.compute_dtype))
+            inputs += shards[: bucket.layout.zero_copy]
+            packed += shards[bucket.layout.zero_copy :]
+            outputs += bucket.precision.gather_outputs[: bucket.layout.zero_copy]
         if packed:
             inputs.append(torch.cat(packed))
             self._output = inputs[-1].new_empty(first.num_shards * self.packed)
@@ -534,11 +522,14 @@ class CoalescedGather:
         if self._output is None:
             return
         for bucket in self.buckets:
-            if not bucket.zero_copy:
-                allocate(bucket.unsharded)
+            if not bucket.layout.zero_copy:
+                allocate(bucket.precision.unsharded)
         with torch.inference_mode(False), torch.no_grad():  # in whichever mode it was issued
             rows = self._output.view(-1, self.packed)
-        plan_copy(rows, self.buckets, [bucket.zero_copy for bucket in self.buckets])()
+        plan_copy(rows, self.buckets, [bucket.layout.zero_copy for bucket in self.buckets])()
+
+    def unshard_without_gather(self) -> None:
+        """There is nothing to do: its buckets are sharded."""
 
     def free_gathered(self) -> None:
         """Frees the output, after ``copy_out``."""
@@ -555,12 +546,16 @@ def plan_gathers(buckets: Sequence[Bucket]) -> list[Bucket | CoalescedGather]:
     coalesced: dict[object, list[Bucket]] = {}
     for bucket in buckets:
         alone = (
-            not bucket.can_coalesce
+            not bucket.gathers_shards
             or bucket.shard_group is None
-            or bucket.gather_comm is not None
+            or bucket.settings.gather_comm is not None
             or bucket.post_forward_shard is not None
             or bucket.reads_host
         )
-        key = id(bucket) if alone else (bucket.compute_dtype, bucket.shard_group, bucket.device)
+        key = (
+            id(bucket)
+            if alone
+            else (bucket.precision.compute_dtype, bucket.shard_group, bucket.device)
+        )
         coalesced.setdefault(key, []).append(bucket)
     return [b[0] if len(b) == 1 else CoalescedGather(b) for b in coalesced.values()]

@@ -296,7 +296,7 @@ class TorchParamGroup(_TorchNames):
         return [
             TorchParam(param, compute)
             for bucket in self._unit.group.buckets
-            for param, compute in zip(bucket.params, bucket.compute_params, strict=True)
+            for param, compute in zip(bucket.params, bucket.precision.compute_params, strict=True)
         ]
 
     @property
@@ -340,7 +340,7 @@ class TorchParamGroup(_TorchNames):
         context = unit.ready_context()
         has_gradients = not unit.group.trainable or any(
             bucket.grads.has_work(sync=True, all_reduce=True)
-            or any(p.grad is not None for p in bucket.compute_params)
+            or any(p.grad is not None for p in bucket.precision.compute_params)
             for bucket in unit.group.buckets
         )
         if unit.has_unreduced and unit.sync and not has_gradients:
@@ -379,12 +379,12 @@ class TorchParam(_TorchNames):
     @property
     def _orig_size(self) -> torch.Size:
         """Read by finetuning-scheduler, and by optimizers that select parameters by shape."""
-        return torch.Size(self._param.compute_shape)
+        return torch.Size(self._param.geometry.compute_shape)
 
     @property
     def sharded_size(self) -> torch.Size:
         """Read by finetuning-scheduler."""
-        return torch.Size(self._param.local_shape)
+        return torch.Size(self._param.geometry.local_shape)
 
     def accumulate_unsharded_grad_if_needed(self) -> None:
         """Does nothing; NeMo Automodel calls it before ``post_backward``, which takes the gradients."""

@@ -22,8 +22,6 @@ ACCELERATOR_BYTES = 16 * 2**20
 # ``_DEFAULT_FIRST_BUCKET_BYTES``, ``bucket_cap_mb``).
 FIRST_BYTES = 2**20
 MOST_BYTES = 25 * 2**20
-NODE_BYTES = 2**20
-"""Of these, buckets of up to so many bytes share an autograd node: their gradients arrive together."""
 
 
 class PartialGrad(IntEnum):
@@ -104,19 +102,12 @@ def bucket_order(segments: Sequence[Segment], itemsize: int, zero_copy_bytes: in
     return sorted(range(len(segments)), key=key)
 
 
-def coalesced(
-    sizes: Sequence[int],
-    kinds: Sequence[object] | None = None,
-    *,
-    first: int = FIRST_BYTES,
-    most: int = MOST_BYTES,
-) -> list[list[int]]:
-    """Groups neighbours, such as buckets whose gradients share an all-reduce.
+def coalesced(sizes: Sequence[int], kinds: Sequence[object]) -> list[list[int]]:
+    """Groups neighbours whose gradients share an all-reduce.
 
     Args:
-        sizes: bytes of each.
-        kinds: only equal kinds are grouped; None: all are equal.
-        first: bytes that the first group may have; most: the others. What is larger is alone in its group.
+        sizes: bytes of each. What is larger than a group may be is alone in its group.
+        kinds: only equal kinds are grouped.
 
     Returns:
         Indices, group by group.
@@ -124,8 +115,8 @@ def coalesced(
     groups: list[list[int]] = []
     total = 0
     for index, size in enumerate(sizes):
-        limit = first if len(groups) == 1 else most
-        differs = kinds is not None and index > 0 and kinds[index] != kinds[index - 1]
+        limit = FIRST_BYTES if len(groups) == 1 else MOST_BYTES
+        differs = index > 0 and kinds[index] != kinds[index - 1]
         if not groups or differs or total + size > limit:
             groups.append([])
             total = 0

@@ -111,8 +111,8 @@ class FSDPModule(UnitModule, TorchFSDPModule):
         """
         unit = get_unit(self)
         context = unit.ready_context()
-        for observer in unit.observers:
-            observer.unshard(unit)
+        for option in unit.options:
+            option.unshard(unit)
         unit.issue_unshard(context)
         unit.group.retain = Retain.USER
         handle = UnshardHandle(unit)
@@ -358,6 +358,7 @@ class FSDPModule(UnitModule, TorchFSDPModule):
         # Several modules of one unit are converted one after another.
         unit.group.adopt(partly=len(unit.modules) > 1)
         if registered:
+            unit.group.note_changes()
             unit.group.register_unsharded()
         return result
 
@@ -377,9 +378,11 @@ class FSDPModule(UnitModule, TorchFSDPModule):
             StateError: the buffers already come from another allocator.
         """
         unit = get_unit(self)
-        comm_hooks.check_custom(unit, "set_custom_all_gather", comm, attrgetter("gather_comm"))
+        comm_hooks.check_custom(
+            unit, "set_custom_all_gather", comm, attrgetter("settings.gather_comm")
+        )
         for bucket in unit.group.buckets:
-            bucket.gather_comm = comm
+            bucket.change(gather_comm=comm)
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Sets the collective that reduce-scatters gradients; see ``set_custom_all_gather``.
@@ -424,7 +427,8 @@ class FSDPModule(UnitModule, TorchFSDPModule):
                 "the stream of its all-reduce"
             )
         for bucket in buckets:
-            bucket.on_result = [] if hook is None else [comm_hooks.AllReduceHook(hook, stream)]
+            on_result = () if hook is None else (comm_hooks.AllReduceHook(hook, stream),)
+            bucket.change(on_result=on_result)
 
     def register_comm_hook(self, state: Any, hook: Callable[..., Any] | None) -> None:
         """Reduces gradients by ``hook``, in this unit and all units inside, as in FSDP1.
@@ -455,8 +459,8 @@ class FSDPModule(UnitModule, TorchFSDPModule):
                 comm_hooks.check_hook(bucket, state, hook)
         reducer = DEFAULT_REDUCER if hook is None else comm_hooks.HookedReduce(state, hook)
         for bucket in buckets:
-            if hook is not None or isinstance(bucket.reducer, comm_hooks.HookedReduce):
-                bucket.reducer = reducer
+            if hook is not None or isinstance(bucket.settings.reducer, comm_hooks.HookedReduce):
+                bucket.change(reducer=reducer)
 
     # -- gradient reduction --------------------------------------------------------------------------
 
@@ -482,14 +486,14 @@ class FSDPModule(UnitModule, TorchFSDPModule):
         for bucket in unit.group.buckets:
             if factor is not None:
                 comm_hooks.check_not_hooked("set_gradient_divide_factor", bucket)
-            if bucket.divide_factor != factor and bucket.grads.holds_reduced:
+            if bucket.settings.divide_factor != factor and bucket.grads.holds_reduced:
                 raise StateError(
                     f"unit {unit.label}: .grad holds a sum that is not reduced yet, with gradients that were "
                     f"already divided by {bucket.divisor}; set the factor before the first "
                     "backward, or after zero_grad()"
                 )
         for bucket in unit.group.buckets:
-            bucket.divide_factor = factor
+            bucket.change(divide_factor=factor)
 
     @deprecated("Use `set_gradient_divide_factor` instead")
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
@@ -504,7 +508,7 @@ class FSDPModule(UnitModule, TorchFSDPModule):
         """
         enable = as_bool("enable", enable)
         for bucket in get_unit(self).group.buckets:
-            bucket.force_sum = enable
+            bucket.change(force_sum=enable)
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
@@ -518,7 +522,7 @@ class FSDPModule(UnitModule, TorchFSDPModule):
             "reduce_scatter_unused_params", reduce_scatter_unused_params
         )
         for bucket in _buckets(self, recurse):
-            bucket.reduce_unused = reduce_scatter_unused_params
+            bucket.change(reduce_unused=reduce_scatter_unused_params)
 
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
@@ -536,7 +540,7 @@ class FSDPModule(UnitModule, TorchFSDPModule):
             symmetric = isinstance(comm, comm_hooks.EngineCollective) and comm.symmetric
             comm_hooks.check_symmetric_inputs(symmetric, max_input_buffers)
         for bucket in buckets:
-            bucket.max_inputs = max_input_buffers
+            bucket.change(max_inputs=max_input_buffers)
         for context in dict.fromkeys(u.context for u in units if u.context is not None):
             context.limit_inputs()
 
@@ -552,10 +556,11 @@ class FSDPModule(UnitModule, TorchFSDPModule):
             group = bucket.shard_group
             if group is None:
                 continue
-            bucket.scatter_group = comm_hooks.separate_group(bucket, group) if enable else group
+            separate = comm_hooks.separate_group(bucket, group) if enable else None
+            bucket.change(scatter_group=separate)
             comm = comm_hooks.custom_reduce_scatter(bucket)
             if isinstance(comm, comm_hooks.EngineCollective):
-                comm = comm_hooks.EngineCollective(bucket.scatter_group, symmetric=comm.symmetric)
+                comm = comm_hooks.EngineCollective(separate or group, symmetric=comm.symmetric)
                 comm_hooks.set_reduce_scatter(bucket, comm)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
@@ -574,7 +579,7 @@ class FSDPModule(UnitModule, TorchFSDPModule):
             if enable:
                 comm_hooks.set_engine_collectives(bucket, symmetric=False, reduces=True)
             else:
-                bucket.gather_comm = None
+                bucket.change(gather_comm=None)
                 comm_hooks.set_reduce_scatter(bucket, None)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
@@ -593,9 +598,11 @@ class FSDPModule(UnitModule, TorchFSDPModule):
         buckets = comm_hooks.communicating(get_unit(self), method, symmetric=True)
         for bucket in buckets:
             comm_hooks.check_symmetric(bucket)
-            comm_hooks.check_symmetric_inputs(bucket.force_sum, bucket.max_inputs)
+            comm_hooks.check_symmetric_inputs(bucket.settings.force_sum, bucket.settings.max_inputs)
         for bucket in buckets:
-            comm_hooks.set_engine_collectives(bucket, symmetric=True, reduces=bucket.force_sum)
+            comm_hooks.set_engine_collectives(
+                bucket, symmetric=True, reduces=bucket.settings.force_sum
+            )
 
     # -- prefetch settings of the outermost unit -----------------------------------------------------
 

@@ -7,10 +7,13 @@ whose chunk is smaller leaves the end of its segment unused as padding. Padding 
 buffers only: a sharded Parameter's local tensor has its real rows.
 """
 
+from __future__ import annotations
+
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from math import prod
 from typing import Any, ClassVar
 
@@ -95,8 +98,8 @@ def parameters_dict(holder: Any) -> dict[str, nn.Parameter | None] | None:
 
 
 _TAKEN = "_parallel3d_taken_by"  # attribute of a user's Parameter that a unit has replaced
-_owners: weakref.WeakValueDictionary[int, "ShardedParam"] = weakref.WeakValueDictionary()
-_places: weakref.WeakValueDictionary[tuple[int, str], "ShardedParam"] = (
+_owners: weakref.WeakValueDictionary[int, ShardedParam] = weakref.WeakValueDictionary()
+_places: weakref.WeakValueDictionary[tuple[int, str], ShardedParam] = (
     weakref.WeakValueDictionary()  # keys: id of a ``module._parameters``, name
 )
 
@@ -106,14 +109,14 @@ class _TakenBy:
 
     __slots__ = ("owner",)
 
-    def __init__(self, owner: "ShardedParam | None" = None) -> None:
+    def __init__(self, owner: ShardedParam | None = None) -> None:
         self.owner = weakref.ref(owner) if owner is not None else lambda: None
 
     def __reduce__(self) -> Any:
         return _TakenBy, ()
 
 
-def owner_of(param: torch.Tensor) -> "ShardedParam | None":
+def owner_of(param: torch.Tensor) -> ShardedParam | None:
     """Returns the ShardedParam of ``param``, a sharded Parameter or the user's Parameter that it replaced;
     None if ``param`` belongs to no unit, or the model is deleted."""
     owner = _owners.get(id(param))
@@ -123,7 +126,7 @@ def owner_of(param: torch.Tensor) -> "ShardedParam | None":
     return taken.owner() if taken is not None else None
 
 
-def owner_at(module: nn.Module, name: str) -> "ShardedParam | None":
+def owner_at(module: nn.Module, name: str) -> ShardedParam | None:
     """Returns the ShardedParam that belongs at ``module.name``, whatever is registered there now."""
     owner = _places.get((id(module._parameters), name))
     if owner is None:
@@ -132,13 +135,13 @@ def owner_at(module: nn.Module, name: str) -> "ShardedParam | None":
     return owner if any(d is module._parameters and a == name for d, a in places) else None
 
 
-def named(owner: "ShardedParam") -> str:
+def named(owner: ShardedParam) -> str:
     """Returns ``parameter weight of unit layers.0``."""
     unit = owner.unit()
     return f"parameter {owner.name}" + ("" if unit is None else f" of unit {unit.label}")
 
 
-def mark_taken(param: nn.Parameter, owner: "ShardedParam") -> None:
+def mark_taken(param: nn.Parameter, owner: ShardedParam) -> None:
     """Makes ``owner_of`` return ``owner`` for ``param``, the user's Parameter that it replaces."""
     setattr(param, _TAKEN, _TakenBy(owner))
 
@@ -156,7 +159,7 @@ class _Unsharded(_TakenBy):
 
     __slots__ = ("is_freed",)
 
-    def __init__(self, owner: "ShardedParam | None" = None, is_freed: bool = False) -> None:
+    def __init__(self, owner: ShardedParam | None = None, is_freed: bool = False) -> None:
         super().__init__(owner)
         self.is_freed = is_freed
 
@@ -164,7 +167,7 @@ class _Unsharded(_TakenBy):
         return _Unsharded, ()
 
 
-def mark_unsharded(param: torch.Tensor, owner: "ShardedParam", *, is_freed: bool) -> None:
+def mark_unsharded(param: torch.Tensor, owner: ShardedParam, *, is_freed: bool) -> None:
     """Notes that ``param`` is the unsharded parameter of ``owner``; ``is_freed``: whether its memory is freed
     when the unit is resharded."""
     vars(param)[_UNSHARDED] = _Unsharded(owner, is_freed)
@@ -189,153 +192,65 @@ def lost_write(unit: Any, names: Sequence[str]) -> StateError:
     )
 
 
-class ShardedParam:
-    """One parameter of a unit. Its constructor shards ``dim``; None: the first possible one, in torch 0.
+@dataclass(frozen=True)
+class Geometry:
+    """Shapes of one parameter, and its views of the engine's buffers.
 
     Attributes:
-        name: name within the unit's modules, for messages.
-        module_infos: (``module._parameters`` or an ``OwnSetattr``, name there) of each place that holds it,
-            several if it is tied. They do not refer to the modules, to avoid a reference cycle.
-        module: weak reference to the first module that holds it.
-        unit: weak reference to its unit; before there is one, a function that returns None.
-        axes: the engine's axes for it.
-        layout: what tensor parallelism says about it.
-        on: all axes that it lies on.
-        tp_mesh: the mesh of its only own axis, tensor parallelism's, if it has one.
-        tp_size: number of ranks on ``on.summed``: that axis, or with ``dp_mesh_dims`` the only one with
-            several ranks beside the data axes; 1 if there is none.
-        may_be_partial: whether autograd may return a gradient that is partial over tp, as torch's own
-            parallel styles make for a replicated DTensor; its bucket then sums it.
+        dim: the dim that the engine shards; None if the parameter is replicated on the shard axis.
+        num_shards: number of ranks that it is sharded over.
         global_shape, compute_shape: see the module's docstring.
         local_shape: shape of the sharded Parameter's local tensor; chunk_shape: the same with padding.
         region_shape: shape of all ranks' chunks together, with padding.
         padded_numel: elements of its segment in each rank's buffer.
-        keeps_dtype: whether it is computed and reduced in its own dtype, by ``full_precision_modules`` or
-            ``param_dtype_override_fn`` of the policy.
-        grad_dtype: the user's setting, see ``grad_dtype_of``.
         fills_segment: whether chunks are equal on all tp ranks.
         even: whether no rank's segment has padding.
         lies_as_sent: whether the segments of all shard ranks, one after another, are the unsharded parameter.
         padded_inside: whether padding would lie between the rows, and not behind them.
-        dim: the dim that the engine shards; None if the parameter is replicated on the shard axis.
-        num_shards: number of ranks that it is sharded over.
-        initial: this rank's part on the own axes, until the bucket has copied it.
-        sharded: the Parameter that the user sees at rest; the same object for the model's life.
-        spec: its DTensor spec.
     """
 
-    def __init__(
-        self,
-        name: str,
-        param: nn.Parameter,
-        places: list[tuple[nn.Module, str]],
-        axes: DataAxes,
-        dim: int | None = None,
-    ) -> None:
-        self.name = name
-        self.module_infos: list[tuple[Any, str]] = []
-        self.put_at((holder_of(module), attribute) for module, attribute in places)
-        self.module = weakref.ref(places[0][0])
-        self.unit: Callable[[], Any] = lambda: None
-        self.axes = axes
-        self.layout: ParamLayout = get_param_layout(param)
-        self.on = ParamAxes(name, param, axes)
-        own = self.on.compute_mesh if axes.spmd is None else None
-        self.tp_mesh: DeviceMesh | None = own if own is not None and own.ndim == 1 else None
-        summed = self.on.summed
-        self.tp_size = 1 if summed is None else self.on.summed_group.size()
-        self.may_be_partial = (
-            summed is not None
-            and self.layout.compute == "dtensor"
-            and self.layout.tp_grad == "whole"
-            and isinstance(self.on.compute_placements[summed[0]], Replicate)
+    dim: int | None
+    num_shards: int
+    global_shape: torch.Size
+    compute_shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    chunk_shape: tuple[int, ...]
+    region_shape: tuple[int, ...]
+    padded_numel: int
+    fills_segment: bool
+    even: bool
+    lies_as_sent: bool
+    padded_inside: bool
+
+    @classmethod
+    def of(cls, on: ParamAxes, shape: torch.Size, dim: int | None) -> Geometry:
+        """Returns that of a parameter of ``shape`` on the axes ``on``, whose ``dim`` is sharded."""
+        n = 1 if dim is None else on.data.num_shards
+        largest = on.largest(shape)
+        padded = padded_shape(largest, dim, n)
+        compute = on.mine(shape)  # sizes may be SymInts under simulated ranks
+        local, chunk, region = list(compute), list(compute), list(compute)
+        padded_numel = prod(padded)
+        if dim is not None:
+            padded_numel //= n
+            local[dim] = chunk_length(compute[dim], n, on.data.part_index)
+            chunk[dim], region[dim] = padded[dim] // n, padded[dim]
+        fills = on.are_even(shape)
+        on_first = dim in (None, 0)
+        return cls(
+            dim,
+            n,
+            shape,
+            tuple(compute),
+            tuple(local),
+            tuple(chunk),
+            tuple(region),
+            padded_numel,
+            fills_segment=fills,
+            even=fills and padded == largest,
+            lies_as_sent=fills and on_first,
+            padded_inside=dim not in (None, 0) and padded[dim] * on.ways(dim) != shape[dim],
         )
-        self.global_shape = param.shape
-        self.dtype = param.dtype
-        self.requires_grad = param.requires_grad
-        self.dim = (
-            next(iter(self.on.dims(param.shape)), None) if dim is None else self._checked(dim)
-        )
-        self.num_shards = 1 if self.dim is None else axes.num_shards
-        self._set_shapes()
-        whole = param.detach()
-        self.initial: torch.Tensor | None = (
-            get_local_tensor(whole) if isinstance(whole, DTensor) else whole
-        )
-        self.spec = make_spec(self.on.mesh, self.on.placements(self.dim), param.shape, param.dtype)
-        self.sharded: nn.Parameter = param  # the user's Parameter until ``place`` is called
-        self.placed = False
-        self.keeps_dtype = False
-        self.grad_dtype = grad_dtype_of(param)
-
-    def put_at(self, module_infos: Iterable[tuple[Any, str]]) -> None:
-        for holder, attribute in module_infos:
-            self.module_infos.append((holder, attribute))
-            _places[id(parameters_dict(holder)), attribute] = self
-
-    # -- shapes ------------------------------------------------------------------------------------
-
-    def _checked(self, dim: int) -> int:
-        works = self.on.dims(self.global_shape)
-        if dim not in works:
-            raise Parallel3dError(
-                f"parameter {self.name} of shape {tuple(self.global_shape)} can't be sharded on dim {dim} "
-                f"over {self.axes.num_shards} ranks: it is {self.on.compute_placements} on "
-                f"{self.on.compute_mesh}, and no DTensor placement expresses such shards. "
-                f"Dims that work: {', '.join(map(str, works)) or 'none (return None: it stays whole)'}"
-            )
-        return dim
-
-    def _set_shapes(self) -> None:
-        largest = self.on.largest(self.global_shape)
-        padded = padded_shape(largest, self.dim, self.num_shards)
-        chunk = list(padded)
-        if self.dim is not None:
-            chunk[self.dim] //= self.num_shards
-        self.padded_numel = prod(chunk)
-        # Sizes below may be SymInts under simulated ranks.
-        compute = self.on.mine(self.global_shape)
-        local, region, chunk_local = list(compute), list(compute), list(compute)
-        if self.dim is not None:
-            index = self.axes.part_index
-            local[self.dim] = chunk_length(compute[self.dim], self.num_shards, index)
-            region[self.dim], chunk_local[self.dim] = padded[self.dim], chunk[self.dim]
-        self.compute_shape = tuple(compute)
-        self.local_shape = tuple(local)
-        self.region_shape = tuple(region)
-        self.chunk_shape = tuple(chunk_local)
-        self.fills_segment = self.on.are_even(self.global_shape)
-        self.even = self.fills_segment and padded == largest
-        self.lies_as_sent = self.fills_segment and self.dim in (None, 0)
-        self.padded_inside = (
-            self.dim not in (None, 0)
-            and padded[self.dim] * self.on.ways(self.dim) != self.global_shape[self.dim]
-        )
-
-    def unreduced_spec(
-        self, dtype: torch.dtype, *, over_shard: bool, tp_partial: bool = False
-    ) -> DTensorSpec:
-        """Returns the DTensor spec of an unreduced gradient.
-
-        Args:
-            over_shard: whether the sum over shard, and not only that over replicate, is still to be made.
-            tp_partial: whether the sum over tp is, also if the layout doesn't say so.
-        """
-        placements = list(self.spec.placements)
-        for axis in self.axes.replicas:
-            placements[axis] = Partial("avg" if over_shard else "sum")
-        if self.axes.shard is not None and (over_shard or self.dim is None):
-            placements[self.axes.shard] = Partial("avg" if over_shard else "sum")
-        tp_partial = tp_partial or self.layout.tp_grad == "partial"
-        if over_shard and tp_partial and self.on.summed is not None:
-            placements[self.on.summed[1]] = Partial()
-        return make_spec(self.spec.mesh, placements, self.global_shape, dtype)
-
-    def reduced_spec(self, dtype: torch.dtype) -> DTensorSpec:
-        """Returns the DTensor spec of a reduced gradient of ``dtype``."""
-        return make_spec(self.spec.mesh, self.spec.placements, self.global_shape, dtype)
-
-    # -- views of the bucket's buffers -------------------------------------------------------------
 
     def local_view(self, segment: torch.Tensor) -> torch.Tensor:
         """Returns this rank's rows, a view of ``local_shape``, in its ``segment``, (padded_numel,).
@@ -432,6 +347,130 @@ class ShardedParam:
         if self.even or self.dim is None:
             return tensor
         return tensor.narrow(self.dim, 0, shape[self.dim])
+
+
+class ShardedParam:
+    """One parameter of a unit. Its constructor shards ``dim``; None: the first possible one, in torch 0.
+
+    Attributes:
+        name: name within the unit's modules, for messages.
+        module_infos: (``module._parameters`` or an ``OwnSetattr``, name there) of each place that holds it,
+            several if it is tied. They do not refer to the modules, to avoid a reference cycle.
+        module: weak reference to the first module that holds it.
+        unit: weak reference to its unit; before there is one, a function that returns None.
+        axes: the engine's axes for it.
+        layout: what tensor parallelism says about it.
+        on: all axes that it lies on.
+        tp_mesh: the mesh of its only own axis, tensor parallelism's, if it has one.
+        tp_size: number of ranks on ``on.summed``: that axis, or with ``dp_mesh_dims`` the only one with
+            several ranks beside the data axes; 1 if there is none.
+        may_be_partial: whether autograd may return a gradient that is partial over tp, as torch's own
+            parallel styles make for a replicated DTensor; its bucket then sums it.
+        geometry: its shapes.
+        keeps_dtype: whether it is computed and reduced in its own dtype, by ``full_precision_modules`` or
+            ``param_dtype_override_fn`` of the policy.
+        grad_dtype: the user's setting, see ``grad_dtype_of``.
+        initial: this rank's part on the own axes, until the bucket has copied it.
+        sharded: the Parameter that the user sees at rest; the same object for the model's life.
+        spec: its DTensor spec.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        param: nn.Parameter,
+        places: list[tuple[nn.Module, str]],
+        axes: DataAxes,
+        dim: int | None = None,
+    ) -> None:
+        self.name = name
+        self.module_infos: list[tuple[Any, str]] = []
+        self.put_at((holder_of(module), attribute) for module, attribute in places)
+        self.module = weakref.ref(places[0][0])
+        self.unit: Callable[[], Any] = lambda: None
+        self.axes = axes
+        self.layout: ParamLayout = get_param_layout(param)
+        self.on = ParamAxes(name, param, axes)
+        own = self.on.compute_mesh if axes.spmd is None else None
+        self.tp_mesh: DeviceMesh | None = own if own is not None and own.ndim == 1 else None
+        summed = self.on.summed
+        self.tp_size = 1 if summed is None else self.on.summed_group.size()
+        self.may_be_partial = (
+            summed is not None
+            and self.layout.compute == "dtensor"
+            and self.layout.tp_grad == "whole"
+            and isinstance(self.on.compute_placements[summed[0]], Replicate)
+        )
+        self.dtype = param.dtype
+        self.requires_grad = param.requires_grad
+        works = self.on.dims(param.shape)
+        if dim is None:
+            dim = next(iter(works), None)
+        elif dim not in works:
+            raise self._not_on(dim, param.shape, works)
+        self.geometry = Geometry.of(self.on, param.shape, dim)
+        whole = param.detach()
+        self.initial: torch.Tensor | None = (
+            get_local_tensor(whole) if isinstance(whole, DTensor) else whole
+        )
+        self.spec = make_spec(self.on.mesh, self.on.placements(self.dim), param.shape, param.dtype)
+        self.sharded: nn.Parameter = param  # the user's Parameter until ``place`` is called
+        self.placed = False
+        self.keeps_dtype = False
+        self.grad_dtype = grad_dtype_of(param)
+
+    def put_at(self, module_infos: Iterable[tuple[Any, str]]) -> None:
+        for holder, attribute in module_infos:
+            self.module_infos.append((holder, attribute))
+            _places[id(parameters_dict(holder)), attribute] = self
+
+    # -- shapes ------------------------------------------------------------------------------------
+
+    @property
+    def dim(self) -> int | None:
+        """The dim that the engine shards; None if the parameter is replicated on the shard axis."""
+        return self.geometry.dim
+
+    @property
+    def num_shards(self) -> int:
+        """Number of ranks that it is sharded over."""
+        return self.geometry.num_shards
+
+    @property
+    def global_shape(self) -> torch.Size:
+        """The plain model's."""
+        return self.geometry.global_shape
+
+    def _not_on(self, dim: int, shape: torch.Size, works: Iterable[int]) -> Parallel3dError:
+        return Parallel3dError(
+            f"parameter {self.name} of shape {tuple(shape)} can't be sharded on dim {dim} "
+            f"over {self.axes.num_shards} ranks: it is {self.on.compute_placements} on "
+            f"{self.on.compute_mesh}, and no DTensor placement expresses such shards. "
+            f"Dims that work: {', '.join(map(str, works)) or 'none (return None: it stays whole)'}"
+        )
+
+    def unreduced_spec(
+        self, dtype: torch.dtype, *, over_shard: bool, tp_partial: bool = False
+    ) -> DTensorSpec:
+        """Returns the DTensor spec of an unreduced gradient.
+
+        Args:
+            over_shard: whether the sum over shard, and not only that over replicate, is still to be made.
+            tp_partial: whether the sum over tp is, also if the layout doesn't say so.
+        """
+        placements = list(self.spec.placements)
+        for axis in self.axes.replicas:
+            placements[axis] = Partial("avg" if over_shard else "sum")
+        if self.axes.shard is not None and (over_shard or self.dim is None):
+            placements[self.axes.shard] = Partial("avg" if over_shard else "sum")
+        tp_partial = tp_partial or self.layout.tp_grad == "partial"
+        if over_shard and tp_partial and self.on.summed is not None:
+            placements[self.on.summed[1]] = Partial()
+        return make_spec(self.spec.mesh, placements, self.global_shape, dtype)
+
+    def reduced_spec(self, dtype: torch.dtype) -> DTensorSpec:
+        """Returns the DTensor spec of a reduced gradient of ``dtype``."""
+        return make_spec(self.spec.mesh, self.spec.placements, self.global_shape, dtype)
 
     # -- the Parameter at rest ---------------------------------------------------------------------
 
@@ -615,7 +654,7 @@ class OptimizerSteps:
     total: ClassVar[int] = 0
     of_alive: ClassVar[weakref.WeakKeyDictionary] = weakref.WeakKeyDictionary()
     # More than these are hardly deleted between a forward and its backward.
-    of_deleted: ClassVar[deque["OptimizerSteps"]] = deque(maxlen=8)
+    of_deleted: ClassVar[deque[OptimizerSteps]] = deque(maxlen=8)
 
     def __init__(self) -> None:
         self.last = -1
@@ -627,12 +666,12 @@ def segment_of(param: ShardedParam) -> Segment:
     """``param`` as the arithmetic of ``layout`` takes it."""
     partial = PartialGrad.MAYBE if param.may_be_partial else PartialGrad.NEVER
     return Segment(
-        ndim=len(param.compute_shape),
+        ndim=len(param.geometry.compute_shape),
         dim=param.dim,
         num_shards=param.num_shards,
-        numel=param.padded_numel,
-        even=param.even,
-        fills=param.fills_segment,
+        numel=param.geometry.padded_numel,
+        even=param.geometry.even,
+        fills=param.geometry.fills_segment,
         partial=PartialGrad.ALWAYS if param.layout.tp_grad == "partial" else partial,
         is_cut=tuple(
             size > 1 and not isinstance(placement, Replicate)

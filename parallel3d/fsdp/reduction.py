@@ -8,11 +8,12 @@ on. A ``Comm`` runs lanes as streams or as asynchronous works, and knows no stag
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import weakref
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.distributed import ProcessGroup
@@ -20,6 +21,7 @@ from torch.distributed import ProcessGroup
 from parallel3d._torch.kernels import foreach_copy_
 from parallel3d.fsdp import collectives
 from parallel3d.fsdp.collectives import ScatterWork
+from parallel3d.fsdp.records import BufferLayout
 
 
 class Lane(Enum):
@@ -67,8 +69,57 @@ class Reducer:
 DEFAULT_REDUCER = Reducer()
 
 
-Reduced = Any
-"""What is reduced: a ``bucket.Bucket``, or several coalesced."""
+@dataclass(frozen=True)
+class BucketSettings:
+    """What the user and options have set of a bucket; ``Bucket.change`` sets another.
+
+    Attributes:
+        divide_factor: what gradients are divided by; None: the number of data ranks.
+        reduce_unused: whether parameters without a gradient are reduced as zeros.
+        reducer: the collectives on gradients.
+        scatter_group: process group of the reduce-scatter; None: that of the all-gather.
+        on_result: stages that options add at a reduction's end; see ``stages_of``.
+        on_reduced: called with the bucket and the indices of the parameters whose ``.grad`` is complete.
+        gather_comm: the user's collective in place of the all-gather.
+        max_inputs: how many inputs of reduce-scatters may be in flight.
+        force_sum: whether the user has asked for plain sums, which no collective scales.
+        keep_storage: whether the unsharded parameters keep their memory while the unit is sharded.
+    """
+
+    divide_factor: float | None = None
+    reduce_unused: bool = False
+    reducer: Reducer = DEFAULT_REDUCER
+    scatter_group: ProcessGroup | None = None
+    on_result: tuple[Stage, ...] = ()
+    on_reduced: Callable[..., None] | None = None
+    gather_comm: Any = None
+    max_inputs: int = 1
+    force_sum: bool = False
+    keep_storage: bool = False
+
+
+class Reduced(Protocol):
+    """What is reduced: a ``bucket.Bucket``, or an ``options.merged.MergedBucket`` of several."""
+
+    unit: str
+    layout: BufferLayout
+    settings: BucketSettings
+    pin: bool
+    tp_group: ProcessGroup | None
+
+    @property
+    def scatter_group(self) -> ProcessGroup | None: ...
+    @property
+    def grads(self) -> ReducedGradients: ...
+
+
+class ReducedGradients(Protocol):
+    """The gradients of what is reduced; see ``gradients.BucketGradients``."""
+
+    in_flight: weakref.ref[Any] | None
+
+    def start(self, *, all_reduce: bool) -> Reduction: ...
+    def finish(self, job: Reduction) -> None: ...
 
 
 @dataclass(eq=False)
@@ -142,8 +193,8 @@ class ReduceScatter(Stage):
         bucket = job.bucket
         if bucket.scatter_group is None:
             return None
-        scale = 1.0 if bucket.force_sum else job.scale
-        return bucket.reducer.reduce_scatter(
+        scale = 1.0 if bucket.settings.force_sum else job.scale
+        return bucket.settings.reducer.reduce_scatter(
             job.inputs, bucket.scatter_group, unit=bucket.unit, scale=scale
         )
 
@@ -191,7 +242,7 @@ class AllReduce(Stage):
 
     def start(self, job: Reduction) -> Any:
         bucket = job.bucket
-        return bucket.reducer.all_reduce(job.tensor, self.group, unit=bucket.unit)
+        return bucket.settings.reducer.all_reduce(job.tensor, self.group, unit=bucket.unit)
 
     def finish(self, job: Reduction, work: Any) -> None:
         if work is not None:
@@ -240,7 +291,7 @@ def sum_over_tp(bucket: Reduced, tensor: torch.Tensor, tp_partial: Collection[in
     """
     assert bucket.tp_group is not None
     runs = _runs(bucket, tp_partial)
-    rows = tensor.view(-1, bucket.numel)
+    rows = tensor.view(-1, bucket.layout.numel)
     pieces = [row.narrow(0, start, length) for row in rows.unbind() for start, length in runs]
     if not pieces:
         return
@@ -254,10 +305,14 @@ def sum_over_tp(bucket: Reduced, tensor: torch.Tensor, tp_partial: Collection[in
 
 def _runs(bucket: Reduced, tp_partial: Collection[int]) -> list[tuple[int, int]]:
     """Returns (start, length) of what is summed over tp in a buffer (S,); neighbours are joined."""
-    starts = [0, *accumulate(bucket.segment_sizes)] if tp_partial else []
-    segments = [(starts[index], bucket.segment_sizes[index]) for index in sorted(tp_partial)]
-    if bucket.partial_start < bucket.numel:  # the bucket's last parameters are always partial
-        segments.append((bucket.partial_start, bucket.numel - bucket.partial_start))
+    starts = [0, *accumulate(bucket.layout.segment_sizes)] if tp_partial else []
+    segments = [(starts[index], bucket.layout.segment_sizes[index]) for index in sorted(tp_partial)]
+    if (
+        bucket.layout.partial_start < bucket.layout.numel
+    ):  # the bucket's last parameters are always partial
+        segments.append(
+            (bucket.layout.partial_start, bucket.layout.numel - bucket.layout.partial_start)
+        )
     runs: list[tuple[int, int]] = []
     for start, length in segments:
         if runs and sum(runs[-1]) == start:

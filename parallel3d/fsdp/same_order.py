@@ -238,7 +238,7 @@ class SameOrder:
         """Called before the gradients of bucket ``index`` of ``unit`` are reduced; raises as ``gathers``."""
         bucket = unit.group.buckets[index]
         used: tuple[int, ...] | None = None
-        if not bucket.reduce_unused:
+        if not bucket.settings.reduce_unused:
             indices = bucket.grads.to_reduce()
             if len(indices) < len(bucket.params):
                 used = tuple(sorted(indices))
@@ -311,7 +311,7 @@ class SameOrder:
             bucket = group.buckets[index]
             final = all_reduce or not bucket.over_replicate
             job = Reduction(bucket, ReduceInput(bucket).finish(1.0), [], final=final)
-            job.stages = stages_of(job, bucket.over_replicate, bucket.on_result, ())
+            job.stages = stages_of(job, bucket.over_replicate, bucket.settings.on_result, ())
             _run(job)
             return
         if not group.is_sharded and not group.is_registered:
@@ -368,7 +368,8 @@ class SameOrder:
             if unit.backward_begun and not unit.backward.calls
             for bucket in unit.group.buckets
             for index, param in enumerate(bucket.params)
-            if bucket.compute_params[index].requires_grad and index not in bucket.grads.arrived
+            if bucket.precision.compute_params[index].requires_grad
+            and index not in bucket.grads.arrived
         ]
 
     def _refuse(self, each: Pass, place: int, event: Event | None) -> NoReturn:

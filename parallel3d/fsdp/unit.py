@@ -9,7 +9,7 @@ is settled in one callback at the end of the backward.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +32,7 @@ from parallel3d.fsdp.api import MixedPrecisionPolicy, input_dtype
 from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.comm import Comm
 from parallel3d.fsdp.context import Attributes, RunContext, cast_inputs, run_backward
-from parallel3d.fsdp.context import Observer as Observer
+from parallel3d.fsdp.events import Option, Registrar
 from parallel3d.fsdp.group import ParamGroup, Registered, Retain
 from parallel3d.fsdp.members import UNIT_ATTRIBUTE, class_name, unit_around
 from parallel3d.fsdp.schedule import PrefetchSettings
@@ -112,9 +112,8 @@ class Unit:
     Attributes:
         group: its parameters.
         members: its modules, and the hooks on them.
-        observers: what options want to be told.
+        options: what is told of it, see ``Option``.
         registrar: the option that registers its parameters for the whole of the root's passes, if one does.
-            While its ``has_registered(unit)`` is true, hooks only call ``before_unit`` and ``after_unit``.
         forward, backward: the passes under way; None outside of them.
         computed_with: the numbers of the weights' values of the last forward, see ``ParamGroup.weights``.
         input_dtype: what inputs are cast to, or None.
@@ -145,8 +144,8 @@ class Unit:
         self.all_reduce = True
         self.post_optim_event: Any = None
         self.shared_comm: Comm | None = None
-        self.observers: list[Observer] = []
-        self.registrar: Any = None
+        self.options: list[Option] = []
+        self.registrar: Registrar | None = None
         self.manual_finalization = False
         self.form: Any = None
         self.ref = weakref.ref(self)
@@ -208,7 +207,7 @@ class Unit:
     def reduce_unused(self) -> bool:
         """Whether parameters without a gradient are reduced as zeros, since other ranks may have one."""
         buckets = self.group.buckets
-        return bool(buckets) and buckets[0].reduce_unused
+        return bool(buckets) and buckets[0].settings.reduce_unused
 
     # -- forward -------------------------------------------------------------------------------------
 
@@ -222,13 +221,12 @@ class Unit:
             self.registrar.before_unit(self)
             return None
         context = self.ready_context()
-        for observer in self.observers:
-            observer.begin_call(self)
+        for option in self.options:
+            option.begin_call(self)
         forward = self.forward
         if forward is None:
             forward = self.forward = ForwardPass()
         forward.depth += 1
-        others: Sequence[Unit] = ()
         if forward.depth > 1 and self.group.is_stale:
             self.group.gather_anew(context.comm)
             if forward.call is not None:
@@ -237,7 +235,7 @@ class Unit:
         if forward.depth == 1 and (again or not forward.to_run or not self.group.is_registered):
             if context.on_meta and not context.running:
                 context.note_meta((args, kwargs))
-            others = self._begin_forward(forward, context)
+            self._begin_forward(forward, context)
             if self.device_type != "cpu" and self.is_root:
                 args, kwargs = to_device((args, kwargs), self.device_type)
             forward.call = None
@@ -245,9 +243,9 @@ class Unit:
             if len(self.members.tops) > 1:
                 forward.to_run = set(self.members.tops)
         if forward.call is None and torch.is_grad_enabled():  # of a list, the first may run without
-            call = forward.call = Call(self, forward.position, others)
-            for observer in self.observers:
-                observer.note_call(call)
+            call = forward.call = Call(self, forward.position)
+            for option in self.options:
+                option.note_call(call)
             args = call.alias(args)
             if kwargs:
                 kwargs = {key: call.alias(value) for key, value in kwargs.items()}
@@ -255,19 +253,16 @@ class Unit:
             args, kwargs = cast_inputs(self, module, (args, kwargs))
         return args, kwargs
 
-    def _begin_forward(self, forward: ForwardPass, context: RunContext) -> Sequence[Unit]:
-        others: Sequence[Unit] = ()
+    def _begin_forward(self, forward: ForwardPass, context: RunContext) -> None:
         self.come_to_rest()
         recomputes = context.backward is not None
         begins = self.is_root and not recomputes
-        for observer in self.observers:
-            observer.begin_forward(
-                self, begins=begins, within=context.running, recomputes=recomputes
-            )
+        for option in self.options:
+            option.begin_forward(self, begins=begins, within=context.running, recomputes=recomputes)
         if begins:
-            others = context.begin_forward()
-        for observer in self.observers:
-            observer.prepare(self, context)
+            context.begin_forward()
+        for option in self.options:
+            option.prepare(self, context)
         compute = context.comm.current_stream()
         self.issue_unshard(context, compute)
         self.group.unshard(context.comm, compute)
@@ -282,15 +277,16 @@ class Unit:
         if context.running and not recomputes:
             forward.position = context.schedule.begin_forward(self.ref)
             context.issue_gathers(compute)
-        return others
 
     def issue_unshard(self, context: RunContext, compute: Any = None) -> None:
         """Issues a forward's all-gather, after taking over the user's changes; ``compute``: see ``Comm``."""
         group = self.group
+        if self.is_registered_by_root:
+            return
         if context.backward is None:
             if self.forward is None:
-                for observer in self.observers:
-                    observer.prepare(self, context)
+                for option in self.options:
+                    option.prepare(self, context)
             current = context.running and self.gathered_in == context.iteration
             if not current:
                 # Left over from another forward: the weights may have changed since, and no version
@@ -299,8 +295,6 @@ class Unit:
             self.gathered_in = context.iteration
             if group.is_in_other_form or not group.is_sharded:
                 pass
-            elif group.stands_in and group.is_registered:
-                group.note_weights(context.comm)  # its backward may come when it no longer is
             else:
                 group.register_sharded()  # an option's doing, if it was converted within this forward
                 group.adopt()
@@ -312,8 +306,8 @@ class Unit:
                     keep = context.running or self.keep_between_forwards
                     group.renew_copies(context.comm, if_changed=keep)
         else:
-            for observer in self.observers:
-                observer.gather_in_backward(self)
+            for option in self.options:
+                option.gather_in_backward(self)
         group.issue_unshard(context.comm, compute)
 
     @untraced
@@ -406,16 +400,16 @@ class Unit:
         if id(call) not in backward.calls:
             backward.calls.add(id(call))
             call.left = call.inputs
-        for observer in self.observers:
-            observer.reach_call(call, context)
-        backward = self.backward  # an observer may have begun another
+        for option in self.options:
+            option.reach_call(call, context)
+        backward = self.backward  # an option may have begun another
         if backward is None or backward.has_begun:
             return
         if torch.is_grad_enabled():
             root_backward.creates_graph = True
         backward.has_begun = self.has_unreduced = True
-        for observer in self.observers:
-            observer.begin_backward(self)
+        for option in self.options:
+            option.begin_backward(self)
         compute = context.comm.current_stream()
         if self.unshard_in_backward:
             self.group.unshard(context.comm, compute)
@@ -441,8 +435,8 @@ class Unit:
         context = self.context
         if context is not None and context.backward is None:
             context.enter_backward()  # the parameter was used outside a forward of ours
-        for observer in self.observers:
-            observer.take_gradient(self)
+        for option in self.options:
+            option.take_gradient(self)
         if grad is not None and grad.requires_grad:
             raise StateError(
                 f"unit {self.label}: .backward(create_graph=True) gives parameters gradients with a graph, "
@@ -466,7 +460,7 @@ class Unit:
         gradients that they compute apart. Returns whether there was any."""
         found = False
         for bucket in self.group.buckets:
-            for index, param in enumerate(bucket.compute_params):
+            for index, param in enumerate(bucket.precision.compute_params):
                 if param.grad is not None:
                     grad, param.grad = param.grad, None
                     self.take_gradient(bucket, index, grad)
@@ -501,10 +495,8 @@ class Unit:
 
     def leave_backward(self, context: RunContext) -> None:
         """Reshards the group, unless it is to stay gathered for the next micro-batch."""
-        if self.depth:  # a forward around this backward goes on
+        if self.depth or self.is_registered_by_root:  # a forward around this backward goes on
             return
-        if self.group.stands_in:
-            return  # the option that has made it so sees to it
         # What the user keeps gathered, a backward of this backward may read.
         creates_graph = context.backward is not None and context.backward.creates_graph
         if self.reshard_after_backward and not (creates_graph and self.group.retain is Retain.USER):
@@ -516,27 +508,32 @@ class Unit:
     def reduce(self, comm: Comm, reduced: set[int]) -> None:
         """Issues the reductions that are due, and adds the unit to ``reduced``: the ids of the units whose
         reductions this backward has issued."""
-        order = None if self.context is None else self.context.same_order
         for index, bucket in enumerate(self.group.buckets):
             due = bucket.grads.has_work(sync=self.sync, all_reduce=self.all_reduce)
-            if not due and bucket.reduce_unused and self.sync and id(self) not in reduced:
-                due = any(p.requires_grad for p in bucket.compute_params)
+            if not due and bucket.settings.reduce_unused and self.sync and id(self) not in reduced:
+                due = any(p.requires_grad for p in bucket.precision.compute_params)
             if due:
-                for observer in self.observers:
-                    observer.begin_reduction(self)
-                if order is not None:
-                    order.reduces(self, index, all_reduce=self.all_reduce)
-                comm.reduce(bucket, all_reduce=self.all_reduce)
+                for option in self.options:
+                    option.begin_reduction(self)
+                merged = bucket.grads.merged
+                if merged is None or not merged.take(self, index):
+                    self.reduce_bucket(index, comm)
         reduced.add(id(self))
         self.has_unreduced = self.has_unreduced and not self.sync
+
+    def reduce_bucket(self, index: int, comm: Comm) -> None:
+        """Issues the reduction of bucket ``index``."""
+        if self.context is not None and self.context.same_order is not None:
+            self.context.same_order.reduces(self, index, all_reduce=self.all_reduce)
+        comm.reduce(self.group.buckets[index], all_reduce=self.all_reduce)
 
     def end_backward(self) -> None:
         """Brings the unit to rest after the root's backward, whether it is complete or broken off."""
         context = self.context
         assert context is not None
         if self.is_root:
-            for observer in self.observers:
-                observer.end_backward(self)
+            for option in self.options:
+                option.end_backward(self)
         self.forget_modules_to_run()
         self.leave_backward(context)
         for bucket in self.group.buckets:
@@ -555,19 +552,10 @@ class Unit:
         """Whether an option has registered its parameters, so that there is nothing to do for it now."""
         return self.registrar is not None and self.registrar.has_registered(self)
 
-    def is_untouched(self, reduced: set[int]) -> bool:
-        """Whether a backward has brought nothing to it but what an option has taken; ``reduced``: see
-        ``reduce``."""
-        if self.backward is not None or not self.group.stands_in or id(self) in reduced:
-            return False
-        return not any(
-            bucket.grads.is_busy or bucket.reduce_unused for bucket in self.group.buckets
-        )
-
     def abandon(self, comm: Comm) -> None:
         """After an exception: at rest, nothing in flight."""
-        for observer in self.observers:
-            observer.abandon(self)
+        for option in self.options:
+            option.abandon(self)
         self.forward = self.backward = None
         self.has_unreduced = False
         self.group.abandon(comm)
@@ -660,18 +648,16 @@ class Call:
 
     Attributes:
         position: its place in the order of forwards.
-        others: of a root, all units: those whose parameters an option registers have no calls.
         weights: the numbers of the weights' values that it has computed with.
         first: ``next_backward_order()`` when it began.
         inputs: number of inputs that require a gradient. When all have theirs, the call's backward is over.
         left: how many of them are still to get it.
     """
 
-    __slots__ = ("__weakref__", "first", "inputs", "left", "others", "position", "unit", "weights")
+    __slots__ = ("__weakref__", "first", "inputs", "left", "position", "unit", "weights")
 
-    def __init__(self, unit: Unit, position: int, others: Sequence[Unit] = ()) -> None:
+    def __init__(self, unit: Unit, position: int) -> None:
         self.unit = unit
-        self.others = others
         self.position = position
         self.weights = unit.group.weights
         self.first = next_backward_order()
@@ -701,7 +687,7 @@ class Call:
 
         A leaf outlives the graph: its hook refers to this call weakly, and is removed when this call is gone.
         """
-        if not (tensor.is_leaf or getattr(tensor, "_is_param", False)):
+        if not tensor.is_leaf:
             tensor.register_hook(method)
             return
         weak = weakref.WeakMethod(method)

@@ -359,7 +359,7 @@ def _owners_in(outputs: Iterable[Any]) -> Iterable[ShardedParam]:
         variable = getattr(node, "variable", None)
         unit = getattr(variable, WATCHED_BY, lambda: None)()
         for bucket in () if unit is None else unit.group.buckets:
-            pairs = zip(bucket.params, bucket.compute_params, strict=True)
+            pairs = zip(bucket.params, bucket.precision.compute_params, strict=True)
             yield from (param for param, compute in pairs if compute is variable)
         for arrived in getattr(node, "arrivals", ()):
             bucket = arrived.bucket()
@@ -542,7 +542,10 @@ def explain_load(model: nn.Module, given: Mapping[str, Any], error: RuntimeError
 
 
 def _load_problem(owner: ShardedParam, value: torch.Tensor) -> str | None:
-    if not isinstance(value, DTensor) and value.shape == owner.local_shape != owner.global_shape:
+    if (
+        not isinstance(value, DTensor)
+        and value.shape == owner.geometry.local_shape != owner.global_shape
+    ):
         return (
             "one rank's shard, as torch.save of local tensors writes it. Write checkpoints by "
             "parallel3d.checkpoint.save, or torch.save what parallel3d.fsdp.model_state_dict returns"

@@ -112,7 +112,7 @@ class _WholeBucket:
 
     def __init__(self, bucket: Bucket, index: dict[int, int]) -> None:
         self.indices = [index[id(param.sharded)] for param in bucket.params]
-        self._segment_sizes = bucket.segment_sizes
+        self._segment_sizes = bucket.layout.segment_sizes
         self._padding = padding_of(bucket)
         # Name of a group -> (index of a tensor that it shards, the axis of that tensor's mesh).
         self._sources: dict[str, tuple[int, int]] = {}
@@ -126,7 +126,7 @@ class _WholeBucket:
         self._runs = [
             (axes, size)
             for axes, run in groupby(range(len(by_param)), key=by_param.__getitem__)
-            if (size := sum(bucket.segment_sizes[i] for i in run))
+            if (size := sum(bucket.layout.segment_sizes[i] for i in run))
         ]
 
     def add_to(

@@ -132,10 +132,14 @@ class ParamPiece:
 
 def padding_of(bucket: Bucket, first: int = 0, end: int | None = None) -> list[tuple[int, int]]:
     """Returns (start, length) of the padding after the parameters ``first`` to ``end`` in a flat buffer."""
-    padding, segment_end = [], sum(bucket.segment_sizes[:first])
+    padding, segment_end = [], sum(bucket.layout.segment_sizes[:first])
     for param in bucket.params[first:end]:
-        segment_end += param.padded_numel
-        rest = 0 if param.even else param.padded_numel - math.prod(param.local_shape)
+        segment_end += param.geometry.padded_numel
+        rest = (
+            0
+            if param.geometry.even
+            else param.geometry.padded_numel - math.prod(param.geometry.local_shape)
+        )
         if not isinstance(rest, int) or rest:  # a SymInt: some simulated ranks may have padding
             padding.append((segment_end - rest, rest))
     return padding
@@ -156,8 +160,8 @@ class RunPiece:
         self.bucket, self._first = bucket, first
         self._end = len(bucket.params) if end is None else end
         self._members = bucket.params[first : self._end]
-        self._sizes = bucket.segment_sizes[first : self._end]
-        self._start, self._numel = sum(bucket.segment_sizes[:first]), sum(self._sizes)
+        self._sizes = bucket.layout.segment_sizes[first : self._end]
+        self._start, self._numel = sum(bucket.layout.segment_sizes[:first]), sum(self._sizes)
         self._padding = padding_of(bucket, first, self._end)
         self._flat = bucket.flat
         self.params = [param.sharded for param in self._members]
@@ -168,7 +172,10 @@ class RunPiece:
     def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Returns the view of each parameter in ``flat``, which is shaped as ``tensor``."""
         segments = flat.split_with_sizes(self._sizes)
-        return [p.local_view(segment) for p, segment in zip(self._members, segments, strict=True)]
+        return [
+            p.geometry.local_view(segment)
+            for p, segment in zip(self._members, segments, strict=True)
+        ]
 
     @property
     def is_current(self) -> bool:
@@ -179,21 +186,21 @@ class RunPiece:
     def gradient(self) -> torch.Tensor | None:
         """Returns the gradient like ``tensor``; SeparateGradients if it consists of several tensors."""
         grads = list(map(_grad_of, self.params))
-        flat = flat_gradient(grads, self.bucket.segment_sizes, self._first)
+        flat = flat_gradient(grads, self.bucket.layout.segment_sizes, self._first)
         if flat is None:
             if any(grad is not None for grad in grads):
                 raise SeparateGradients  # some are missing, or the user has set them
             return None
         for place in self._padding:
             flat.narrow(0, *place).zero_()
-        if self._numel != self.bucket.numel:
+        if self._numel != self.bucket.layout.numel:
             flat = flat.narrow(0, self._start, self._numel)
         return flat if flat.dtype is self.tensor.dtype else flat.to(self.tensor.dtype)
 
     def split(self, states: list[State] | None = None) -> list[Piece]:
         """Returns smaller pieces, in each of which the gradients, and ``states`` if given, fit together."""
         grads = [param.sharded.grad for param in self.bucket.params]
-        kinds = flat_gradients_of(grads, self.bucket.segment_sizes)[self._first : self._end]
+        kinds = flat_gradients_of(grads, self.bucket.layout.segment_sizes)[self._first : self._end]
         splits = [
             i
             for i in range(1, len(kinds))

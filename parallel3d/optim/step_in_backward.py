@@ -140,10 +140,10 @@ class StepInBackward(Optimizer):
         self._groups = _by_bucket(optimizer, units)
         for unit in units:
             guard = StepGuard(unit, self._update)
-            unit.observers.append(guard)
+            unit.options.append(guard)
             for bucket in unit.group.buckets:
                 if id(bucket) in self._groups:
-                    bucket.on_reduced = guard.update
+                    bucket.change(on_reduced=guard.update)
         for group in self.param_groups:
             for param in group["params"]:
                 _by_parameter[id(param)] = self
@@ -235,9 +235,9 @@ class StepInBackward(Optimizer):
         for ref in units:
             unit = ref()
             if unit is not None and (guard := guard_of(unit)) is not None:
-                unit.observers.remove(guard)
+                unit.options.remove(guard)
                 for bucket in unit.group.buckets:
-                    bucket.on_reduced = None
+                    bucket.change(on_reduced=None)
         for group in self.param_groups:
             for param in group["params"]:
                 if _by_parameter.get(id(param)) is self:

@@ -6,20 +6,17 @@ The planner runs the engine's own arithmetic: ``fsdp/layout.py`` says how parame
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from typing import Any
 
 from parallel3d.fsdp.layout import (
-    NODE_BYTES,
     PartialGrad,
     Segment,
     are_zero_copy,
     bucket_order,
     ceil_div,
-    coalesced,
     is_exact,
     padded_shape,
 )
@@ -55,7 +52,6 @@ class BucketLayout:
         numel: S, elements of a rank's shard, padding included.
         packed: those of S that are not zero-copy.
         trainable: whether its parameters have gradients.
-        replicated: whether its shards can be its unsharded parameters, as far as its layout says.
         has_large: whether it has large zero-copy gradients, of which the arrival of half issues deferred
             gathers.
         packs_as_chunks: whether one kernel packs its small gradients.
@@ -66,7 +62,6 @@ class BucketLayout:
     numel: int
     packed: int
     trainable: bool
-    replicated: bool
     has_large: bool
     packs_as_chunks: bool
     grads: tuple[Grad, ...]
@@ -135,7 +130,6 @@ def _bucket(
         numel=sum(s.numel for s in segments),
         packed=sum(s.numel for s in packed),
         trainable=trainable,
-        replicated=num_shards == 1 and all(s.even and not s.partial for s in segments),
         has_large=zero_copy[0] and not small[0],
         packs_as_chunks=all(s.packs_as_chunks for s in packed),
         grads=tuple(
@@ -197,10 +191,6 @@ def tp_cut(parameter: Parameter, tp: int) -> tuple[str, list[int]]:
     return how, shape
 
 
-# Replicated units: their shards are their unsharded parameters, and gradients of several arrive together. See
-# ``fsdp/options/replicated.py``.
-
-
 @dataclass(frozen=True, slots=True)
 class Widths:
     """Bytes of an element: of a parameter at rest, while computing, while being reduced."""
@@ -210,30 +200,12 @@ class Widths:
     reduce: int
 
 
-def is_replicated(unit: UnitLayout, widths: Widths) -> bool:
-    """Whether nothing of ``unit`` is gathered, cast or padded."""
-    same = widths.rest == widths.compute == widths.reduce
-    return same and all(bucket.replicated for bucket in unit.buckets)
-
-
-def node_gradients(order: Sequence[UnitLayout], widths: Widths) -> dict[int, int]:
-    """Bytes of gradients that arrive together, by index of the unit in whose backward they do."""
-    buckets = [
-        (index, bucket)
-        for index in reversed(range(len(order)))
-        if is_replicated(order[index], widths)
-        for bucket in reversed(order[index].buckets)
-        if bucket.trainable
-    ]
-    sizes = [bucket.numel * widths.rest for _, bucket in buckets]
-    found: dict[int, int] = {}
-    for together in coalesced(sizes):
-        for node in coalesced([sizes[i] for i in together], first=NODE_BYTES, most=NODE_BYTES):
-            members = [buckets[together[i]] for i in node]
-            grads = sum(grad.numel for _, bucket in members for grad in bucket.grads)
-            last, _ = members[-1]
-            found[last] = max(found.get(last, 0), grads * widths.compute)
-    return found
+def input_bytes(bucket: BucketLayout, widths: Widths) -> int:
+    """Bytes of the buffer that gradients of ``bucket`` are packed into; 0 where that becomes ``.grad``, as
+    nothing is sharded or cast."""
+    if widths.rest == widths.reduce and bucket.num_shards == 1:
+        return 0
+    return bucket.num_shards * bucket.packed * widths.reduce
 
 
 @lru_cache(maxsize=4096)
@@ -257,8 +229,10 @@ def run_backward(
     units = [
         _Unit(
             layout,
-            [_Bucket(bucket, [0] * len(bucket.grads)) for bucket in layout.buckets],
-            is_replicated(layout, widths),
+            [
+                _Bucket(bucket, [0] * len(bucket.grads), input_bytes(bucket, widths))
+                for bucket in layout.buckets
+            ],
             # The inputs of these have no gradient: their backward is over when the whole one is.
             ends_last=layout.kind in ("embedding", "root") or index <= first_trained,
             in_backward=index >= first_trained or layout.kind == "root",
@@ -283,11 +257,13 @@ class _Bucket:
 
     Attributes:
         waiting: for each gradient its bytes if it waits for the reduction, else 0.
+        input_bytes: see ``input_bytes``.
         has_input: whether the buffer of packed gradients is allocated.
     """
 
     layout: BucketLayout
     waiting: list[int]
+    input_bytes: int
     has_input: bool = False
 
 
@@ -296,7 +272,6 @@ class _Unit:
     """A unit during the backward.
 
     Attributes:
-        replicated: see ``is_replicated``.
         ends_last: whether its backward is over only when the whole one is.
         in_backward: whether it has a backward.
         gathering: for each all-gather under way the bytes of its buffers, and those of unsharded parameters
@@ -305,7 +280,6 @@ class _Unit:
 
     layout: UnitLayout
     buckets: list[_Bucket]
-    replicated: bool
     ends_last: bool
     in_backward: bool
     gathered: bool = False
@@ -314,7 +288,7 @@ class _Unit:
 
     @property
     def gathers_in_backward(self) -> bool:
-        return self.layout.kind != "embedding" and not self.replicated
+        return self.layout.kind != "embedding"
 
 
 class _Timeline:
@@ -354,7 +328,6 @@ class _Timeline:
         for unit in order:
             self.schedule.begin_forward(unit)
         self.schedule.begin_backwards()
-        nodes = node_gradients([unit.layout for unit in order], self.widths)
         roots = [unit for unit in order if unit.layout.kind == "root"]
         last = []
         for root in roots:
@@ -363,23 +336,20 @@ class _Timeline:
             unit = order[place]
             if not unit.in_backward:
                 continue
-            if not unit.replicated:
-                self.begin(unit, place)
-                self.arrive(unit)
-                if unit.ends_last:
-                    last.append(unit)
-                else:
-                    self.end(unit)
-            self.note(nodes.get(place, 0))
+            self.begin(unit, place)
+            self.arrive(unit)
+            if unit.ends_last:
+                last.append(unit)
+            else:
+                self.end(unit)
+            self.note()
         # What a root has alone is used first, and so comes last.
-        for place, unit in enumerate(roots):
-            if not unit.replicated:
-                self.arrive(unit)
-            self.note(nodes.get(place, 0))
+        for unit in roots:
+            self.arrive(unit)
+            self.note()
         self.deferring = None
         for unit in [*last, *reversed(roots)]:
-            if not unit.replicated:
-                self.reduce(unit)
+            self.reduce(unit)
         self.note()
 
     # -- all-gathers -------------------------------------------------------------------------------
@@ -484,7 +454,7 @@ class _Timeline:
                 continue
             if not bucket.has_input:
                 bucket.has_input = True
-                self.buffers += layout.num_shards * layout.packed * reduce
+                self.buffers += bucket.input_bytes
             self.note(grad.padded * compute)
             self.buffers -= size
 
@@ -517,7 +487,7 @@ class _Timeline:
             self.free_inputs()
             inputs = self.cast_zero_copy(bucket)
             if layout.packed:
-                inputs += layout.num_shards * layout.packed * self.widths.reduce
+                inputs += bucket.input_bytes
                 self.pack(bucket)
             self.note()
             if layout.num_shards > 1:
@@ -544,7 +514,7 @@ class _Timeline:
         layout, waiting = bucket.layout, bucket.waiting
         together = False
         if not bucket.has_input:
-            self.buffers += layout.num_shards * layout.packed * self.widths.reduce
+            self.buffers += bucket.input_bytes
             self.note()
             together = layout.packs_as_chunks and all(grad.waits for grad in layout.grads)
         for index, grad in enumerate(layout.grads):

@@ -100,7 +100,7 @@ def mutated(where: str, how: str) -> Iterator[list[int]]:
                 if job.tensor is not None:
                     job.tensor = change(job.tensor)
             elif what == "unsharded":
-                for param in args[0].compute_params:
+                for param in args[0].precision.compute_params:
                     if param.dim() > 1:
                         param.data.copy_(change(param.data.clone()))
             elif what == "in place":

@@ -56,8 +56,8 @@ def test_apart_where_one_has_its_own_collective():
                     output_tensor, input_tensor, group=group, async_op=async_op
                 )
 
-        buckets[0].gather_comm = Gather()
+        buckets[0].change(gather_comm=Gather())
         with record_collectives(mesh) as recorder, torch.no_grad():
             block(torch.randn(3, 12))
         assert recorder.count("all_gather") == 2
-        assert not any(held_bytes(bucket.gathered) for bucket in buckets)
+        assert not any(held_bytes(bucket.precision.gathered) for bucket in buckets)

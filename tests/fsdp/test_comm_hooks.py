@@ -133,7 +133,7 @@ def test_hsdp_calls_both_in_turn_and_the_engine_divides_nothing():
         assert all(call[0] is state for call in hook.calls)
         sizes = [call[1:] for call in hook.calls]
         for bucket in buckets:
-            whole = bucket.numel
+            whole = bucket.layout.numel
             if bucket.shard_group is None:
                 assert sizes.count((whole, 3)) == sizes.count((whole, 2)) == 2  # one in each block
             else:
@@ -157,7 +157,7 @@ def test_a_unit_and_those_below_it_only():
             trial.model.register_comm_hook(CommHookState(), hook)
         buckets = [b for unit in units_of(trial.model, True) for b in unit.group.buckets]
         # Nothing half-applied.
-        assert sum(isinstance(b.reducer, HookedReduce) for b in buckets) == 2
+        assert sum(isinstance(b.settings.reducer, HookedReduce) for b in buckets) == 2
 
 
 class Whole(nn.Module):
@@ -326,7 +326,7 @@ def test_what_is_refused(layout):
         for state, hook, error, match in wrong(layout):
             with pytest.raises(error, match=match):
                 model.register_comm_hook(state, hook)
-        assert not any(isinstance(b.reducer, HookedReduce) for b in buckets)
+        assert not any(isinstance(b.settings.reducer, HookedReduce) for b in buckets)
         for given in (0, -1.0, "2", True, float("nan")):
             with pytest.raises(Parallel3dError, match="positive number"):
                 CommHookState(gradient_predivide_factor=given)

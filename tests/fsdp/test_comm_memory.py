@@ -103,7 +103,7 @@ def refused_on_gloo() -> list[str]:
             messages.append(str(error))
     model.set_allocate_memory_from_process_group_for_comm(False)  # it is off already
     assert all(
-        b.gather_comm is None and b.reducer is DEFAULT_REDUCER
+        b.settings.gather_comm is None and b.settings.reducer is DEFAULT_REDUCER
         for b in get_unit(model).group.buckets
     )
     return messages
@@ -166,8 +166,12 @@ class TestGroupMemory:
             each_unit(model, FROM_GROUP, True)
             model.set_separate_reduce_scatter_group()
             for bucket in get_unit(model).group.buckets:
-                assert bucket.reducer.comm.group is bucket.scatter_group
-                assert bucket.gather_comm.group is bucket.shard_group is not bucket.scatter_group
+                assert bucket.settings.reducer.comm.group is bucket.scatter_group
+                assert (
+                    bucket.settings.gather_comm.group
+                    is bucket.shard_group
+                    is not bucket.scatter_group
+                )
 
 
 class TestSymmetricMemory:
@@ -220,7 +224,9 @@ class TestSymmetricMemory:
             model.set_symm_mem_for_comm()
             with pytest.raises(StateError, match="max_input_buffers=1"):
                 model.set_reduce_scatter_max_input_buffers(2)
-            assert {b.max_inputs for u in units_of(model, True) for b in u.group.buckets} == {1}
+            assert {
+                b.settings.max_inputs for u in units_of(model, True) for b in u.group.buckets
+            } == {1}
 
 
 @parity("method: set_custom_all_gather")

@@ -82,8 +82,10 @@ class TestDivideFactor:
         with fake_world(0, 2):
             model = shard_blocks(Net(), build_mesh(MeshLayout(1, 2, 1), device_type="cpu"))
             model.set_gradient_divide_factor(3)
-            assert {b.divide_factor for b in get_unit(model).group.buckets} == {3}
-            assert {b.divide_factor for b in get_unit(model.layers[0]).group.buckets} == {None}
+            assert {b.settings.divide_factor for b in get_unit(model).group.buckets} == {3}
+            assert {b.settings.divide_factor for b in get_unit(model.layers[0]).group.buckets} == {
+                None
+            }
 
     @parity("method: set_reduce_scatter_divide_factor")
     def test_old_name(self):
@@ -208,4 +210,4 @@ class TestAllReduceHook:
                 model.set_all_reduce_hook(lambda grad: None, stream=object())
             with pytest.raises(Parallel3dError, match="function"):
                 model.set_all_reduce_hook("all_reduce")
-            assert not any(bucket.on_result for bucket in buckets(model))
+            assert not any(bucket.settings.on_result for bucket in buckets(model))

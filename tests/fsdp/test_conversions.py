@@ -109,7 +109,7 @@ class TestMixedPrecision:
             assert seen == {"weight": torch.bfloat16, "input": torch.bfloat16}
             assert out.dtype == torch.float64
             assert all(p.grad.dtype == p.dtype == torch.float32 for p in model.parameters())
-            numel = sum(b.numel for b in unit_of(model).group.buckets) * 2
+            numel = sum(b.layout.numel for b in unit_of(model).group.buckets) * 2
             (gather, *_) = recorder.select("all_gather")
             (scatter,) = recorder.select("reduce_scatter")
             assert (gather.bytes, scatter.bytes) == (numel * 2, numel * 4)

@@ -7,7 +7,7 @@ import torch
 from parallel3d.fsdp import reduction
 from parallel3d.fsdp.collectives import ScatterWork
 from parallel3d.fsdp.comm import CpuComm
-from parallel3d.fsdp.reduction import Reducer, Reduction, stages_of
+from parallel3d.fsdp.reduction import BucketSettings, Reducer, Reduction, stages_of
 
 
 def test_an_input_that_is_freed_early_issues_nothing_over_tp(monkeypatch) -> None:
@@ -20,9 +20,7 @@ def test_an_input_that_is_freed_early_issues_nothing_over_tp(monkeypatch) -> Non
         unit="",
         tp_group=object(),
         scatter_group=object(),
-        reducer=Reducer(),
-        on_reduced=None,
-        force_sum=False,
+        settings=BucketSettings(),
     )
     job = Reduction(bucket, [torch.ones(4)], [0], 0.5)
     job.stages = stages_of(job, (), (), ())

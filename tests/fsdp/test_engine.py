@@ -55,7 +55,9 @@ class TestAtRest:
             model, _ = build()
             loss = lm_loss(model, tokens(0))
             sizes = [
-                sum(b.unsharded.untyped_storage().size() for b in unit_of(m).group.buckets)
+                sum(
+                    b.precision.unsharded.untyped_storage().size() for b in unit_of(m).group.buckets
+                )
                 for m in (*model.layers, model)
             ]
             assert sizes[0] == sizes[1] == 0 < sizes[2]

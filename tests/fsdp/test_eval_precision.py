@@ -28,7 +28,7 @@ class TestFullPrecisionInEval:
             )
             model.set_keep_between_forwards(True)
             (bucket,) = get_unit(model).group.buckets
-            low = bucket.unsharded
+            low = bucket.precision.unsharded
             mesh = model.weight.device_mesh
             x = torch.ones(2, DIM)
             assert bucket.other_precision is None  # built when it is asked for
@@ -37,7 +37,10 @@ class TestFullPrecisionInEval:
                 assert held_bytes(low) == 2 * 2 * DIM * DIM
                 model.eval()
                 model(x), model(x)
-                assert held_bytes(low) == 0 and held_bytes(bucket.unsharded) == 2 * 4 * DIM * DIM
+                assert (
+                    held_bytes(low) == 0
+                    and held_bytes(bucket.precision.unsharded) == 2 * 4 * DIM * DIM
+                )
                 model.train()
                 model(x)
             assert [call.bytes for call in recorder.select("all_gather")] == [
@@ -45,9 +48,9 @@ class TestFullPrecisionInEval:
                 4 * DIM * DIM,
                 2 * DIM * DIM,
             ]
-            assert bucket.unsharded is low
+            assert bucket.precision.unsharded is low
             model.reshard()
-            assert at_rest(model) and held_bytes(bucket.other_precision["unsharded"]) == 0
+            assert at_rest(model) and held_bytes(bucket.other_precision.unsharded) == 0
 
     def test_unshard_follows_the_mode(self) -> None:
         with fake_world(0, 2):
@@ -107,7 +110,7 @@ class TestFullPrecisionInEval:
             with torch.inference_mode():
                 model.eval()(rows(0))
             (bucket,) = get_unit(model).group.buckets
-            assert (bucket.unsharded is bucket.flat) == (layout[1] == 1)
+            assert (bucket.precision.unsharded is bucket.flat) == (layout[1] == 1)
             x = rows(0).requires_grad_()
             model(x).sum().backward()
             model.train()(x).sum().backward()

@@ -228,8 +228,8 @@ class TestMemory:
             (bucket,) = unit_of(model).group.buckets
             with torch.no_grad():
                 model.unshard()
-            (extension,) = bucket.extensions
-            assert bucket.gathered.data_ptr() == extension.rows[0].data_ptr()
+            (extension,) = bucket.precision.extensions
+            assert bucket.precision.gathered.data_ptr() == extension.rows[0].data_ptr()
             model.reshard()
             assert at_rest(model)
 
@@ -240,7 +240,12 @@ class TestMemory:
             model = wrap(extend(mlp(8), kind))
             step(model)
             (bucket,) = (b for b in unit_of(model).group.buckets if type(b) is ExtensionBucket)
-            parts = [bucket, model[0].weight, bucket.extensions[0].compute, bucket.rows[0]]
+            parts = [
+                bucket,
+                model[0].weight,
+                bucket.precision.extensions[0].compute,
+                bucket.precision.rows[0],
+            ]
             gone = [weakref.ref(part) for part in parts]
             with collector_off():
                 del model, bucket, parts

@@ -322,4 +322,4 @@ def test_kept_bytes() -> None:
         (bucket,) = (b for b in unit_of(model).group.buckets if isinstance(b, ExtensionBucket))
         one_rank = 12 + 8 + 2 * 4 + 4  # two rows of 6 and one of 8, and a scale for each
         assert held_bytes(bucket.post_forward_shard) == 2 * one_rank
-        assert not any(held_bytes(rows) for rows in bucket.rows)
+        assert not any(held_bytes(rows) for rows in bucket.precision.rows)

@@ -90,11 +90,13 @@ def test_it_takes_gradients_put_by_hand() -> None:
         trial.model.set_requires_gradient_sync(False)
         trial.forward(0)
         bucket = unit.group.buckets[0]
-        bucket.compute_params[0].grad = torch.ones_like(bucket.compute_params[0])
+        bucket.precision.compute_params[0].grad = torch.ones_like(
+            bucket.precision.compute_params[0]
+        )
         trial.model.set_reshard_after_backward(True)
         trial.model.set_requires_gradient_sync(True)
         trial.model.finalize_backward()
-        assert bucket.compute_params[0].grad is None
+        assert bucket.precision.compute_params[0].grad is None
         for got in world.per_rank(bucket.params[0].sharded.grad.full_tensor()):
             assert torch.equal(got, torch.ones_like(got))
         assert at_rest(trial.model)

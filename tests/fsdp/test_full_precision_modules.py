@@ -98,7 +98,7 @@ class TestBatchNorm:
         with fake_world(0, 2):
             model = wrap(normed(), mp_policy=torch_fsdp.MixedPrecisionPolicy(param_dtype=BF16))
             (bucket,) = get_unit(model).group.buckets
-            assert bucket.compute_dtype is BF16 and type(model.norm) is nn.BatchNorm1d
+            assert bucket.precision.compute_dtype is BF16 and type(model.norm) is nn.BatchNorm1d
 
     def test_without_mixed_precision_it_costs_nothing(self) -> None:
         with fake_world(0, 2):
@@ -147,7 +147,9 @@ class TestKeptModules:
             block[0].weight = model[0].weight
             wrap(model, param_dtype=BF16, full_precision_modules=(nn.Sequential,))
             buckets = get_unit(model).group.buckets
-            assert {b.compute_dtype for b in buckets} == {FP32}  # all are inside the outer one
+            assert {b.precision.compute_dtype for b in buckets} == {
+                FP32
+            }  # all are inside the outer one
             block = nn.Sequential(nn.Linear(DIM, DIM), nn.LayerNorm(DIM))
             model = nn.ModuleDict({"a": nn.Linear(DIM, DIM), "b": block})
             block[0].weight = model["a"].weight
@@ -155,7 +157,8 @@ class TestKeptModules:
             holder.inner = model
             wrap(holder, param_dtype=BF16, full_precision_modules=(nn.Sequential,))
             names = {
-                b.compute_dtype: [p.name for p in b.params] for b in get_unit(holder).group.buckets
+                b.precision.compute_dtype: [p.name for p in b.params]
+                for b in get_unit(holder).group.buckets
             }
             assert names[BF16] == ["inner.a.weight", "inner.a.bias"]
             assert names[FP32] == ["inner.b.0.bias", "inner.b.1.weight", "inner.b.1.bias"]
@@ -172,7 +175,10 @@ class TestKeptModules:
                 (norm,) = [
                     b for b in get_unit(model).group.buckets if b.params[0].name == "norm.weight"
                 ]
-                assert (norm.compute_dtype, norm.reduce_dtype) == (own, expected)
+                assert (norm.precision.compute_dtype, norm.precision.reduce_dtype) == (
+                    own,
+                    expected,
+                )
 
     def test_nothing_stays_wrapped_after_an_error(self) -> None:
         with fake_world(0, 2):
@@ -207,7 +213,7 @@ def test_what_is_copied_home_is_what_the_gradient_will_be(keep) -> None:
     with fake_world(0, 2):
         model = wrap(nn.Linear(DIM, DIM), param_dtype=BF16, keep_low_precision_grads=keep)
         (bucket,) = get_unit(model).group.buckets
-        job = Reduction(bucket, [torch.ones(bucket.numel, dtype=BF16)], [])
+        job = Reduction(bucket, [torch.ones(bucket.layout.numel, dtype=BF16)], [])
         CopyToHost().finish(job, None)
         assert job.tensor.dtype is (BF16 if keep else FP32)
 
@@ -231,7 +237,7 @@ def test_freed_at_once() -> None:
         model.unshard()
         casts["a cast"] = model.layers[0].gain
         others = get_unit(model.layers[0]).group.buckets[0].other_precision
-        alive = references(model, **casts, other=others["unsharded"])
+        alive = references(model, **casts, other=others.unsharded)
         del model, casts, others
         assert not [name for name, ref in alive.items() if ref() is not None]
 

@@ -74,7 +74,7 @@ def test_the_unit_does_not_wait_for_it() -> None:
 
         def note(grad: torch.Tensor) -> None:
             buckets = unit_of(model.layers[1]).group.buckets
-            held.append(sum(held_bytes(bucket.unsharded) for bucket in buckets))
+            held.append(sum(held_bytes(bucket.precision.unsharded) for bucket in buckets))
 
         model.layers[0].register_forward_pre_hook(
             lambda _, args: args[0].register_hook(note) and None

@@ -102,7 +102,12 @@ class TestLayout:
             units = {get_unit(m) for m in (model.embed, *model.layers, model.norm)}
             held = 0
             for bucket in (bucket for unit in units for bucket in unit.group.buckets):
-                for buffer in (bucket.flat, bucket.copy, bucket.gathered, bucket.unsharded):
+                for buffer in (
+                    bucket.flat,
+                    bucket.copy,
+                    bucket.precision.gathered,
+                    bucket.precision.unsharded,
+                ):
                     held += held_bytes(buffer)
             assert held == numel // 4 * 4 + numel // 2 * 2
 

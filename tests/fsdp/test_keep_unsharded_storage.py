@@ -22,15 +22,15 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 def addresses(model: nn.Module) -> list[list[int]]:
     return [
-        [inner.data_ptr() for inner in bucket.unsharded._local_tensors.values()]
+        [inner.data_ptr() for inner in bucket.precision.unsharded._local_tensors.values()]
         for bucket in buckets(model)
     ]
 
 
 def held(model: nn.Module) -> list[bool]:
     """Of each bucket whose unsharded parameters are no shards: whether they have memory."""
-    own = [bucket for bucket in buckets(model) if bucket.has_own_unsharded]
-    return [held_bytes(bucket.unsharded) > 0 for bucket in own]
+    own = [bucket for bucket in buckets(model) if bucket.precision.has_own_unsharded]
+    return [held_bytes(bucket.precision.unsharded) > 0 for bucket in own]
 
 
 @parity
@@ -69,8 +69,8 @@ def test_of_one_unit_or_all_inside() -> None:
         trial = Trial(world, FSDP, shard_blocks)
         trial.model.set_keep_unsharded_storage(True, recurse=False)
         trial.backward(0)
-        own = [bucket for bucket in buckets(trial.model) if bucket.has_own_unsharded]
-        assert [bucket.unit for bucket in own if held_bytes(bucket.unsharded)] == ["Net"]
+        own = [bucket for bucket in buckets(trial.model) if bucket.precision.has_own_unsharded]
+        assert [bucket.unit for bucket in own if held_bytes(bucket.precision.unsharded)] == ["Net"]
         with pytest.raises(ValueError, match="keep"):
             trial.model.set_keep_unsharded_storage("yes")
 
@@ -109,8 +109,8 @@ def test_with_other_options(options) -> None:
             assert not any(held(trial.model))
             for bucket in buckets(trial.model):
                 other = bucket.other_precision
-                if other is not None and other["has_own_unsharded"]:
-                    assert held_bytes(other["unsharded"]) == 0
+                if other is not None and other.has_own_unsharded:
+                    assert held_bytes(other.unsharded) == 0
     for got, want in zip(*grads, strict=True):
         assert torch.equal(got, want)
 

@@ -209,7 +209,7 @@ class TestFrozen:
             model = shard_blocks(build(), mesh)
             (bucket,) = unit_of(model.layers[1]).group.buckets
             model.layers[0].norm.register_full_backward_hook(
-                lambda *_: held.append(held_bytes(bucket.unsharded))
+                lambda *_: held.append(held_bytes(bucket.precision.unsharded))
             )
             model(floats(0)).sum().backward()
         assert held == [0]
@@ -223,7 +223,7 @@ class TestFrozen:
             block.up.requires_grad_(False)
             fully_shard(block, mesh=mesh)
             buckets = unit_of(block).group.buckets
-            trained = [b.numel for b in buckets if b.params[0].requires_grad]
+            trained = [b.layout.numel for b in buckets if b.params[0].requires_grad]
             with record_collectives(mesh) as recorder:
                 block(floats(0)).sum().backward()
             assert len(buckets) == 2 and recorder.count("all_gather") == 1  # they go together
@@ -449,7 +449,7 @@ class TestModules:
                 model(floats(0))
             for layer in model.layers:
                 (bucket,) = unit_of(layer).group.buckets
-                assert bucket.gathered.untyped_storage().size() == 0
+                assert bucket.precision.gathered.untyped_storage().size() == 0
 
 
 def multi_grad(model: nn.Module, mode: str) -> Any:

@@ -95,7 +95,7 @@ def test_one_rank_only(elsewhere):
     with local_world(1) as world:
         trial = Trial(world, MeshLayout(1, 1, 1), wrap)
         for bucket in buckets(trial.model):
-            assert bucket.unsharded is not bucket.flat
+            assert bucket.precision.unsharded is not bucket.flat
         trial.backward(0)
         trial.check([0])
 

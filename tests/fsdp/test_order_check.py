@@ -106,7 +106,7 @@ class TestIterations:
                 lm_loss(model, tokens(0)).backward()
                 for _ in range(3):
                     model.layers[1](torch.ones(2, 3, 12)).sum().backward()
-                assert len(get_unit(model).observers[0].order) == 6
+                assert len(get_unit(model).options[0].order) == 6
 
     def test_one_that_broke_off_is_not_compared_with(self) -> None:
         with fake_world(0, 4):

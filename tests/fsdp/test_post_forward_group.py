@@ -83,12 +83,15 @@ def test_memory_between_forward_and_backward_is_the_part():
         loss = trial.forward(0)
         buckets = [b for b in buckets_of(trial.model) if b.shard_group is not None]
         for bucket in buckets:
-            assert held_bytes(bucket.unsharded) == 0
+            assert held_bytes(bucket.precision.unsharded) == 0
             # Ranks, rows, bf16.
-            assert held_bytes(bucket.post_forward_shard) == 4 * 2 * bucket.numel * 2
+            assert held_bytes(bucket.post_forward_shard) == 4 * 2 * bucket.layout.numel * 2
         loss.backward()
         for bucket in buckets:
-            assert bucket.post_forward_shard is None and held_bytes(bucket.post_forward.buffer) == 0
+            assert (
+                bucket.post_forward_shard is None
+                and held_bytes(bucket.precision.post_forward.buffer) == 0
+            )
 
 
 def test_scalars_are_not_sharded_and_keep_nothing():
@@ -126,7 +129,11 @@ def test_one_small_mesh_for_all_units():
         mesh = build_mesh(MeshLayout(2, 4, 1), device_type="cpu")
         model = wrap_over(2)(Net(), mesh)
         model(torch.randn(2, 6)).sum()
-        groups = {id(b.post_forward.group) for b in buckets_of(model) if b.post_forward is not None}
+        groups = {
+            id(b.precision.post_forward.group)
+            for b in buckets_of(model)
+            if b.precision.post_forward is not None
+        }
         assert len(groups) == 1
 
 
@@ -136,7 +143,11 @@ def test_mesh_without_names(rank):
         mesh = torch.distributed.init_device_mesh("cpu", (8,))
         model = wrap_over(4)(Net(), mesh)
         model(torch.randn(2, 6)).sum()
-        small = next(b.post_forward for b in buckets_of(model) if b.post_forward is not None)
+        small = next(
+            b.precision.post_forward
+            for b in buckets_of(model)
+            if b.precision.post_forward is not None
+        )
         assert (small.group.size(), small.rank) == (4, rank % 4)
 
 

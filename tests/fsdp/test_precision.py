@@ -68,7 +68,9 @@ def full_precision_in_eval(world, layout):
     both(train=True)
     twins.zero_grad()
     assert 1e-12 < twins.step(2, FP64) < 1e-5 and 1e-12 < twins.of_gradients() < 1e-5
-    assert {b.compute_dtype for b in get_unit(twins.model.layers[0]).group.buckets} == {FP32}
+    assert {b.precision.compute_dtype for b in get_unit(twins.model.layers[0]).group.buckets} == {
+        FP32
+    }
     # An evaluation between forward and backward; then both precisions in one backward.
     twins.zero_grad()
     trained = twins.outputs(3, FP64)
@@ -159,7 +161,10 @@ def kept_modules(world, layout):
     assert norm in gathers[: len(gathers) // 2]
     buckets = get_unit(twins.model.layers[0]).group.buckets
     reduced = FP64 if follows_grad_dtype else FP32  # without a reduce_dtype, from torch 2.15 on
-    assert {(b.compute_dtype, b.reduce_dtype) for b in buckets} == {(FP32, reduced), (FP64, FP64)}
+    assert {(b.precision.compute_dtype, b.precision.reduce_dtype) for b in buckets} == {
+        (FP32, reduced),
+        (FP64, FP64),
+    }
 
 
 class Asks(Net):

@@ -1,10 +1,10 @@
-"""Units whose unsharded parameters are the shards: shown by the root, gradients together, few all-reduces."""
+"""Units whose unsharded parameters are the shards: nothing is gathered or freed, and few all-reduces."""
 
 import copy
 
 import pytest
 import torch
-from _support.fsdp.replicated_models import USES, batch, check, is_lean, plain, wrapped
+from _support.fsdp.replicated_models import USES, batch, check, plain, wrapped
 
 from parallel3d.errors import StateError
 from parallel3d.fsdp.inspect import get_unit
@@ -24,7 +24,6 @@ def test_gradients(use: str) -> None:
             if again != 1:  # then it adds to what is there
                 expected.zero_grad()
                 model.zero_grad()
-        assert use == "a block alone" or is_lean(model)
 
 
 @pytest.mark.parametrize("use", ["all", "a block left out", "a block twice"])
@@ -40,7 +39,6 @@ def test_average_over_ranks(use: str) -> None:
             model.zero_grad()
             USES[use](model, world.map(lambda r: batches[r])).backward()
         check(model, expected)
-        assert is_lean(model)
 
 
 def test_one_all_reduce_for_small_units() -> None:
@@ -52,14 +50,13 @@ def test_one_all_reduce_for_small_units() -> None:
             assert record.count() == record.count("all_reduce") == 1
 
 
-def test_accumulation_and_settings_go_the_general_way() -> None:
+def test_accumulation() -> None:
     with fake_world(0, 1):
         expected, model = plain(), wrapped(1)
         for each in (expected, model):
             each(batch(0)).sum().backward()
         with model.no_sync():
             model(batch(1)).sum().backward()
-        assert not is_lean(model)
         loss = model(batch(2)).sum()
         with model.no_sync():
             loss.backward()

@@ -3,24 +3,16 @@
 import copy
 import weakref
 
-import pytest
 import torch
 from _support.fsdp.lifetimes import collector_off
-from _support.fsdp.replicated_models import WIDTH, batch, check, is_lean, plain, wrapped
+from _support.fsdp.replicated_models import WIDTH, batch, check, plain, wrapped
 from torch import nn
 
 from parallel3d import MeshLayout, build_mesh
 from parallel3d.fsdp import fully_shard, register_fsdp_forward_method
 from parallel3d.fsdp.inspect import get_unit
-from parallel3d.fsdp.options import replicated
 from parallel3d.optim import clip_grad_norm_
 from parallel3d.testing import GlooPool, fake_world, shards_of
-
-
-def joints_of(model: nn.Module) -> list[replicated.CoalescedAllReduce]:
-    options = get_unit(model).context.options
-    (runner,) = [each for each in options if isinstance(each, replicated.ReplicatedUnits)]
-    return runner.joints
 
 
 def test_a_graph_from_before_a_change_still_brings_gradients() -> None:
@@ -32,18 +24,6 @@ def test_a_graph_from_before_a_change_still_brings_gradients() -> None:
             (loss + each(batch(1)).sum()).backward()
             each(batch(2)).sum().backward()
         check(model, expected)
-
-
-def test_small_units_share_a_node() -> None:
-    with fake_world(0, 1):
-        model = wrapped(1)
-        model(batch()).sum().backward()
-        (joint,) = joints_of(model)
-        assert len(joint.share_nodes()) == 1
-        nodes = {
-            p.grad_fn for block in model.blocks for p in get_unit(block).group.buckets[0].stand_ins
-        }
-        assert len(nodes) == 1
 
 
 def test_clip_grad_norm() -> None:
@@ -70,7 +50,6 @@ def test_grad_scaler_with_fp16() -> None:
                 scaler.scale(loss).backward()
                 scaler.step(optimizer)
                 scaler.update()
-        assert is_lean(model)
         for param, other in zip(model.parameters(), expected.parameters(), strict=True):
             for _, _, local in shards_of(param):
                 torch.testing.assert_close(local, other, rtol=0, atol=2e-3)
@@ -145,23 +124,15 @@ def _train(model: nn.Module, batches: list[list[torch.Tensor]]) -> None:
         optimizer.zero_grad()
 
 
-def _on_gloo(steps: int, large: int) -> list[torch.Tensor]:
-    rank, before = torch.distributed.get_rank(), replicated.LARGE
-    replicated.LARGE = large
-    try:
-        model = wrapped(torch.distributed.get_world_size())
-        _train(model, [[batch(10 * step + rank)] for step in range(steps)])
-        assert is_lean(model)
-        for joint in joints_of(model):
-            assert (joint._share is None) == (large > 0)
-        return [param.to_local().detach().clone() for param in model.parameters()]
-    finally:
-        replicated.LARGE = before
+def _on_gloo(steps: int) -> list[torch.Tensor]:
+    rank = torch.distributed.get_rank()
+    model = wrapped(torch.distributed.get_world_size())
+    _train(model, [[batch(10 * step + rank)] for step in range(steps)])
+    return [param.to_local().detach().clone() for param in model.parameters()]
 
 
-@pytest.mark.parametrize("large", [pytest.param(replicated.LARGE, marks=pytest.mark.slow), 0])
-def test_processes_beside_the_plain_model(gloo_pool: GlooPool, large: int) -> None:
-    by_rank = gloo_pool.run(_on_gloo, 3, large)
+def test_processes_beside_the_plain_model(gloo_pool: GlooPool) -> None:
+    by_rank = gloo_pool.run(_on_gloo, 3)
     expected = plain()
     _train(
         expected,

@@ -178,7 +178,11 @@ def most_held(monkeypatch, layers: int = 6, **options) -> tuple[int, int]:
 
             def wrapper(self, *args):
                 result = original(self, *args)
-                held = [b for b in blocks if held_bytes(b.unsharded) or held_bytes(b.gathered)]
+                held = [
+                    b
+                    for b in blocks
+                    if held_bytes(b.precision.unsharded) or held_bytes(b.precision.gathered)
+                ]
                 most.append(len(held))
                 return result
 

@@ -92,7 +92,7 @@ def test_param_dtype_override_fn_that_returns_anything_else(wrong) -> None:
 
 def reduce_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
     return {
-        param.name: bucket.reduce_dtype
+        param.name: bucket.precision.reduce_dtype
         for unit in units_of(model, recurse=True)
         for bucket in unit.group.buckets
         for param in bucket.params

@@ -351,7 +351,9 @@ def test_reset_drops_what_waits():
         model.reset_iter_state()
         assert all(p.grad is None for p in model.parameters())
         assert at_rest(model)
-        assert not any(held_bytes(b.gathered) for b in unit_of(model.layers[0]).group.buckets)
+        assert not any(
+            held_bytes(b.precision.gathered) for b in unit_of(model.layers[0]).group.buckets
+        )
 
 
 def test_one_module_of_a_list_alone_sees_new_weights():

@@ -94,7 +94,9 @@ class TestUnusedParameters:
             model.zero_grad()
             model.set_reduce_scatter_unused_params(False, recurse=False)
             assert model.layers[0].b.weight.grad is None
-            assert {b.reduce_unused for b in buckets(model)} == {True}  # the root has no parameters
+            assert {b.settings.reduce_unused for b in buckets(model)} == {
+                True
+            }  # the root has no parameters
 
 
 def refused(branches: str) -> str:

@@ -77,7 +77,7 @@ def test_numbers_are_the_plain_models(least, layout, size, count):
     least(size)
     with local_world(layout.world_size) as world:
         run = trial(world, layout)
-        assert [b.zero_copy for b in buckets_of(run.model.layers[0])] == [count]
+        assert [b.layout.zero_copy for b in buckets_of(run.model.layers[0])] == [count]
         for batch in (0, 1):
             run.backward(batch)
             run.check([batch])
@@ -122,10 +122,10 @@ def test_own_gather_put_in_and_taken_out_between_forward_and_backward(least):
         buckets = [b for layer in run.model.layers for b in buckets_of(layer)]
         for before, after in ((None, Gather()), (Gather(), None)):
             for bucket in buckets:
-                bucket.gather_comm = before
+                bucket.change(gather_comm=before)
             loss = run.forward(0)
             for bucket in buckets:
-                bucket.gather_comm = after
+                bucket.change(gather_comm=after)
             loss.backward()
             run.check([0])
             run.model.zero_grad()

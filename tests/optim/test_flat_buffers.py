@@ -44,7 +44,7 @@ def padding_in(bucket, flat: torch.Tensor) -> list[torch.Tensor]:
 def spoil_padding(model: nn.Module) -> None:
     """What pads gradients may hold anything."""
     for bucket in buckets(model):
-        flat = flat_gradient([p.sharded.grad for p in bucket.params], bucket.segment_sizes)
+        flat = flat_gradient([p.sharded.grad for p in bucket.params], bucket.layout.segment_sizes)
         for padding in padding_in(bucket, flat):
             padding.fill_(math.nan)
 
@@ -134,7 +134,7 @@ def test_norm_loses_no_digits_over_a_long_buffer() -> None:
         for p in model.parameters():
             get_local_tensor(p.grad).fill_(0.01)
         (bucket,) = buckets(model)
-        flat = flat_gradient([p.sharded.grad for p in bucket.params], bucket.segment_sizes)
+        flat = flat_gradient([p.sharded.grad for p in bucket.params], bucket.layout.segment_sizes)
         want = flat.double().norm()
         assert abs(clip_grad_norm_(model, 1.0) - want) <= 2e-5 * want
         torch.testing.assert_close(flat.double().norm(), want.new_ones(()), rtol=1e-4, atol=0)

@@ -122,9 +122,9 @@ def test_no_flat_gradient_in_wrong_places() -> None:
         fully_shard(model, mesh=build_mesh(MeshLayout(1, 2, 1), device_type="cpu"))
         model().backward()
         ((bucket,),) = (unit.group.buckets for unit in units_of(model, recurse=True))
-        grads, sizes = [p.sharded.grad for p in bucket.params], bucket.segment_sizes
+        grads, sizes = [p.sharded.grad for p in bucket.params], bucket.layout.segment_sizes
         whole = flat_gradient(grads, sizes)
-        assert whole is not None and whole.numel() == bucket.numel
+        assert whole is not None and whole.numel() == bucket.layout.numel
         assert flat_gradient(grads[1:3], sizes, 1) is whole
         assert flat_gradient(grads[1:3], sizes) is None
         assert flat_gradient(grads[::-1], sizes) is None

@@ -1,19 +1,23 @@
-"""Options of the engine: each registers itself, and the core does not name it."""
+"""Options of the engine. Which ones a root may have is listed here, and the core names none.
 
-import weakref
+A unit's options are put into ``Unit.options`` by what asks for them: a policy, or a call of the user's. Other
+options are a kind of ``Bucket``, of ``Reducer`` or of ``Stage``, which the core is given.
+"""
 
-from parallel3d.fsdp.context import RootOption, RunContext
+from parallel3d.fsdp.context import RunContext
+from parallel3d.fsdp.options.checks import BuffersAreFilled, RanksAgree
+from parallel3d.fsdp.options.finalization import Finalization
+from parallel3d.fsdp.options.gather_extension import LateExtensions
+from parallel3d.fsdp.options.merged import MergedBuckets, RegisteredByRoot
 
+ROOT_OPTIONS = (
+    LateExtensions,  # first: it makes other buckets
+    RanksAgree,
+    BuffersAreFilled,
+    Finalization,
+    MergedBuckets,
+    RegisteredByRoot,  # last: once it has registered parameters, nothing may raise
+)
+"""In the order in which they are told. Whichever option is imported, this file is read before it."""
 
-class ContextOption(RootOption):
-    """An option that knows its root's context, weakly, as that holds it."""
-
-    def __init__(self, context: RunContext) -> None:
-        self._context = weakref.ref(context)
-
-    @property
-    def context(self) -> RunContext:
-        """The root's context."""
-        context = self._context()
-        assert context is not None
-        return context
+RunContext.root_options = ROOT_OPTIONS

@@ -23,13 +23,13 @@ from parallel3d._util.arguments import as_bool
 from parallel3d._util.unset import fill_unset, unset_in
 from parallel3d.errors import AgreementError, Parallel3dError, StateError
 from parallel3d.fsdp.bucket import Bucket
-from parallel3d.fsdp.context import RunContext, root_options
+from parallel3d.fsdp.context import RunContext
+from parallel3d.fsdp.events import ContextUnit, Option
 from parallel3d.fsdp.group import ShardedState
 from parallel3d.fsdp.members import params_of, units_modules, units_of
-from parallel3d.fsdp.options import ContextOption
 from parallel3d.fsdp.param import ShardedParam
 from parallel3d.fsdp.same_order import module_names, param_name
-from parallel3d.fsdp.unit import Call, Observer, Unit
+from parallel3d.fsdp.unit import Call, Unit
 from parallel3d.fsdp.watch import without_values
 from parallel3d.guards.nan_losses import nan_losses
 from parallel3d.guards.stalls import say_where_ranks_wait
@@ -42,7 +42,7 @@ from parallel3d.mesh.store import others
 # another model. What ranks do with them, ``same_order`` compares in each pass.
 
 
-class RanksAgree(ContextOption):
+class RanksAgree(Option):
     """Compares the models of all ranks once.
 
     Attributes:
@@ -51,34 +51,34 @@ class RanksAgree(ContextOption):
     """
 
     def __init__(self, context: RunContext) -> None:
-        super().__init__(context)
         buckets = [bucket for unit in context.units for bucket in unit.group.buckets]
         over_tp = any(param.tp_size > 1 for param in params_of(context.units))
         gathers = over_tp or any(bucket.shard_group is not None for bucket in buckets)
         self.before = "forward" if gathers else "backward"
 
-    def before_forward(self, units: Sequence[Unit]) -> Sequence[Unit]:
+    @classmethod
+    def of_root(cls, context: RunContext) -> RanksAgree:
+        return cls(context)
+
+    def before_root_forward(self, context: RunContext) -> None:
         """Compares the models if this forward may gather.
 
         A forward without gradients of units that ``unshard()`` has gathered doesn't: one rank may evaluate
         its model alone.
         """
         if self.before == "forward":
-            groups = [unit.group for unit in self.context.units if unit.group.buckets]
+            groups = [unit.group for unit in context.units if unit.group.buckets]
             gathered = all(group.state is ShardedState.UNSHARDED for group in groups)
             if torch.is_grad_enabled() or not gathered:
-                self.before_backward()
-        return units
+                self.before_root_backward(context)
 
-    def before_backward(self) -> None:
+    def before_root_backward(self, context: RunContext) -> None:
         """Compares the models, once."""
         if self.before:
             self.before = ""
-            self.context.options.remove(self)
-            _compare_models(self.context)
+            context.options.remove(self)
+            _compare_models(context)
 
-
-root_options.append(RanksAgree)
 
 # ``to_empty`` gives memory to what is on meta. A state dict then brings the values of parameters and of
 # persistent buffers; others, such as rotary tables, would stay as the memory was.
@@ -100,30 +100,27 @@ def fill_from_meta(unit: Unit, convert: Callable[[], Any]) -> Any:
             setattr(fill_unset(buffer), _NO_VALUES, True)
             options = unit.ready_context().options
             if not any(isinstance(option, BuffersAreFilled) for option in options):
-                options.append(BuffersAreFilled(unit.ready_context()))
+                options.append(BuffersAreFilled())
     return result
 
 
-class BuffersAreFilled(ContextOption):
+class BuffersAreFilled(Option):
     """Raises StateError in the first forward of the root if buffers have no values."""
 
-    def before_forward(self, units: Sequence[Unit]) -> Sequence[Unit]:
-        named = (named for top in self.context.root.modules for named in top.named_buffers())
+    @classmethod
+    def of_root(cls, context: RunContext) -> BuffersAreFilled | None:
+        buffers = (buffer for top in context.root.modules for buffer in top.buffers())
+        return cls() if any(hasattr(b, _NO_VALUES) for b in buffers) else None
+
+    def before_root_forward(self, context: RunContext) -> None:
+        named = (named for top in context.root.modules for named in top.named_buffers())
         names = [n for n, b in named if hasattr(b, _NO_VALUES) and bool(unset_in(b).all())]
         if names:
             raise StateError(without_values(names, "have memory from to_empty"))
-        self.context.options.remove(self)
-        return units
+        context.options.remove(self)
 
 
-def _of_context(context: RunContext) -> BuffersAreFilled | None:
-    buffers = (buffer for top in context.root.modules for buffer in top.buffers())
-    return BuffersAreFilled(context) if any(hasattr(b, _NO_VALUES) for b in buffers) else None
-
-
-root_options.append(_of_context)
-
-_UnitParams = list[tuple[Unit, ShardedParam]]
+_UnitParams = list[tuple[ContextUnit, ShardedParam]]
 
 
 def _compare_models(context: RunContext) -> None:
@@ -202,12 +199,12 @@ def check_execution_order(
     ranks = sorted({rank for param in params_of(units) for rank in _ranks(param)})
     check = _OrderCheck(ranks, timeout)
     for unit in units:
-        unit.observers = [known for known in unit.observers if not isinstance(known, _OrderCheck)]
+        unit.options = [known for known in unit.options if not isinstance(known, _OrderCheck)]
         if enabled:
-            unit.observers.append(check)
+            unit.options.append(check)
 
 
-class _OrderCheck(Observer):
+class _OrderCheck(Option):
     """Compares this rank's position with other ranks', and its order with the iteration before.
 
     Attributes:
@@ -303,7 +300,7 @@ def _label(ref: weakref.ref[Unit]) -> str:
 _NO_BACKWARD = -1  # ``backward_id`` outside of a backward
 
 
-class StepGuard(Observer):
+class StepGuard(Option):
     """Calls ``update`` for the buckets of one unit as their gradients are reduced, after checks.
 
     Args:
@@ -410,7 +407,7 @@ _ACCUMULATION_HINT = (
 
 def guard_of(unit: Unit) -> StepGuard | None:
     """Returns the guard of ``unit``, or None if its parameters are not updated in backward."""
-    return next((known for known in unit.observers if isinstance(known, StepGuard)), None)
+    return next((known for known in unit.options if isinstance(known, StepGuard)), None)
 
 
 def refuse_accumulation(units: Iterable[Unit], method: str) -> None:

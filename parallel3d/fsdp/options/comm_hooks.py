@@ -261,14 +261,14 @@ def check_hook(bucket: Bucket, state: Any, hook: Any) -> None:
             "as parallel3d.fsdp.bf16_compress_hook; or None"
         )
     conflict = ""
-    if isinstance(bucket.reducer, HookedReduce):
+    if isinstance(bucket.settings.reducer, HookedReduce):
         conflict = (
             f"{label} has a hook already; remove it first with register_comm_hook(None, None)"
         )
-    elif bucket.divide_factor is not None:
+    elif bucket.settings.divide_factor is not None:
         conflict = (
-            f"the gradients of {label} are divided by {bucket.divide_factor}, but a hook divides by itself; "
-            "call set_gradient_divide_factor(None) first"
+            f"the gradients of {label} are divided by {bucket.settings.divide_factor}, but a hook divides by "
+            "itself; call set_gradient_divide_factor(None) first"
         )
     elif custom_reduce_scatter(bucket) is not None:
         conflict = (
@@ -363,12 +363,14 @@ class CustomReduce(Reducer):
 
 def custom_reduce_scatter(bucket: Bucket) -> Any:
     """Returns the collective that replaces the engine's reduce-scatter, or None."""
-    return bucket.reducer.comm if isinstance(bucket.reducer, CustomReduce) else None
+    return (
+        bucket.settings.reducer.comm if isinstance(bucket.settings.reducer, CustomReduce) else None
+    )
 
 
 def set_reduce_scatter(bucket: Bucket, comm: Any) -> None:
     """Makes ``bucket`` reduce its gradients by ``comm``, or, with None, by the engine's collective."""
-    bucket.reducer = DEFAULT_REDUCER if comm is None else CustomReduce(comm)
+    bucket.change(reducer=DEFAULT_REDUCER if comm is None else CustomReduce(comm))
 
 
 class EngineCollective:
@@ -418,7 +420,7 @@ class EngineCollective:
 def set_engine_collectives(bucket: Bucket, *, symmetric: bool, reduces: bool) -> None:
     """Makes ``bucket`` gather, and if ``reduces`` reduce-scatter too, between such buffers."""
     assert bucket.shard_group is not None and bucket.scatter_group is not None
-    bucket.gather_comm = EngineCollective(bucket.shard_group, symmetric=symmetric)
+    bucket.change(gather_comm=EngineCollective(bucket.shard_group, symmetric=symmetric))
     if reduces:
         set_reduce_scatter(bucket, EngineCollective(bucket.scatter_group, symmetric=symmetric))
 
@@ -446,7 +448,7 @@ def check_custom(unit: Unit, method: str, comm: Any, present: Callable[[Bucket],
 
 def check_not_hooked(method: str, bucket: Bucket) -> None:
     """Raises StateError if the gradients of ``bucket`` are reduced by a communication hook."""
-    if isinstance(bucket.reducer, HookedReduce):
+    if isinstance(bucket.settings.reducer, HookedReduce):
         raise StateError(
             f"{method}: unit {bucket.unit} has a communication hook, which reduces and divides its gradients "
             "by itself; remove it first with register_comm_hook(None, None)"
@@ -461,7 +463,7 @@ def communicating(unit: Unit, method: str, *, symmetric: bool) -> list[Bucket]:
     """
     for bucket in unit.group.buckets:
         check_not_hooked(method, bucket)
-        for comm in (bucket.gather_comm, custom_reduce_scatter(bucket)):
+        for comm in (bucket.settings.gather_comm, custom_reduce_scatter(bucket)):
             same_kind = isinstance(comm, EngineCollective) and comm.symmetric is symmetric
             if comm is not None and not same_kind:
                 raise RefusedStateError(

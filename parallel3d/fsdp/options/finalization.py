@@ -8,7 +8,7 @@ reductions are in flight: the next one completes them first, so that an exceptio
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from enum import Enum, auto
 from functools import cache
 from typing import Any
@@ -18,9 +18,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from parallel3d._torch.autograd import untraced
 from parallel3d.errors import StateError
-from parallel3d.fsdp.context import RunContext, root_options
+from parallel3d.fsdp.context import RunContext
+from parallel3d.fsdp.events import Option
 from parallel3d.fsdp.members import params_of
-from parallel3d.fsdp.options import ContextOption
 from parallel3d.fsdp.unit import Unit
 
 
@@ -32,7 +32,7 @@ class ReductionProgress(Enum):
     REDUCING = auto()  # finalized, and nobody has waited yet
 
 
-class Finalization(ContextOption):
+class Finalization(Option):
     """The option of one root whose ``set_manual_backward_finalization`` is True.
 
     Attributes:
@@ -41,28 +41,38 @@ class Finalization(ContextOption):
     """
 
     def __init__(self, context: RunContext) -> None:
-        super().__init__(context)
+        self._context = weakref.ref(context)
         self.progress = ReductionProgress.COMPLETE
         self.number = 0
         self._dropped = -1
 
-    def before_forward(self, units: Sequence[Any]) -> Sequence[Any]:
+    @classmethod
+    def of_root(cls, context: RunContext) -> Finalization | None:
+        return cls(context) if context.root.manual_finalization else None
+
+    @property
+    def context(self) -> RunContext:
+        """The root's context, which has this."""
+        context = self._context()
+        assert context is not None
+        return context
+
+    def before_root_forward(self, context: RunContext) -> None:
         """Raises StateError if an asynchronous finalization was not waited on."""
         if self.progress is ReductionProgress.REDUCING:
             raise _not_waited("a forward", self.context)
-        return units
 
-    def before_backward(self) -> None:
+    def before_root_backward(self, context: RunContext) -> None:
         """Completes the reductions of the finalization before."""
         if self.progress is ReductionProgress.REDUCING:
             self.complete()
 
-    def leaves_in_flight(self) -> bool:
-        self.context.comm.settle_host()
+    def leaves_in_flight(self, context: RunContext) -> bool:
+        context.comm.settle_host()
         self._enter(ReductionProgress.DUE)
         return True
 
-    def abandon(self) -> None:
+    def abandon_root(self, context: RunContext) -> None:
         self._dropped = self.number
         self._end()
 
@@ -116,10 +126,6 @@ class Finalization(ContextOption):
         self.progress = ReductionProgress.COMPLETE
         _unfinished.discard(self)
 
-
-root_options.append(
-    lambda context: Finalization(context) if context.root.manual_finalization else None
-)
 
 _unfinished: weakref.WeakSet[Finalization] = weakref.WeakSet()
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -29,11 +30,12 @@ from parallel3d.errors import MeshError, Parallel3dError, RefusedError
 from parallel3d.fsdp.api import MixedPrecisionPolicy
 from parallel3d.fsdp.bucket import Bucket, Versions, allocate, release
 from parallel3d.fsdp.collectives import all_gather
-from parallel3d.fsdp.context import root_options
+from parallel3d.fsdp.context import RunContext
+from parallel3d.fsdp.events import Option
 from parallel3d.fsdp.gradients import BucketGradients
-from parallel3d.fsdp.options import ContextOption
 from parallel3d.fsdp.param import ShardedParam
 from parallel3d.fsdp.placement import DataAxes, chunk_length, post_forward_mesh
+from parallel3d.fsdp.records import Precision
 
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
@@ -84,7 +86,7 @@ class Extension:
 
     def inputs(self, local: torch.Tensor) -> list[torch.Tensor]:
         """Returns what ``local.fsdp_pre_all_gather`` says to gather, as flat bytes, padded if need be."""
-        shape = torch.Size(self.param.compute_shape)
+        shape = torch.Size(self.param.geometry.compute_shape)
         arguments = (self.mesh, shape, _strides(shape), self.param.module(), self.policy)
         if local.numel() == 0:
             local = self._zeros_for(local)
@@ -109,7 +111,7 @@ class Extension:
 
     def _zeros_for(self, local: torch.Tensor) -> torch.Tensor:
         """Returns zeros in place of a shard without rows, of which methods can't take a maximum."""
-        zeros = local.new_zeros(self.param.chunk_shape)
+        zeros = local.new_zeros(self.param.geometry.chunk_shape)
         if not is_extended(zeros):
             return local
         for name, value in vars(local).items():  # such as a scale computed before
@@ -119,8 +121,11 @@ class Extension:
 
     def _padded(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a gather input with the rows of the largest shard, unless the method has added them."""
-        rows, dim = self.param.local_shape[self.param.dim or 0], self._gathered_dim(tensor.shape)
-        wanted = self.param.chunk_shape[self.param.dim or 0]
+        rows, dim = (
+            self.param.geometry.local_shape[self.param.dim or 0],
+            self._gathered_dim(tensor.shape),
+        )
+        wanted = self.param.geometry.chunk_shape[self.param.dim or 0]
         if isinstance(rows, torch.SymInt) or tensor.dim() == 0 or tensor.shape[dim] != rows:
             return tensor
         if rows == wanted:
@@ -132,7 +137,7 @@ class Extension:
 
     def _gathered_dim(self, shape: torch.Size) -> int:
         """Returns the dim along which the ranks' inputs of ``shape`` are concatenated."""
-        same_ndim = len(shape) == len(self.param.compute_shape)
+        same_ndim = len(shape) == len(self.param.geometry.compute_shape)
         return (self.param.dim or 0) if same_ndim else 0
 
     def make_outputs(self, n: int, device: torch.device) -> None:
@@ -199,7 +204,7 @@ class Extension:
 
     def _without_padding(self, whole: torch.Tensor) -> torch.Tensor:
         """Returns ``whole`` without the rows that pad the sharded dim; raises if it has another shape."""
-        shape, dim = torch.Size(self.param.compute_shape), self.param.dim or 0
+        shape, dim = torch.Size(self.param.geometry.compute_shape), self.param.dim or 0
         if whole.shape == shape:
             return whole
         if whole.ndim != len(shape) or not all(
@@ -336,6 +341,21 @@ def _describe(value: Any) -> str:
     return type(value).__name__
 
 
+@dataclass(eq=False)
+class ExtensionPrecision(Precision):
+    """That of an ``ExtensionBucket``.
+
+    Attributes:
+        extensions: of its parameters.
+        rows: for each gather input its output as bytes, (n, bytes).
+        one_input: whether there is one gather input alone, whose output is ``gathered``.
+    """
+
+    extensions: list[Extension] = field(default_factory=list)
+    rows: list[torch.Tensor] = field(default_factory=list)
+    one_input: bool = False
+
+
 class ExtensionBucket(Bucket):
     """Parameters of one unit with all-gather extensions. S is the bytes of all gather inputs of one rank.
 
@@ -344,25 +364,12 @@ class ExtensionBucket(Bucket):
 
     Attributes:
         flat: the first shard, for its dtype and device.
-        gathered: (n * S,) bytes.
-        rows: for each gather input its output as bytes, (n, bytes).
+        precision: ``gathered`` has (n * S,) bytes.
     """
 
-    can_coalesce = False  # it gathers bytes, not its shards
-    packs_all = True
-    by_precision = (
-        "policy",
-        "compute_dtype",
-        "reduce_dtype",
-        "sum_dtype",
-        "grad_dtype",
-        "extensions",
-        "compute_params",
-        "gathered",
-        "unsharded",
-        "rows",
-        "one_input",
-    )
+    precision: ExtensionPrecision
+    other_precision: ExtensionPrecision | None
+    gathers_shards = False  # but bytes
 
     # -- storage -----------------------------------------------------------------------------------
 
@@ -373,7 +380,6 @@ class ExtensionBucket(Bucket):
         self.local_views = [self._place(param) for param in self.params]
         self.flat = self.local_views[0]
         self.versions = Versions(self)
-        self.has_own_unsharded = True
         self._make_unsharded()
         self.grads = _PlainGradients(self)
         self.post_forward_rank = 0
@@ -382,23 +388,27 @@ class ExtensionBucket(Bucket):
         self._make_extensions()
         self._make_unsharded()
 
+    def set_precision(self, *, own: bool) -> None:
+        super().set_precision(own=own)
+        self.precision = ExtensionPrecision(**vars(self.precision))
+
     def _make_unsharded(self) -> None:
-        floating = self.compute_dtype.is_floating_point
-        empty = torch.empty(0, dtype=self.compute_dtype, device=self.device)
-        self.compute_params = [
+        now = self.precision
+        floating = now.compute_dtype.is_floating_point
+        empty = torch.empty(0, dtype=now.compute_dtype, device=self.device)
+        now.compute_params = [
             nn.Parameter(empty.clone(), p.requires_grad and floating) for p in self.params
         ]
-        self.gathered = self.unsharded = torch.empty(0, dtype=torch.uint8, device=self.device)
-        self.rows: list[torch.Tensor] = []
-        self.one_input = False
+        now.gathered = now.unsharded = torch.empty(0, dtype=torch.uint8, device=self.device)
+        now.rows, now.one_input = [], False
 
     def _make_extensions(self) -> None:
-        mesh = _shard_mesh(self.unit, self.axes)
-        self.extensions = []
+        mesh, now = _shard_mesh(self.unit, self.axes), self.precision
+        now.extensions = []
         for param in self.params:
             local = param.local if param.initial is None else param.initial
-            extension = Extension(self.unit, param, local, mesh, self.policy, self.compute_dtype)
-            self.extensions.append(extension)
+            extension = Extension(self.unit, param, local, mesh, now.policy, now.compute_dtype)
+            now.extensions.append(extension)
             if param.dim is None and self.axes.size(self.axes.shard) > 1:
                 raise Parallel3dError(
                     f"{extension.label} of shape {tuple(param.global_shape)} can't be cut over the shard "
@@ -427,9 +437,9 @@ class ExtensionBucket(Bucket):
         assert param.dim is not None
         coordinate = self.axes.coordinate(self.axes.shard)
         if isinstance(coordinate, torch.SymInt):
-            rows = param.chunk_shape[param.dim]
+            rows = param.geometry.chunk_shape[param.dim]
             start = torch.sym_min(coordinate * rows, whole.shape[param.dim])
-            part = whole.narrow(param.dim, start, param.local_shape[param.dim])
+            part = whole.narrow(param.dim, start, param.geometry.local_shape[param.dim])
             return part.clone(memory_format=torch.contiguous_format)
         chunks = self._chunks(param, whole)
         if coordinate < len(chunks):
@@ -481,11 +491,13 @@ class ExtensionBucket(Bucket):
         with torch.inference_mode(False), torch.no_grad():
             kept = self.post_forward_shard
             inputs = self._inputs() if kept is None else [kept]
-            if self.gather_comm is None or self.shard_group is None:
-                allocate(self.gathered)
-                return [self.gathered], [inputs[0] if len(inputs) == 1 else torch.cat(inputs)]
-            self.custom_gathered = output = self.gather_comm.allocate(
-                (self.gathered.numel(),), dtype=torch.uint8, device=self.device
+            if self.settings.gather_comm is None or self.shard_group is None:
+                allocate(self.precision.gathered)
+                return [self.precision.gathered], [
+                    inputs[0] if len(inputs) == 1 else torch.cat(inputs)
+                ]
+            self.custom_gathered = output = self.settings.gather_comm.allocate(
+                (self.precision.gathered.numel(),), dtype=torch.uint8, device=self.device
             )
             size = sum(tensor.numel() for tensor in inputs)
             rank = self.axes.coordinate(self.axes.shard)
@@ -496,11 +508,11 @@ class ExtensionBucket(Bucket):
 
     def _inputs(self) -> list[torch.Tensor]:
         by_param = []
-        for extension, local in zip(self.extensions, self.local_views, strict=True):
+        for extension, local in zip(self.precision.extensions, self.local_views, strict=True):
             if self.reads_host:
                 local = local.to(self.device, non_blocking=self.pin)
             by_param.append(extension.inputs(local))
-        if not self.rows:
+        if not self.precision.rows:
             sizes = [sum(t.numel() for t in inputs) for inputs in by_param]
             self._check_agreement(sizes)
             self._make_buffers(sum(sizes))
@@ -508,7 +520,7 @@ class ExtensionBucket(Bucket):
 
     def _check_agreement(self, sizes: list[int]) -> None:
         """Raises on all ranks if their gather inputs have different sizes; torch would hang."""
-        uneven = not all(param.even for param in self.params)
+        uneven = not all(param.geometry.even for param in self.params)
         if not uneven or self.shard_group is None or ranks_are_simulated():
             return
         own = torch.tensor(sizes, device=self.device)
@@ -517,44 +529,48 @@ class ExtensionBucket(Bucket):
         if work is not None:
             work.wait()
         by_param = gathered.view(self.num_shards, -1).T.tolist()
-        for extension, by_rank in zip(self.extensions, by_param, strict=True):
+        for extension, by_rank in zip(self.precision.extensions, by_param, strict=True):
             if len(set(by_rank)) > 1:
                 param = extension.param
                 raise RefusedError(
-                    f"{extension.label} of shape {tuple(param.compute_shape)} is cut unevenly over "
+                    f"{extension.label} of shape {tuple(param.geometry.compute_shape)} is cut unevenly over "
                     f"{self.num_shards} ranks, and fsdp_pre_all_gather returned inputs of "
                     f"{', '.join(map(str, by_rank))} bytes on them; where a rank has fewer rows it must pad "
-                    f"its inputs as if its shard had the shape {tuple(param.chunk_shape)}"
+                    f"its inputs as if its shard had the shape {tuple(param.geometry.chunk_shape)}"
                 )
 
     def _make_buffers(self, size: int) -> None:
         """Makes the outputs of the all-gather, to which this rank contributes ``size`` bytes."""
-        for extension in self.extensions:
+        for extension in self.precision.extensions:
             extension.make_outputs(self.num_shards, self.device)
-        self.rows = [rows for extension in self.extensions for rows in extension.rows]
-        self.one_input = len(self.rows) == 1
-        if self.one_input:
-            self.gathered = self.rows[0].view(-1)
+        self.precision.rows = [
+            rows for extension in self.precision.extensions for rows in extension.rows
+        ]
+        self.precision.one_input = len(self.precision.rows) == 1
+        if self.precision.one_input:
+            self.precision.gathered = self.precision.rows[0].view(-1)
         else:
             numel = self.num_shards * size
-            self.gathered = torch.empty(numel, dtype=torch.uint8, device=self.device)
-        self.unsharded = self.rows[0]
+            self.precision.gathered = torch.empty(numel, dtype=torch.uint8, device=self.device)
+        self.precision.unsharded = self.precision.rows[0]
 
     def copy_out(self) -> None:
         """After the all-gather: copies bytes to the outputs and makes the unsharded parameters of these."""
         gathered, self.custom_gathered = self.custom_gathered, None
         with torch.inference_mode(False), torch.no_grad():
-            for extension in self.extensions:
+            for extension in self.precision.extensions:
                 extension.allocate()
-            if gathered is None and not self.one_input:
-                gathered = self.gathered
+            if gathered is None and not self.precision.one_input:
+                gathered = self.precision.gathered
             if gathered is not None:
-                sizes = [rows.shape[1] for rows in self.rows]
+                sizes = [rows.shape[1] for rows in self.precision.rows]
                 whole = gathered.view(self.num_shards, -1)
-                torch.split_with_sizes_copy(whole, sizes, dim=1, out=self.rows)
-            made = [extension.rebuild() for extension in self.extensions]
+                torch.split_with_sizes_copy(whole, sizes, dim=1, out=self.precision.rows)
+            made = [extension.rebuild() for extension in self.precision.extensions]
         if any(made):
-            self.compute_params = [e.compute for e in self.extensions if e.compute is not None]
+            self.precision.compute_params = [
+                e.compute for e in self.precision.extensions if e.compute is not None
+            ]
             if self.on_rebuilt is not None and (refresh := self.on_rebuilt()) is not None:
                 refresh()
 
@@ -567,18 +583,18 @@ class ExtensionBucket(Bucket):
         self.free_gathered()
 
     def free_gathered(self) -> None:
-        if not self.one_input:
-            release(self.gathered)
+        if not self.precision.one_input:
+            release(self.precision.gathered)
         self.free_post_forward_shard()
 
     def free_unsharded(self) -> None:
-        if not self.keep_storage:
-            for extension in self.extensions:
+        if not self.settings.keep_storage:
+            for extension in self.precision.extensions:
                 extension.release()
 
     def free_other_precision(self) -> None:
         if self.other_precision is not None:
-            for extension in self.other_precision["extensions"]:
+            for extension in self.other_precision.extensions:
                 extension.release()
 
     def to_sharded_post_forward(self, ranks: int) -> None:
@@ -588,7 +604,9 @@ class ExtensionBucket(Bucket):
         mesh = post_forward_mesh(self.axes, ranks)
         self.gather_group, self.post_forward_rank = mesh.get_group(1), mesh.get_local_rank(1)
         count = self.num_shards // ranks
-        kept = [rows.narrow(0, self.post_forward_rank * count, count) for rows in self.rows]
+        kept = [
+            rows.narrow(0, self.post_forward_rank * count, count) for rows in self.precision.rows
+        ]
         with torch.inference_mode(False), torch.no_grad():
             self.post_forward_shard = torch.cat(kept, dim=1).view(-1)
 
@@ -622,31 +640,17 @@ def _shard_mesh(unit: str, axes: DataAxes) -> DeviceMesh:
 # the local tensor in each gather, whatever its class; here it is looked at when the model first runs.
 
 
-_SETTINGS = (
-    "divide_factor",
-    "reduce_unused",
-    "on_result",
-    "reducer",
-    "gather_comm",
-    "scatter_group",
-    "max_inputs",
-    "force_sum",
-    "on_reduced",
-    "keep_storage",
-)
-
-
-class LateExtensions(ContextOption):
+class LateExtensions(Option):
     """Moves parameters whose local tensors have extensions to ExtensionBuckets before a root first runs."""
 
-    def before_forward(self, units: Sequence[Any]) -> Sequence[Any]:
-        self.context.options.remove(self)
-        for unit in self.context.units:
+    @classmethod
+    def of_root(cls, context: RunContext) -> LateExtensions:
+        return cls()
+
+    def before_root_forward(self, context: RunContext) -> None:
+        context.options.remove(self)
+        for unit in context.units:
             unit.group.rebuild(_with_late_extensions)
-        return units
-
-
-root_options.append(LateExtensions)
 
 
 def _with_late_extensions(buckets: list[Bucket]) -> list[Bucket] | None:
@@ -668,11 +672,9 @@ def _split_bucket(bucket: Bucket) -> list[Bucket]:
             "unreduced gradients; give it before fully_shard"
         )
     new = ExtensionBucket(bucket.unit, extended, bucket.axes, bucket.given_policy, bucket.offload)
-    for name in _SETTINGS:
-        setattr(new, name, getattr(bucket, name))
+    new.settings = bucket.settings
     if not others:
         return [new]
-    bucket.params = others
-    bucket.plan_copies()
+    bucket.set_params(others)
     bucket._take([param.local for param in others])
     return [bucket, new]

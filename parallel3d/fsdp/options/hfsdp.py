@@ -25,6 +25,7 @@ from parallel3d.fsdp.bucket import Bucket, allocate, plan_copy
 from parallel3d.fsdp.collectives import all_gather
 from parallel3d.fsdp.gradients import AccumulatedGradients, BucketGradients
 from parallel3d.fsdp.options.gather_extension import is_extended
+from parallel3d.fsdp.param import ShardedParam
 from parallel3d.fsdp.placement import ParamAxes, RequestedPlacement
 from parallel3d.fsdp.reduction import DEFAULT_REDUCER, Lane, Reduction, Stage
 
@@ -48,23 +49,25 @@ class HybridGradients(BucketGradients):
         """Returns a reduce-scattered sum of zeros, whose views are (R, *chunk_shape) for R replicas.
         The ``.grad`` on the same memory has the shape that the parameter has under HSDP."""
         bucket, r = self.bucket, self.replicas
-        flat = torch.zeros(r * bucket.numel, dtype=bucket.sum_dtype, device=bucket.storage_device)
-        regions = flat.split([r * size for size in bucket.segment_sizes])
+        flat = torch.zeros(
+            r * bucket.layout.numel, dtype=bucket.precision.sum_dtype, device=bucket.storage_device
+        )
+        regions = flat.split([r * size for size in bucket.layout.segment_sizes])
         parts, marks = [], []
         for param, region in zip(bucket.params, regions, strict=True):
             assert param.dim is not None
-            shape = list(param.chunk_shape)
+            shape = list(param.geometry.chunk_shape)
             shape[param.dim] *= r
-            held = param.shaped(region, shape)
+            held = param.geometry.shaped(region, shape)
             parts.append(held.unflatten(param.dim, (r, -1)).movedim(param.dim, 0))
             marks.append(make_dtensor(held, param.unreduced_spec(flat.dtype, over_shard=False)))
         return AccumulatedGradients(flat, parts, marks)
 
     def _rows(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Returns views of ``flat``, (R * S,): for each parameter one of (R, *chunk)."""
-        columns = flat.view(self.replicas, -1).split(self.bucket.segment_sizes, dim=1)
+        columns = flat.view(self.replicas, -1).split(self.bucket.layout.segment_sizes, dim=1)
         return [
-            p.segments_by_rank(c).reshape(self.replicas, *p.chunk_shape)
+            p.geometry.segments_by_rank(c).reshape(self.replicas, *p.geometry.chunk_shape)
             for p, c in zip(self.bucket.params, columns, strict=True)
         ]
 
@@ -80,7 +83,7 @@ class HybridGradients(BucketGradients):
         held = self.partial_reduce_output
         row = bucket.axes.coordinate(bucket.axes.replicate)
         # Only this rank has it: the second reduce-scatter sums it with zeros, or a hook takes the mean.
-        times = self.replicas if bucket.reducer.averages else 1.0
+        times = self.replicas if bucket.settings.reducer.averages else 1.0
         for index in used:
             before = held.attach(index, bucket.params[index].sharded)
             if before is not None:
@@ -95,7 +98,7 @@ class HybridGradients(BucketGradients):
             return
         assert accumulated is not None
         bucket, param, r = self.bucket, self.bucket.params[index], self.replicas
-        factor = bucket.num_shards / r if bucket.reducer.averages else bucket.divisor
+        factor = bucket.num_shards / r if bucket.settings.reducer.averages else bucket.divisor
         if param.layout.tp_grad == "partial" or index in accumulated.tp_partial:
             factor /= param.tp_size
         accumulated.with_reduced.add(index)
@@ -132,7 +135,7 @@ class ReplicateScatter(Stage):
 
     def start(self, job: Reduction) -> Any:
         bucket = job.bucket
-        reducer = bucket.reducer if bucket.reducer.averages else DEFAULT_REDUCER
+        reducer = bucket.settings.reducer if bucket.settings.reducer.averages else DEFAULT_REDUCER
         return reducer.reduce_scatter([job.tensor], self.group, unit=bucket.unit)
 
     def finish(self, job: Reduction, work: Any) -> None:
@@ -149,18 +152,21 @@ class HybridBucket(Bucket):
         is_new: whether ``copy`` has no values yet.
     """
 
-    can_coalesce = False
+    gathers_shards = False  # the R shards of a parameter are not consecutive in ``copy``
     gathers_copy = True
-    packs_all = True  # the R shards of a parameter are not consecutive in ``copy``
 
-    def _find_groups(self) -> None:
-        super()._find_groups()
+    def _find_groups(self, params: list[ShardedParam]) -> None:
+        super()._find_groups(params)
         axes = self.axes
         assert axes.replicate is not None
         self.replicate_scatter_group = group = axes.group(axes.replicate)
         self.replicate_groups = []
         self.over_replicate = [ReplicateScatter(group)]
-        self.gather_groups = [group, *self.gather_groups]
+
+    @property
+    def gather_groups(self) -> list[ProcessGroup]:
+        """See ``Bucket``."""
+        return [self.replicate_scatter_group, *super().gather_groups]
 
     def _describe(self, device: torch.device) -> None:
         super()._describe(device)
@@ -173,11 +179,11 @@ class HybridBucket(Bucket):
 
     def make_copy(self) -> None:
         """Allocates the copy, which the next unshard fills."""
-        size = self.replicate_scatter_group.size() * self.numel
-        self.copy = torch.empty(size, dtype=self.compute_dtype, device=self.device)
+        size = self.replicate_scatter_group.size() * self.layout.numel
+        self.copy = torch.empty(size, dtype=self.precision.compute_dtype, device=self.device)
         if self.shard_group is None:
             # Views are made here, as those made in inference mode could not be trained.
-            allocate(self.unsharded)
+            allocate(self.precision.unsharded)
             self._copy_whole = plan_copy(self.copy.view(self.num_shards, -1), [self], [0])
             self.free_unsharded()
         self.renewing: tuple[Any, list[torch.Tensor]] | None = None
@@ -229,5 +235,5 @@ class HybridBucket(Bucket):
     def unshard_without_gather(self) -> None:
         """Unshards without a shard axis, from the copy alone."""
         self.finish_renewal()
-        allocate(self.unsharded)
+        allocate(self.precision.unsharded)
         self._copy_whole()

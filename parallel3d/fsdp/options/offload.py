@@ -42,7 +42,7 @@ class CopyToHost(Stage):
 
     def finish(self, job: Reduction, work: Any) -> None:
         bucket: Any = job.bucket
-        dtype = bucket.grad_dtype if job.final else bucket.sum_dtype
+        dtype = bucket.precision.grad_dtype if job.final else bucket.precision.sum_dtype
         shape = job.tensor.shape
         host = torch.empty(shape, dtype=dtype, device=bucket.storage_device, pin_memory=bucket.pin)
         # Cast first: a copy that also casts goes through pageable memory and blocks.

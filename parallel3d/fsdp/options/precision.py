@@ -20,30 +20,31 @@ from parallel3d.fsdp.api import MixedPrecisionPolicy
 from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.comm import Comm
 from parallel3d.fsdp.context import RunContext
+from parallel3d.fsdp.events import Option
 from parallel3d.fsdp.group import ParamGroup, Retain
 from parallel3d.fsdp.members import units_modules
-from parallel3d.fsdp.unit import BackwardPass, Call, Observer, Unit
+from parallel3d.fsdp.unit import BackwardPass, Call, Unit
 
 # ``full_precision_in_eval``: a bucket computes in one of two dtypes. Once it has used both, it has buffers
 # and unsharded parameters for both; those that are not in use have no storage.
 
 
 def _switch_bucket(bucket: Bucket, own: bool) -> None:
-    if bucket.own_dtype is own:
+    before, other = bucket.precision, bucket.other_precision
+    if before.own is own:
         return
     bucket.leave_precision()
-    bucket.own_dtype = own
-    before = {name: getattr(bucket, name) for name in bucket.by_precision}
     # Not in inference mode: tensors made there could not be trained with later.
     with torch.inference_mode(False), torch.no_grad():
-        if bucket.other_precision is not None:
-            vars(bucket).update(bucket.other_precision)
+        if other is not None:
+            bucket.precision = other
             bucket.enter_precision()
         else:
-            bucket.set_dtypes()
-            if bucket.compute_dtype != before["compute_dtype"]:
-                bucket.post_forward = None
+            bucket.set_precision(own=own)
+            if bucket.precision.compute_dtype != before.compute_dtype:
                 bucket.build_unsharded()
+            else:
+                bucket.precision = before.with_dtypes_of(bucket.precision)
     bucket.other_precision = before
 
 
@@ -62,7 +63,7 @@ def _switch_group(group: ParamGroup, own: bool, comm: Comm) -> None:
         group.retain = retain
 
 
-class FollowMode(Observer):
+class FollowMode(Option):
     """Makes a unit compute in its parameters' own dtypes while its modules are in eval mode."""
 
     def __init__(self) -> None:
@@ -105,7 +106,7 @@ def set_up_precision(unit: Unit) -> None:
     """Adds the options of the policy of ``unit``, which is new, to it."""
     policy = unit.policy
     if policy.full_precision_in_eval:
-        unit.observers.append(FollowMode())
+        unit.options.append(FollowMode())
     if policy.buffer_dtype is not None:
         kept = kept_in_full(unit.modules, policy)
         modules = [module for module in units_modules(unit.modules) if id(module) not in kept]

@@ -144,7 +144,7 @@ def full_tensors(
         for group in bucket.gather_groups:
             rows = all_gathered(rows, group, bucket.unit)
         rows = rows.view(bucket.num_shards, numel)
-        columns = rows.split([p.padded_numel for p in params], dim=1)
+        columns = rows.split([p.geometry.padded_numel for p in params], dim=1)
         parts = [_compute_part(p, c) for p, c in zip(params, columns, strict=True)]
         del rows, columns
         _gather_own_axes(bucket.unit, params, parts)
@@ -156,25 +156,25 @@ def _packed(
 ) -> torch.Tensor:
     """Returns ``locals_`` in the parameters' segments, one after another, with zeros as padding."""
     views = bucket.local_views
-    one_buffer = bucket.can_coalesce  # False where each parameter has its own memory
+    one_buffer = bucket.gathers_shards  # False where each parameter has its own memory
     if one_buffer and len(locals_) == len(views) and all(map(operator.is_, locals_, views)):
         return bucket.flat
-    sizes = [p.padded_numel for p in params]
+    sizes = [p.geometry.padded_numel for p in params]
     flat = torch.zeros(sum(sizes), dtype=locals_[0].dtype, device=bucket.storage_device)
     for param, segment, local in zip(params, flat.split(sizes), locals_, strict=True):
-        param.local_view(segment).copy_(local)
+        param.geometry.local_view(segment).copy_(local)
     return flat
 
 
 def _compute_part(param: ShardedParam, column: torch.Tensor) -> torch.Tensor:
     """Returns the parameter in its compute shape from ``column``, (num_shards, padded_numel)."""
     region = torch.empty(
-        param.num_shards * param.padded_numel, dtype=column.dtype, device=column.device
+        param.num_shards * param.geometry.padded_numel, dtype=column.dtype, device=column.device
     )
-    for target, source in param.copy_pairs(region, column):
+    for target, source in param.geometry.copy_pairs(region, column):
         target.copy_(source)
-    view = param.contiguous_view(region)
-    return view if param.even else view.clone(memory_format=torch.contiguous_format)
+    view = param.geometry.contiguous_view(region)
+    return view if param.geometry.even else view.clone(memory_format=torch.contiguous_format)
 
 
 def _gather_own_axes(unit: str, params: Sequence[ShardedParam], parts: list[torch.Tensor]) -> None:
@@ -483,7 +483,7 @@ class _FullView:
             return
         grads = [param.sharded.grad for param in params]
         grads = [get_local_tensor(g) if isinstance(g, DTensor) else g for g in grads]
-        zero = torch.zeros((), dtype=bucket.sum_dtype, device=bucket.storage_device)
+        zero = torch.zeros((), dtype=bucket.precision.sum_dtype, device=bucket.storage_device)
         locals_ = [
             zero.expand(param.local.shape) if grad is None else grad.to(zero.dtype)
             for param, grad in zip(params, grads, strict=True)
@@ -532,7 +532,7 @@ def _write_grads(
     """Copies this rank's shards of the full ``grads`` to ``.grad`` of the sharded Parameters."""
     locals_ = []
     for param, full in zip(params, grads, strict=True):
-        local = torch.zeros_like(param.local, dtype=bucket.sum_dtype)
+        local = torch.zeros_like(param.local, dtype=bucket.precision.sum_dtype)
         if full is not None:
             local.copy_(param.local_part(full.detach()))
         locals_.append(local)

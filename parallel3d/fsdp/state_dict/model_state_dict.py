@@ -267,7 +267,7 @@ def in_sharded_form(
     if kind is StateDictType.SHARDED_STATE_DICT:
         return None
     if kind is StateDictType.LOCAL_STATE_DICT:
-        if tuple(value.shape) != tuple(owner.local_shape):
+        if tuple(value.shape) != tuple(owner.geometry.local_shape):
             return None
         local = value.detach()
     else:
@@ -285,8 +285,8 @@ def _misfit(key: str, owner: ShardedParam, value: torch.Tensor, kind: StateDictT
     if kind is StateDictType.LOCAL_STATE_DICT:
         return (
             f"{key} is a tensor of shape {tuple(value.shape)} in a LOCAL_STATE_DICT, but this rank's shard "
-            f"of {tuple(owner.global_shape)} has shape {tuple(owner.local_shape)}; load it on the mesh it "
-            "was saved on, or as FULL_STATE_DICT if it is a full tensor."
+            f"of {tuple(owner.global_shape)} has shape {tuple(owner.geometry.local_shape)}; load it on the "
+            "mesh it was saved on, or as FULL_STATE_DICT if it is a full tensor."
         )
     return (
         f"{key} is a plain tensor of shape {tuple(value.shape)} in a SHARDED_STATE_DICT, whose values are "

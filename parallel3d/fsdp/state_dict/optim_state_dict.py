@@ -308,7 +308,7 @@ def _as_present(
     if is_local or not isinstance(param, DTensor) or isinstance(value, DTensor):
         return value.clone()
     owner = owner_of(param)
-    shape = param.shape if kind is _FULL or owner is None else owner.local_shape
+    shape = param.shape if kind is _FULL or owner is None else owner.geometry.local_shape
     if present is None:
         as_param = key != "step" and tuple(value.shape) == tuple(shape)
         if not as_param and not value.ndim:

@@ -135,9 +135,9 @@ def name_kinds(roots: list[nn.Module], optimizers: Iterable[Optimizer], ledger: 
         for unit in units_of(root, recurse=True):
             for bucket in unit.group.buckets:
                 _mark(ledger, bucket.flat, "parameters", bucket.unit)
-                if bucket.has_own_unsharded:
-                    _mark(ledger, bucket.unsharded, "unsharded parameters", bucket.unit)
-                _mark(ledger, bucket.gathered, "communication", bucket.unit)
+                if bucket.precision.has_own_unsharded:
+                    _mark(ledger, bucket.precision.unsharded, "unsharded parameters", bucket.unit)
+                _mark(ledger, bucket.precision.gathered, "communication", bucket.unit)
         for name, module in root.named_modules():
             for gathered in unsharded_by_torch(module):
                 _mark(ledger, gathered, "unsharded parameters", name)

@@ -50,9 +50,10 @@ def references(model: nn.Module, **others: Any) -> References:
         for index, bucket in enumerate(unit.group.buckets):
             where = f"{name}, bucket {index}"
             found[where] = bucket
-            for tensor in ("flat", "unsharded", "gathered"):
-                found[f"{tensor} of {where}"] = getattr(bucket, tensor)
-            for param, compute in zip(bucket.params, bucket.compute_params, strict=True):
+            found[f"flat of {where}"] = bucket.flat
+            for tensor in ("unsharded", "gathered"):
+                found[f"{tensor} of {where}"] = getattr(bucket.precision, tensor)
+            for param, compute in zip(bucket.params, bucket.precision.compute_params, strict=True):
                 found[f"unsharded {param.name} of {where}"] = compute
     for name, param in model.named_parameters():
         found[f"parameter {name}"] = param

@@ -6,7 +6,6 @@ from torch.utils.checkpoint import checkpoint
 
 from parallel3d import MeshLayout, build_mesh
 from parallel3d.fsdp import fully_shard
-from parallel3d.fsdp.inspect import get_unit
 from parallel3d.testing import shards_of
 
 WIDTH = 6
@@ -62,10 +61,6 @@ def check(model: nn.Module, expected: nn.Module) -> None:
         if param.grad is not None:
             for _, _, local in shards_of(param.grad):
                 torch.testing.assert_close(local, other.grad, rtol=0, atol=1e-12, msg=name)
-
-
-def is_lean(model: nn.Module) -> bool:
-    return all(get_unit(block).group.stands_in for block in model.blocks)
 
 
 USES = {

@@ -37,7 +37,7 @@ def at_rest(model: nn.Module, but: Iterable[nn.Parameter] = ()) -> bool:
     units = {unit_of(m) for m in model.modules()} - {None}
     for unit in units:
         for bucket in unit.group.buckets:
-            for buffer in (bucket.unsharded, bucket.gathered):
+            for buffer in (bucket.precision.unsharded, bucket.precision.gathered):
                 if buffer is not bucket.flat and held_bytes(buffer):
                     return False
     beside = set(map(id, but))

@@ -18,10 +18,14 @@ from torch.utils._pytree import tree_leaves
 from parallel3d.fsdp import comm, reduction
 from parallel3d.fsdp.gradients import BucketGradients
 from parallel3d.fsdp.inspect import Bucket, units_of
-from parallel3d.fsdp.options import replicated
-from parallel3d.fsdp.options.replicated import CoalescedAllReduce
+from parallel3d.fsdp.options.merged import MergedBucket
 
 __all__ = ["Held", "local_of"]
+
+
+def is_result(bucket: Bucket) -> bool:
+    """Whether what the gradients of ``bucket`` are packed into becomes their ``.grad``."""
+    return bucket.num_shards == 1 and bucket.precision.reduce_dtype is bucket.dtype
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -55,8 +59,10 @@ class Held(TorchDispatchMode):
             self._wrap(patch, comm.CpuComm, name)
         self._wrap(patch, BucketGradients, "accept", takes=lambda args: [args[2]])
         self._wrap(patch, BucketGradients, "_put", into="results")
-        self._wrap(patch, CoalescedAllReduce, "_begin", into="results")
-        self._wrap(patch, replicated, "_arrive", takes=lambda args: args[1])
+        self._wrap(patch, MergedBucket, "memory", into="results")
+        self._wrap(
+            patch, Bucket, "reduce_input", into=lambda b: "results" if is_result(b) else "made"
+        )
         self._wrap(patch, reduction.Reducer, "reduce_scatter", into="results")
 
     def _wrap(self, patch, owner, name, takes=lambda args: [], into="made") -> None:
@@ -70,7 +76,7 @@ class Held(TorchDispatchMode):
                 if grad is not None:
                     self._add(self.made, local_of(grad))
             self.sample()
-            before, self.into = self.into, into
+            before, self.into = self.into, into(args[0]) if callable(into) else into
             self.inside += 1
             try:
                 return inner(*args, **kwargs)
@@ -126,19 +132,21 @@ class Held(TorchDispatchMode):
 
     def sample(self) -> None:
         """Takes note of what there is."""
-        options = self.units[0].ready_context().options
-        runners = [each for each in options if isinstance(each, replicated.ReplicatedUnits)]
-        joints = [joint for runner in runners for joint in runner.joints]
-        sums = [joint.arrived for joint in joints]
+        merged = {bucket.grads.merged for bucket in self.buckets} - {None}
+        sums = [each.flat for each in merged]
         grads = [p.sharded.grad for bucket in self.buckets for p in bucket.params]
         results = [local_of(t) for t in (*sums, *grads) if t is not None]
         jobs = [running.job for running in (*self.comm.holding, *self.comm.reducing)]
         results += [job.tensor for job in jobs if not job.inputs and hasattr(job, "tensor")]
         for tensor in results:
             self._add(self.results, tensor)
-        owned = [b for b in self.buckets if b.has_own_unsharded]
-        unsharded = {_storage(b.unsharded).cdata: _storage(b.unsharded) for b in owned}
-        gathered = [b.gathered for b in owned if b.gathered is not b.unsharded]
+        owned = [b for b in self.buckets if b.precision.has_own_unsharded]
+        unsharded = {
+            _storage(b.precision.unsharded).cdata: _storage(b.precision.unsharded) for b in owned
+        }
+        gathered = [
+            b.precision.gathered for b in owned if b.precision.gathered is not b.precision.unsharded
+        ]
         buffers = {_storage(t).cdata: _storage(t) for t in gathered}
         buffers.update(_alive(self.made))
         reduced = _alive(self.results)
