@@ -30,10 +30,15 @@ from parallel3d.parallelize import parallelize
 from parallel3d.testing.relations.program import Program, Result, Variant
 
 ENGINES: dict[str, type[Engine]] = {}
+"""Name -> engine, of all in this file."""
 
 
 class Engine:
     """How one library trains a program on several ranks; here one plain process.
+
+    Args:
+        program: what is trained.
+        variant: how this training differs from others of it.
 
     Attributes:
         name: as the user gives it.
