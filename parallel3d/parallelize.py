@@ -27,6 +27,7 @@ from parallel3d._util.units import Units, find_units, of_one_unit
 from parallel3d.activations.kinds import (
     Kind,
     check_kind,
+    is_offload,
     move_activations,
     name_of,
     recompute_blocks,
@@ -246,6 +247,7 @@ def parallelize(
             plan = resolve_plan(model, tp_plan, tp, strict=checks.strict, example=checks.example)
         if cp_axis(whole) is not None:
             cp_plan = plan_cp(model, cp_options, checks.example)
+            _check_compiled_selection(whole, compile, activation_checkpointing)
         found = find_units(model, units)
         plan = _plan_loss(model, plan, found, loss_parallel)
         _check_chunks(plan, found, compile)
@@ -428,6 +430,18 @@ def _check_compile(value: bool | str) -> None:
         raise Parallel3dError(
             f"compile is {value!r}; it must be True, False or a backend of torch.compile: "
             f"{', '.join(backends)}"
+        )
+
+
+def _check_compiled_selection(mesh: DeviceMesh, compile: bool | str, kind: Kind) -> None:
+    """Raises PlanError for a selective recomputation of compiled blocks on cp and tp: what the partitioner
+    then gives backward is not what forward had, and gradients are wrong (seen with torch 2.13)."""
+    names = mesh.mesh_dim_names or ()
+    both = all(mesh.size(names.index(axis)) > 1 for axis in ("cp", "tp") if axis in names)
+    if compile and both and "tp" in names and not isinstance(kind, bool) and not is_offload(kind):
+        raise PlanError(
+            f"activation_checkpointing={name_of(kind)!r} of compiled blocks gives wrong gradients where cp and "
+            "tp are both more than 1; use activation_checkpointing=True, or leave compile= out"
         )
 
 

@@ -2,14 +2,16 @@
 
 import inspect
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from _support.audit.models import PLAN, Net
 from torch import nn
 
 import parallel3d as p3d
-from parallel3d import Parallel3dError, WrongTypeError
+from parallel3d import Parallel3dError, PlanError, WrongTypeError
 from parallel3d.fsdp.inspect import unit_of
 from parallel3d.testing import fake_world
 
@@ -76,3 +78,14 @@ def test_both_at_once() -> None:
 def test_mistakes(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with fake_world(0, 4), pytest.raises(error, match=message):
         parallel(**options)
+
+
+def test_selected_recomputation_of_compiled_blocks_on_cp_and_tp_is_refused() -> None:
+    """Its gradients were wrong: the audit of random configurations found it."""
+    for cp, tp, refused in ((2, 2, True), (1, 2, False)):
+        with fake_world(0, cp * tp):
+            mesh = p3d.build_mesh(p3d.MeshLayout(cp=cp, tp=tp), device_type="cpu")
+            options: dict[str, Any] = {"compile": "eager", "activation_checkpointing": "selective"}
+            with pytest.raises(PlanError, match="wrong gradients") if refused else nullcontext():
+                p3d.parallelize(Net(), mesh, PLAN, **options)
+            p3d.parallelize(Net(), mesh, PLAN, activation_checkpointing="selective")

@@ -9,7 +9,7 @@ from _support.audit.models import PLAN, VOCABULARY, WIDTH, Block, Net, loss_of
 from torch import nn
 
 import parallel3d as p3d
-from parallel3d import MeshLayout
+from parallel3d import MeshLayout, PlanError
 from parallel3d.testing import GlooPool
 
 LAYOUTS = [
@@ -88,7 +88,7 @@ def train(seed: int) -> None:
     said = f"seed {seed}: {layout}, {options}, {build}, {dtype}, {rows} x {length}, {micro_batches}"
     try:
         torch.manual_seed(seed)
-        model = p3d.parallelize(build().to(dtype), mesh, audit=True, **options)
+        model = p3d.parallelize(build().to(dtype), mesh, checks=p3d.Checks(audit=True), **options)
         for micro in range(micro_batches):
             if layout.data_size * layout.cp > 1:
                 model.set_requires_gradient_sync(micro == micro_batches - 1)
@@ -96,6 +96,9 @@ def train(seed: int) -> None:
             batch = p3d.cp.shard_batch((whole[:, :-1], whole[:, 1:]), mesh, pad=(0, -100))
             loss_of(model, batch).backward()
     except Exception as error:
+        selects = options["activation_checkpointing"] == "selective" and options["compile"]
+        if isinstance(error, PlanError) and selects and min(layout.cp, layout.tp) > 1:
+            return  # refused
         raise AssertionError(f"{said}: {type(error).__name__}: {error}") from error
     report = p3d.audit.report(model)
     assert report is not None and sum(report.compared.values()) > 10, said
