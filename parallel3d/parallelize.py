@@ -440,8 +440,8 @@ def _check_compiled_selection(mesh: DeviceMesh, compile: bool | str, kind: Kind)
     both = all(mesh.size(names.index(axis)) > 1 for axis in ("cp", "tp") if axis in names)
     if compile and both and "tp" in names and not isinstance(kind, bool) and not is_offload(kind):
         raise PlanError(
-            f"activation_checkpointing={name_of(kind)!r} of compiled blocks gives wrong gradients where cp and "
-            "tp are both more than 1; use activation_checkpointing=True, or leave compile= out"
+            f"activation_checkpointing={name_of(kind)!r} of compiled blocks gives wrong gradients where cp "
+            "and tp are both more than 1; use activation_checkpointing=True, or leave compile= out"
         )
 
 
