@@ -29,7 +29,7 @@ from parallel3d.audit.whole import Whole
 from parallel3d.cp.batch import Batch, cp_axis
 from parallel3d.cp.state import CpState, state_of
 from parallel3d.errors import AuditError, StateError
-from parallel3d.fsdp.inspect import data_axes, units_of
+from parallel3d.fsdp.inspect import buffer_dtypes, cast_around, data_axes, units_of
 from parallel3d.mesh.joined import joined_mesh
 from parallel3d.mesh.store import others
 
@@ -115,6 +115,7 @@ class Audit:
         self.mesh = mesh
         self.train_due = self.eval_due = False
         self.report: Report | None = None
+        self.is_cast = False  # whether the skeleton casts around ``full_precision_modules`` as units do
         self._hooks: list[Any] = []
         self._running: AuditedStep | None = None
         self._steps: list[AuditedStep] = []  # forwards whose backward has not come
@@ -295,10 +296,11 @@ class AuditedStep:
             or any(module is each for unit in units_of(module, False) for each in unit.modules)
         }
         self.params = dict(model.named_parameters(remove_duplicate=False))
-        self.buffers = {
-            name: buffer.detach().clone()
-            for name, buffer in model.named_buffers(remove_duplicate=False)
-        }
+        dtypes, self.buffers = buffer_dtypes(model), {}
+        for name, buffer in model.named_buffers(remove_duplicate=False):
+            dtype = dtypes.get(id(model.get_submodule(name.rpartition(".")[0])))
+            cast = dtype is not None and buffer.is_floating_point()
+            self.buffers[name] = buffer.detach().to(dtype if cast else buffer.dtype, copy=True)
         rows = None if batch is None or batch.sequence is None else batch.sequence.rows
         self.dims = {path: _cut_dim(t, rows) for path, t in leaves(self.inputs)}
         self.autocast = {
@@ -359,6 +361,11 @@ class AuditedStep:
         }
         for name, param in skeleton.named_parameters(remove_duplicate=False):
             param.requires_grad_(frozen.get(name, param.requires_grad))
+        if not self.audit.is_cast:
+            self.audit.is_cast = True
+            names = {id(module): name for name, module in self.audit.model.named_modules()}
+            for unit in units_of(self.audit.model, recurse=True):
+                cast_around([plain[names[id(module)]] for module in unit.modules], unit.policy)
 
     def _by_name(self) -> dict[str, Any]:
         """Name of a parameter -> the engine's record of it and its bucket; of ignored ones (None, None)."""
@@ -418,6 +425,11 @@ class AuditedStep:
             return False
         data = [a for a in (axes.replicate, axes.shard) if a is not None and axes.size(a) > 1]
         groups = [axes.group(axis) for axis in data]
+        computes = {
+            id(bucket): {each.precision.compute_dtype for each in unit.group.buckets}
+            for unit in units
+            for bucket in unit.group.buckets
+        }
         largest = 0.0
         found: list[tuple[str, Tensor, Tensor]] = []
         for name, want in waiting.items():
@@ -447,7 +459,7 @@ class AuditedStep:
                 got = got - _full(earlier)
             largest = max(largest, float(want.abs().max()) if want.numel() else 0.0)
             now = bucket.precision
-            lowest = max((now.reduce_dtype, now.compute_dtype), key=bound_of)
+            lowest = max((now.reduce_dtype, *computes[id(bucket)]), key=bound_of)
             found.append((name, want.to(lowest), got))
         for name, want, got in found:
             unit = next((u for u, places in replay._places.items() if name in places), "")

@@ -18,6 +18,7 @@ from parallel3d.fsdp.members import (
 from parallel3d.fsdp.options.checks import StepGuard, guard_of
 from parallel3d.fsdp.options.finalization import refuse_unfinalized
 from parallel3d.fsdp.options.gather_extension import ExtensionBucket
+from parallel3d.fsdp.options.precision import buffer_dtypes, cast_around
 from parallel3d.fsdp.param import ShardedParam, owner_of
 from parallel3d.fsdp.placement import data_axes
 from parallel3d.fsdp.state_dict.full_params import check_at_rest, to_rest

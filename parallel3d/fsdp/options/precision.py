@@ -22,7 +22,7 @@ from parallel3d.fsdp.comm import Comm
 from parallel3d.fsdp.context import RunContext
 from parallel3d.fsdp.events import Option
 from parallel3d.fsdp.group import ParamGroup, Retain
-from parallel3d.fsdp.members import units_modules
+from parallel3d.fsdp.members import units_modules, units_of
 from parallel3d.fsdp.unit import BackwardPass, Call, Unit
 
 # ``full_precision_in_eval``: a bucket computes in one of two dtypes. Once it has used both, it has buffers
@@ -171,6 +171,16 @@ def _dtype_of(module: nn.Module) -> torch.dtype | None:
 # buffer share its copy.
 
 
+def buffer_dtypes(model: nn.Module) -> dict[int, torch.dtype]:
+    """Id of a module -> the dtype in which its forward sees its buffers, where that is not their own."""
+    found: dict[int, torch.dtype] = {}
+    for unit in units_of(model, recurse=True):
+        if model.training or not unit.policy.full_precision_in_eval:
+            for beside in unit.group.beside:
+                found |= beside.dtypes if isinstance(beside, BufferCasts) else {}
+    return found
+
+
 class _Cast:
     """A copy of one buffer in another dtype.
 
@@ -236,6 +246,12 @@ class BufferCasts:
         self._modules = [weakref.ref(module) for module in modules]
         self._dtype = dtype
         self._registered: list[tuple[weakref.ref[nn.Module], str, _Place]] = []
+
+    @property
+    def dtypes(self) -> dict[int, torch.dtype]:
+        """Id of a module -> the dtype in which it sees its buffers."""
+        modules = (reference() for reference in self._modules)
+        return {id(module): self._dtype for module in modules if module is not None}
 
     def register(self, group: ParamGroup) -> None:
         """Registers the copies, unless the group computes in its own dtype."""
