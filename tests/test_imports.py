@@ -14,7 +14,7 @@ MAY = {
     "fsdp": {"mesh", "guards"},
     "tp": {"mesh"},
     "optim": {"mesh", "fsdp"},
-    "testing": {"mesh", "cp", "fsdp", "optim", "parallelize", "seeding"},
+    "testing": {"mesh", "audit", "checkpoint", "cp", "fsdp", "optim", "parallelize", "seeding"},
     "launch": {"mesh"},
 }
 ANYWHERE = {"errors", "__version__"}

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from device_memory import Peak, Training, peak_memory
+from emulated_network import Link
 from llama import Llama, LlamaConfig
 from page import Part
 from runner import running
@@ -16,7 +17,6 @@ from sides import batch_of, check_finite, loss_of, rank_of_many
 import parallel3d as p3d
 from parallel3d.planner import Cluster, Gpu, Prediction, Workload, predict, spec_from_module
 from parallel3d.planner.calibrate import calibrate
-from parallel3d.testing import Link
 
 MIB = 2**20
 SHAPE = LlamaConfig(2048, 16, 32, 8, 8192, 32_000, 2048)

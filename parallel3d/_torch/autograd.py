@@ -62,7 +62,10 @@ def saved_by(node: Any) -> Iterator[Callable[[], Any]]:
     have packed, whose unpacking may compute."""
     for name in dir(node):
         if name.startswith("_saved_") or name == "saved_tensors":
-            raw = getattr(node, f"_raw_{name.lstrip('_')}", None)
+            try:
+                raw = getattr(node, f"_raw_{name.lstrip('_')}", None)
+            except RuntimeError:  # a backward has freed it
+                continue
             saved = raw if isinstance(raw, (tuple, list)) else [raw]
             if all(each is not None and each.unpack_hook is None for each in saved):
                 yield partial(getattr, node, name)

@@ -115,7 +115,9 @@ class Audit:
         self.mesh = mesh
         self.train_due = self.eval_due = False
         self.report: Report | None = None
-        self.is_cast = False  # whether the skeleton casts around ``full_precision_modules`` as units do
+        self.is_cast = (
+            False  # whether the skeleton casts around ``full_precision_modules`` as units do
+        )
         self._hooks: list[Any] = []
         self._running: AuditedStep | None = None
         self._steps: list[AuditedStep] = []  # forwards whose backward has not come

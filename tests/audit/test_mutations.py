@@ -63,8 +63,8 @@ WHERE: dict[str, tuple[Any, str, tuple[MeshLayout, dict[str, Any]], str]] = {
     "gathered attention": (gathered, "attend", GATHER, "tensors"),
     "attention of heads": (ulysses, "scaled_dot_product_attention", ULYSSES, "tensors"),
     "a message of the ring": (ring, "rotate", RING, "rotation"),
-    "gradients over cp": (over_cp._Collective, "backward", GATHER, "tensors"),
-    "gradients of heads": (over_cp._Collective, "backward", ULYSSES, "tensors"),
+    "gradients over cp": (over_cp._AcrossRanks, "backward", GATHER, "tensors"),
+    "gradients of heads": (over_cp._AcrossRanks, "backward", ULYSSES, "tensors"),
 }
 
 # Twice minus: both ways of Ulysses' backward are changed.

@@ -132,7 +132,11 @@ def test_parallelize_takes_one() -> None:
                 Parallel3dError,
                 "fsdp is FULL_SHARD, which means True; leave one out",
             ),
-            ({"fsdp": "full"}, Parallel3dError, "must be True, False or a ShardingStrategy"),
+            (
+                {"fsdp": "full"},
+                Parallel3dError,
+                "must be True, False, a Sharding or a ShardingStrategy",
+            ),
         ):
             plain = Lm(layers=1)
             with pytest.raises(error, match=match):

@@ -5,6 +5,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
+
+from parallel3d.fsdp.watch import explain
 
 PROGRAM = """
 import torch
@@ -43,3 +46,29 @@ def test_the_switch(switch: str) -> None:
         check=True,
     )
     assert done.stdout.strip() == str([switch == "0"] * 4)
+
+
+def test_an_error_of_a_second_backward_stays() -> None:
+    """What was saved is freed: reading it, to see whether it was changed, is an error of its own."""
+
+    class Once(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            if vars(Once).get("ran"):
+                raise RuntimeError("called a second time")
+            Once.ran = True
+            return grad * 2
+
+    x = torch.ones(2, requires_grad=True)
+    loss = Once.apply(x.exp()).sum()
+    loss.backward()
+    with pytest.raises(RuntimeError, match="called a second time"):
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            assert explain(error, [loss]) is None
+            raise

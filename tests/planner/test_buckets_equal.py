@@ -103,13 +103,17 @@ def descriptions(layouts: list[engine.UnitLayout]) -> list[tuple]:
 def engines(model: nn.Module) -> list[tuple]:
     return sorted(
         (
-            *(each.num_shards, each.numel, each.packed, bool(each.count_trainable())),
-            each.zero_copy > 0 and not each.small_grads[0],
-            each.packs_as_chunks,
+            *(each.num_shards, each.layout.numel, each.layout.packed, bool(each.count_trainable())),
+            each.layout.zero_copy > 0 and not each.layout.small_grads[0],
+            each.layout.packs_as_chunks,
             sorted(
-                (view.numel(), index < each.zero_copy, index < each.zero_copy or small)
+                (
+                    view.numel(),
+                    index < each.layout.zero_copy,
+                    index < each.layout.zero_copy or small,
+                )
                 for index, (view, small) in enumerate(
-                    zip(each.compute_params, each.small_grads, strict=True)
+                    zip(each.precision.compute_params, each.layout.small_grads, strict=True)
                 )
             ),
         )
