@@ -48,7 +48,7 @@ class Causal(nn.Module):
         super().__init__()
         self.heads = heads
         self.embed = nn.Embedding(512, width)
-        self.blocks = nn.ModuleList(
+        self.blocks: Any = nn.ModuleList(
             nn.ModuleDict(
                 {
                     "norm": nn.LayerNorm(width),
@@ -68,7 +68,8 @@ class Causal(nn.Module):
             qkv = rearrange(
                 block["qkv"](block["norm"](x)), "b s (n h d) -> n b h s d", n=3, h=self.heads
             )
-            y = F.scaled_dot_product_attention(*qkv, is_causal=True)
+            q, k, v = qkv
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             x = x + block["out"](rearrange(y, "b h s d -> b s (h d)"))
             x = x + block["down"](F.gelu(block["up"](x)))
         return self.head(x)

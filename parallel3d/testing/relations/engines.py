@@ -7,7 +7,7 @@ his own. Their methods run on every rank of a process group.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -110,7 +110,7 @@ class Engine:
             self.model, optimizer, model_state_dict=model, optim_state_dict=optim
         )
 
-    def export(self) -> dict[str, Tensor]:
+    def export(self) -> Mapping[str, Any]:
         """Returns the whole state dict, as a user would write it to a file."""
         options = dcp_state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=False)
         return dcp_state.get_model_state_dict(self.model, options=options)
@@ -225,7 +225,7 @@ class Plain(Engine):
     def take_step(self, batches: Sequence[Any]) -> Any:
         return self.program.plain_step()(self.model, self.optimizer, batches)
 
-    def export(self) -> dict[str, Tensor]:
+    def export(self) -> Mapping[str, Any]:
         return self.model.state_dict()
 
     def save(self, folder: Path) -> None:
@@ -390,13 +390,14 @@ class Trainers(_Hf):
         class Own(Trainer):
             def get_train_dataloader(self) -> Any:
                 each = [batch for step in range(steps) for batch in engine.batches(step)]
-                return DataLoader([{"batch": batch} for batch in each], collate_fn=_first)
+                return DataLoader([{"batch": batch} for batch in each], collate_fn=_first)  # type: ignore[arg-type]  # a list is one
 
             def compute_loss(self, model: nn.Module, inputs: Any, *_: Any, **__: Any) -> Tensor:
                 return program.loss_of(model, inputs["batch"])
 
             def create_optimizer(self, *_: Any, **__: Any) -> Any:
-                self.optimizer = program.optimizer(self.model.parameters())
+                made: Any = self.model
+                self.optimizer = program.optimizer(made.parameters())
                 engine.watch(self.optimizer)
                 return self.optimizer
 
@@ -433,7 +434,7 @@ class Trainers(_Hf):
             disable_tqdm=True,
             log_level="error",
             remove_unused_columns=False,
-            fsdp=True,
+            fsdp=True,  # type: ignore[arg-type]  # words of older versions
             fsdp_config={
                 "version": 2,
                 "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
@@ -535,11 +536,11 @@ def _accelerates_state() -> Iterator[None]:
             state.distributed_type = DistributedType.MULTI_GPU
 
     initialize: Callable[..., None] = PartialState.__init__
-    PartialState.__init__ = make  # type: ignore[method-assign]  # TrainingArguments makes another
+    PartialState.__init__ = make  # TrainingArguments makes another
     reset()
     try:
         PartialState(cpu=not torch.cuda.is_available())
         yield
     finally:
-        PartialState.__init__ = initialize  # type: ignore[method-assign]
+        PartialState.__init__ = initialize
         reset()

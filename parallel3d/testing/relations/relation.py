@@ -6,6 +6,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from functools import partial
@@ -246,10 +247,10 @@ def audit(
     if dist.is_initialized():
         outcomes = _on_rank(program, chosen, relations)
     else:
-        given = (build, batch, loss, layout, engines, relations, step, optimizer)
+        asked = (build, batch, loss, layout, engines, relations, step, optimizer)
         more = dict(steps=steps, tp_plan=tp_plan, shard_batch=shard_batch, seed=seed, **options)
-        with GlooPool(layout.world_size) if pool is None else _kept(pool) as ranks:
-            outcomes = ranks.run(_again, *given, more, world_size=layout.world_size)[0]
+        with GlooPool(layout.world_size) if pool is None else nullcontext(pool) as ranks:
+            outcomes = ranks.run(_again, *asked, more, world_size=layout.world_size)[0]
     return AuditTable(layout, outcomes, time.perf_counter() - began, samples.made)
 
 
@@ -276,19 +277,6 @@ def _again(
         optimizer=optimizer,
         **more,
     ).outcomes
-
-
-class _kept:
-    """A pool that is not closed at the end."""
-
-    def __init__(self, pool: GlooPool) -> None:
-        self.pool = pool
-
-    def __enter__(self) -> GlooPool:
-        return self.pool
-
-    def __exit__(self, *_: object) -> None:
-        """Nothing is closed."""
 
 
 # -- on a rank -----------------------------------------------------------------------------------------
