@@ -593,8 +593,6 @@ class RunContext:
         else:
             self.schedule.abandon()
             self.running = False
-        for option in self.options:
-            option.end_root_backward(self)
         for unit in self.units:
             if backward_only:
                 unit.end_backward()
@@ -606,6 +604,8 @@ class RunContext:
                     bucket.grads.drop_waiting()
                 for param in bucket.precision.compute_params:
                     param.grad = None  # whose hook was interrupted
+        for option in self.options:
+            option.end_root_backward(self)
         self.backward = None
         if self.same_order is not None:
             self.same_order.abandon()

@@ -285,8 +285,10 @@ class RegisteredByRoot(Option):
 
     def end_root_backward(self, context: RunContext) -> None:
         self.changed = []
-        for unit in () if context.running else self._alive():
-            if unit.group.retain is not Retain.USER:
+        for unit in self._alive():
+            if context.running:  # a forward around the backward goes on
+                unit.group.register_unsharded()
+            elif unit.group.retain is not Retain.USER:
                 unit.group.register_sharded()
 
     def has_registered(self, unit: Unit) -> bool:
