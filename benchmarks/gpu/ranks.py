@@ -16,6 +16,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
@@ -328,7 +329,8 @@ class _Launch:
         """Returns the case that failed, and what each rank has raised, or where it is."""
         for process in self.processes:
             if process.is_alive() and process.pid is not None and hasattr(signal, "SIGUSR1"):
-                os.kill(process.pid, signal.SIGUSR1)  # it writes its stack; see ``_main``
+                with suppress(ProcessLookupError):  # it ends just now
+                    os.kill(process.pid, signal.SIGUSR1)  # it writes its stack; see ``_main``
         time.sleep(0.5)
         first = min(self.at, key=lambda n: self.names.index(n) if n in self.names else -1)
         if self.errors:  # the others may be in a case before it, and never get to it
