@@ -428,7 +428,11 @@ class AuditedStep:
         data = [a for a in (axes.replicate, axes.shard) if a is not None and axes.size(a) > 1]
         groups = [axes.group(axis) for axis in data]
         computes = {
-            id(bucket): {each.precision.compute_dtype for each in unit.group.buckets}
+            id(bucket): {
+                each.precision.compute_dtype
+                for each in unit.group.buckets
+                if each.precision.compute_dtype.is_floating_point
+            }
             for unit in units
             for bucket in unit.group.buckets
         }
