@@ -228,9 +228,6 @@ class Plain(Engine):
     def export(self) -> Mapping[str, Any]:
         return self.model.state_dict()
 
-    def save(self, folder: Path) -> None:
-        raise NotImplementedError
-
 
 class Ours(Engine):
     """parallel3d."""

@@ -224,8 +224,8 @@ def audit(
     layout = (layout or MeshLayout(shard=2)).resolve((layout or MeshLayout(shard=2)).world_size)
     if steps < 2:
         raise Parallel3dError(f"steps={steps}: at least 2 are needed, one to resume after")
-    for kind, given, known in (("relation", relations, RELATIONS), ("engine", engines, ENGINES)):
-        for name in given:
+    for kind, names, known in (("relation", relations, RELATIONS), ("engine", engines, ENGINES)):
+        for name in names:
             if isinstance(name, str) and name not in known:
                 raise Parallel3dError(f"{name!r} is no {kind}; there are {', '.join(known)}")
     began = time.perf_counter()
@@ -247,36 +247,27 @@ def audit(
     if dist.is_initialized():
         outcomes = _on_rank(program, chosen, relations)
     else:
-        asked = (build, batch, loss, layout, engines, relations, step, optimizer)
-        more = dict(steps=steps, tp_plan=tp_plan, shard_batch=shard_batch, seed=seed, **options)
+        given = {
+            **options,
+            "loss": loss,
+            "layout": layout,
+            "engines": engines,
+            "relations": relations,
+            "step": step,
+            "optimizer": optimizer,
+            "steps": steps,
+            "tp_plan": tp_plan,
+            "shard_batch": shard_batch,
+            "seed": seed,
+        }
         with GlooPool(layout.world_size) if pool is None else nullcontext(pool) as ranks:
-            outcomes = ranks.run(_again, *asked, more, world_size=layout.world_size)[0]
+            outcomes = ranks.run(_in_pool, build, batch, given, world_size=layout.world_size)[0]
     return AuditTable(layout, outcomes, time.perf_counter() - began, samples.made)
 
 
-def _again(
-    build: Any,
-    batch: Any,
-    loss: Any,
-    layout: Any,
-    engines: Any,
-    relations: Any,
-    step: Any,
-    optimizer: Any,
-    more: dict[str, Any],
-) -> list[Outcome]:
+def _in_pool(build: Any, batch: Any, given: dict[str, Any]) -> list[Outcome]:
     """``audit`` in a process of the pool."""
-    return audit(
-        build,
-        batch,
-        loss=loss,
-        layout=layout,
-        engines=engines,
-        relations=relations,
-        step=step,
-        optimizer=optimizer,
-        **more,
-    ).outcomes
+    return audit(build, batch, **given).outcomes
 
 
 # -- on a rank -----------------------------------------------------------------------------------------

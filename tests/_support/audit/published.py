@@ -1,5 +1,5 @@
-"""Published faults of other libraries, each made again as a small change of a right engine or program, and
-what ``testing.audit`` must say of it.
+"""Published faults of other libraries, and one that a plan of ours can have, each made again as a small
+change of a right engine or program, and what ``testing.audit`` must say of it.
 
 A fault of experts on an axis of their own is made on the shard axis here. ``NAMES`` says where each was
 reported: tf is huggingface/transformers, acc accelerate, trl, pt pytorch/pytorch, tt pytorch/torchtitan, mlm
@@ -402,7 +402,7 @@ FAULTS = [
     ),
     Fault("pt 190626: norms summed in bf16", "plain", NormsSummedInBf16, _NORMS),
     Fault(
-        "tt 4456: norms summed twice over tp",
+        "ours: norms summed twice over tp",
         "plain",
         SummedTwice,
         r"blocks\.\*\.norm2\.weight, blocks\.\*\.norm2\.bias",
