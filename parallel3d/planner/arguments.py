@@ -1,7 +1,9 @@
-"""Checks of the planner's arguments and files, with one wording for the same mistake."""
+"""Checks of the planner's arguments, with one wording for the same mistake; its own data files."""
 
+import tomllib
 from collections.abc import Iterable
 from difflib import get_close_matches
+from importlib.resources import files
 from typing import Any
 
 from parallel3d._util.arguments import is_positive
@@ -33,3 +35,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return ", ".join(
         get_close_matches(name, known := list(known), n=3, cutoff=0.3) or sorted(known)
     )
+
+
+def own_data(file: str) -> dict[str, Any]:
+    """What is in one of the planner's own TOML files."""
+    return tomllib.loads(files("parallel3d.planner").joinpath(file).read_text(encoding="utf-8"))

@@ -6,7 +6,6 @@ import re
 import tomllib
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
-from importlib.resources import files
 from math import exp, gcd, inf, log2
 from os import PathLike
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 from parallel3d.errors import PlanningError
 from parallel3d.mesh import MeshLayout
-from parallel3d.planner.arguments import check_number, check_size, nearest
+from parallel3d.planner.arguments import check_number, check_size, nearest, own_data
 from parallel3d.planner.constants import Constant
 
 Table = dict[str, dict[int, tuple[float, float, float]]]
@@ -160,23 +159,20 @@ def gpus(profile: str | PathLike[str] | None = None) -> dict[str, Gpu]:
     if profile is None:
         return dict(_built_in())
     try:
-        text = Path(profile).read_text(encoding="utf-8")
+        data = tomllib.loads(Path(profile).read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise PlanningError(f"{profile} is no TOML: {error}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise PlanningError(f"the profile {profile} can't be read: {error}") from error
-    return {**_built_in(), **_read(text, str(profile))}
+    return {**_built_in(), **_read(data, str(profile))}
 
 
 @lru_cache(maxsize=1)
 def _built_in() -> dict[str, Gpu]:
-    text = files("parallel3d.planner").joinpath("hardware.toml").read_text(encoding="utf-8")
-    return _read(text, "hardware.toml")
+    return _read(own_data("hardware.toml"), "hardware.toml")
 
 
-def _read(text: str, where: str) -> dict[str, Gpu]:
-    try:
-        data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise PlanningError(f"{where} is no TOML: {error}") from None
+def _read(data: dict[str, Any], where: str) -> dict[str, Gpu]:
     tables = {name: _table(entry, where) for name, entry in data.get("collectives", {}).items()}
     known: dict[str, Gpu] = {}
     entries = data.get("gpu", {})

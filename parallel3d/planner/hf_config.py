@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache
-from importlib.resources import files
+from functools import lru_cache, partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from parallel3d.errors import PlanningError
-from parallel3d.planner.arguments import check_size, nearest
+from parallel3d.planner.arguments import check_size, nearest, own_data
 from parallel3d.planner.decoder import GATED, Decoder, spec_from_shapes
 from parallel3d.planner.experts import ExpertsSpec
 from parallel3d.planner.model_spec import ModelSpec
@@ -78,15 +76,13 @@ def known_models() -> dict[str, dict[str, Any]]:
 @lru_cache(maxsize=1)
 def _models() -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
-    for name, entry in _toml("models.toml").items():
+    for name, entry in own_data("models.toml").items():
         short = entry.pop("names", [])
         found.update({each: {**entry, "name": name} for each in [name, *short]})
     return found
 
 
-@lru_cache(maxsize=2)
-def _toml(file: str) -> dict[str, Any]:
-    return tomllib.loads(files("parallel3d.planner").joinpath(file).read_text(encoding="utf-8"))
+_families = lru_cache(maxsize=1)(partial(own_data, "families.toml"))
 
 
 def _from_text(text: str | PathLike[str], name: str | None) -> ModelSpec:
@@ -188,7 +184,7 @@ def longest(config: Mapping[str, Any]) -> int:
 
 
 def _family_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    kind, families = config.get("model_type"), _toml("families.toml")
+    kind, families = config.get("model_type"), _families()
     has_experts = "experts" in families.get(str(kind), {})
     problems = [
         f"is a mixture of experts ({key} is {config[key]}) of a family that isn't known here; "

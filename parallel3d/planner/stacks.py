@@ -6,13 +6,12 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from importlib.resources import files
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from parallel3d.errors import PlanningError
-from parallel3d.planner.arguments import nearest
+from parallel3d.planner.arguments import nearest, own_data
 from parallel3d.planner.constants import CONSTANTS, Constant
 
 OURS = "parallel3d"
@@ -27,7 +26,7 @@ class Stack:
         what: in words.
         attention: family of GPUs, or "other" -> the kernel that it takes if the workload names none; else it
             takes the best for the GPU.
-        own: name of a constant -> its value here; all others are those of ``constants.py``.
+        own: name of a constant -> its value here; all others are those of ``constants.toml``.
         words: of a published run's source and notes, by which ``runs.py`` finds the stack.
         measured_on: the GPU on which it was fitted to measured steps; "": it wasn't.
     """
@@ -79,8 +78,7 @@ def stack_of(stack: str | Stack) -> Stack:
 
 @lru_cache(maxsize=1)
 def _built_in() -> dict[str, Stack]:
-    text = files("parallel3d.planner").joinpath("stacks.toml").read_text(encoding="utf-8")
-    entries = tomllib.loads(text)["stack"]
+    entries = own_data("stacks.toml")["stack"]
     return {name: read_stack(name, entry, "stacks.toml") for name, entry in entries.items()}
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.resources import files
 from math import erf, exp, log, sqrt
 from typing import NamedTuple
 
+from parallel3d.planner.arguments import own_data
 from parallel3d.planner.cluster import Gpu
 from parallel3d.planner.stacks import Stack
 
@@ -71,8 +70,7 @@ def familiarity(pairs: Iterable[tuple[str, str]], stack: str, gpu: str) -> str:
 @lru_cache(maxsize=1)
 def residuals() -> Residuals:
     """The table of residuals.toml."""
-    text = files("parallel3d.planner").joinpath("residuals.toml").read_text(encoding="utf-8")
-    data = tomllib.loads(text)
+    data = own_data("residuals.toml")
     return Residuals(
         frozenset((stack, gpu) for stack, gpu in data["pairs"]),
         {name: Interval(*ends) for name, ends in data["speed"].items()},
