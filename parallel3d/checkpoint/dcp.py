@@ -1,36 +1,55 @@
-"""Loads and saves folders of ``torch.distributed.checkpoint``, as FSDP2 and torchtitan write them."""
+"""Folders of ``torch.distributed.checkpoint``, as FSDP2 and torchtitan write them: loaded and saved.
+
+DCP's own reader unpickles the table of contents, ``.metadata``, which runs code that it contains. Here the
+standard library's unpickler gets the few names that DCP writes, each of which stands for a class without
+code.
+"""
 
 from __future__ import annotations
 
 import os
+import pickle
 import warnings
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import checkpoint as torch_checkpoint
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.fsdp import StateDictType
 
 from parallel3d._torch.fully_shard import plain_name
 from parallel3d._util import dry_run
-from parallel3d.checkpoint.optimizer_state import stateful
-from parallel3d.checkpoint.ranks import new_folder, ranks_of
-from parallel3d.checkpoint.torch_formats.dcp_folder import (
-    DcpTensor,
-    StoredAt,
-    read_folder,
-    read_small,
+from parallel3d.checkpoint.format.files import (
+    check_disjoint,
+    damaged_if,
+    file_in,
+    numbers_of,
+    shape_of,
 )
+from parallel3d.checkpoint.pieces import (
+    Box,
+    Boxed,
+    check_tiles,
+    intersection,
+    pieces_of,
+    slices_of,
+    whole_box,
+)
+from parallel3d.checkpoint.ranks import new_folder, ranks_of
+from parallel3d.checkpoint.state import stateful
 from parallel3d.checkpoint.torch_formats.loading import Checkpoint, LoadOptions, load, state_at_rest
-from parallel3d.checkpoint.torch_formats.names import without_wrappers
+from parallel3d.checkpoint.torch_formats.names import MAX_NAME, without_wrappers
 from parallel3d.checkpoint.torch_formats.optimizer import SavedOptimizer, saved_in_names
-from parallel3d.checkpoint.torch_formats.sources import Budget
+from parallel3d.checkpoint.torch_formats.sources import Archive, Budget, Records, Source
 from parallel3d.checkpoint.values import refuse_wrapper
-from parallel3d.errors import CheckpointError
+from parallel3d.errors import CheckpointError, CorruptCheckpointError
 from parallel3d.fsdp import optim_state_dict
 
 
@@ -214,3 +233,272 @@ def _optimizer_state(model: nn.Module, optimizer: Any, flatten: bool) -> dict[st
         for name in group["params"]:
             flat |= {f"param_groups.{name}.{key}": value for key, value in options.items()}
     return flat
+
+
+_TABLE = ".metadata"
+_MAX_TABLE = 1 << 31
+_sizes = partial(numbers_of, what="sizes or offsets")
+
+
+@dataclass(frozen=True)
+class StoredAt:
+    """Bytes [offset, offset + length) of a file in ``folder``."""
+
+    folder: Path
+    name: str
+    offset: int
+    length: int
+
+    def archive(self, what: str) -> Archive:
+        """Returns the archive that is stored there."""
+        path, end = file_in(self.folder, self.name), self.offset + self.length
+        size = path.stat().st_size
+        if end > size:
+            raise CorruptCheckpointError(
+                f"{what}: bytes {self.offset} to {end} of {path.name}, which has {size}"
+            )
+        return Archive(path, self.offset, self.length, what)
+
+
+@dataclass(frozen=True)
+class StoredChunk(Boxed):
+    """A box of a tensor, and where it is stored; ``at`` is None if it is listed but not stored."""
+
+    at: StoredAt | None
+
+
+@dataclass(eq=False)
+class DcpTensor(Source):
+    """A tensor of a DCP folder, in chunks that are archives; ``what`` names it in errors."""
+
+    what: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: list[StoredChunk]
+    checksums: bool
+    _archives: dict[Box, Archive] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.budget = Budget(sum(c.at.length for c in self.chunks if c.at is not None), self.what)
+
+    def records(self, boxes: Iterable[Box]) -> list[Records]:
+        boxes, found = list(boxes), []
+        for chunk in self.chunks:
+            if chunk.box not in self._archives and any(intersection(b, chunk.box) for b in boxes):
+                found += self._check(chunk)
+        return found
+
+    def _check(self, chunk: StoredChunk) -> list[Records]:
+        """Checks that a tensor of the chunk's shape is stored, without reading its values."""
+        what = f"{self.what} at {chunk.offsets}"
+        if chunk.at is None:
+            raise CorruptCheckpointError(f"{what} is listed but not stored")
+        archive = self._archives[chunk.box] = chunk.at.archive(what)
+        records = archive.checked(checksums=self.checksums)
+        value = archive.load(device="meta")
+        if not isinstance(value, Tensor):
+            raise CorruptCheckpointError(f"{what} is not a tensor")
+        archive.check(value)
+        if value.dtype != self.dtype or tuple(value.shape) != chunk.sizes:
+            raise CorruptCheckpointError(
+                f"{what} is {value.dtype} of {tuple(value.shape)}; the metadata says {self.dtype} of "
+                f"{chunk.sizes}"
+            )
+        return records
+
+    def fill(self, tensor: Tensor) -> None:
+        """As for all sources; one chunk is in memory at a time."""
+        pieces = pieces_of(tensor)
+        for chunk in self.chunks:
+            parts = [(piece, intersection(piece.box, chunk.box)) for piece in pieces]
+            if not any(part for _, part in parts):
+                continue
+            value = self._archives[chunk.box].load()
+            for piece, part in parts:
+                if part is not None:
+                    offsets, sizes = part
+                    target = piece.local[slices_of(_less(offsets, piece.offsets), sizes)]
+                    target.copy_(value[slices_of(_less(offsets, chunk.offsets), sizes)])
+
+
+def _less(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(m - n for m, n in zip(a, b, strict=True))
+
+
+def read_small(source: Source, name: str) -> Tensor:
+    """Reads and verifies a whole tensor, if it takes no more memory than is stored of it."""
+    records = source.records([whole_box(source.shape)])
+    source.take(name)
+    for each in records:
+        each.verify()
+    return source.whole()
+
+
+# -- the table ---------------------------------------------------------------------------------------------
+
+
+def read_folder(
+    path: Path, *, trusted: bool, checksums: bool = True
+) -> dict[str, DcpTensor | StoredAt]:
+    """Returns the contents of a folder by flat names, such as "model.layers.0.weight"; what is no tensor as a
+    StoredAt. ``trusted``: read its ``.metadata`` by ``pickle``, which runs code in it."""
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a folder; load_dcp reads those of dcp.save")
+    what = path / _TABLE
+    if not os.path.lexists(what):
+        raise CheckpointError(
+            f"{path} has no {_TABLE}: it is not a checkpoint of torch.distributed.checkpoint, or its save "
+            "didn't complete"
+        )
+    if (size := file_in(path, _TABLE).stat().st_size) > _MAX_TABLE:
+        raise CorruptCheckpointError(f"{what} has {size} bytes")
+    with damaged_if(f"{what} is not a complete pickle", (Exception,)), open(what, "rb") as file:
+        content = FileSystemReader(path).read_metadata() if trusted else _Unpickler(file).load()
+    invalid = f"{what} is not valid metadata of torch.distributed.checkpoint"
+    with damaged_if(invalid, (ValueError, KeyError, TypeError, AttributeError)):
+        return _contents(path, content, checksums)
+
+
+class _Record:
+    """An object of the table, of a class with the name of DCP's: its state. No code belongs to it."""
+
+    def __init__(self, *arguments: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+_METADATA, _FILESYSTEM = (f"torch.distributed.checkpoint.{n}" for n in ("metadata", "filesystem"))
+_RECORDS = {
+    *((_METADATA, f"{name}StorageMetadata") for name in ("Bytes", "Chunk", "Tensor")),
+    *((_METADATA, n) for n in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
+    *((_METADATA, "_MEM_FORMAT_ENCODING"), ("torch.serialization", "_get_layout")),
+    *((_FILESYSTEM, "_StorageInfo"), (_FILESYSTEM, "_StoragePrefix")),
+    *(
+        (module, f"{pure}{system}Path")
+        for module in ("pathlib", "pathlib._local")
+        for pure in ("", "Pure")
+        for system in ("Posix", "Windows")
+    ),
+}
+
+
+class _Unpickler(pickle._Unpickler):
+    """The standard library's unpickler in Python, whose memo is a dict, with the names that DCP writes.
+
+    What a name stands for is made anew each time: a pickle can set attributes of it.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _RECORDS:
+            return type(name, (_Record,), {})
+        if (module, name) == ("torch", "Size"):
+            return lambda sizes=(): sizes
+        if (module, name) == ("collections", "OrderedDict"):
+            return OrderedDict
+        if (module, name) == (
+            "builtins",
+            "getattr",
+        ):  # an enum's member, in Python 3.11.0 to 3.11.3
+            return lambda of, name: None
+        if module == "torch" and isinstance(value := vars(torch).get(name), torch.dtype):
+            return value
+        raise CheckpointError(
+            f"{_TABLE} names {module[:80]}.{name[:80]}, which DCP doesn't write; nothing of it was called. "
+            "If you trust who made it: trusted=True"
+        )
+
+    def get_extension(self, code: int) -> None:
+        raise ValueError("an extension of this process's pickles")
+
+
+def _fields(value: Any, kind: str) -> dict[str, Any]:
+    """Returns the attributes of ``value``, an object of the class of this name."""
+    if type(value).__name__ != kind:
+        raise ValueError(f"a {type(value).__name__} instead of a {kind}")
+    fields = value.state if isinstance(value, _Record) else vars(value)
+    if kind == "TensorProperties" and isinstance(fields, tuple):  # by its __getstate__
+        return {"dtype": fields[0]}
+    if not isinstance(fields, dict):
+        raise ValueError(f"a {kind} without attributes")
+    return fields
+
+
+def _contents(path: Path, value: Any, checksums: bool) -> dict[str, DcpTensor | StoredAt]:
+    metadata = _fields(value, "Metadata")
+    described, places = metadata["state_dict_metadata"], metadata["storage_data"]
+    if not isinstance(described, dict) or not isinstance(places, dict):
+        raise ValueError("no state_dict_metadata or no storage_data")
+    stored = dict(_place(path, index, at) for index, at in places.items())
+    check_disjoint((at.name, at.offset, at.length, key) for key, at in stored.items())
+    _check_paths(described, metadata.get("planner_data"))
+    listed = 0
+    contents: dict[str, DcpTensor | StoredAt] = {}
+    for name, entry in described.items():
+        if type(name) is not str or len(name) > MAX_NAME:
+            raise ValueError(f"the name {name!r:.40}, no string or longer than {MAX_NAME}")
+        if type(entry).__name__ == "TensorStorageMetadata":
+            fields = _fields(entry, "TensorStorageMetadata")
+            listed += len(fields["chunks"])
+            if listed > 2 * len(stored) + 1000:  # many tensors may refer to one list
+                raise ValueError("more chunks are listed than stored")
+            dtype, shape, chunks = _tensor(name, fields, stored)
+            contents[name] = DcpTensor(f"{path}: {name}", dtype, shape, chunks, checksums)
+        elif type(entry).__name__ != "BytesStorageMetadata":
+            raise ValueError(f"a {type(entry).__name__} as the description of a value")
+        elif (at := stored.get(_key(name, None))) is None:
+            raise ValueError(f"{name} is listed but not stored")
+        else:
+            contents[name] = at
+    return contents
+
+
+def _check_paths(described: dict[Any, Any], planned: Any) -> None:
+    """Raises ValueError if torch's planner has not made the names of the paths in its data."""
+    if not isinstance(planned, dict):
+        return  # of another planner
+    for name, path in planned.items():
+        whole = isinstance(path, (tuple, list)) and all(type(key) in (str, int) for key in path)
+        if not whole or name not in described or ".".join(map(str, path)) != name:
+            raise ValueError(f"the path to {name!r:.100} leads elsewhere")
+    if len(planned) != len(described):
+        raise ValueError("another number of paths than of names")
+
+
+def _key(name: str, offset: tuple[int, ...] | None) -> str:
+    """Returns a dict key; a tuple of numbers could be chosen to have the hash of many others."""
+    return f"{offset} {name}"
+
+
+def _place(folder: Path, index: Any, at: Any) -> tuple[str, StoredAt]:
+    fields, place = _fields(index, "MetadataIndex"), _fields(at, "_StorageInfo")
+    name, offset = fields["fqn"], fields.get("offset")
+    path, start, length = place["relative_path"], place["offset"], place["length"]
+    if type(name) is not str or type(path) is not str:
+        raise ValueError("a name that is not a string")
+    if place.get("transform_descriptors"):
+        raise CheckpointError(
+            f"{name} was written through an extension, such as compression, which load_dcp doesn't undo; "
+            "write it without"
+        )
+    _sizes((start, length))
+    key = _key(name, None if offset is None else _sizes(offset))
+    return key, StoredAt(folder, path, start, length)
+
+
+def _tensor(
+    name: str, fields: dict[str, Any], stored: Mapping[str, StoredAt]
+) -> tuple[torch.dtype, tuple[int, ...], list[StoredChunk]]:
+    """Returns (dtype, shape, chunks); each element of the tensor is in exactly one of the chunks."""
+    dtype = _fields(fields["properties"], "TensorProperties")["dtype"]
+    if type(dtype) is not torch.dtype:
+        raise ValueError(f"{name} has no dtype")
+    shape = shape_of(fields["size"], f"shape of {name!r:.100}")
+    chunks: dict[str, StoredChunk] = {}
+    for chunk in fields["chunks"]:
+        box = _fields(chunk, "ChunkStorageMetadata")
+        offsets, sizes = _sizes(box["offsets"]), _sizes(box["sizes"])
+        chunks[f"{offsets} {sizes}"] = StoredChunk(offsets, sizes, stored.get(_key(name, offsets)))
+    check_tiles(name, shape, [chunk.box for chunk in chunks.values()])
+    return dtype, shape, list(chunks.values())

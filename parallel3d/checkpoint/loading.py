@@ -21,22 +21,23 @@ from torch.optim import Optimizer
 from parallel3d._torch.dtensor import get_local_tensor
 from parallel3d._util import dry_run
 from parallel3d.checkpoint.format import folder as folders
-from parallel3d.checkpoint.format.index import Index, TensorEntry
+from parallel3d.checkpoint.format.folder import Index, TensorEntry
 from parallel3d.checkpoint.format.storage import LoadPlanner, Reader, read_whole
-from parallel3d.checkpoint.model_state import (
-    PREFIX,
-    Contents,
-    ModelState,
-    StoredNames,
-    extra_name,
-    model_state,
-    stored_extra_state,
-)
-from parallel3d.checkpoint.optimizer_state import LoadedOptimizers, as_optimizers
 from parallel3d.checkpoint.pieces import check_own_memory
 from parallel3d.checkpoint.ranks import HALF_READ, Ranks, check_same, dcp_errors, ranks_of
 from parallel3d.checkpoint.rng import LoadedRng
 from parallel3d.checkpoint.saving import axes_of, mesh_of
+from parallel3d.checkpoint.state import (
+    PREFIX,
+    Contents,
+    LoadedOptimizers,
+    ModelState,
+    StoredNames,
+    as_optimizers,
+    extra_name,
+    model_state,
+    stored_extra_state,
+)
 from parallel3d.checkpoint.values import as_dict, decode, encode, keeper
 from parallel3d.errors import CheckpointError, CorruptCheckpointError, DryRunError
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed import DeviceMesh
 
 from parallel3d.checkpoint.format.files import damaged_if
-from parallel3d.checkpoint.model_state import Contents, StoredNames
 from parallel3d.checkpoint.ranks import Ranks
+from parallel3d.checkpoint.state import Contents, StoredNames
 from parallel3d.mesh.seeding import StepSeed, last_step_seed, number_of, set_step_seed
 
 _PYTHON = 3  # version of random.getstate

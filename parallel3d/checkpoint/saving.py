@@ -25,15 +25,19 @@ from parallel3d._torch.kernels import foreach_copy_
 from parallel3d._util import dry_run
 from parallel3d._util.arguments import as_bool, as_count
 from parallel3d._util.version import __version__
-from parallel3d.checkpoint.background import run_in_background
 from parallel3d.checkpoint.format import folder as folders
 from parallel3d.checkpoint.format.files import bytes_of
 from parallel3d.checkpoint.format.lock import Lock
 from parallel3d.checkpoint.format.storage import SavePlanner, Writer
-from parallel3d.checkpoint.model_state import PREFIX, ModelState, model_state
-from parallel3d.checkpoint.optimizer_state import as_optimizers, optimizer_state
-from parallel3d.checkpoint.ranks import Ranks, check_same, dcp_errors, ranks_of
+from parallel3d.checkpoint.ranks import Ranks, check_same, dcp_errors, ranks_of, run_in_background
 from parallel3d.checkpoint.rng import rng_state
+from parallel3d.checkpoint.state import (
+    PREFIX,
+    ModelState,
+    as_optimizers,
+    model_state,
+    optimizer_state,
+)
 from parallel3d.checkpoint.values import as_dict, encode, keeper
 from parallel3d.errors import CheckpointError
 from parallel3d.fsdp.inspect import owner_of

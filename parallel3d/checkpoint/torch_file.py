@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 from parallel3d._util import dry_run
 from parallel3d.checkpoint.format.files import hidden_beside
 from parallel3d.checkpoint.ranks import ranks_of
-from parallel3d.checkpoint.torch_formats.dcp_folder import MAX_NAME
 from parallel3d.checkpoint.torch_formats.loading import (
     EXTRA_STATE,
     Checkpoint,
@@ -27,7 +26,7 @@ from parallel3d.checkpoint.torch_formats.loading import (
     load,
     state_at_rest,
 )
-from parallel3d.checkpoint.torch_formats.names import shown, without_wrappers
+from parallel3d.checkpoint.torch_formats.names import MAX_NAME, shown, without_wrappers
 from parallel3d.checkpoint.torch_formats.optimizer import (
     SavedGroup,
     SavedOptimizer,

@@ -245,7 +245,7 @@ def test_many_chunks_are_compared_in_one_pass(tmp_path: Path) -> None:
     )
     folder.metadata.planner_data[name] = ("model", "weight")
     folder.write(tmp_path / "it")
-    from parallel3d.checkpoint.torch_formats.dcp_folder import DcpTensor, read_folder
+    from parallel3d.checkpoint.dcp import DcpTensor, read_folder
 
     began = time.process_time()
     tensor = read_folder(tmp_path / "it", trusted=False)[name]

@@ -30,7 +30,7 @@ from parallel3d import (
 )
 from parallel3d._layout.packed import PackedDTensor
 from parallel3d.checkpoint import hf_shards, hf_tensors
-from parallel3d.checkpoint.hf import export
+from parallel3d.checkpoint.hf import conversion
 from parallel3d.checkpoint.hf.layout import permuted, reshaped, whole_of
 from parallel3d.fsdp import full_params, fully_shard
 from parallel3d.testing import GlooPool
@@ -97,7 +97,9 @@ def test_rows_that_are_not_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = whole_of("weight", (8, 3))
     halves = reshaped(permuted(reshaped(rows, (2, 4, 3)), (1, 0, 2)), (8, 3))
     monkeypatch.setattr(
-        export, "whole_of", lambda name, shape: halves if name == "weight" else pytest.fail(name)
+        conversion,
+        "whole_of",
+        lambda name, shape: halves if name == "weight" else pytest.fail(name),
     )
     want = model.weight.view(2, 4, 3).permute(1, 0, 2).reshape(8, 3)
     found = torch.zeros(8, 3)

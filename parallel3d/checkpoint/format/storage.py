@@ -51,7 +51,7 @@ from parallel3d.checkpoint.format.files import (
     verify_blocks,
     write_all,
 )
-from parallel3d.checkpoint.format.index import Chunk, Index, TensorEntry, file_name
+from parallel3d.checkpoint.format.folder import Chunk, Index, TensorEntry, file_name
 from parallel3d.checkpoint.format.lock import Lock
 from parallel3d.checkpoint.format.safetensors_file import header_of
 from parallel3d.checkpoint.pieces import Boxed, slices_of, whole_box

@@ -38,9 +38,9 @@ from parallel3d.checkpoint.hf.conversion import (
     is_transformers,
 )
 from parallel3d.checkpoint.hf.layout import Layout, Patch, whole_of
-from parallel3d.checkpoint.model_state import bring_to_rest
 from parallel3d.checkpoint.pieces import pieces_of, shares_memory_within
 from parallel3d.checkpoint.ranks import ranks_of
+from parallel3d.checkpoint.state import bring_to_rest
 from parallel3d.checkpoint.torch_formats.names import shown
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
 from parallel3d.materialize import check_can_initialise, give_memory

@@ -26,13 +26,18 @@ from parallel3d.checkpoint.format.safetensors_file import (
     is_ours,
     read_header,
 )
-from parallel3d.checkpoint.hf.conversion import Entry, entries_of, plain_class
-from parallel3d.checkpoint.hf.export import OutTensor, plan_export
+from parallel3d.checkpoint.hf.conversion import (
+    Entry,
+    OutTensor,
+    entries_of,
+    plain_class,
+    plan_export,
+)
 from parallel3d.checkpoint.hf.layout import Layout, whole_of
 from parallel3d.checkpoint.hf.load import TensorReader, misfits, path_in, read_entries
 from parallel3d.checkpoint.hf.save import OutFile, check_seen, exchange
-from parallel3d.checkpoint.model_state import bring_to_rest
 from parallel3d.checkpoint.ranks import Ranks, check_same, new_folder, ranks_of
+from parallel3d.checkpoint.state import bring_to_rest
 from parallel3d.checkpoint.torch_formats.names import shown
 from parallel3d.errors import CheckpointError
 from parallel3d.materialize import give_memory

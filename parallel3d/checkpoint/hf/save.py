@@ -22,11 +22,21 @@ from torch import distributed as dist
 from parallel3d._util import dry_run
 from parallel3d.checkpoint.format.files import bytes_of, write_all
 from parallel3d.checkpoint.format.safetensors_file import header_of, is_ours
-from parallel3d.checkpoint.hf.conversion import INDEX, SINGLE, Names, is_transformers, plain_class
-from parallel3d.checkpoint.hf.export import Export, HeldParts, OutTensor, check_dtype, plan_export
+from parallel3d.checkpoint.hf.conversion import (
+    INDEX,
+    SINGLE,
+    Export,
+    HeldParts,
+    Names,
+    OutTensor,
+    check_dtype,
+    is_transformers,
+    plain_class,
+    plan_export,
+)
 from parallel3d.checkpoint.hf.layout import Patch
-from parallel3d.checkpoint.model_state import bring_to_rest
 from parallel3d.checkpoint.ranks import Ranks, new_folder, ranks_of
+from parallel3d.checkpoint.state import bring_to_rest
 from parallel3d.errors import CheckpointError
 
 _TEXTS = {"config.json", "generation_config.json", INDEX}

@@ -18,19 +18,20 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from parallel3d._torch.dtensor import get_local_tensor
 from parallel3d._torch.groups import all_gather_single
 from parallel3d._util.arguments import is_positive, without_gloo
-from parallel3d.checkpoint.hf.conversion import Names, entries_of
-from parallel3d.checkpoint.hf.export import (
+from parallel3d.checkpoint.hf.conversion import (
     Export,
     HeldParts,
+    Names,
     OutTensor,
     check_dtype,
+    entries_of,
     outputs_of,
     plan_export,
 )
 from parallel3d.checkpoint.hf.layout import Patch
-from parallel3d.checkpoint.model_state import bring_to_rest
 from parallel3d.checkpoint.pieces import Boxed
 from parallel3d.checkpoint.ranks import Ranks, check_same, ranks_of
+from parallel3d.checkpoint.state import bring_to_rest
 from parallel3d.errors import (
     CheckpointError,
     Parallel3dError,

@@ -15,9 +15,9 @@ from torch.distributed.fsdp import StateDictType
 
 from parallel3d._torch.fully_shard import plain_name
 from parallel3d._util import dry_run
-from parallel3d.checkpoint.model_state import ExtraState, bring_to_rest, has_extra
 from parallel3d.checkpoint.pieces import boxes_of, check_own_memory, whole_box
 from parallel3d.checkpoint.ranks import ranks_of
+from parallel3d.checkpoint.state import ExtraState, bring_to_rest, has_extra
 from parallel3d.checkpoint.torch_formats.names import (
     find_model,
     find_optimizer,

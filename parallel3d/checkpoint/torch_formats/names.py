@@ -12,6 +12,8 @@ from typing import Any
 from parallel3d._torch.fully_shard import plain_name
 from parallel3d.errors import CheckpointError
 
+MAX_NAME = 2000
+"""Characters of a name: searching it for prefixes takes time that grows with its square."""
 _SHOWN = 4  # names in an error
 # Where torch's examples and torchtitan put a model.
 _USUAL = ("model.", "", "app.model.", "state_dict.", "module.")

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from parallel3d._torch.dtensor import make_dtensor, make_spec
 from parallel3d._torch.simulated import simulation_off
 from parallel3d._util.arguments import counted
-from parallel3d.checkpoint.optimizer_state import NO_OPTIONS, alike, empty_state, stateful
 from parallel3d.checkpoint.pieces import Box, boxes_of, shares_memory_within, whole_box
+from parallel3d.checkpoint.state import NO_OPTIONS, alike, empty_state, stateful
 from parallel3d.checkpoint.torch_formats.names import shown
 from parallel3d.checkpoint.torch_formats.sources import Records, Source
 from parallel3d.errors import CheckpointError
