@@ -6,7 +6,6 @@ import ast
 import functools
 import inspect
 import sys
-import textwrap
 import types
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from parallel3d._util.users_code import syntax_of
 from parallel3d.errors import Parallel3dError
 
 
@@ -220,14 +220,12 @@ def _functions_of(owner: Any, names: Collection[str]) -> Iterator[ast.AST]:
         method = inspect.unwrap(getattr(member, "fget", None) or member)
         if not inspect.isfunction(method) or not _uses(method.__code__, names):
             continue
-        with suppress(OSError, TypeError, SyntaxError):  # typed into an interpreter, say
-            tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
-            if name.startswith(_SETTING_UP):
-                (defined,) = tree.body
-                inner = (n for n in ast.walk(tree) if isinstance(n, _DEFINES) and n is not defined)
-                yield from inner
-            else:
-                yield tree
+        tree = syntax_of(method)
+        if tree is not None and name.startswith(_SETTING_UP):
+            (defined,) = tree.body
+            yield from (n for n in ast.walk(tree) if isinstance(n, _DEFINES) and n is not defined)
+        elif tree is not None:
+            yield tree
 
 
 _DEFINES = (ast.FunctionDef, ast.Lambda)

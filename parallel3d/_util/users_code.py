@@ -1,9 +1,14 @@
-"""Which line of the user's own code is running, or has raised an error."""
+"""The user's own code: which line of it is running, or has raised an error, and the syntax of a function."""
 
+import ast
+import functools
+import inspect
 import sys
-from collections.abc import Iterable
+import textwrap
+from collections.abc import Callable, Iterable
 from traceback import walk_stack, walk_tb
 from types import FrameType
+from typing import Any
 
 _OURS = frozenset({"parallel3d", "torch", *sys.stdlib_module_names})
 
@@ -28,3 +33,13 @@ def _users_line(frames: Iterable[tuple[FrameType, int]]) -> str:
         if package not in _OURS:
             return f"{frame.f_code.co_filename}:{line}, in {frame.f_code.co_name}"
     return ""
+
+
+@functools.cache
+def syntax_of(function: Callable[..., Any]) -> ast.Module | None:
+    """Returns the parsed source of ``function``; None if there is none, as of what was typed into an
+    interpreter."""
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return None

@@ -8,13 +8,13 @@ import ast
 import functools
 import inspect
 import re
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from parallel3d._layout.packing import pick_by_rank
+from parallel3d._util.users_code import syntax_of
 
 # Methods that don't run in a forward.
 NOT_COMPUTING = {"__init__", "extra_repr", "reset_parameters", "_init_weights", "__repr__"}
@@ -105,11 +105,8 @@ def _reads_of_class(cls: type) -> frozenset[str] | None:
 def method_trees(cls: type) -> list[ast.Module] | None:
     """Returns the methods that a class itself has for its forward, parsed; None where there is no source."""
     own = (getattr(m, "__func__", m) for n, m in vars(cls).items() if n not in NOT_COMPUTING)
-    functions = filter(inspect.isfunction, map(inspect.unwrap, own))
-    try:
-        return [ast.parse(textwrap.dedent(inspect.getsource(f))) for f in functions]
-    except (OSError, TypeError, SyntaxError):
-        return None
+    trees = [syntax_of(f) for f in map(inspect.unwrap, own) if inspect.isfunction(f)]
+    return None if None in trees else trees  # type: ignore[return-value]
 
 
 def _reads(tree: ast.AST) -> Iterator[str]:

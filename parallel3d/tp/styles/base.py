@@ -6,8 +6,8 @@ gives the module instance a forward on local tensors. :meth:`~parallel3d.tp.Reso
 parameters, because it knows which are shared.
 """
 
+import ast
 import difflib
-import dis
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from parallel3d._layout.packing import Packing
 from parallel3d._layout.param_layout import local_chunk
+from parallel3d._util.users_code import syntax_of
 from parallel3d.errors import PlanError
 from parallel3d.tp.collectives import SequenceLength, TpAxis
 from parallel3d.tp.float8 import has_own_forward, is_float8
@@ -213,30 +214,38 @@ def _forwards_over(module: nn.Module, base: type[nn.Module]) -> Iterator[Any]:
 _CHANGED = {"weight", "bias", "_parameters", "parameters", "named_parameters", "state_dict"}
 
 
-@cache
-def _steps(forward: Callable[..., Any]) -> tuple[dis.Instruction, ...]:
-    return tuple(dis.get_instructions(forward))
+# In these the call might run twice or never; a nested function might read anything.
+_BRANCHES = (
+    *(ast.If, ast.IfExp, ast.BoolOp, ast.Match, ast.Assert, ast.For, ast.While, ast.comprehension),
+    *(ast.Try, ast.TryStar, ast.With, ast.FunctionDef, ast.ClassDef, ast.Lambda),
+)
 
 
 @cache
+def _nodes_of(forward: Callable[..., Any]) -> tuple[ast.AST, ...]:
+    """Returns the syntax in a forward's body; nothing where it can't be read, or has a decorator."""
+    match None if hasattr(forward, "__wrapped__") else syntax_of(forward):
+        case ast.Module(body=[ast.FunctionDef(decorator_list=[], body=body)]):
+            return tuple(node for statement in body for node in ast.walk(statement))
+    return ()
+
+
 def _is_transparent(forward: Callable[..., Any]) -> bool:
-    code = getattr(forward, "__code__", None)
-    if code is None or "super" not in code.co_names:
-        return False
-    # No loop and no branch, in which the call might run twice or never.
-    if any("JUMP" in step.opname or step.opname == "FOR_ITER" for step in _steps(forward)):
-        return False
-    names = [s.argval for s in _steps(forward) if "ATTR" in s.opname or "METHOD" in s.opname]
-    for name, after in zip(names, [*names[1:], ""], strict=True):
-        if name in _CHANGED and after not in ("dtype", "device"):
-            return False
-    # No nested function, which might read anything.
-    nested = any(hasattr(constant, "co_code") for constant in code.co_consts)
-    return names.count("forward") == 1 and not nested
+    nodes = _nodes_of(forward)
+    reads = [node for node in nodes if isinstance(node, ast.Attribute)]
+    harmless = [node.value for node in reads if node.attr in ("dtype", "device")]
+    calls = [node for node in reads if node.attr == "forward"]
+    return (
+        len(calls) == 1
+        and ast.unparse(calls[0]).startswith("super(")
+        and not any(isinstance(node, _BRANCHES) for node in nodes)
+        and not any(node.attr in _CHANGED and node not in harmless for node in reads)
+    )
 
 
 _OF_ELEMENTS = {"super", "forward", "to", "dtype", "device", "weight", "type_as"}
-_ARITHMETIC = {"+", "-", "*", "/", "+=", "-=", "*=", "/="}
+_ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div)
+_SELECTING = (ast.Subscript, ast.Tuple, ast.List, ast.Dict, ast.Set, ast.JoinedStr)
 
 
 def _is_arithmetic(forward: Callable[..., Any], module: nn.Module) -> bool:
@@ -245,11 +254,11 @@ def _is_arithmetic(forward: Callable[..., Any], module: nn.Module) -> bool:
         one = isinstance(value, Tensor) and not (value.dim() or isinstance(value, nn.Parameter))
         if not one and not isinstance(value, (int, float)):
             return False
-    for step in _steps(forward):
-        selects = any(part in step.opname for part in ("SUBSCR", "SLICE", "BUILD"))
-        if selects or (step.opname == "BINARY_OP" and step.argrepr not in _ARITHMETIC):
-            return False
-    return True
+    nodes = _nodes_of(forward)
+    operators = (node for node in nodes if isinstance(node, ast.operator))
+    return not any(isinstance(node, _SELECTING) for node in nodes) and all(
+        isinstance(operator, _ARITHMETIC) for operator in operators
+    )
 
 
 @dataclass(frozen=True)
