@@ -11,7 +11,6 @@ by chunk where it becomes the gradient of the head's inputs.
 
 import functools
 import math
-import operator
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -587,48 +586,31 @@ def _contiguous(func: Any, input: VocabLogits, *args: Any, **kwargs: Any) -> Any
     return input if input._view.index is None else _clone(func, input)
 
 
-def _with_lead(
-    func: Any, input: VocabLogits, args: Any, index: Tensor | None, lead: Any
-) -> VocabLogits:
-    """Returns ``func(input, *args)``, a view whose rows are ``index``, of the shape ``lead``."""
-    made = _next(input, lead=tuple(lead), at=len(lead), index=index)
-    return made.view_of(input, lambda full: func(full, *args))
-
-
-def _resized(func: Any, input: VocabLogits, *args: Any, **kwargs: Any) -> Any:
-    """``view`` and ``reshape`` to sizes that end with the vocabulary."""
+def _view(func: Any, input: VocabLogits, *args: Any, **kwargs: Any) -> Any:
+    """Calls ``func``, which returns a view (``reshape`` perhaps a copy), on the numbers of the rows, if that
+    leaves all classes in one dim."""
     view = input._view
-    sizes = list(args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args)
-    whole = all(type(size) is int for size in sizes)
-    if kwargs or not sizes or not whole or not input.holds_classes_last():
+    if any(isinstance(arg, torch.dtype) for arg in args):
         return NotImplemented
-    if sizes.count(-1) == 1:
-        rest = -math.prod(sizes)
-        sizes[sizes.index(-1)] = math.prod(view.shape) // rest if rest else 0
-    *lead, classes = sizes
-    if classes != view.vocab_size or math.prod(lead) != math.prod(view.lead):
-        return NotImplemented
-    if view.index is None:
-        return _with_lead(func, input, args, None, lead)
+    # Without memory along the classes, where its stride is 0.
+    whole = view.index_of_rows().unsqueeze(view.at).expand(view.shape)
+    place = torch.empty_strided(whole.shape, whole.stride(), dtype=view.dtype, device="meta")
     try:
-        return _with_lead(func, input, args, view.index.view(lead), lead)
-    except RuntimeError:
-        if func not in _RESHAPES:
-            raise
-    return _next(input, lead=tuple(lead), at=len(lead), index=view.index.reshape(lead))
-
-
-_RESHAPES = _named("reshape")
-
-
-def _flatten(func: Any, input: VocabLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
-    view = input._view
-    dims = len(view.shape)
-    start, end = start_dim % dims, end_dim % dims
-    if view.at != dims - 1 or not start <= end < view.at:
+        made = func(place, *args, **kwargs)
+    except RuntimeError:  # classes and rows in one dim, or what the plain logits refuse too
         return NotImplemented
-    lead = (*view.lead[:start], math.prod(view.lead[start : end + 1]), *view.lead[end + 1 :])
-    return _resized(Tensor.reshape, input, *lead, view.vocab_size)
+    if made is place:
+        return input
+    if made._base is None:  # a copy, as no view has this shape
+        even = view.index is None or view.index.is_contiguous()
+        return NotImplemented if even else func(input.clone(), *args, **kwargs)
+    places = zip(made.shape, made.stride(), strict=True)
+    at = [dim for dim, (size, step) in enumerate(places) if (size, step) == (view.vocab_size, 0)]
+    if len(at) != 1 or not all(type(size) is int for size in made.shape):
+        return NotImplemented
+    index = func(whole, *args, **kwargs).select(at[0], 0)
+    made = _next(input, lead=tuple(index.shape), at=at[0], index=index)
+    return made.view_of(input, lambda full: func(full, *args, **kwargs))
 
 
 def _index(func: Any, input: VocabLogits, key: Any) -> Any:
@@ -638,12 +620,12 @@ def _index(func: Any, input: VocabLogits, key: Any) -> Any:
     of_rows = _without_vocabulary(key, len(view.lead))
     if of_rows is None or not input.holds_classes_last():
         return NotImplemented
-    index = view.index_of_rows()[of_rows]
+    if not any(isinstance(item, (Tensor, list)) for item in of_rows):
+        return _view(func, input, key)
+    index = view.index_of_rows()[of_rows]  # a copy
     if not all(type(size) is int for size in index.shape):
         return NotImplemented
-    if any(isinstance(item, (Tensor, list)) for item in of_rows):  # a copy
-        return _next(input, lead=tuple(index.shape), at=index.dim(), index=index)
-    return _with_lead(func, input, (key,), index, index.shape)
+    return _next(input, lead=tuple(index.shape), at=index.dim(), index=index)
 
 
 def _without_vocabulary(key: tuple[Any, ...], rows: int) -> tuple[Any, ...] | None:
@@ -670,32 +652,6 @@ def _indexed_dims(item: Any) -> int | None:
     return 1 if isinstance(item, (int, slice, list)) else None
 
 
-def _permuted(func: Any, input: VocabLogits, order: list[int], args: Any) -> Any:
-    view = input._view
-    rows = [dim - (dim > view.at) for dim in order if dim != view.at]
-    index = view.index if rows == sorted(rows) else view.index_of_rows().permute(rows)
-    lead = tuple(view.lead[dim] for dim in rows)
-    made = _next(input, lead=lead, at=order.index(view.at), index=index)
-    return made.view_of(input, lambda full: func(full, *args))
-
-
-def _transpose(func: Any, input: VocabLogits, dim0: Any, dim1: Any) -> Any:
-    order = list(range(len(input._view.shape)))
-    if not (isinstance(dim0, int) and isinstance(dim1, int)):
-        return NotImplemented
-    order[dim0], order[dim1] = order[dim1], order[dim0]
-    return _permuted(func, input, order, (dim0, dim1))
-
-
-def _permute(func: Any, input: VocabLogits, *args: Any) -> Any:
-    dims = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
-    count = len(input._view.shape)
-    order = [operator.index(dim) % count for dim in dims]
-    if sorted(order) != list(range(count)):
-        return NotImplemented
-    return _permuted(func, input, order, args)
-
-
 _HANDLERS: dict[Callable[..., Any], list[Any]] = {
     _cross_entropy: [F.cross_entropy],
     _elementwise: _named(
@@ -707,11 +663,8 @@ _HANDLERS: dict[Callable[..., Any], list[Any]] = {
     _detach: _named("detach"),
     _clone: _named("clone"),
     _contiguous: [Tensor.contiguous],
-    _resized: [Tensor.view, *_RESHAPES],
-    _flatten: _named("flatten"),
+    _view: [Tensor.view, *_named("reshape flatten transpose swapaxes swapdims permute")],
     _index: [Tensor.__getitem__],
-    _transpose: _named("transpose swapaxes swapdims"),
-    _permute: _named("permute"),
 }
 HANDLED = {func: handler for handler, funcs in _HANDLERS.items() for func in funcs}
 """Function -> its handler."""

@@ -6,7 +6,7 @@ from parallel3d._torch.autograd import TorchDispatchMode
 
 
 class Largest(TorchDispatchMode):
-    """The most numbers in a tensor that an operation made."""
+    """The most numbers in a tensor that an operation made, of one that is expanded those in memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -16,5 +16,6 @@ class Largest(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for t in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(t, Tensor):
-                self.numel = max(self.numel, t.numel())
+                held = t.untyped_storage().nbytes() // t.element_size()
+                self.numel = max(self.numel, min(t.numel(), held))
         return result
