@@ -29,31 +29,39 @@ class Case:
 
     Attributes:
         call: what is done with the model, on a mesh of ``layout``.
-        error: the exact class of the error.
-        says: patterns that its message must match: the value, and a way out.
         build: makes the model.
         inputs: of its forward, compared before and after.
     """
 
-    name: str
     call: Call
-    error: type[Parallel3dError]
-    says: tuple[str, ...]
     layout: MeshLayout = TWO_BY_TWO
     build: Callable[[], nn.Module] = Lm
     inputs: tuple[torch.Tensor, ...] = (tokens(0),)
 
 
-def check(case: Case, mesh: DeviceMesh) -> None:
-    """Makes the call; see ``Case``."""
+Table = dict[type[Parallel3dError], dict[str, Case | Call]]
+"""The exact class of an error -> a pattern for its message (the value, and a way out) -> what raises it."""
+
+
+def each_of(table: Table) -> pytest.MarkDecorator:
+    """Parametrizes a test by ``error``, ``says`` and ``case``."""
+    rows = [
+        (error, says, each if isinstance(each, Case) else Case(each))
+        for error, calls in table.items()
+        for says, each in calls.items()
+    ]
+    return pytest.mark.parametrize(("error", "says", "case"), rows)
+
+
+def check(case: Case, error: type[Parallel3dError], says: str, mesh: DeviceMesh) -> None:
+    """Makes the call; the model stays as it was."""
     torch.manual_seed(0)
     model = case.build()
     before = Snapshot(model, *case.inputs)
     with pytest.raises(Parallel3dError) as caught:
         case.call(model, mesh)
-    assert type(caught.value) is case.error
-    for pattern in case.says:
-        assert re.search(pattern, str(caught.value), re.DOTALL), (pattern, str(caught.value))
+    assert type(caught.value) is error
+    assert re.search(says, str(caught.value), re.DOTALL), (says, str(caught.value))
     before.check()
 
 
