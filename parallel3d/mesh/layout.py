@@ -28,11 +28,12 @@ class MeshLayout:
         cp: ranks that share each sequence (context parallelism): they read the same samples, and each
             computes a part of the tokens. Parameters are sharded over shard x cp. By keyword only.
 
-    At most one of them may be ``-1``: it is inferred from the world size, see :meth:`resolve`.
+    Give sizes by keyword; replicate, shard and tp can also be given by position, in this order. At most one
+    of them may be ``-1``: it is inferred from the world size, see :meth:`resolve`.
 
     Raises:
         MeshError: a size is not an int, zero or below -1, or two sizes are -1.
-        WrongTypeError: a name that is no axis.
+        WrongTypeError: a name that is no axis, or a fourth size by position.
     """
 
     replicate: int = 1
@@ -236,6 +237,13 @@ _set_sizes = MeshLayout.__init__
 
 @wraps(_set_sizes)
 def _init(self: MeshLayout, *args: int, **sizes: int) -> None:
+    by_position = [each.name for each in fields(MeshLayout) if not each.kw_only]
+    if len(args) > len(by_position):
+        rest = [axis for axis in AXES if axis not in by_position]
+        raise WrongTypeError(
+            f"MeshLayout was given {len(args)} sizes by position, and takes {_join(by_position, 'and')} so: "
+            f"give {_join([f'{axis}=' for axis in rest], 'and')} by keyword, best all of them"
+        )
     for name in sizes:
         if name not in AXES:
             raise WrongTypeError(_no_axis(name))

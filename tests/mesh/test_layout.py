@@ -1,17 +1,26 @@
-"""MeshLayout: sizes, -1, rank <-> coordinates, groups, and what its errors say."""
+"""The table of axes, and MeshLayout: sizes, -1, rank <-> coordinates, groups, what its errors say."""
 
 import ast
 import dataclasses
 import inspect
 import math
 import pickle
+from itertools import pairwise, product
 
 import pytest
 
 from parallel3d.errors import MeshError, Parallel3dError, WrongTypeError
 from parallel3d.mesh import AXES, MeshLayout, layout
-
-LAYOUTS = [(1, 1, 1), (8, 1, 1), (1, 8, 1), (1, 1, 4), (2, 1, 4), (3, 1, 2), (2, 2, 2), (2, 3, 4)]
+from parallel3d.mesh.axes import (
+    DATA_AXES,
+    TABLE,
+    TOKEN_AXES,
+    Role,
+    axis_named,
+    guess,
+    is_data_axis,
+    names_of,
+)
 
 
 def test_layout_module_needs_no_torch() -> None:
@@ -23,6 +32,22 @@ def test_layout_module_needs_no_torch() -> None:
         for name in ([node.module] if isinstance(node, ast.ImportFrom) else [node.names[0].name])
     }
     assert "torch" not in imported
+
+
+def test_the_table_is_what_layouts_have() -> None:
+    assert AXES == ("replicate", "shard", "cp", "tp")
+    assert DATA_AXES == ("replicate", "shard") and TOKEN_AXES == ("replicate", "shard", "cp")
+    names = [name for axis in TABLE for name in (axis.name, *axis.other_names)]
+    assert len(set(names)) == len(names)
+    assert [axis_named(name) for name in ("dp_shard", "tp", "x")] == [TABLE[1], TABLE[3], None]
+
+
+def test_roles() -> None:
+    assert names_of(Role.SHARDED) == ("shard", "dp_shard", "shard_cp", "dp_shard_cp")
+    data = ("replicate", "dp_shard", "dp", "shard_cp")
+    assert all(map(is_data_axis, data)) and not any(map(is_data_axis, ("cp", "tp", None, "pp")))
+    named = {"tensor_parallel": "tp", "ddp": "replicate", "data": "shard", "context_parallel": "cp"}
+    assert {name: guess(name) for name in named} == named
 
 
 def test_value_semantics() -> None:
@@ -50,7 +75,7 @@ def test_cp_is_given_by_name_and_lies_between_shard_and_tp() -> None:
     assert (mesh.data_size, mesh.data_rank(9), mesh.data_rank(23)) == (4, 1, 3)
     assert MeshLayout(2, cp=-1, tp=2).resolve(24) == MeshLayout(2, cp=6, tp=2)
     assert MeshLayout(2, cp=-1, tp=2).resolve(4) == MeshLayout(2, tp=2)
-    with pytest.raises(TypeError):
+    with pytest.raises(WrongTypeError, match=r"given 4 .* replicate, shard and tp so: give cp= by"):
         MeshLayout(2, 2, 2, 3)  # type: ignore[misc]
     with pytest.raises(MeshError, match=r"Nearest that fit: replicate 1 x shard 1 x cp 2 x tp 1"):
         MeshLayout(cp=3).resolve(2)
@@ -77,20 +102,27 @@ def test_resolve(sizes, world_size, resolved) -> None:
     assert done.resolve(world_size) is done
 
 
-@pytest.mark.parametrize("sizes", LAYOUTS)
-def test_ranks_and_coordinates_are_inverse(sizes) -> None:
-    mesh = MeshLayout(*sizes)
-    for rank in range(mesh.world_size):
-        assert mesh.rank(**mesh.coordinates(rank)) == rank
-
-
-def test_tp_is_innermost_and_replicate_outermost() -> None:
-    mesh = MeshLayout(2, 3, 4)
-    assert mesh.coordinates(1) == {"replicate": 0, "shard": 0, "tp": 1}
-    assert mesh.coordinates(4) == {"replicate": 0, "shard": 1, "tp": 0}
-    assert mesh.coordinates(12) == {"replicate": 1, "shard": 0, "tp": 0}
-    assert mesh.rank(replicate=1, shard=2, tp=3) == 23
-    assert mesh.rank(shard=2) == 8
+@pytest.mark.parametrize("sizes", [(2, 3, 4), (1, 5, 2), (3, 1, 1), (2, 3, 4, 2), (1, 1, 2, 1)])
+def test_ranks_and_coordinates(sizes: tuple[int, ...]) -> None:
+    """The last axis's ranks are neighbours; data axes number the parts of the data."""
+    axes = AXES if len(sizes) == 4 else ("replicate", "shard", "tp")
+    mesh = MeshLayout(**dict(zip(axes, sizes, strict=True)))
+    assert (mesh.axes, mesh.sizes, mesh.cp) == (
+        axes,
+        sizes,
+        (*sizes, 1)[2] if len(sizes) == 4 else 1,
+    )
+    numbers = {}
+    for rank, at in enumerate(product(*map(range, sizes))):
+        coordinates = dict(zip(axes, at, strict=True))
+        assert mesh.coordinates(rank) == coordinates and mesh.rank(**coordinates) == rank
+        parts = tuple(coordinates[axis] for axis in DATA_AXES)
+        assert numbers.setdefault(parts, len(numbers)) == mesh.data_rank(rank)
+    assert len(numbers) == mesh.data_size
+    for axis in AXES:
+        for group in mesh.groups(axis):
+            steps = {b - a for a, b in pairwise(group)}
+            assert steps <= {mesh.stride(axis)} and len(group) == getattr(mesh, axis)
 
 
 def test_groups_of_a_small_mesh() -> None:
@@ -100,10 +132,9 @@ def test_groups_of_a_small_mesh() -> None:
     assert mesh.groups("replicate") == [(0, 4), (1, 5), (2, 6), (3, 7)]
 
 
-@pytest.mark.parametrize("sizes", LAYOUTS)
 @pytest.mark.parametrize("axis", AXES)
-def test_groups_partition_the_world_and_differ_in_one_coordinate(sizes, axis) -> None:
-    mesh = MeshLayout(*sizes, cp=2)
+def test_groups_partition_the_world_and_differ_in_one_coordinate(axis) -> None:
+    mesh = MeshLayout(2, 3, 4, cp=2)
     groups = mesh.groups(axis)
     assert sorted(rank for group in groups for rank in group) == list(range(mesh.world_size))
     assert groups == sorted(groups)
@@ -111,19 +142,6 @@ def test_groups_partition_the_world_and_differ_in_one_coordinate(sizes, axis) ->
         at = [mesh.coordinates(rank) for rank in group]
         assert [c.pop(axis) for c in at] == list(range(getattr(mesh, axis)))
         assert all(c == at[0] for c in at)
-
-
-@pytest.mark.parametrize("sizes", LAYOUTS)
-@pytest.mark.parametrize("cp", [1, 3])
-def test_data_rank_is_shared_by_a_cp_and_tp_group_only(sizes, cp) -> None:
-    mesh = MeshLayout(*sizes, cp=cp)
-    readers: dict[int, list[int]] = {}
-    for rank in range(mesh.world_size):
-        readers.setdefault(mesh.data_rank(rank), []).append(rank)
-    assert sorted(readers) == list(range(mesh.data_size))
-    assert sorted(map(tuple, readers.values())) == MeshLayout(*sizes[:2], sizes[2] * cp).groups(
-        "tp"
-    )
 
 
 def test_round_trip_of_any_layout() -> None:
