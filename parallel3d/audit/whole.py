@@ -7,8 +7,8 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import DeviceMesh
 
-from parallel3d.cp.axis import CpAxis
 from parallel3d.cp.batch import Batch, join
+from parallel3d.cp.sequence import CpAxis
 
 
 class Incomparable(Exception):

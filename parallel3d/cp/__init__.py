@@ -16,8 +16,6 @@ from parallel3d._util.lazy import export_lazily
 
 if TYPE_CHECKING:
     from parallel3d.cp.attention import attention as attention
-    from parallel3d.cp.axis import CpAxis as CpAxis
-    from parallel3d.cp.axis import Kind as Kind
     from parallel3d.cp.batch import gather as gather
     from parallel3d.cp.batch import shard_batch as shard_batch
     from parallel3d.cp.choose import Choice as Choice
@@ -26,6 +24,8 @@ if TYPE_CHECKING:
     from parallel3d.cp.choose import choose as choose
     from parallel3d.cp.model import ContextParallel as ContextParallel
     from parallel3d.cp.model import summary as summary
+    from parallel3d.cp.sequence import CpAxis as CpAxis
+    from parallel3d.cp.sequence import Kind as Kind
     from parallel3d.cp.sequence import Sequence as Sequence
     from parallel3d.cp.state import positions as positions
 else:
@@ -33,11 +33,10 @@ else:
         __name__,
         {
             ".attention": "attention",
-            ".axis": "CpAxis Kind",
             ".batch": "gather shard_batch",
             ".choose": "Choice Traffic bytes_per_layer choose",
             ".model": "ContextParallel summary",
-            ".sequence": "Sequence",
+            ".sequence": "CpAxis Kind Sequence",
             ".state": "positions",
         },
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, get_args
@@ -9,15 +10,17 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from parallel3d.cp.autocast import autocast_off, cast_by_autocast
-from parallel3d.cp.axis import CpAxis, Kind
-from parallel3d.cp.choose import choose
+from parallel3d.cp.choose import Choice, choose
 from parallel3d.cp.collectives import gather_flags
-from parallel3d.cp.gathered import gathered_attention
-from parallel3d.cp.ring import ring_attention
+from parallel3d.cp.kinds import (
+    autocast_off,
+    cast_by_autocast,
+    gathered_attention,
+    ring_attention,
+    ulysses_attention,
+)
 from parallel3d.cp.rules import MaskFunction, Rules
-from parallel3d.cp.sequence import Sequence
-from parallel3d.cp.ulysses import ulysses_attention
+from parallel3d.cp.sequence import CpAxis, Kind, Sequence
 from parallel3d.errors import Parallel3dError, WrongTypeError
 
 _KINDS: dict[str, Callable[..., Tensor]] = {
@@ -84,7 +87,8 @@ def attention(
     if softcap is not None and softcap <= 0:
         raise Parallel3dError(f"attention: softcap={softcap!r}: must be positive, or None for none")
     rules = Rules(
-        length=sequence.length,
+        sequence,
+        axis,
         scale=1 / math.sqrt(q.shape[-1]) if scale is None else scale,
         left=left,
         right=right,
@@ -96,22 +100,30 @@ def attention(
     )
     name = kind or axis.kind
     if name == "auto":
-        name = choose(
-            size=axis.size,
-            batch=q.shape[0],
-            length=sequence.padded,
-            heads=q.shape[1],
-            kv_heads=k.shape[1],
-            channels=q.shape[3],
-            itemsize=q.element_size(),
-            causal=causal,
-            balanced=sequence.balanced,
-        ).kind
+        name = chosen(q, k, axis, sequence, causal).kind
     if name not in _KINDS:
         kinds = ", ".join(map(repr, get_args(Kind)))
         raise Parallel3dError(f'attention: kind={name!r}: must be one of {kinds} or "auto"')
     with autocast_off(q):
-        return _KINDS[name](q, k, v, sinks, rules, sequence, axis)
+        return _KINDS[name](q, k, v, sinks, rules)
+
+
+_choose: Callable[..., Choice] = functools.cache(choose)
+
+
+def chosen(q: Tensor, k: Tensor, axis: CpAxis, sequence: Sequence, causal: bool) -> Choice:
+    """Returns what ``kind="auto"`` is for such a call of ``attention``."""
+    return _choose(
+        size=axis.size,
+        batch=q.shape[0],
+        length=sequence.padded,
+        heads=q.shape[1],
+        kv_heads=k.shape[1],
+        channels=q.shape[3],
+        itemsize=q.element_size(),
+        causal=causal,
+        balanced=sequence.balanced,
+    )
 
 
 def _bounds(causal: bool, window: int | tuple[int, int] | None) -> tuple[int | None, int | None]:

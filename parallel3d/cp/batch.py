@@ -14,9 +14,8 @@ from torch.distributed import DeviceMesh
 from parallel3d._torch.simulated import inner_tensors, ranks_are_simulated
 from parallel3d._util.arguments import as_bool
 from parallel3d._util.trees import tensors_in
-from parallel3d.cp.axis import CpAxis
 from parallel3d.cp.collectives import gather_positions
-from parallel3d.cp.sequence import Sequence
+from parallel3d.cp.sequence import CpAxis, Sequence
 from parallel3d.errors import MeshError, Parallel3dError, StateError
 from parallel3d.mesh.axes import Role, names_of
 from parallel3d.mesh.joined import kept_with
@@ -153,36 +152,32 @@ def shard_batch(
         raise Parallel3dError(
             f"batch is {type(batch).__name__}; shard_batch takes a dict, a tuple, a list or a tensor"
         )
+    is_dict = isinstance(batch, Mapping)
     items, rebuild = _items(batch)
     if axis_mesh is not None and as_bool("check_same_batch", check_same_batch):
         beside = {"seq_lens": seq_lens, "documents": documents, "key_mask": key_mask}
         named = {str(name): value for name, value in (items | beside).items()}
         check_first_cut(mesh, (axis_mesh.mesh_dim_names or ("",))[0], (), named)
-    if isinstance(batch, Mapping):
+    if is_dict:
         for name in _LENGTHS:
             seq_lens = items.get(name, seq_lens) if seq_lens is None else seq_lens
         items = {k: v for k, v in items.items() if k not in _DROPPED}
-    where = _dims_of(batch, items, dims)
-    length, rows, device = _length(items, where)
+    whole = _Whole(items, _dims_of(items, dims, is_dict), documents, key_mask)
     if seq_lens is not None:
-        documents = _documents(seq_lens, rows, length, device)
-        if isinstance(batch, Mapping) and items.get("position_ids") is None:
-            items["position_ids"], where["position_ids"] = restarting(documents), 1
+        whole.set_documents(seq_lens)
+        if is_dict and items.get("position_ids") is None:
+            whole.add("position_ids", restarting(whole.documents))
     if axis_mesh is None:
-        return cast("BatchT", rebuild(items)) if isinstance(batch, Mapping) else batch
+        return cast("BatchT", rebuild(items)) if is_dict else batch
 
     size = axis_mesh.size()
+    if is_dict:
+        whole.add_for_transformers(shift, size)
     chunks = 2 * size if balanced else size
-    if isinstance(batch, Mapping):
-        items, where, documents, key_mask = _hugging_face(
-            items, where, documents, key_mask, shift, size, rows, length, device
-        )
-    pads = _pads(batch, items, where, pad, length % chunks != 0, length, chunks)
-    if documents is not None:
-        documents = _padded_documents(documents, rows, length, chunks)
-    sequence = Sequence(length, size, balanced=balanced, documents=documents)
+    pads = _pads(whole, pad, is_dict, chunks)
+    sequence = Sequence(whole.length, size, balanced, whole.padded_documents(chunks))
     axis = CpAxis(axis_mesh)
-    left = False
+    left, key_mask = False, whole.key_mask
     if key_mask is not None:
         key_mask = key_mask.to(torch.bool)
         left = not all(bool(mask[:, 0].all()) for mask in inner_tensors(key_mask))
@@ -190,12 +185,12 @@ def shard_batch(
     made = Batch(sequence, key_mask, left)
     result = {}
     for name, value in items.items():
-        dim = where.get(name)
+        dim = whole.where.get(name)
         if dim is not None:
             value = sequence.cut(value, dim, axis, pads[name]).contiguous()
             setattr(value, _ATTRIBUTE, made)
         result[name] = value
-    if isinstance(batch, Mapping) and result.get("attention_mask") is not None:
+    if is_dict and result.get("attention_mask") is not None:
         # The model sees no padding: it would count it on its part. Attention has the mask from ``made``.
         ones = torch.ones_like(result["attention_mask"])
         setattr(ones, _ATTRIBUTE, made)
@@ -253,7 +248,7 @@ def _items(batch: Any) -> tuple[dict[Any, Any], Any]:
     return dict(enumerate(batch)), rebuild
 
 
-def _dims_of(batch: Any, items: dict[Any, Any], dims: Any) -> dict[Any, int | None]:
+def _dims_of(items: dict[Any, Any], dims: Any, is_dict: bool) -> dict[Any, int | None]:
     """Returns the dim of the sequence of each item; None for those that stay."""
     found: dict[Any, int | None] = {}
     for place, (name, value) in enumerate(items.items()):
@@ -263,13 +258,13 @@ def _dims_of(batch: Any, items: dict[Any, Any], dims: Any) -> dict[Any, int | No
         dim: int | None = 1
         if isinstance(dims, Mapping) and name in dims:
             dim = dims[name]
-        elif isinstance(dims, (tuple, list)) and not isinstance(batch, Mapping):
+        elif isinstance(dims, (tuple, list)) and not is_dict:
             if len(dims) != len(items):
                 raise Parallel3dError(f"dims has {len(dims)} entries for {len(items)} tensors")
             dim = dims[place]
         elif isinstance(dims, int) and not isinstance(dims, bool):
             dim = dims
-        elif isinstance(batch, Mapping) and name not in _KNOWN:
+        elif is_dict and name not in _KNOWN:
             raise Parallel3dError(
                 f"shard_batch doesn't know which dim of {name!r}, of shape {tuple(value.shape)}, is the "
                 f"sequence; say it: dims={{{name!r}: 1}}, or None if it is to stay whole"
@@ -284,47 +279,127 @@ def _dims_of(batch: Any, items: dict[Any, Any], dims: Any) -> dict[Any, int | No
     return found
 
 
-def _length(items: dict[Any, Any], where: dict[Any, int | None]) -> tuple[int, int, torch.device]:
-    """Returns the length of the sequences, the number of rows, and the device."""
-    lengths: dict[Any, int] = {}
-    rows, device = 1, torch.device("cpu")
-    for name, dim in where.items():
-        if dim is not None:
-            lengths[name] = items[name].shape[dim]
-            if items[name].dim() > 1:
-                rows = max(rows, items[name].shape[0 if dim else 1])
-            device = items[name].device
-    if not lengths:
-        raise Parallel3dError("shard_batch: no tensor of the batch has a sequence to cut")
-    if len(set(lengths.values())) > 1:
-        raise Parallel3dError(
-            f"the tensors of the batch have other lengths: {lengths}; all must have the sequence's, or "
-            "None in dims="
-        )
-    return next(iter(lengths.values())), rows, device
-
-
-def _documents(seq_lens: Any, rows: int, length: int, device: torch.device) -> Tensor:
-    """Returns the document of each token, (rows, length), of lengths or cumulated lengths."""
-    lists = seq_lens.tolist() if isinstance(seq_lens, Tensor) else list(seq_lens)
-    if not lists or not isinstance(lists[0], (list, tuple, Tensor)):
-        lists = [lists]
-    lists = [x.tolist() if isinstance(x, Tensor) else list(x) for x in lists]
-    if len(lists) not in (1, rows):
-        raise Parallel3dError(f"seq_lens has {len(lists)} rows, the batch {rows}")
-    out = []
-    for lengths in lists:
-        if lengths and lengths[0] == 0:  # cumulated
-            lengths = [b - a for a, b in pairwise(lengths)]
-        if any(n < 0 for n in lengths) or sum(lengths) > length:
+def _pads(whole: _Whole, pad: Any, is_dict: bool, chunks: int) -> dict[Any, Any]:
+    """Returns the value of padding of each item."""
+    found: dict[Any, Any] = {}
+    for place, (name, dim) in enumerate(whole.where.items()):
+        if dim is None:
+            continue
+        if isinstance(pad, Mapping) and name in pad:
+            found[name] = pad[name]
+        elif isinstance(pad, (tuple, list)) and not is_dict:
+            found[name] = pad[place]
+        elif pad is not None and not isinstance(pad, (tuple, list, Mapping)):
+            found[name] = pad
+        elif is_dict or whole.length % chunks == 0:
+            found[name] = _KNOWN.get(name, 0)
+        else:
             raise Parallel3dError(
-                f"seq_lens {lengths} add up to {sum(lengths)}; the sequence has {length} tokens"
+                f"the length {whole.length} is not divisible by {chunks}, and shard_batch doesn't know what "
+                f"the padding of tensor {place} is to be (targets must be ignored there): give "
+                f"pad=(0, {IGNORED}), a value for each tensor, or sequences of "
+                f"{-(-whole.length // chunks) * chunks} tokens"
             )
-        rest = length - sum(lengths)
-        lengths = [*lengths, rest] if rest else lengths
-        numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-        out.append(numbers)
-    return torch.stack(out).expand(rows, -1).to(device)
+    return found
+
+
+class _Whole:
+    """A batch of whole sequences.
+
+    Attributes:
+        items, where: its values by name, and the dim of the sequence of each; None: it stays.
+        length, rows, device: of the sequences, how many there are, and where they are.
+        documents, key_mask: as ``shard_batch`` has them.
+    """
+
+    def __init__(
+        self, items: dict[Any, Any], where: dict[Any, int | None], documents: Any, key_mask: Any
+    ) -> None:
+        self.items, self.where, self.documents, self.key_mask = items, where, documents, key_mask
+        cut = {name: dim for name, dim in where.items() if dim is not None}
+        lengths = {name: items[name].shape[dim] for name, dim in cut.items()}
+        if not lengths:
+            raise Parallel3dError("shard_batch: no tensor of the batch has a sequence to cut")
+        if len(set(lengths.values())) > 1:
+            raise Parallel3dError(
+                f"the tensors of the batch have other lengths: {lengths}; all must have the sequence's, or "
+                "None in dims="
+            )
+        *_, (last, self.length) = lengths.items()
+        self.device = items[last].device
+        others = ((items[name], 0 if dim else 1) for name, dim in cut.items())
+        self.rows = max([1, *(x.shape[dim] for x, dim in others if x.dim() > 1)])
+
+    def add(self, name: str, value: Tensor) -> None:
+        """Adds an item whose dim 1 is the sequence."""
+        self.items[name], self.where[name] = value, 1
+
+    def set_documents(self, seq_lens: Any) -> None:
+        """Sets the document of each token, (rows, length), by lengths or cumulated lengths."""
+        rows, length = self.rows, self.length
+        lists = seq_lens.tolist() if isinstance(seq_lens, Tensor) else list(seq_lens)
+        if not lists or not isinstance(lists[0], (list, tuple, Tensor)):
+            lists = [lists]
+        lists = [x.tolist() if isinstance(x, Tensor) else list(x) for x in lists]
+        if len(lists) not in (1, rows):
+            raise Parallel3dError(f"seq_lens has {len(lists)} rows, the batch {rows}")
+        out = []
+        for lengths in lists:
+            if lengths and lengths[0] == 0:  # cumulated
+                lengths = [b - a for a, b in pairwise(lengths)]
+            if any(n < 0 for n in lengths) or sum(lengths) > length:
+                raise Parallel3dError(
+                    f"seq_lens {lengths} add up to {sum(lengths)}; the sequence has {length} tokens"
+                )
+            rest = length - sum(lengths)
+            lengths = [*lengths, rest] if rest else lengths
+            out.append(torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)))
+        self.documents = torch.stack(out).expand(rows, -1).to(self.device)
+
+    def padded_documents(self, chunks: int) -> Tensor | None:
+        """Returns the documents, with a number of its own for the padding."""
+        documents, shape = self.documents, (self.rows, self.length)
+        if documents is None:
+            return None
+        if documents.shape != shape or documents.is_floating_point():
+            raise Parallel3dError(
+                f"documents has shape {tuple(documents.shape)} and {documents.dtype}; it must be integers, "
+                f"(batch, length) = {shape}"
+            )
+        missing = -self.length % chunks
+        last = documents.new_full((self.rows, missing), -1)
+        return torch.cat([documents, last], 1) if missing else documents
+
+    def add_for_transformers(self, shift: bool, size: int) -> None:
+        """Adds what a Hugging Face model needs of whole sequences on ``size`` ranks."""
+        items, shape = self.items, (self.rows, self.length)
+        mask = items.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.dim() != 2:
+            raise Parallel3dError(
+                f"attention_mask has shape {tuple(mask.shape)}; with context parallelism it must be that of "
+                "padding, (batch, length); give packed documents as seq_lens or position_ids"
+            )
+        positions = items.get("position_ids")
+        if positions is None:
+            self.add("position_ids", torch.arange(self.length, device=self.device).expand(shape))
+        elif self.documents is None and mask is None and positions.dim() == 2:
+            self.documents = _from_positions(positions.expand(self.rows, -1))
+        if isinstance(mask, Tensor):
+            given = self.key_mask
+            self.key_mask = mask if given is None else given.bool() & mask.bool()
+        else:  # so that the model doesn't look for documents in its part of the positions
+            ones = torch.ones(shape, dtype=torch.int64, device=self.device)
+            self.add("attention_mask", ones)
+        labels = items.get("labels")
+        if labels is not None and self.where.get("labels") is not None:
+            counted = labels
+            if shift and items.get("shift_labels") is None:
+                ends = labels.new_full((labels.shape[0], 1), IGNORED)
+                counted = torch.cat([labels[:, 1:], ends], 1)
+                self.add("shift_labels", counted)
+            count = items.get("num_items_in_batch")
+            count = (counted != IGNORED).sum() if count is None else count
+            items["num_items_in_batch"], self.where["num_items_in_batch"] = count / size, None
 
 
 def restarting(documents: Tensor) -> Tensor:
@@ -334,50 +409,6 @@ def restarting(documents: Tensor) -> Tensor:
     return places - torch.where(begins, places, 0).cummax(1).values
 
 
-def _hugging_face(
-    items: dict[str, Any],
-    where: dict[Any, int | None],
-    documents: Tensor | None,
-    key_mask: Tensor | None,
-    shift: bool,
-    size: int,
-    rows: int,
-    length: int,
-    device: torch.device,
-) -> tuple[dict[str, Any], dict[Any, int | None], Tensor | None, Tensor | None]:
-    """Adds what a Hugging Face model needs of whole sequences."""
-    items, where = dict(items), dict(where)
-    mask = items.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.dim() != 2:
-        raise Parallel3dError(
-            f"attention_mask has shape {tuple(mask.shape)}; with context parallelism it must be that of "
-            "padding, (batch, length); give packed documents as seq_lens or position_ids"
-        )
-    positions = items.get("position_ids")
-    if positions is None:
-        items["position_ids"] = torch.arange(length, device=device).expand(rows, -1)
-        where["position_ids"] = 1
-    elif documents is None and mask is None and positions.dim() == 2:
-        documents = _from_positions(positions.expand(rows, -1))
-    if isinstance(mask, Tensor):
-        key_mask = mask if key_mask is None else key_mask.bool() & mask.bool()
-    else:  # so that the model doesn't look for documents in its part of the positions
-        items["attention_mask"] = torch.ones((rows, length), dtype=torch.int64, device=device)
-        where["attention_mask"] = 1
-    labels = items.get("labels")
-    if labels is not None and where.get("labels") is not None:
-        counted = labels
-        if shift and items.get("shift_labels") is None:
-            ends = labels.new_full((labels.shape[0], 1), IGNORED)
-            items["shift_labels"] = counted = torch.cat([labels[:, 1:], ends], 1)
-            where["shift_labels"] = 1
-        given = items.get("num_items_in_batch")
-        count = (counted != IGNORED).sum() if given is None else given
-        items["num_items_in_batch"] = count / size
-        where["num_items_in_batch"] = None
-    return items, where, documents, key_mask
-
-
 def _from_positions(positions: Tensor) -> Tensor | None:
     """Returns the document of each token where positions do not go on by one; None if there is one only."""
     begins = positions.diff(dim=1) != 1
@@ -385,48 +416,3 @@ def _from_positions(positions: Tensor) -> Tensor | None:
     if not ranks_are_simulated() and numbers.device.type == "cpu" and not bool(begins.any()):
         return None
     return numbers
-
-
-def _pads(
-    batch: Any,
-    items: dict[Any, Any],
-    where: dict[Any, int | None],
-    pad: Any,
-    needed: bool,
-    length: int,
-    chunks: int,
-) -> dict[Any, Any]:
-    """Returns the value of padding of each item."""
-    found: dict[Any, Any] = {}
-    for place, (name, dim) in enumerate(where.items()):
-        if dim is None:
-            continue
-        if isinstance(pad, Mapping) and name in pad:
-            found[name] = pad[name]
-        elif isinstance(pad, (tuple, list)) and not isinstance(batch, Mapping):
-            found[name] = pad[place]
-        elif pad is not None and not isinstance(pad, (tuple, list, Mapping)):
-            found[name] = pad
-        elif isinstance(batch, Mapping):
-            found[name] = _KNOWN.get(name, 0)
-        elif needed:
-            raise Parallel3dError(
-                f"the length {length} is not divisible by {chunks}, and shard_batch doesn't know what the "
-                f"padding of tensor {place} is to be (targets must be ignored there): give "
-                f"pad=(0, {IGNORED}), a value for each tensor, or sequences of "
-                f"{-(-length // chunks) * chunks} tokens"
-            )
-        else:
-            found[name] = 0
-    return found
-
-
-def _padded_documents(documents: Tensor, rows: int, length: int, chunks: int) -> Tensor:
-    if documents.dim() != 2 or documents.shape != (rows, length) or documents.is_floating_point():
-        raise Parallel3dError(
-            f"documents has shape {tuple(documents.shape)} and {documents.dtype}; it must be integers, "
-            f"(batch, length) = ({rows}, {length})"
-        )
-    missing = -length % chunks
-    last = documents.new_full((rows, missing), -1)
-    return torch.cat([documents, last], 1) if missing else documents

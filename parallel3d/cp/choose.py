@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from parallel3d.cp.shares import share_heads
 
 if TYPE_CHECKING:  # the planner, which imports no torch, chooses too
-    from parallel3d.cp.axis import Kind
+    from parallel3d.cp.sequence import Kind
 
 GATHERED = 256 << 20
 """Bytes of a layer's gathered K and V above which ``choose`` gathers no more."""

@@ -13,7 +13,7 @@ operation            forward        backward       from -> to
 
 All positions are in the sequence's order, this rank's in its own (``Sequence.parts``). Where ranks share a
 head, ``to_heads`` sends it to each of them, and its backward sums their gradients. Backwards are built from
-the same operations, so second derivatives are right too. ``rotate`` is the ring's, without autograd.
+the same operations, so second derivatives are right too. ``Rotation`` is the ring's, without autograd.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor
 from torch import distributed as dist
 
@@ -32,8 +33,7 @@ from parallel3d._torch.kernels import foreach_copy_, views_like
 from parallel3d._torch.simulated import LocalTensor, call_by_rank
 from parallel3d._util.recompute import kept
 from parallel3d._util.trace import issuing
-from parallel3d.cp.axis import CpAxis
-from parallel3d.cp.sequence import Sequence
+from parallel3d.cp.sequence import CpAxis, Sequence
 
 Heads = tuple[tuple[int, int], ...]
 """Of each rank: its first head, and how many it has."""
@@ -99,7 +99,11 @@ def gather_flags(flags: Tensor, sequence: Sequence, axis: CpAxis) -> Tensor:
 
 
 class Rotation:
-    """A message round the ring under way: this rank's to the next rank, the previous one's to this rank."""
+    """A message round the ring under way: this rank's to the next rank, the previous one's to this rank.
+
+    It is issued when this is made. ``x``, of one size on all ranks, must not be written, nor freed, before
+    ``wait()``.
+    """
 
     def __init__(self, x: Tensor, axis: CpAxis) -> None:
         n, size = x.numel(), axis.size
@@ -116,14 +120,6 @@ class Rotation:
         if self._work is not None:
             self._work.wait()
         return self._received()
-
-
-def rotate(x: Tensor, axis: CpAxis) -> Rotation:
-    """Issues the sending of ``x``, of one size on all ranks, to the next rank of the ring.
-
-    ``x`` must not be written, nor freed, before ``wait()``.
-    """
-    return Rotation(x, axis)
 
 
 # ---- the operations on tensors, without autograd ----
@@ -297,27 +293,23 @@ def _exchange(
 def _from_ranks(stacked: Tensor, sequence: Sequence) -> Tensor:
     """(cp, B, H, rows, D), the ranks' positions -> (B, H, padded, D) in the sequence's order."""
     if not sequence.balanced:
-        return stacked.permute(1, 2, 0, 3, 4).flatten(2, 3)
-    head, tail = stacked.unflatten(3, (2, -1)).unbind(3)
-    chunks = [*head.unbind(0), *reversed(tail.unbind(0))]
-    return torch.cat(chunks, 2)
+        return rearrange(stacked, "cp b h rows d -> b h (cp rows) d")
+    head, tail = rearrange(stacked, "cp b h (ends rows) d -> ends cp b h rows d", ends=2)
+    return torch.cat([*head, *reversed(tail.unbind())], 2)
 
 
 def _by_rank(sequence: Sequence, *tensors: Tensor) -> Tensor:
     """(B, H, padded, D) each -> flat: for each rank, its positions of each of the tensors."""
-    size, rows = sequence.size, sequence.rows
+    size, ends = sequence.size, sequence.chunks // sequence.size
     sizes = [x.numel() // size for x in tensors]
     flat = tensors[0].new_empty(size * sum(sizes))
     for x, stacked in zip(tensors, flat.view(size, -1).split(sizes, 1), strict=True):
         b, h, _, d = x.shape
-        if not sequence.balanced:
-            target = stacked.view(size, b, h, rows, d)
-            target.copy_(x.unflatten(2, (size, rows)).movedim(2, 0))
-            continue
-        head, tail = x.unflatten(2, (2 * size, -1)).split(size, 2)
-        ends = stacked.view(size, b, h, 2, rows // 2, d)
-        ends[:, :, :, 0].copy_(head.movedim(2, 0))
-        ends[:, :, :, 1].copy_(tail.flip(2).movedim(2, 0))
+        chunks = rearrange(x, "b h (ends cp rows) d -> ends cp b h rows d", ends=ends, cp=size)
+        target = stacked.view(size, b, h, ends, -1, d).movedim(3, 0)
+        target[0].copy_(chunks[0])
+        if sequence.balanced:
+            target[1].copy_(chunks[1].flip(0))
     return flat
 
 

@@ -14,7 +14,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,8 @@ from parallel3d._torch.simulated import value_here
 from parallel3d._trace.copies import copy_with
 from parallel3d._util.users_code import caller
 from parallel3d.cp.attention import attention
-from parallel3d.cp.axis import CpAxis
 from parallel3d.cp.batch import restarting
-from parallel3d.cp.sequence import Sequence
+from parallel3d.cp.sequence import CpAxis, Sequence
 from parallel3d.cp.state import CpState, Tracing, path_of, state_of
 from parallel3d.errors import PlanError, StateError
 
@@ -223,18 +222,26 @@ def _tensors_of(function: Any, seen: set[int] | None = None) -> list[Tensor]:
 # Arguments of attention functions that don't change its result.
 _HARMLESS = frozenset(
     {
-        *(
-            "sliding_window",
-            "position_ids",
-            "use_cache",
-            "output_attentions",
-            "output_hidden_states",
-        ),
-        *("cache_position", "past_key_values", "num_items_in_batch", "output_router_logits"),
+        *("sliding_window", "position_ids", "use_cache", "output_attentions", "cache_position"),
+        *("output_hidden_states", "past_key_values", "num_items_in_batch", "output_router_logits"),
         *("return_dict", "deterministic", "logits_to_keep", "shift_labels", "is_causal"),
         *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "softcap", "s_aux"),
     }
 )
+
+
+class HfCall(NamedTuple):
+    """A call of an attention function of transformers; ``plain``: its name in the plain model."""
+
+    plain: str
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Any
+    dropout: float
+    scaling: float | None
+    kwargs: dict[str, Any]
 
 
 def _attention(
@@ -250,25 +257,15 @@ def _attention(
 ) -> tuple[Tensor, Tensor | None]:
     """transformers' attention function: (batch, heads, length, size) -> (batch, length, heads, size)."""
     state = state_of(module)
-    call = (query, key, value, attention_mask, dropout, scaling, kwargs)
+    call = HfCall(plain, module, query, key, value, attention_mask, dropout, scaling, kwargs)
     if isinstance(state, Tracing):
-        return _traced(state, plain, module, *call), None
-    return _run(state, plain, module, *call)
+        return _traced(state, call), None
+    return _run(state, call)
 
 
 @untraced
-def _run(
-    state: CpState | None,
-    plain: str,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Any,
-    dropout: float,
-    scaling: float | None,
-    kwargs: dict[str, Any],
-) -> tuple[Tensor, Tensor | None]:
+def _run(state: CpState | None, call: HfCall) -> tuple[Tensor, Tensor | None]:
+    plain, module, query, key, value, mask, dropout, scaling, kwargs = call
     batch = None if state is None else state.running(query, key, value)
     if state is None or batch is None or batch.sequence is None:
         mask = mask.make() if isinstance(mask, LazyMask) else mask
@@ -279,7 +276,7 @@ def _run(
             f"attention has {query.shape[2]} queries and {key.shape[2]} keys: a cache of keys and values "
             "holds tokens; call with use_cache=False, or with whole sequences in eval mode"
         )
-    rules, key_mask = _mask_rules(plain, module, mask, kwargs)
+    rules, key_mask = _mask_rules(call)
     sees = rules.function
     if sees is not None and batch.sequence.documents is not None:
         sees = _within_documents(sees, restarting(batch.sequence.documents))
@@ -311,15 +308,14 @@ def _within_documents(function: Callable[..., Any], places: Tensor) -> Callable[
     return asked
 
 
-def _mask_rules(
-    plain: str, module: nn.Module, mask: Any, kwargs: dict[str, Any]
-) -> tuple[MaskRules, Tensor | None]:
-    """Returns the rules of a mask, and which keys it hides."""
+def _mask_rules(call: HfCall) -> tuple[MaskRules, Tensor | None]:
+    """Returns the rules of a call's mask, and which keys it hides."""
+    mask, module = call.mask, call.module
     if isinstance(mask, LazyMask):
         return mask.rules(), None
     causal = False  # eager attention without a mask
-    if plain != "eager":
-        given = kwargs.get("is_causal")
+    if call.plain != "eager":
+        given = call.kwargs.get("is_causal")
         causal = bool(getattr(module, "is_causal", True) if given is None else given)
     if mask is None:
         return MaskRules(causal), None
@@ -351,19 +347,9 @@ def plain_attention(plain: str, module: nn.Module) -> Callable[..., Any]:
     return own if plain == "eager" else ALL_ATTENTION_FUNCTIONS[plain]
 
 
-def _traced(
-    state: Tracing,
-    plain: str,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Any,
-    dropout: float,
-    scaling: float | None,
-    kwargs: dict[str, Any],
-) -> Tensor:
+def _traced(state: Tracing, call: HfCall) -> Tensor:
     """Attention in the copy of a model whose forward is recorded."""
+    _, module, query, key, value, mask, _, scaling, kwargs = call
     for name, given in kwargs.items():
         if given is None or name in _HARMLESS:
             continue
@@ -385,34 +371,20 @@ def _traced(
     case = (type(module), sizes, rules and (rules.causal, rules.window), tuple(options.items()))
     if case not in state.proven:
         state.proven.add(case)
-        shapes = tuple(x.shape for x in (query, key, value))
-        given = (scaling, kwargs, rules, shapes)
-        state.proofs.append(functools.partial(_prove, plain, module, *given))
+        state.proofs.append(functools.partial(_prove, call, rules))
+    chunked = rules is not None and rules.chunked
     return state.recorder.attention(
-        "hf",
-        query,
-        key,
-        value,
-        tensor,
-        shape,
-        chunked=rules is not None and rules.chunked,
-        **options,
+        "hf", query, key, value, tensor, shape, chunked=chunked, **options
     )
 
 
-def _prove(
-    plain: str,
-    module: nn.Module,
-    scaling: float | None,
-    kwargs: dict[str, Any],
-    rules: MaskRules | None,
-    shapes: tuple[torch.Size, ...],
-) -> None:
+def _prove(call: HfCall, rules: MaskRules | None) -> None:
     """Compares the plain model's attention function with ours, on random numbers.
 
     Raises:
         PlanError: they are not equal.
     """
+    plain, module, scaling = call.plain, call.module, call.scaling
     generator = torch.Generator().manual_seed(0)
 
     def random(shape: Any) -> Tensor:
@@ -434,13 +406,13 @@ def _prove(
             return copied.get_parameter(names[id(value)])
         return random(value.shape) if value.is_floating_point() else torch.zeros(value.shape).long()
 
-    kwargs = {name: filled(value) for name, value in kwargs.items()}
-    q, k, v = map(random, shapes)
+    kwargs = {name: filled(value) for name, value in call.kwargs.items()}
+    q, k, v = (random(x.shape) for x in (call.query, call.key, call.value))
     length = q.shape[2]
     places = torch.arange(length)
     queries, keys = places[:, None], places[None, :]
-    causal = _mask_rules(plain, module, None, kwargs)[0].causal if rules is None else rules.causal
-    window = None if rules is None else rules.window
+    as_said = rules or _mask_rules(call._replace(mask=None))[0]
+    causal, window = as_said.causal, as_said.window  # without a mask there is no window
     seen = keys <= queries if causal else keys >= 0
     if window is not None:
         left, right = (window - 1, length) if isinstance(window, int) else window

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.nn import functional as F
@@ -25,8 +26,8 @@ from parallel3d._trace.record import Functions, ProgramRecorder, Sdpa, instead_o
 from parallel3d._util.forwards import as_if, wrap_forward
 from parallel3d._util.trees import map_tensors, tensors_in
 from parallel3d.cp import hf, mixing
-from parallel3d.cp.axis import CpAxis, Kind
 from parallel3d.cp.batch import IGNORED, Batch
+from parallel3d.cp.sequence import CpAxis, Kind
 from parallel3d.cp.state import (
     Checked,
     CpState,
@@ -107,13 +108,9 @@ class CpPlan:
             mesh: the axis cp.
         """
         chunked = any(c.options.get("chunked") for calls in self.attention.values() for c in calls)
-        state = CpState(
-            CpAxis(mesh, self.options.kind),
-            checked=self.checked,
-            chunked=chunked,
-            any_parts=not (self.attention or self.counts),
-            planned=frozenset(self.attention),
-        )
+        any_parts = not (self.attention or self.counts)
+        axis, planned = CpAxis(mesh, self.options.kind), frozenset(self.attention)
+        state = CpState(axis, self.checked, planned, any_parts, chunked)
         set_state(model, state)
         kinds = {path: calls[0].kind for path, calls in self.attention.items()}
         if "hf" in kinds.values():
@@ -277,44 +274,37 @@ def _check_not_recomputed_alone(path: str) -> None:
         frame = frame.f_back  # type: ignore[assignment]
 
 
+class Mha(NamedTuple):
+    """The arguments of a call of an ``nn.MultiheadAttention``."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    key_padding_mask: Tensor | None = None
+    need_weights: bool = True
+    attn_mask: Tensor | None = None
+    average_attn_weights: bool = True
+    is_causal: bool = False
+
+
 def _traced_mha(module: nn.MultiheadAttention, recorder: ProgramRecorder) -> Callable[..., Any]:
-    def forward(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None = None,
-        need_weights: bool = True,
-        attn_mask: Tensor | None = None,
-        average_attn_weights: bool = True,
-        is_causal: bool = False,
-    ) -> tuple[Tensor, None]:
-        where = recorder.where
-        _check_mha(where, module, query, key, value, need_weights)
-        dim = 1 if module.batch_first else 0
-        output = recorder.attention(
-            "mha",
-            query,
-            key,
-            value,
-            attn_mask,
-            tuple(query.shape),
-            dims=(dim, dim, dim),
-            mask_is_causal=is_causal,
-        )
-        return output, None
+    def forward(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        call = Mha(*args, **kwargs)
+        _check_mha(recorder.where, module, call)
+        dims, shape = (1 if module.batch_first else 0,) * 3, tuple(call.query.shape)
+        options: dict[str, Any] = {"dims": dims, "mask_is_causal": call.is_causal}
+        return recorder.attention("mha", *call[:3], call.attn_mask, shape, **options), None
 
     return forward
 
 
-def _check_mha(
-    where: str, module: Any, query: Tensor, key: Tensor, value: Tensor, need_weights: bool
-) -> None:
+def _check_mha(where: str, module: Any, call: Mha) -> None:
     why = ""
-    if need_weights:
+    if call.need_weights:
         why = "returns attention weights, of which a rank has a part only: call it with need_weights=False"
-    elif not (query is key and key is value):
+    elif not (call.query is call.key is call.value):
         why = "attends to another sequence: cross attention is not supported"
-    elif query.dim() != 3:
+    elif call.query.dim() != 3:
         why = "has no batch: give it (batch, length, features)"
     elif module.bias_k is not None or module.add_zero_attn:
         why = "has add_bias_kv or add_zero_attn, which is not supported"
@@ -445,53 +435,37 @@ def _with_sdpa(inner: Callable[..., Any]) -> Callable[..., Any]:
 
 def _with_mha(inner: Callable[..., Any]) -> Callable[..., Any]:
     @untraced
-    def forward(
-        self: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None = None,
-        need_weights: bool = True,
-        attn_mask: Tensor | None = None,
-        average_attn_weights: bool = True,
-        is_causal: bool = False,
-    ) -> Any:
-        state = state_of(self)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        state, call, path = state_of(self), Mha(*args, **kwargs), path_of(self)
         assert isinstance(state, CpState)
-        batch = state.running(query, key, value)
+        batch = state.running(*call[:3])
         if batch.sequence is None:
-            rest = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
-            return inner(self, query, key, value, *rest)
-        _check_mha(path_of(self), self, query, key, value, need_weights)
-        if attn_mask is not None and not is_causal:
+            return inner(self, *call)
+        _check_mha(path, self, call)
+        mask, padding, causal = call.attn_mask, call.key_padding_mask, call.is_causal
+        if mask is not None and not causal:
             raise PlanError(
-                f"context parallelism: {path_of(self)!r} gets attn_mask {tuple(attn_mask.shape)}, made from "
+                f"context parallelism: {path!r} gets attn_mask {tuple(mask.shape)}, made from "
                 "this rank's part of the sequence; give is_causal=True with it"
             )
-        key_mask = None
-        if key_padding_mask is not None:
-            if key_padding_mask.dtype != torch.bool:
-                raise PlanError(
-                    f"context parallelism: {path_of(self)!r} gets a key_padding_mask of "
-                    f"{key_padding_mask.dtype}, as torch's encoder layers make it; give the padding to "
-                    "p3d.cp.shard_batch(key_mask=...) instead"
-                )
-            key_mask = ~key_padding_mask
-        path = path_of(self)
+        if padding is not None and padding.dtype != torch.bool:
+            raise PlanError(
+                f"context parallelism: {path!r} gets a key_padding_mask of {padding.dtype}, as torch's "
+                "encoder layers make it; give the padding to p3d.cp.shard_batch(key_mask=...) instead"
+            )
+        key_mask = None if padding is None else ~padding
         if hasattr(self, "_parallel3d_tp"):  # heads are split over tp, by a forward of its own
-            mask = query if is_causal else None  # is_causal needs one, which it doesn't read
+            mask = call.query if causal else None  # is_causal needs one, which it doesn't read
             with _attending(state, path, batch, key_mask):
-                return inner(self, query, key, value, None, False, mask, False, is_causal)
-        x = query if self.batch_first else query.transpose(0, 1)
-        q, k, v = (
-            part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-            for part in F.linear(x, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
-        )
+                return inner(self, *call[:3], None, False, mask, False, causal)
+        x = call.query if self.batch_first else call.query.transpose(0, 1)
+        qkv = F.linear(x, self.in_proj_weight, self.in_proj_bias)
+        q, k, v = rearrange(qkv, "b s (qkv h d) -> qkv b h s d", qkv=3, h=self.num_heads)
         dropout = self.dropout if self.training else 0.0
         output = state.attend(
-            path, batch, q, k, v, causal=is_causal, key_mask=key_mask, dropout_p=dropout
+            path, batch, q, k, v, causal=causal, key_mask=key_mask, dropout_p=dropout
         )
-        output = output.transpose(1, 2).flatten(2)
+        output = rearrange(output, "b h s d -> b s (h d)")
         output = F.linear(output, self.out_proj.weight, self.out_proj.bias)
         return output if self.batch_first else output.transpose(0, 1), None
 
@@ -512,7 +486,7 @@ def summary(model: nn.Module) -> str:
         return f"cp={state.axis.size}: chosen at the first forward, when the length is known"
     lines: dict[tuple[str, str], list[str]] = {}
     for path, made in state.made.items():
-        lines.setdefault((made.choice.kind, made.choice.reason), []).append(path)
+        lines.setdefault((made.kind, made.reason), []).append(path)
     return "\n".join(
         f"cp={state.axis.size}: {kind} in {_names(paths)}: {reason}"
         for (kind, reason), paths in lines.items()

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from parallel3d._torch.attention import fused_backward, fused_forward, fused_kernel
@@ -45,6 +46,12 @@ class Partial:
         if not rules.dropout:
             return None
         return torch.cat(self.kept or [self.out.new_empty(0, dtype=torch.bool)])
+
+    def add_sinks(self, sinks: Tensor) -> None:
+        """Adds to the result over all keys a further logit of each head, which has no value."""
+        lse = torch.logaddexp(self.lse, sinks.to(self.lse.dtype)[:, None])
+        self.out.mul_(torch.exp(self.lse - lse)[..., None])
+        self.lse = lse
 
     def join(self, rows: slice, out: Tensor, lse: Tensor, *, empty: bool) -> None:
         """Adds the result over further keys of the queries ``rows``.
@@ -189,6 +196,11 @@ def gradients(
     return dq, dk, dv
 
 
+def sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """Returns the gradient of the sinks from these queries."""
+    return -(torch.exp(sinks.to(lse.dtype)[:, None] - lse) * delta).sum((0, 2)).to(sinks.dtype)
+
+
 def _zeros(*tensors: Tensor) -> list[Tensor]:
     return [torch.zeros(x.shape, dtype=wide(x.dtype), device=x.device) for x in tensors]
 
@@ -258,17 +270,14 @@ def _plain_backward(
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """(B, Hq, M, N) x (B, Hkv, N, P) -> (B, Hq, M, P): query heads in groups, one for each head of ``b``."""
-    batch, heads, rows, _ = a.shape
-    if heads == b.shape[1]:
+    if a.shape[1] == b.shape[1]:
         return a @ b
-    grouped = a.reshape(batch, b.shape[1], -1, a.shape[3]) @ b
-    return grouped.view(batch, heads, rows, b.shape[3])
+    grouped = rearrange(a, "b (kv group) m n -> b kv (group m) n", kv=b.shape[1]) @ b
+    return rearrange(grouped, "b kv (group m) p -> b (kv group) m p", m=a.shape[2])
 
 
 def _product_over_queries(a: Tensor, b: Tensor, heads: int) -> Tensor:
     """The sum over a group's queries of (B, Hq, Q, K)^T x (B, Hq, Q, D): (B, heads, K, D)."""
-    batch = a.shape[0]
-    if heads == a.shape[1]:
-        return a.mT @ b
-    a = a.reshape(batch, heads, -1, a.shape[3])
-    return a.mT @ b.reshape(batch, heads, -1, b.shape[3])
+    if heads != a.shape[1]:
+        a, b = (rearrange(x, "b (kv group) q d -> b kv (group q) d", kv=heads) for x in (a, b))
+    return a.mT @ b

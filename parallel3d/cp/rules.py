@@ -1,4 +1,4 @@
-"""Which keys a query may attend to, and how scores are changed: what one call of attention asks for."""
+"""What one call of attention asks for: which keys a query may attend to, and how scores are changed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from parallel3d._torch.simulated import value_here
+from parallel3d.cp.sequence import CpAxis, Sequence
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(batch, head, query, key), index tensors that broadcast -> bool, as transformers' mask functions are."""
@@ -19,7 +20,7 @@ class Rules:
     """One call's masks and changes of scores, on positions of the whole sequence.
 
     Attributes:
-        length: positions that are no padding.
+        sequence, axis: how the sequences lie on the ranks, and on which.
         left: how many keys before itself a query sees, at most; None: all.
         right: how many after itself; 0: causal; None: all.
         scale: factor of the scores.
@@ -33,7 +34,8 @@ class Rules:
             keys).
     """
 
-    length: int
+    sequence: Sequence
+    axis: CpAxis
     scale: float
     left: int | None = None
     right: int | None = None
@@ -44,6 +46,11 @@ class Rules:
     softcap: float | None = None
     dropout: float = 0.0
     masks: dict[tuple[int, int, int], Tensor] = field(default_factory=dict)
+
+    @property
+    def length(self) -> int:
+        """Positions that are no padding."""
+        return self.sequence.length
 
     @property
     def causal(self) -> bool:

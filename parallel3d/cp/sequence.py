@@ -1,21 +1,19 @@
-"""How the sequences of a batch lie on the ranks of ``cp``."""
+"""The ``cp`` axis of the mesh, and how the sequences of a batch lie on its ranks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import DeviceMesh, ProcessGroup
 
 from parallel3d._layout.param_layout import local_chunk
 from parallel3d.errors import Parallel3dError, WrongTypeError
 
-
-class SequencePlace(Protocol):
-    """A rank on ``cp``: a ``CpAxis``."""
-
-    rank: Any
+Kind = Literal["ulysses", "gather", "ring"]
+"""How attention sees the keys of the other ranks."""
 
 
 class Part(NamedTuple):
@@ -113,7 +111,7 @@ class Sequence:
         shape[dim] = missing
         return torch.cat([x, x.new_full(shape, fill)], dim)
 
-    def cut(self, x: Tensor, dim: int, axis: SequencePlace, fill: Any = 0) -> Tensor:
+    def cut(self, x: Tensor, dim: int, axis: CpAxis, fill: Any = 0) -> Tensor:
         """Returns this rank's rows along ``dim`` of ``x``, the whole sequence; padding is ``fill``."""
         x = self.pad(x, dim, fill)
         if not self.balanced:
@@ -122,7 +120,7 @@ class Sequence:
         ends = [local_chunk(x, dim, self.chunks, at) for at in (axis.rank, last)]
         return torch.cat(ends, dim)
 
-    def positions(self, axis: SequencePlace, device: torch.device | str | None = None) -> Tensor:
+    def positions(self, axis: CpAxis, device: torch.device | str | None = None) -> Tensor:
         """Returns (rows,) int64: the positions in the sequence of this rank's rows."""
         return self.cut(torch.arange(self.padded, device=device), 0, axis)
 
@@ -142,3 +140,27 @@ class Sequence:
         if not self.balanced:
             return list(range(self.size))
         return [chunk for rank in range(self.size) for chunk in (rank, self.chunks - 1 - rank)]
+
+
+class CpAxis:
+    """The ``cp`` mesh axis, this rank's place on it, and the sequences whose forward runs.
+
+    Attributes:
+        mesh: the one-axis DeviceMesh.
+        size: the number of ranks.
+        rank: this rank's coordinate; under simulated ranks a ``SymInt`` that differs by rank.
+        group: its process group.
+        kind: which kind of attention; ``"auto"``: ``choose`` picks one for each call.
+        sequence: of the batch whose forward is running or ran last; None before the first.
+    """
+
+    def __init__(self, mesh: DeviceMesh, kind: Kind | Literal["auto"] = "auto") -> None:
+        self.mesh = mesh
+        self.size = mesh.size()
+        self.rank = mesh.get_local_rank()
+        self.group: ProcessGroup = mesh.get_group()
+        self.kind = kind
+        self.sequence: Sequence | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CpAxis:
+        return self  # a copied model runs on the same ranks; process groups can't be copied

@@ -18,22 +18,14 @@ from parallel3d._torch.autograd import (
 )
 from parallel3d._trace.record import ProgramRecorder
 from parallel3d._util.trees import tensors_in
-from parallel3d.cp.attention import attention
-from parallel3d.cp.axis import CpAxis
+from parallel3d.cp.attention import attention, chosen
 from parallel3d.cp.batch import WHOLE, Batch, batch_of
-from parallel3d.cp.choose import Choice, choose
+from parallel3d.cp.choose import Choice
+from parallel3d.cp.sequence import CpAxis
 from parallel3d.errors import StateError
 from parallel3d.tp.same_batch import check_whole
 
 _ATTRIBUTE, _PATH = "_parallel3d_cp", "_parallel3d_cp_path"
-
-
-@dataclass(frozen=True)
-class Made:
-    """The choice for a module's attention at its last call, and the sizes that it was made for."""
-
-    choice: Choice
-    sizes: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -57,49 +49,35 @@ _LOSS = ("labels", "shift_labels", "num_items_in_batch")
 _HARMLESS = ("use_cache", "return_dict", "output_hidden_states", "output_attentions", *_LOSS)
 
 
+@dataclass(eq=False)
 class CpState:
     """Of one model; every module of it has it.
 
     Attributes:
         axis: the axis cp.
-        forward: the batch whose forward runs.
-        backward: the batch whose backward runs, in which blocks may be recomputed.
         checked: the call with which the model's operations were checked.
+        planned, attended: paths of the modules whose attention is that of all ranks, and of those that called
+            it since the model was made.
         any_parts: whether the model computes each position from itself alone, so that it needs not know how
             sequences were cut.
         chunked: whether masks have chunks, which begin after padding on the left.
-        made: path of a module -> what was chosen for its attention.
-        planned, attended: paths of the modules whose attention is that of all ranks, and of those that called
-            it since the model was made.
+        made: path of a module -> what was chosen for its attention at its last call.
+        forward: the batch whose forward runs.
+        backward: the batch whose backward runs, in which blocks may be recomputed.
     """
 
-    def __init__(
-        self,
-        axis: CpAxis,
-        *,
-        checked: Checked,
-        chunked: bool = False,
-        any_parts: bool = False,
-        planned: frozenset[str] = frozenset(),
-    ) -> None:
-        self.planned = planned
-        self.attended: set[str] = set()
-        self.axis = axis
-        self.any_parts = any_parts
-        self.checked = checked
-        self.forward: Batch | None = None
-        self.backward: Batch | None = None
-        self.chunked = chunked
-        self.made: dict[str, Made] = {}
+    axis: CpAxis
+    checked: Checked
+    planned: frozenset[str]
+    any_parts: bool
+    chunked: bool
+    attended: set[str] = field(default_factory=set)
+    made: dict[str, Choice] = field(default_factory=dict)
+    forward: Batch | None = None
+    backward: Batch | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CpState:
-        return CpState(
-            self.axis,
-            checked=self.checked,
-            chunked=self.chunked,
-            any_parts=self.any_parts,
-            planned=self.planned,
-        )
+        return CpState(self.axis, self.checked, self.planned, self.any_parts, self.chunked)
 
     def running(self, *inputs: Any) -> Batch:
         """Returns the batch that is being computed: ``WHOLE`` if every rank has all of it.
@@ -255,22 +233,8 @@ class CpState:
             key_mask = batch.key_mask if key_mask is None else key_mask & batch.key_mask
         kind = self.axis.kind
         if kind == "auto":
-            sizes = (q.shape[0], sequence.padded, q.shape[1], k.shape[1], q.shape[3])
-            made = self.made.get(path)
-            if made is None or made.sizes != sizes:
-                choice = choose(
-                    size=self.axis.size,
-                    batch=sizes[0],
-                    length=sizes[1],
-                    heads=sizes[2],
-                    kv_heads=sizes[3],
-                    channels=sizes[4],
-                    itemsize=q.element_size(),
-                    causal=causal,
-                    balanced=sequence.balanced,
-                )
-                made = self.made[path] = Made(choice, sizes)
-            kind = made.choice.kind
+            choice = self.made[path] = chosen(q, k, self.axis, sequence, causal)
+            kind = choice.kind
         return attention(
             q, k, v, self.axis, sequence, causal=causal, key_mask=key_mask, kind=kind, **options
         )
@@ -291,6 +255,7 @@ def _check_all_cut(module: nn.Module, args: Any, kwargs: Any, rows: int) -> None
                 )
 
 
+@dataclass(eq=False)
 class Tracing:
     """In the place of ``CpState`` in the copy of a model whose forward is recorded.
 
@@ -300,11 +265,10 @@ class Tracing:
         proofs: they raise PlanError where a model's attention computes something else than ours.
     """
 
-    def __init__(self, recorder: ProgramRecorder) -> None:
-        self.recorder = recorder
-        self.counts = False
-        self.proven: set[Any] = set()
-        self.proofs: list[Callable[[], None]] = []
+    recorder: ProgramRecorder
+    counts: bool = False
+    proven: set[Any] = field(default_factory=set)
+    proofs: list[Callable[[], None]] = field(default_factory=list)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tracing:
         return self
@@ -329,12 +293,12 @@ def state_of(module: nn.Module) -> CpState | Tracing | None:
 
 
 def path_of(module: nn.Module) -> str:
-    """Returns the path of a module that calls attention."""
+    """Returns the path of a module that calls attention, which ``set_path`` has given to it."""
     return str(vars(module).get(_PATH, ""))
 
 
 def set_path(module: nn.Module, path: str) -> None:
-    """Gives it to the module."""
+    """See ``path_of``."""
     vars(module)[_PATH] = path
 
 

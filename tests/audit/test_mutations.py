@@ -16,7 +16,7 @@ import parallel3d as p3d
 from parallel3d import AuditError, MeshLayout
 from parallel3d._util.trees import map_tensors
 from parallel3d.cp import collectives as over_cp
-from parallel3d.cp import gathered, ring, ulysses
+from parallel3d.cp import kinds
 from parallel3d.fsdp import reduction
 from parallel3d.fsdp.inspect import Bucket
 from parallel3d.testing import GlooPool
@@ -60,9 +60,9 @@ WHERE: dict[str, tuple[Any, str, tuple[MeshLayout, dict[str, Any]], str]] = {
     "tp in backward": (over_tp._Collective, "backward", TP, "tensors"),
     "to heads": (over_cp._OPERATIONS, "to_heads", ULYSSES, "tensors"),
     "to positions": (over_cp._OPERATIONS, "to_positions", ULYSSES, "tensors"),
-    "gathered attention": (gathered, "attend", GATHER, "tensors"),
-    "attention of heads": (ulysses, "scaled_dot_product_attention", ULYSSES, "tensors"),
-    "a message of the ring": (ring, "rotate", RING, "rotation"),
+    "gathered attention": (kinds, "attend", GATHER, "tensors"),
+    "attention of heads": (kinds, "scaled_dot_product_attention", ULYSSES, "tensors"),
+    "a message of the ring": (kinds, "Rotation", RING, "rotation"),
     "gradients over cp": (over_cp._AcrossRanks, "backward", GATHER, "tensors"),
     "gradients of heads": (over_cp._AcrossRanks, "backward", ULYSSES, "tensors"),
 }

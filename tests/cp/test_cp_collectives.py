@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from parallel3d.cp import CpAxis, Sequence
-from parallel3d.cp.collectives import HeadLayout, gather_positions, rotate, to_heads, to_positions
+from parallel3d.cp.collectives import HeadLayout, Rotation, gather_positions, to_heads, to_positions
 from parallel3d.cp.shares import share_heads
 from parallel3d.testing import GlooPool
 from parallel3d.testing.worlds import local_world
@@ -119,7 +119,7 @@ def test_gather(cp: int, balanced: bool) -> None:
 def check_ring(world: Any, cp: int) -> None:
     axis = axis_of(cp)
     x = world.map(lambda r: torch.full((3,), float(r)))
-    first, second = rotate(x, axis), rotate(x * 10, axis)  # both under way
+    first, second = Rotation(x, axis), Rotation(x * 10, axis)  # both under way
     for number, message in ((1, first), (10, second)):
         for r, got in enumerate(world.per_rank(message.wait())):
             assert got.tolist() == [number * ((r - 1) % cp)] * 3

@@ -24,7 +24,7 @@ CP, HEADS, LENGTH = 2, 4, 12
 def drawn(kind: str, sequence: Sequence) -> Tensor:
     """(1, heads, length, length): which weights the ranks keep, each drawing from its seed."""
     kept = torch.zeros(1, HEADS, LENGTH, LENGTH, dtype=torch.bool)
-    rules = Rules(LENGTH, 1.0, right=0, dropout=P)
+    rules = Rules(sequence, None, 1.0, right=0, dropout=P)
     at = sequence.order().view(CP, -1)
     for rank in range(CP):
         torch.manual_seed(rank)
