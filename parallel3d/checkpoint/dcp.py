@@ -26,22 +26,8 @@ from torch.distributed.fsdp import StateDictType
 
 from parallel3d._torch.fully_shard import plain_name
 from parallel3d._util import dry_run
-from parallel3d.checkpoint.format.files import (
-    check_disjoint,
-    damaged_if,
-    file_in,
-    numbers_of,
-    shape_of,
-)
-from parallel3d.checkpoint.pieces import (
-    Box,
-    Boxed,
-    check_tiles,
-    intersection,
-    pieces_of,
-    slices_of,
-    whole_box,
-)
+from parallel3d.checkpoint import pieces
+from parallel3d.checkpoint.format import files
 from parallel3d.checkpoint.ranks import new_folder, ranks_of
 from parallel3d.checkpoint.state import stateful
 from parallel3d.checkpoint.torch_formats.loading import Checkpoint, LoadOptions, load, state_at_rest
@@ -237,7 +223,7 @@ def _optimizer_state(model: nn.Module, optimizer: Any, flatten: bool) -> dict[st
 
 _TABLE = ".metadata"
 _MAX_TABLE = 1 << 31
-_sizes = partial(numbers_of, what="sizes or offsets")
+_sizes = partial(files.numbers_of, what="sizes or offsets")
 
 
 @dataclass(frozen=True)
@@ -251,7 +237,7 @@ class StoredAt:
 
     def archive(self, what: str) -> Archive:
         """Returns the archive that is stored there."""
-        path, end = file_in(self.folder, self.name), self.offset + self.length
+        path, end = files.file_in(self.folder, self.name), self.offset + self.length
         size = path.stat().st_size
         if end > size:
             raise CorruptCheckpointError(
@@ -261,7 +247,7 @@ class StoredAt:
 
 
 @dataclass(frozen=True)
-class StoredChunk(Boxed):
+class StoredChunk(pieces.Boxed):
     """A box of a tensor, and where it is stored; ``at`` is None if it is listed but not stored."""
 
     at: StoredAt | None
@@ -276,15 +262,17 @@ class DcpTensor(Source):
     shape: tuple[int, ...]
     chunks: list[StoredChunk]
     checksums: bool
-    _archives: dict[Box, Archive] = field(default_factory=dict)
+    _archives: dict[pieces.Box, Archive] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.budget = Budget(sum(c.at.length for c in self.chunks if c.at is not None), self.what)
 
-    def records(self, boxes: Iterable[Box]) -> list[Records]:
+    def records(self, boxes: Iterable[pieces.Box]) -> list[Records]:
         boxes, found = list(boxes), []
         for chunk in self.chunks:
-            if chunk.box not in self._archives and any(intersection(b, chunk.box) for b in boxes):
+            if chunk.box not in self._archives and any(
+                pieces.intersection(b, chunk.box) for b in boxes
+            ):
                 found += self._check(chunk)
         return found
 
@@ -308,17 +296,17 @@ class DcpTensor(Source):
 
     def fill(self, tensor: Tensor) -> None:
         """As for all sources; one chunk is in memory at a time."""
-        pieces = pieces_of(tensor)
+        held = pieces.pieces_of(tensor)
         for chunk in self.chunks:
-            parts = [(piece, intersection(piece.box, chunk.box)) for piece in pieces]
+            parts = [(piece, pieces.intersection(piece.box, chunk.box)) for piece in held]
             if not any(part for _, part in parts):
                 continue
             value = self._archives[chunk.box].load()
             for piece, part in parts:
                 if part is not None:
                     offsets, sizes = part
-                    target = piece.local[slices_of(_less(offsets, piece.offsets), sizes)]
-                    target.copy_(value[slices_of(_less(offsets, chunk.offsets), sizes)])
+                    target = piece.local[pieces.slices_of(_less(offsets, piece.offsets), sizes)]
+                    target.copy_(value[pieces.slices_of(_less(offsets, chunk.offsets), sizes)])
 
 
 def _less(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
@@ -327,7 +315,7 @@ def _less(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
 
 def read_small(source: Source, name: str) -> Tensor:
     """Reads and verifies a whole tensor, if it takes no more memory than is stored of it."""
-    records = source.records([whole_box(source.shape)])
+    records = source.records([pieces.whole_box(source.shape)])
     source.take(name)
     for each in records:
         each.verify()
@@ -350,12 +338,15 @@ def read_folder(
             f"{path} has no {_TABLE}: it is not a checkpoint of torch.distributed.checkpoint, or its save "
             "didn't complete"
         )
-    if (size := file_in(path, _TABLE).stat().st_size) > _MAX_TABLE:
+    if (size := files.file_in(path, _TABLE).stat().st_size) > _MAX_TABLE:
         raise CorruptCheckpointError(f"{what} has {size} bytes")
-    with damaged_if(f"{what} is not a complete pickle", (Exception,)), open(what, "rb") as file:
+    with (
+        files.damaged_if(f"{what} is not a complete pickle", (Exception,)),
+        open(what, "rb") as file,
+    ):
         content = FileSystemReader(path).read_metadata() if trusted else _Unpickler(file).load()
     invalid = f"{what} is not valid metadata of torch.distributed.checkpoint"
-    with damaged_if(invalid, (ValueError, KeyError, TypeError, AttributeError)):
+    with files.damaged_if(invalid, (ValueError, KeyError, TypeError, AttributeError)):
         return _contents(path, content, checksums)
 
 
@@ -431,7 +422,7 @@ def _contents(path: Path, value: Any, checksums: bool) -> dict[str, DcpTensor | 
     if not isinstance(described, dict) or not isinstance(places, dict):
         raise ValueError("no state_dict_metadata or no storage_data")
     stored = dict(_place(path, index, at) for index, at in places.items())
-    check_disjoint((at.name, at.offset, at.length, key) for key, at in stored.items())
+    files.check_disjoint((at.name, at.offset, at.length, key) for key, at in stored.items())
     _check_paths(described, metadata.get("planner_data"))
     listed = 0
     contents: dict[str, DcpTensor | StoredAt] = {}
@@ -494,11 +485,11 @@ def _tensor(
     dtype = _fields(fields["properties"], "TensorProperties")["dtype"]
     if type(dtype) is not torch.dtype:
         raise ValueError(f"{name} has no dtype")
-    shape = shape_of(fields["size"], f"shape of {name!r:.100}")
+    shape = files.shape_of(fields["size"], f"shape of {name!r:.100}")
     chunks: dict[str, StoredChunk] = {}
     for chunk in fields["chunks"]:
         box = _fields(chunk, "ChunkStorageMetadata")
         offsets, sizes = _sizes(box["offsets"]), _sizes(box["sizes"])
         chunks[f"{offsets} {sizes}"] = StoredChunk(offsets, sizes, stored.get(_key(name, offsets)))
-    check_tiles(name, shape, [chunk.box for chunk in chunks.values()])
+    pieces.check_tiles(name, shape, [chunk.box for chunk in chunks.values()])
     return dtype, shape, list(chunks.values())

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -394,3 +395,20 @@ def test_what_is_in_it(tmp_path: Path) -> None:
     info = json.loads((path / "checkpoint.json").read_text())
     assert info["step"] == 3 and info["extra"] == {"position": 3} and info["mesh"] is None
     assert {"torch", "parallel3d", "python"} == info["versions"].keys()
+
+
+@pytest.mark.parametrize("step", [1, 2], ids=["same step again", "old one"])
+def test_the_next_save_removes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    model = torch.nn.Linear(2, 2)
+    save(tmp_path, model, step=1)
+    with monkeypatch.context() as patch:  # the files stay, as where the process dies
+        patch.setattr(shutil, "rmtree", lambda *args, **options: None)
+        save(tmp_path, model, step=step, keep=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing is damaged
+        info = load(tmp_path, model)
+    assert info.step == step and not info.skipped
+    save(tmp_path, model, step=3, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]

@@ -1,5 +1,7 @@
 """Packed, tied, frozen and uneven parameters: saved on one mesh, loaded on others and into plain models."""
 
+import io
+import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from _support.checkpoint.handmade_dcp import flat, make, small
 from _support.checkpoint.kinds import MODELS, advance, on_mesh
 from torch import distributed as dist
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from parallel3d import MeshLayout
 from parallel3d.checkpoint import load_dcp, load_torch, save_dcp, save_torch
@@ -165,3 +168,21 @@ def test_loading_takes_no_step_and_no_random_numbers(tmp_path: Path) -> None:
     load_dcp(tmp_path / "it", model, optimizer)
     assert Counting.steps == 0 and torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(p.grad, grads[name]) for name, p in model.named_parameters())
+
+
+class Older(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, _MEM_FORMAT_ENCODING):
+            return getattr, (_MEM_FORMAT_ENCODING, value.name)
+        return NotImplemented
+
+
+def test_members_by_getattr(tmp_path: Path) -> None:
+    folder, table = make(flat(*small(1))), io.BytesIO()
+    Older(table).dump(folder.metadata)
+    assert b"getattr" in table.getvalue()
+    folder.write(tmp_path / "it")
+    (tmp_path / "it" / ".metadata").write_bytes(table.getvalue())
+    model, optimizer = small(2)
+    load_dcp(tmp_path / "it", model, optimizer)
+    assert torch.equal(model.lin.weight, small(1)[0].lin.weight)

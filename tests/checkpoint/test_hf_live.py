@@ -1,4 +1,4 @@
-"""hf_tensors and hf_shards: what save_hf writes, bit for bit, without files."""
+"""hf_tensors and hf_shards: what save_hf writes, bit for bit, without files; peak memory of both."""
 
 import ctypes
 import time
@@ -29,7 +29,7 @@ from parallel3d import (
     parallelize,
 )
 from parallel3d._layout.packed import PackedDTensor
-from parallel3d.checkpoint import hf_shards, hf_tensors
+from parallel3d.checkpoint import hf_shards, hf_tensors, save_hf
 from parallel3d.checkpoint.hf import conversion
 from parallel3d.checkpoint.hf.layout import permuted, reshaped, whole_of
 from parallel3d.fsdp import full_params, fully_shard
@@ -345,3 +345,23 @@ def test_memory(gloo_pool: GlooPool, monkeypatch: pytest.MonkeyPatch, buffer_mib
         assert 30 < found["all"] < limit + noise, found
         least, most = (30, limit) if rank == 0 else (-1, buffer_mib / 2 / 9)
         assert least < found["0"] < most + noise, found
+
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.mark.full  # benchmarks/checkpoint_memory.py measures it, too
+def test_peak_memory(gloo_pool: GlooPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import checkpoint_memory as script
+
+    for name, sizes in (("small", script.SMALL), ("large", script.SIZES)):
+        model = materialize(script.llama(sizes), device="cpu")
+        save_hf(tmp_path / name / "in", model)
+    largest = max(p.nbytes for p in model.parameters())
+    del model
+    rows = script.case(gloo_pool, (1, 4, 1), str(tmp_path), largest)
+    assert {row["what"] for row in rows} >= {"load_hf", "save_hf"}
+    for row in rows:
+        bound = 1.5 * row["shard_bytes"] + row["largest_bytes"]
+        assert row["shard_bytes"] <= row["peak_bytes"] <= bound, row

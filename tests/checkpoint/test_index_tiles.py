@@ -1,9 +1,13 @@
-"""Whether chunks make up a tensor, without overlap or hole: against counting each element."""
+"""Whether chunks make up a tensor, without overlap or hole, and the checksums of their blocks."""
 
 import itertools
 import random
 import time
+import zlib
 
+import torch
+
+from parallel3d.checkpoint.format.files import BLOCK, bytes_of, crc32, crcs_of
 from parallel3d.checkpoint.pieces import tile
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -60,3 +64,15 @@ def test_many_are_quick() -> None:
     began = time.process_time()
     assert tile((rows, 2), [*left, *right, *ends]) and not tile((rows, 2), [*left, *right])
     assert time.process_time() - began < 10
+
+
+def test_crc32() -> None:
+    assert crc32(b"123456789") == 0xCBF43926  # the check value of CRC-32/ISO-HDLC
+    assert crc32(b"6789", crc32(b"12345")) == 0xCBF43926
+
+
+def test_one_for_each_block() -> None:
+    values = torch.arange(BLOCK // 8 + 5)
+    data = bytes_of(values)
+    assert crcs_of(data) == [zlib.crc32(data[:BLOCK]), zlib.crc32(data[BLOCK:])]
+    assert crcs_of(bytes_of(torch.empty(0))) == []

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from parallel3d.checkpoint import latest, load, loading, save
+from parallel3d.checkpoint.format import files
 from parallel3d.checkpoint.format import folder as folders
 from parallel3d.checkpoint.format.storage import Reader
 from parallel3d.errors import CheckpointError
@@ -52,7 +53,7 @@ def before_call(
 
 MOMENTS = [
     (folders, "open_checkpoint"),
-    (folders, "loads"),
+    (files, "loads"),
     (Reader, "prepare_local_plan"),
     (Reader, "read_data"),
 ]

@@ -24,20 +24,7 @@ from typing import Any
 
 import torch
 
-from parallel3d.checkpoint.format.files import (
-    BLOCK,
-    check_disjoint,
-    check_file,
-    damaged_if,
-    get_of,
-    loads,
-    numbers_of,
-    read_json_object,
-    shape_of,
-    shown,
-    sync_folder,
-    write_new,
-)
+from parallel3d.checkpoint.format import files
 from parallel3d.checkpoint.format.lock import LOCK, Lock, Owner, this_process
 from parallel3d.checkpoint.format.safetensors_file import DTYPES, NAMES
 from parallel3d.checkpoint.pieces import Boxed, check_tiles
@@ -93,59 +80,64 @@ class Index:
             }
             for name, entry in self.tensors.items()
         }
-        content = {"block": BLOCK, "files": self.files, "tensors": tensors, "objects": self.objects}
+        content = {
+            "block": files.BLOCK,
+            "files": self.files,
+            "tensors": tensors,
+            "objects": self.objects,
+        }
         return json.dumps(content, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str | bytes, what: str) -> Index:
         """Raises CorruptCheckpointError, about ``what``, unless ``text`` is as ``to_json`` writes it."""
-        content, index = loads(text, what), cls()
-        with damaged_if(f"{what} is damaged"):
-            if content.get("block") != BLOCK:
-                raise ValueError(f"its block size is not {BLOCK}")
-            for name, size in get_of(content, "files", dict).items():
+        content, index = files.loads(text, what), cls()
+        with files.damaged_if(f"{what} is damaged"):
+            if content.get("block") != files.BLOCK:
+                raise ValueError(f"its block size is not {files.BLOCK}")
+            for name, size in files.get_of(content, "files", dict).items():
                 if not _FILE.fullmatch(name):
                     raise ValueError(f"{name!r} is not the name of a checkpoint's file")
-                (index.files[name],) = numbers_of([size], f"size of {name}")
-            for name, entry in get_of(content, "tensors", dict).items():
+                (index.files[name],) = files.numbers_of([size], f"size of {name}")
+            for name, entry in files.get_of(content, "tensors", dict).items():
                 index.tensors[name] = _tensor(name, entry, index.files)
-            check_disjoint(
+            files.check_disjoint(
                 (chunk.file, chunk.begin, chunk.nbytes(entry.dtype), name)
                 for name, entry in index.tensors.items()
                 for chunk in entry.chunks
             )
-            index.objects = get_of(content, "objects", dict)
+            index.objects = files.get_of(content, "objects", dict)
             return index
 
 
-def _tensor(name: str, entry: Any, files: dict[str, int]) -> TensorEntry:
+def _tensor(name: str, entry: Any, lengths: dict[str, int]) -> TensorEntry:
     if not isinstance(entry, dict):
         raise ValueError(f"{name!r} is not a tensor")
     kind, chunks = entry.get("dtype"), entry.get("chunks")
     if not isinstance(kind, str) or kind not in DTYPES:
-        raise ValueError(f"{name!r} has the dtype {shown(kind)}")
-    result = TensorEntry(DTYPES[kind], shape_of(entry.get("shape"), f"shape of {name!r}"))
+        raise ValueError(f"{name!r} has the dtype {files.shown(kind)}")
+    result = TensorEntry(DTYPES[kind], files.shape_of(entry.get("shape"), f"shape of {name!r}"))
     if not isinstance(chunks, list):
         raise ValueError(f"{name!r} has no chunks")
-    parts = [_chunk(name, chunk, result, files) for chunk in chunks]
+    parts = [_chunk(name, chunk, result, lengths) for chunk in chunks]
     check_tiles(name, result.shape, [part.box for part in parts])
     result.chunks = [chunk for chunk in parts if prod(chunk.sizes)]
     return result
 
 
-def _chunk(name: str, chunk: Any, entry: TensorEntry, files: dict[str, int]) -> Chunk:
+def _chunk(name: str, chunk: Any, entry: TensorEntry, lengths: dict[str, int]) -> Chunk:
     if not isinstance(chunk, list) or len(chunk) != 5:
         raise ValueError(f"a chunk of {name!r} doesn't have 5 fields")
-    offsets = numbers_of(chunk[0], "offsets of a chunk")
-    sizes = numbers_of(chunk[1], "sizes of a chunk")
-    file, (begin,) = chunk[2], numbers_of([chunk[3]], "begin of a chunk")
-    if not isinstance(file, str) or file not in files:
-        raise ValueError(f"{name!r} is stored in {shown(file)}, which is not listed")
-    result = Chunk(offsets, sizes, file, begin, numbers_of(chunk[4], "checksums of a chunk"))
+    offsets = files.numbers_of(chunk[0], "offsets of a chunk")
+    sizes = files.numbers_of(chunk[1], "sizes of a chunk")
+    file, (begin,) = chunk[2], files.numbers_of([chunk[3]], "begin of a chunk")
+    if not isinstance(file, str) or file not in lengths:
+        raise ValueError(f"{name!r} is stored in {files.shown(file)}, which is not listed")
+    result = Chunk(offsets, sizes, file, begin, files.numbers_of(chunk[4], "checksums of a chunk"))
     size = result.nbytes(entry.dtype)
-    if begin + size > files[file]:
+    if begin + size > lengths[file]:
         raise ValueError(f"a chunk of {name!r} exceeds the end of {file}")
-    if len(result.crc) != -(-size // BLOCK):
+    if len(result.crc) != -(-size // files.BLOCK):
         raise ValueError(f"a chunk of {name!r} has {len(result.crc)} checksums")
     return result
 
@@ -210,12 +202,12 @@ def finish(
     for name, text in ((INDEX, index.to_json()), (INFO, json.dumps(info, indent=1))):
         _write(folder / name, text)
         digests[name] = hashlib.sha256(text.encode()).hexdigest()
-    sync_folder(folder)
+    files.sync_folder(folder)
     serial = 1 + max((_serial(entry) or 0 for entry in found_in(final.parent)), default=0)
     by = asdict(this_process())
     marker = {"format": _FORMAT, "serial": serial, "sha256": digests, "by": by}
     _write(folder / MARKER, json.dumps(marker))
-    sync_folder(folder)
+    files.sync_folder(folder)
     if lock is not None:
         lock.check()
     old = final.with_name(f"{final.name}.old")
@@ -224,7 +216,7 @@ def finish(
         discard(old)
         final.rename(old)
     folder.rename(final)
-    sync_folder(final.parent)
+    files.sync_folder(final.parent)
     discard(old)
 
 
@@ -330,7 +322,7 @@ def _newest(run: Path) -> tuple[int, Path | None, Owner | None]:
 def _marker(folder: Path) -> dict[str, Any]:
     """Returns the content of COMPLETE, empty if it is unreadable."""
     try:
-        return loads(_read(folder, MARKER), f"{folder}: {MARKER}")
+        return files.loads(_read(folder, MARKER), f"{folder}: {MARKER}")
     except (CorruptCheckpointError, OSError):
         return {}
 
@@ -357,7 +349,7 @@ def is_checkpoint(path: Path) -> bool:
 
 def open_checkpoint(folder: Path) -> tuple[Index, dict[str, Any]]:
     """Returns (index, content of checkpoint.json) after checking marker, digests and file sizes."""
-    marker = loads(_read(folder, MARKER), f"{folder}: {MARKER}")
+    marker = files.loads(_read(folder, MARKER), f"{folder}: {MARKER}")
     newer = re.fullmatch(r"parallel3d checkpoint ([0-9]{1,9})", str(marker.get("format"))[:80])
     if newer and int(newer[1]) > _VERSION:
         raise CheckpointError(
@@ -374,9 +366,9 @@ def open_checkpoint(folder: Path) -> tuple[Index, dict[str, Any]]:
         if not isinstance(digests, dict) or digests.get(name) != digest:
             raise CorruptCheckpointError(f"{folder}: {name} has changed since it was saved")
     index = Index.from_json(texts[INDEX], f"{folder}: {INDEX}")
-    info = loads(texts[INFO], f"{folder}: {INFO}")
+    info = files.loads(texts[INFO], f"{folder}: {INFO}")
     for name, size in index.files.items():
-        check_file(folder / name, size)
+        files.check_file(folder / name, size)
     return index, info
 
 
@@ -385,12 +377,12 @@ def _read(folder: Path, name: str) -> bytes:
     if not os.path.lexists(path):
         what = "was not completed" if is_checkpoint(folder) else "is not a checkpoint of parallel3d"
         raise CorruptCheckpointError(f"{folder} {what}: it has no {name}")
-    return read_json_object(path, _LIMITS[name])
+    return files.read_json_object(path, _LIMITS[name])
 
 
 def _write(path: Path, text: str) -> None:
     try:
-        write_new(path, text.encode())
+        files.write_new(path, text.encode())
     except OSError as error:
         raise CheckpointError(f"{path} can't be written: {error}") from error
 

@@ -18,14 +18,7 @@ from typing import Any
 
 import torch
 
-from parallel3d.checkpoint.format.files import (
-    damaged_if,
-    loads,
-    numbers_of,
-    open_regular,
-    shape_of,
-    shown,
-)
+from parallel3d.checkpoint.format import files
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
 
 DTYPES: dict[str, torch.dtype] = {
@@ -72,7 +65,7 @@ def read_header(path: Path, file: str) -> dict[str, Stored]:
         CorruptCheckpointError: if it is not a complete one.
         CheckpointError: if torch has no dtype for a tensor.
     """
-    with open(path, "rb", opener=open_regular) as opened:
+    with open(path, "rb", opener=files.open_regular) as opened:
         size = os.fstat(opened.fileno()).st_size
         first = opened.read(8)
         length = int.from_bytes(first, "little")
@@ -82,8 +75,8 @@ def read_header(path: Path, file: str) -> dict[str, Stored]:
                 f"header of {length}"
             )
         text = opened.read(length)
-    header = loads(text, f"{path}: its header")
-    with damaged_if(f"{path} has an invalid header"):
+    header = files.loads(text, f"{path}: its header")
+    with files.damaged_if(f"{path} has an invalid header"):
         header.pop("__metadata__", None)
         tensors = {name: _stored(file, name, entry, 8 + length) for name, entry in header.items()}
         _check_gapless(tensors, 8 + length, size)
@@ -94,12 +87,12 @@ def _stored(file: str, name: str, entry: Any, begin: int) -> Stored:
     name = name[:200]
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise ValueError(f"{name!r} has no dtype, shape and data_offsets")
-    dtype, shape = entry["dtype"], shape_of(entry["shape"], f"shape of {name!r}")
-    offsets = numbers_of(entry["data_offsets"], f"data_offsets of {name!r}")
+    dtype, shape = entry["dtype"], files.shape_of(entry["shape"], f"shape of {name!r}")
+    offsets = files.numbers_of(entry["data_offsets"], f"data_offsets of {name!r}")
     if not isinstance(dtype, str):
-        raise ValueError(f"{name!r} has the dtype {shown(dtype)}")
+        raise ValueError(f"{name!r} has the dtype {files.shown(dtype)}")
     if len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise ValueError(f"{name!r} has the data_offsets {shown(offsets)}")
+        raise ValueError(f"{name!r} has the data_offsets {files.shown(offsets)}")
     if dtype not in DTYPES:
         raise CheckpointError(f"{name!r} is stored as {dtype:.80}, which torch has no dtype for")
     nbytes = offsets[1] - offsets[0]
@@ -120,9 +113,9 @@ def _check_gapless(tensors: Mapping[str, Stored], begin: int, size: int) -> None
 def is_ours(path: Path) -> bool:
     """Returns whether a file's metadata says that ``header_of`` made its header."""
     try:
-        with open(path, "rb", opener=open_regular) as opened:
+        with open(path, "rb", opener=files.open_regular) as opened:
             length = int.from_bytes(opened.read(8), "little")
-            metadata = loads(opened.read(min(length, MAX_HEADER)), "")["__metadata__"]
+            metadata = files.loads(opened.read(min(length, MAX_HEADER)), "")["__metadata__"]
             return metadata.get("made_by") == _METADATA["made_by"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False

@@ -41,16 +41,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from parallel3d._util.arguments import counted
+from parallel3d.checkpoint.format import files
 from parallel3d.checkpoint.format import folder as folders
-from parallel3d.checkpoint.format.files import (
-    BLOCK,
-    bytes_of,
-    crcs_of,
-    opened,
-    read_strided,
-    verify_blocks,
-    write_all,
-)
 from parallel3d.checkpoint.format.folder import Chunk, Index, TensorEntry, file_name
 from parallel3d.checkpoint.format.lock import Lock
 from parallel3d.checkpoint.format.safetensors_file import header_of
@@ -134,7 +126,7 @@ class Reader(StorageReader):
                 planner.load_bytes(item, io.BytesIO(text.encode()))
         parts = sorted(self._parts(plan), key=lambda each: each[1].place)
         for name, of_file in groupby(parts, key=lambda each: each[1].chunk.file):
-            with opened(self.path / name) as file:
+            with files.opened(self.path / name) as file:
                 for item, part in of_file:
                     target = planner.resolve_tensor(item).detach()
                     part.read(file, target, os.fspath(self.path / name))
@@ -175,9 +167,11 @@ class _Part(Boxed):
         """Yields (first byte, size, CRC-32) of the blocks that contain the rows."""
         chunk_bytes = self.chunk.nbytes(self.dtype)
         nbytes = self.sizes[0] * self.row_bytes if self.chunk.sizes else chunk_bytes
-        for number in range(self.first_byte // BLOCK, -(-(self.first_byte + nbytes) // BLOCK)):
-            begin = number * BLOCK
-            size = min(BLOCK, chunk_bytes - begin)
+        for number in range(
+            self.first_byte // files.BLOCK, -(-(self.first_byte + nbytes) // files.BLOCK)
+        ):
+            begin = number * files.BLOCK
+            size = min(files.BLOCK, chunk_bytes - begin)
             yield self.chunk.begin + begin, size, self.chunk.crc[number]
 
     def read(self, file: int, target: torch.Tensor, where: str) -> None:
@@ -185,7 +179,7 @@ class _Part(Boxed):
         strides = torch.empty(self.chunk.sizes, device="meta").stride()
         offset = sum(o * stride for o, stride in zip(self.offsets, strides, strict=True))
         with torch.inference_mode(target.is_inference()):
-            read_strided(file, self.chunk.begin, self.dtype, offset, strides, target, where)
+            files.read_strided(file, self.chunk.begin, self.dtype, offset, strides, target, where)
 
 
 def _verify(folder: Path, parts: Iterable[_Part], label: str = "") -> None:
@@ -194,8 +188,8 @@ def _verify(folder: Path, parts: Iterable[_Part], label: str = "") -> None:
     for part in parts:
         blocks.setdefault(part.chunk.file, set()).update(part.blocks())
     for name, of_file in blocks.items():
-        with opened(folder / name) as file:
-            verify_blocks(file, sorted(of_file), f"{folder / name}{label}")
+        with files.opened(folder / name) as file:
+            files.verify_blocks(file, sorted(of_file), f"{folder / name}{label}")
 
 
 def read_whole(folder: Path, index: Index, name: str) -> torch.Tensor:
@@ -206,7 +200,7 @@ def read_whole(folder: Path, index: Index, name: str) -> torch.Tensor:
     whole = torch.empty(entry.shape, dtype=entry.dtype)
     for part in parts:
         path = folder / part.chunk.file
-        with opened(path) as file:
+        with files.opened(path) as file:
             part.read(file, whole[slices_of(part.chunk.offsets, part.sizes)], os.fspath(path))
     return whole
 
@@ -359,7 +353,7 @@ def _write_file(
     with open(path, "wb", buffering=0) as opened_file:
         file = opened_file.fileno()
         first = header_of(header)
-        write_all(file, memoryview(first))
+        files.write_all(file, memoryview(first))
         at = len(first)
         for item in items:
             dtype, shape, offsets, sizes = _description(item)
@@ -371,10 +365,10 @@ def _write_file(
                     f"{item.index.fqn} is {values.dtype} of shape {tuple(values.shape)} now, but was planned "
                     f"as {dtype} of shape {sizes}"
                 )
-            data = bytes_of(values)
-            chunk = Chunk(offsets, sizes, path.name, at, tuple(crcs_of(data)))
+            data = files.bytes_of(values)
+            chunk = Chunk(offsets, sizes, path.name, at, tuple(files.crcs_of(data)))
             written.append((item, dtype, shape, chunk))
-            write_all(file, data)
+            files.write_all(file, data)
             at += len(data)
         os.fsync(file)
     return [

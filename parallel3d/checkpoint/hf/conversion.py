@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from parallel3d._torch.fully_shard import plain_name
 from parallel3d._util.arguments import counted
 from parallel3d._util.quantised import packed_kind
+from parallel3d.checkpoint import pieces
 from parallel3d.checkpoint.format.safetensors_file import NAMES
 from parallel3d.checkpoint.hf.layout import (
     Layout,
@@ -35,14 +36,6 @@ from parallel3d.checkpoint.hf.layout import (
     in_source,
     whole_of,
     within_source,
-)
-from parallel3d.checkpoint.pieces import (
-    Box,
-    boxes_of,
-    held_boxes,
-    intersection,
-    pieces_of,
-    whole_box,
 )
 from parallel3d.checkpoint.ranks import Ranks, as_checkpoint_error
 from parallel3d.checkpoint.torch_formats.names import shown
@@ -313,7 +306,9 @@ class Export:
 
     outputs: tuple[OutTensor, ...]
     tensors: Mapping[str, Tensor]
-    boxes: Mapping[str, Mapping[Box, list[int]]]  # with the ranks that hold them (numbers of Ranks)
+    boxes: Mapping[
+        str, Mapping[pieces.Box, list[int]]
+    ]  # with the ranks that hold them (numbers of Ranks)
 
     def digest(self) -> str:
         """Returns a value that is equal on ranks with equal exports."""
@@ -338,13 +333,13 @@ class HeldParts:
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        self._pieces = {name: pieces_of(tensor) for name, tensor in tensors.items()}
+        self._pieces = {name: pieces.pieces_of(tensor) for name, tensor in tensors.items()}
 
     def of(self, patch: Patch) -> Tensor:
         """Returns the values of a part of an export, which lies in one box; a view of the shard."""
         ((_, alongs),) = in_source(patch, self._shapes[patch.source])
         first = tuple(along.start for along in alongs), (1,) * len(alongs)
-        piece = next(p for p in self._pieces[patch.source] if intersection(p.box, first))
+        piece = next(p for p in self._pieces[patch.source] if pieces.intersection(p.box, first))
         index: list[int | slice] = []
         for (start, step, dim), offset in zip(alongs, piece.offsets, strict=True):
             begin = start - offset
@@ -434,22 +429,22 @@ def outputs_of(
     )
 
 
-def _boxes(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, dict[Box, list[int]]]:
+def _boxes(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, dict[pieces.Box, list[int]]]:
     """Returns the boxes of each tensor with the ranks that hold them, communicated for smaller meshes."""
     numbers = {rank: i for i, rank in enumerate(ranks.ranks)}
-    boxes: dict[str, dict[Box, list[int]]] = {}
+    boxes: dict[str, dict[pieces.Box, list[int]]] = {}
     smaller: list[str] = []
     for name, tensor in tensors.items():
         if not isinstance(tensor, DTensor):
-            boxes[name] = {whole_box(tensor.shape): list(range(ranks.size))}
+            boxes[name] = {pieces.whole_box(tensor.shape): list(range(ranks.size))}
         elif tensor.device_mesh.size() < ranks.size:
             smaller.append(name)
             boxes[name] = {}
         else:
-            held = held_boxes(tensor)
+            held = pieces.held_boxes(tensor)
             boxes[name] = {box: sorted(numbers[r] for r in by) for box, by in held.items()}
 
-    here = ranks.all(lambda: {name: boxes_of(tensors[name]) for name in smaller})
+    here = ranks.all(lambda: {name: pieces.boxes_of(tensors[name]) for name in smaller})
     for rank, held_there in enumerate(here):
         for name, of_name in held_there.items():
             for box in of_name:

@@ -15,14 +15,7 @@ from torch import Tensor, nn
 from parallel3d._util import dry_run
 from parallel3d._util.arguments import as_bool
 from parallel3d._util.quantised import packed_kind
-from parallel3d.checkpoint.format.files import (
-    bytes_of,
-    damaged_if,
-    file_in,
-    loads,
-    read_json_object,
-    read_strided,
-)
+from parallel3d.checkpoint.format import files
 from parallel3d.checkpoint.format.safetensors_file import MAX_HEADER, Stored, read_header
 from parallel3d.checkpoint.hf.conversion import (
     INDEX,
@@ -78,7 +71,9 @@ class TensorReader(ExitStack):
         stored = self.stored[patch.source]
         file, where = self._opened(stored.file), str(self.folder / stored.file)
         dtype, offset, strides = self.dtype_of(patch), patch.offset, patch.strides
-        self.bytes_read += read_strided(file, stored.start, dtype, offset, strides, out, where)
+        self.bytes_read += files.read_strided(
+            file, stored.start, dtype, offset, strides, out, where
+        )
 
     def same(self, one: Patch, two: Patch) -> bool:
         """Returns whether two patches of equal counts have the same values, bit for bit."""
@@ -86,7 +81,7 @@ class TensorReader(ExitStack):
             a, b = (torch.empty(part.counts, dtype=self.dtype_of(part)) for part in parts)
             for part, values in zip(parts, (a, b), strict=True):
                 self.read(part, values)
-            if a.dtype != b.dtype or bytes_of(a) != bytes_of(b):
+            if a.dtype != b.dtype or files.bytes_of(a) != files.bytes_of(b):
                 return False
         return True
 
@@ -301,26 +296,30 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
         )
     path = path_in(folder, INDEX)
     invalid = f"{path} is not an index of safetensors files"
-    with damaged_if(invalid, (ValueError, KeyError, TypeError)):
-        files = loads(read_json_object(path.resolve(), MAX_HEADER), "it")["weight_map"]
-        if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):
+    with files.damaged_if(invalid, (ValueError, KeyError, TypeError)):
+        file_of = files.loads(files.read_json_object(path.resolve(), MAX_HEADER), "it")[
+            "weight_map"
+        ]
+        if not isinstance(file_of, dict) or not all(isinstance(f, str) for f in file_of.values()):
             raise ValueError("its weight_map is not a table of file names")
     headers = {
-        file: read_header(path_in(folder, file), file) for file in sorted(set(files.values()))
+        file: read_header(path_in(folder, file), file) for file in sorted(set(file_of.values()))
     }
-    lacking = [name for name, file in files.items() if name not in headers[file]]
+    lacking = [name for name, file in file_of.items() if name not in headers[file]]
     if lacking:
         raise CorruptCheckpointError(
-            f"{folder / INDEX} says that {files[lacking[0]]} holds {lacking[0]!r}, but it doesn't"
+            f"{folder / INDEX} says that {file_of[lacking[0]]} holds {lacking[0]!r}, but it doesn't"
             + (f"; nor do the files hold {len(lacking) - 1} more" if len(lacking) > 1 else "")
         )
-    return {name: headers[file][name] for name, file in files.items()}
+    return {name: headers[file][name] for name, file in file_of.items()}
 
 
 def path_in(folder: Path, name: str) -> Path:
     """As ``file_in``; the files of a snapshot in the hub's cache may be links to ``../../blobs``."""
     cache = folder.resolve().parent
-    return file_in(folder, name, cache.parent / "blobs" if cache.name == "snapshots" else None)
+    return files.file_in(
+        folder, name, cache.parent / "blobs" if cache.name == "snapshots" else None
+    )
 
 
 def without_values(model: nn.Module, loaded: Collection[int]) -> list[tuple[str, nn.Module]]:

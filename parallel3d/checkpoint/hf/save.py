@@ -6,18 +6,14 @@ import copy
 import json
 import os
 import re
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, count, zip_longest
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch import distributed as dist
 
 from parallel3d._util import dry_run
 from parallel3d.checkpoint.format.files import bytes_of, write_all
@@ -34,7 +30,7 @@ from parallel3d.checkpoint.hf.conversion import (
     plain_class,
     plan_export,
 )
-from parallel3d.checkpoint.hf.layout import Patch
+from parallel3d.checkpoint.hf.tensors import Batch, Memories
 from parallel3d.checkpoint.ranks import Ranks, new_folder, ranks_of
 from parallel3d.checkpoint.state import bring_to_rest
 from parallel3d.errors import CheckpointError
@@ -201,148 +197,28 @@ def as_bytes(size: int | str) -> int:
     return max(1, int(float(match[1]) * units[match[2]]))
 
 
-_MESSAGE = 4 << 20  # bytes of a message
-_IN_FLIGHT = 8 << 20  # bytes of the messages that a rank has started and not completed
-_TAGS = 1 << 30
-
-
-@dataclass(frozen=True)
-class _OutMessage:
-    """A part of a tensor of the export, from a rank that holds it to the tensor's owner."""
-
-    tag: int
-    tensor: OutTensor
-    patch: Patch
-    sender: int
-    owner: int
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.patch.counts) * self.tensor.dtype.itemsize
+_MESSAGES = 16 << 20  # bytes for messages: half of what a rank receives at once
 
 
 def exchange(export: Export, files: list[OutFile], ranks: Ranks, folder: Path) -> None:
     """Writes each tensor that this rank owns into ``folder``, in the files' order. Collective.
 
-    A rank assembles one tensor at a time, from messages of a few megabytes, each sent by one of the ranks
-    that hold it. All ranks enumerate all messages in one order and process their own, with a bounded number
-    in flight. The first message that is not complete is being processed by both its ranks, so there is no
-    deadlock. An error on this rank is raised at the
-    end; until then it continues to send, because others depend on it.
+    In each turn every owner assembles its next tensor, from messages of about a megabyte, each sent by one of
+    the ranks that hold it.
     """
-    own = _owned(files, ranks.rank)
-    # Agreed on, because a rank without memory for its tensor would leave the others waiting.
-    work = ranks.on_each(lambda: _Work(export, ranks, own))
-    for turn, messages in enumerate(_turns(export, files, ranks.size)):
-        current = own[turn] if turn < len(own) else None
-        if current is not None:
-            memory = work.memory[: current[1].nbytes]
-            work.values = memory.view(current[1].dtype).view(current[1].layout.shape)
-        for message in messages:
-            if ranks.rank in (message.sender, message.owner):
-                work.process(message)
-        if current is not None:
-            work.finish_receiving()
-            work.guarded(partial(_write, folder, *current, work.values))
-    work.finish()
-
-
-def _owned(files: list[OutFile], rank: int) -> list[tuple[OutFile, OutTensor]]:
-    return [(file, t) for file in files if file.owner == rank for t in file.tensors]
-
-
-def _turns(export: Export, files: list[OutFile], size: int) -> Iterator[Iterator[_OutMessage]]:
-    """Yields the messages of each owner's first tensor, then those of each one's second, and so on."""
-    tags, spread = count(), count()
-    by_owner = [_owned(files, rank) for rank in range(size)]
+    held = ranks.on_each(lambda: HeldParts(export.tensors))
+    by_owner: list[list[tuple[OutFile, OutTensor]]] = [[] for _ in range(ranks.size)]
+    for file in files:
+        by_owner[file.owner] += [(file, tensor) for tensor in file.tensors]
+    memories: Memories = {}
     for turn in range(max(map(len, by_owner))):
-        parts = [
-            list(_parts(export, own[turn][1], owner, spread))
-            for owner, own in enumerate(by_owner)
-            if turn < len(own)
-        ]
-        together = chain.from_iterable(zip_longest(*parts))
-        yield (_OutMessage(next(tags) % _TAGS, *part) for part in together if part is not None)
-
-
-def _parts(
-    export: Export, tensor: OutTensor, owner: int, spread: Iterator[int]
-) -> Iterator[tuple[OutTensor, Patch, int, int]]:
-    """Yields (tensor, patch, sender, owner) of the messages of one tensor."""
-    for patch, holders in export.parts(tensor, _MESSAGE):
-        sender = owner if owner in holders else holders[next(spread) % len(holders)]
-        yield tensor, patch, sender, owner
-
-
-class _Work:
-    """What one rank sends and receives, in order."""
-
-    values: Tensor  # that is being assembled
-
-    def __init__(self, export: Export, ranks: Ranks, own: list[tuple[OutFile, OutTensor]]) -> None:
-        self._ranks = ranks
-        largest = max((tensor.nbytes for _, tensor in own), default=0)
-        self.memory = torch.empty(largest, dtype=torch.uint8)
-        self._held = HeldParts(export.tensors)
-        # (work, bytes, what to do when it is complete, None when it sends)
-        self._in_flight: deque[tuple[dist.Work, int, Callable[[], object] | None]] = deque()
-        self._bytes = 0
-        self._problem: Exception | None = None
-
-    def process(self, message: _OutMessage) -> None:
-        """Starts this rank's part of a message, after completing earlier ones if too much is in flight."""
-        if message.sender == message.owner:
-            self.guarded(lambda: self._copy_out(message, self._target(message)))
-            return
-        while self._in_flight and self._bytes + message.nbytes > _IN_FLIGHT:
-            self._complete_first()
-        sends = message.sender == self._ranks.rank
-        target = None if sends else self._target(message)
-        if target is not None and target.is_contiguous():
-            staged = target
-        else:
-            staged = torch.zeros(message.patch.counts, dtype=message.tensor.dtype)
-        if sends:
-            self.guarded(lambda: self._copy_out(message, staged))
-        then = None if target is None else partial(target.copy_, staged)
-        start, peer = (dist.isend, message.owner) if sends else (dist.irecv, message.sender)
-        flat = staged.view(-1).view(torch.uint8)
-        work = start(flat, self._ranks.ranks[peer], group=self._ranks.group, tag=message.tag)
-        assert work is not None
-        self._in_flight.append((work, message.nbytes, then))
-        self._bytes += message.nbytes
-
-    def _target(self, message: _OutMessage) -> Tensor:
-        return self.values[message.patch.slices()]
-
-    @torch.no_grad()
-    def _copy_out(self, message: _OutMessage, out: Tensor) -> None:
-        """Copies the message's values, which this rank holds, to ``out``, and casts them."""
-        out.copy_(self._held.of(message.patch))
-
-    def guarded(self, action: Callable[[], object]) -> None:
-        """Calls ``action`` and keeps its error for the end; after an error only messages are processed."""
-        if self._problem is None:
-            try:
-                action()
-            except Exception as error:
-                self._problem = error
-
-    def _complete_first(self) -> None:
-        work, size, then = self._in_flight.popleft()
-        work.wait()
-        self._bytes -= size
-        if then is not None:
-            self.guarded(then)
-
-    def finish_receiving(self) -> None:
-        """Waits for all messages that this rank receives, so that its tensor is complete."""
-        while any(then is not None for _, _, then in self._in_flight):
-            self._complete_first()
-
-    def finish(self) -> None:
-        """Waits for the rest, and raises the error that was kept."""
-        while self._in_flight:
-            self._complete_first()
-        if self._problem is not None:
-            raise self._problem
+        owners = [rank for rank, own in enumerate(by_owner) if turn < len(own)]
+        outputs = [by_owner[rank][turn][1] for rank in owners]
+        given = export, outputs, owners, held, ranks, torch.device("cpu"), memories, _MESSAGES
+        # Agreed on, because a rank without memory for its tensor would leave the others waiting.
+        batch = ranks.on_each(lambda given=given: Batch(*given))
+        batch.exchange()
+        for values in batch.values.values():
+            batch.guarded(partial(_write, folder, *by_owner[ranks.rank][turn], values))
+        ranks.all(batch.finish)
+        del batch  # before there is memory for the next

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from math import prod
 from typing import Literal, NamedTuple
 
@@ -43,11 +44,8 @@ from parallel3d.mesh.agreement import name_ranks
 
 _ALIGNED = 16  # bytes; of the largest dtype
 _MIN_SLOT = 4 << 10  # bytes that a rank sends at once, at least
-_MAX_CPU_SLOT = (
-    4 << 20
-)  # and at most on a CPU, where more takes twice as long: pages and caches (measured)
-
-
+_MAX_CPU_SLOT = 4 << 20
+"""And at most on a CPU, where more takes twice as long: pages and caches (measured)."""
 _MIN_BLOCKS = 1 << 20  # bytes of a tensor that is gathered in place; smaller ones are sent together
 
 Memories = dict[torch.device, Tensor | None]
@@ -199,8 +197,7 @@ class HFTensors:
                 batch.exchange()
                 ranks.all(batch.finish)
                 names = [output.name for output in batches.popleft()]
-                if batch.values:
-                    values.extend(zip(names, batch.values, strict=True))
+                values.extend((names[number], value) for number, value in batch.values.items())
                 del batch  # each tensor lives as long as the caller keeps it
                 while values:
                     yield values.popleft()
@@ -268,13 +265,12 @@ class HFTensors:
         held: HeldParts,
         changes: _Changes,
         memories: Memories,
-    ) -> _Batch:
+    ) -> Batch:
         """Called on every rank before the batch is sent: after it nothing is allocated."""
         changes.check()
         device = self._device(outputs[0])
-        return _Batch(
-            self._export, outputs, held, ranks, self._receiver, device, memories, self._half
-        )
+        receivers = None if self._receiver is None else [self._receiver] * len(outputs)
+        return Batch(self._export, outputs, receivers, held, ranks, device, memories, self._half)
 
 
 class _Changes:
@@ -320,107 +316,140 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 class _Message(NamedTuple):
-    """A part of a tensor, and where it lies in what its sender sends."""
+    """A part of a tensor, from a rank that holds it to one that needs it, or to all."""
 
     number: int  # of the tensor in the batch
     patch: Patch
-    start: int  # bytes
-    end: int
+    receiver: int | None
 
 
-class _Batch:
-    """Tensors that are assembled together, by gathers of one slot of each rank."""
+class Batch:
+    """Tensors that are assembled together, from parts that ranks send in rounds of one collective each.
+
+    Args:
+        receivers: for each of ``outputs`` the rank (its number among ``ranks``) that gets it; None: all get
+            all of them.
+        device: where they are assembled, by messages there.
+        half: bytes that messages may take.
+
+    Attributes:
+        values: what this rank receives, by the number of the tensor; complete after ``exchange``.
+    """
 
     def __init__(
         self,
         export: Export,
         outputs: Sequence[OutTensor],
+        receivers: Sequence[int] | None,
         held: HeldParts,
         ranks: Ranks,
-        receiver: int | None,
         device: torch.device,
         memories: Memories,
         half: int,
     ) -> None:
         self._held = held
         self._ranks = ranks
-        self._receiver = receiver
+        self._receivers = receivers
         self._outputs = outputs
-        self._receives = receiver is None or receiver == ranks.rank
         self._problem: Exception | None = None
         self._here: list[tuple[int, Patch]] = []  # copied without a message
         self._rounds: list[list[list[_Message]]] = []  # by round and sender
-        # A receiver has a slot of each rank and its own; gloo, on a CPU, gathers into a copy of them.
+        # An all-gather fills a slot of each rank, and gloo's, on a CPU, a copy of them.
         on_cpu = device.type == "cpu"
-        slots = ranks.size * (2 if on_cpu else 1) + 1
+        slots = 4 if receivers is not None else ranks.size * (2 if on_cpu else 1) + 1
         most = min(half // slots, _MAX_CPU_SLOT) if on_cpu else half // slots
         slot = max(_MIN_SLOT, most // _ALIGNED * _ALIGNED)
         self._step = slot if on_cpu else None  # bytes that are gathered in place at once; None: all
         self._in_place: list[tuple[int, Tensor]] = []  # with this rank's block
-        used = self._schedule(export, slot, half)
+        sent, received = self._schedule(export, slot, half)
         empty = partial(torch.empty, device=device)
         self._group = _group_of(ranks, device) if self._rounds or self._in_place else None
-        received = ranks.size if self._receives else 0
-        size = (received + 1) * used
         memory = memories.get(device)
-        if memory is None or memory.numel() < size:
+        if memory is None or memory.numel() < sent + received:
             memory = memories[device] = None  # freed before there is more
-            memory = memories[device] = empty(size, dtype=torch.uint8)
-        self._slot = memory[:used]
-        self._slots = memory[used:size].view(received, used)
-        self.values = [
-            empty(out.layout.shape, dtype=out.dtype) for out in outputs if self._receives
-        ]
+            memory = memories[device] = empty(sent + received, dtype=torch.uint8)
+        self._sent, self._received = memory[:sent], memory[sent : sent + received]
+        self.values = {
+            number: empty(out.layout.shape, dtype=out.dtype)
+            for number, out in enumerate(outputs)
+            if receivers is None or receivers[number] == ranks.rank
+        }
 
-    def _schedule(self, export: Export, slot: int, half: int) -> int:
-        """Distributes all parts to rounds and senders; returns how many bytes of the slot are used."""
-        ranks = self._ranks
-        ends = [(0, 0)] * ranks.size  # by sender: the round, and where its slot is filled to
-        used = 0
+    def _schedule(self, export: Export, slot: int, half: int) -> tuple[int, int]:
+        """Distributes all parts to rounds and senders; returns how many bytes this rank sends and receives in
+        a round at most."""
+        ranks, me = self._ranks, self._ranks.rank
+        # By rank as a sender and as a receiver: its last round, and the bytes in it.
+        out, into = ([(0, 0)] * ranks.size for _ in range(2))
+        most_out, most_in = 0, 0
         for number, output in enumerate(self._outputs):
             # A cast of this rank's block takes no more than messages do.
             fits = _MIN_BLOCKS <= output.nbytes <= half * ranks.size
-            if self._receiver is None and fits:
+            if self._receivers is None and fits:
                 parts = list(export.parts(output, output.nbytes))
                 if _are_blocks(parts, output, ranks.size):
-                    self._in_place.append((number, self._held.of(parts[ranks.rank][0])))
+                    self._in_place.append((number, self._held.of(parts[me][0])))
                     continue
+            receiver = None if self._receivers is None else self._receivers[number]
+            needed_by = range(ranks.size) if receiver is None else [receiver]
             for patch, holders in export.parts(output, slot // 4):
-                needed_by = range(ranks.size) if self._receiver is None else [self._receiver]
                 if all(rank in holders for rank in needed_by):
-                    if ranks.rank in needed_by:
+                    if me in needed_by:
                         self._here.append((number, patch))
                     continue
-                sender = min(holders, key=ends.__getitem__)
-                size = prod(patch.counts) * output.dtype.itemsize
-                turn, start = ends[sender]
-                if start + size > slot:
-                    turn, start = turn + 1, 0
-                if turn == len(self._rounds):
+                message = _Message(number, patch, receiver)
+                size = self._room(message)
+                sender = min(holders, key=out.__getitem__)
+                turn, sent = out[sender]
+                if sent + size > slot:
+                    turn, sent = turn + 1, 0
+                if receiver is not None:
+                    last, received = into[receiver]
+                    if received + size > max(slot, half // 2):
+                        last, received = last + 1, 0
+                    if last < turn:
+                        last, received = turn, 0
+                    elif last > turn:
+                        turn, sent = last, 0
+                    into[receiver] = last, received + size
+                    most_in = max(most_in, received + size) if receiver == me else most_in
+                out[sender] = turn, sent + size
+                if receiver is None or sender == me:
+                    most_out = max(most_out, sent + size)
+                while turn >= len(self._rounds):
                     self._rounds.append([[] for _ in range(ranks.size)])
-                self._rounds[turn][sender].append(_Message(number, patch, start, start + size))
-                end = -(-(start + size) // _ALIGNED) * _ALIGNED
-                ends[sender] = turn, end
-                used = max(used, end)
-        return used
+                self._rounds[turn][sender].append(message)
+        return most_out, most_out * ranks.size if self._receivers is None else most_in
+
+    def _room(self, message: _Message) -> int:
+        """Returns the bytes that a message takes in a slot."""
+        nbytes = prod(message.patch.counts) * self._outputs[message.number].dtype.itemsize
+        return -(-nbytes // _ALIGNED) * _ALIGNED
 
     @torch.no_grad()
     def exchange(self) -> None:
         """Assembles the tensors. Collective; a problem of this rank alone is kept for ``finish``, because the
         others depend on what it sends."""
-        self._guarded(self._copy_here)
+        self.guarded(self._copy_here)
         for number, own in self._in_place:
             self._gather_in_place(self.values[number], own.reshape(-1))
+        me = self._ranks.rank
         for by_sender in self._rounds:
-            self._guarded(partial(self._pack, by_sender[self._ranks.rank]))
-            if self._receiver is None:
-                all_gather_single(self._slots.view(-1), self._slot, group=self._group)
-            else:
-                into = list(self._slots) if self._receives else None
-                dst = self._ranks.ranks[self._receiver]
-                dist.gather(self._slot, into, dst=dst, group=self._group)
-            if self._receives:
-                self._guarded(partial(self._unpack, by_sender))
+            if self._receivers is None:
+                self.guarded(partial(self._pack, by_sender[me]))
+                all_gather_single(self._received, self._sent, group=self._group)
+                slots = self._received.view(self._ranks.size, -1)
+                for slot, messages in zip(slots, by_sender, strict=True):
+                    self.guarded(partial(self._unpack, slot, messages))
+                continue
+            # What goes to one rank, and what comes from one, lies together.
+            sends = [[m for m in by_sender[me] if m.receiver == to] for to in range(len(by_sender))]
+            comes = [[m for m in messages if m.receiver == me] for messages in by_sender]
+            self.guarded(partial(self._pack, list(chain.from_iterable(sends))))
+            out, into = ([sum(map(self._room, each)) for each in of] for of in (sends, comes))
+            received, sent = self._received[: sum(into)], self._sent[: sum(out)]
+            dist.all_to_all_single(received, sent, into, out, group=self._group)
+            self.guarded(partial(self._unpack, received, list(chain.from_iterable(comes))))
 
     def _gather_in_place(self, values: Tensor, own: Tensor) -> None:
         """Gathers equal blocks of a tensor, without a copy into slots and out of them."""
@@ -438,20 +467,23 @@ class _Batch:
             self.values[number][patch.slices()].copy_(self._held.of(patch))
 
     def _pack(self, messages: list[_Message]) -> None:
+        for message, place in self._places(self._sent, messages):
+            place.copy_(self._held.of(message.patch))
+
+    def _unpack(self, slot: Tensor, messages: list[_Message]) -> None:
+        for message, place in self._places(slot, messages):
+            self.values[message.number][message.patch.slices()].copy_(place)
+
+    def _places(self, slot: Tensor, messages: list[_Message]) -> Iterator[tuple[_Message, Tensor]]:
+        """Yields each message with its values in ``slot``, where they lie one after another."""
+        at = 0
         for message in messages:
-            self._in(self._slot, message).copy_(self._held.of(message.patch))
+            dtype, counts = self._outputs[message.number].dtype, message.patch.counts
+            yield message, slot[at : at + prod(counts) * dtype.itemsize].view(dtype).view(counts)
+            at += self._room(message)
 
-    def _unpack(self, by_sender: list[list[_Message]]) -> None:
-        for slot, messages in zip(self._slots, by_sender, strict=True):
-            for message in messages:
-                target = self.values[message.number][message.patch.slices()]
-                target.copy_(self._in(slot, message))
-
-    def _in(self, slot: Tensor, message: _Message) -> Tensor:
-        values = slot[message.start : message.end].view(self._outputs[message.number].dtype)
-        return values.view(message.patch.counts)
-
-    def _guarded(self, action: Callable[[], None]) -> None:
+    def guarded(self, action: Callable[[], object]) -> None:
+        """Calls ``action`` and keeps its error for ``finish``; after one it is not called."""
         if self._problem is None:
             try:
                 action()
@@ -459,7 +491,7 @@ class _Batch:
                 self._problem = error
 
     def finish(self) -> None:
-        """Raises the problem that was kept."""
+        """Raises the error that was kept."""
         if self._problem is not None:
             raise self._problem
 
