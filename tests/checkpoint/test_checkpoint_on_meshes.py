@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from _support.checkpoint.dcp_models import check_equal, everything
 from torch import distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 import parallel3d as p3d
 from parallel3d import MeshLayout
@@ -68,24 +68,6 @@ def train(model: nn.Module, kind: str, its: list[torch.optim.Optimizer], seed: i
             optimizer.zero_grad()
 
 
-def whole(model: nn.Module, its: list[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
-    found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    for name, param in model.named_parameters():
-        for optimizer in its:
-            for key, value in optimizer.state.get(param, {}).items():
-                found[f"{name} {key}"] = value
-    return {
-        name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone()
-        for name, t in found.items()
-    }
-
-
-def same(found: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == want.keys()
-    for name, value in want.items():
-        assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
-
-
 def there_and_back(kind: str, dtype: torch.dtype, path: str) -> None:
     first, second = ((1, 4, 1), (2, 2, 1)) if dist.get_world_size() == 4 else ((1, 2, 1), (2, 1, 1))
     empty = 1 if kind == "in backward" else 0
@@ -94,22 +76,22 @@ def there_and_back(kind: str, dtype: torch.dtype, path: str) -> None:
     for seed in range(2):
         train(model, kind, its, seed)
     save(f"{path}/1", model, its, step=2)
-    want = whole(model, its)
+    want = everything(model, *its)
     other = build(second, 2, dtype, empty)
     others = optimizers(kind, other)
     load(f"{path}/1", other, others)
-    same(whole(other, others), want)
+    check_equal(everything(other, *others), want)
     train(other, kind, others, 2)
-    want = whole(other, others)
+    want = everything(other, *others)
     save(f"{path}/2", other, others, step=3)
     load(f"{path}/2", model, its)  # into state that is there
-    same(whole(model, its), want)
+    check_equal(everything(model, *its), want)
     train(model, kind, its, 3)
     again = build(first, 3, dtype, empty)
     agains = optimizers(kind, again)
     load(f"{path}/2", again, agains)
     train(again, kind, agains, 3)
-    same(whole(again, agains), whole(model, its))
+    check_equal(everything(again, *agains), everything(model, *its))
 
 
 @pytest.mark.parametrize(
@@ -152,7 +134,7 @@ def test_values_that_differ(gloo_pool: GlooPool, tmp_path: Path) -> None:
 def in_use(path: str) -> None:
     """Within a forward parameters are gathered; they are saved and loaded as they lie at rest."""
     model = build((1, 2, 1), 1)
-    want = whole(model, [])
+    want = everything(model)
     save(path, model, step=0)
     seen: list[Any] = []
 
@@ -174,7 +156,7 @@ def in_use(path: str) -> None:
     other = build((1, 2, 1), 2)
     other.unshard()
     load(path, other)
-    got = whole(other, [])
+    got = everything(other)
     for name, _ in model.named_parameters():
         assert torch.equal(got[name], want[name])
 

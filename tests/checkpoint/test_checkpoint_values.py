@@ -2,7 +2,6 @@
 
 import math
 import random
-import struct
 from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from _support.checkpoint.small_models import exactly
 from torch import nn
 
 import parallel3d as p3d
@@ -20,32 +20,6 @@ from parallel3d.errors import CheckpointError
 def through(tmp_path: Path, extra: Any) -> Any:
     save(tmp_path, nn.Linear(1, 1), step=1, extra=extra)
     return load(tmp_path, nn.Linear(1, 1)).extra
-
-
-def exactly(found: Any, want: Any) -> None:
-    assert type(found) is type(want)
-    if isinstance(want, torch.Tensor):
-        assert found.dtype == want.dtype and found.shape == want.shape
-        assert (
-            torch.equal(found.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8))
-            if want.dim()
-            else torch.equal(found, want) or want != want
-        )
-    elif isinstance(want, (list, tuple)):
-        assert len(found) == len(want)
-        for a, b in zip(found, want, strict=True):
-            exactly(a, b)
-    elif isinstance(want, dict):
-        assert list(map(type, found)) == list(map(type, want))
-        for (k, a), (q, b) in zip(found.items(), want.items(), strict=True):
-            exactly(k, q)
-            exactly(a, b)
-    elif isinstance(want, float):
-        assert struct.pack("d", found) == struct.pack("d", want)
-    elif isinstance(want, complex):
-        exactly((found.real, found.imag), (want.real, want.imag))
-    else:
-        assert found == want
 
 
 VALUES: dict[str, Any] = {

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from _support.checkpoint.bounded import no_space
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -73,25 +74,6 @@ def names(path: str) -> list[str]:
 # -- errors
 
 
-class Full:
-    """While it is entered this process has no space."""
-
-    def __enter__(self) -> None:
-        self.before, os.write = os.write, self.write
-
-    def __exit__(self, *exc: object) -> None:
-        os.write = self.before
-
-    def write(self, *args: Any) -> int:
-        raise OSError(28, "No space left on device")
-
-
-class Fine:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *exc: object) -> None: ...
-
-
 def one_cannot_write(path: str) -> None:
     model, optimizer = build((1, 2, 1), 1)
     train(model, optimizer)
@@ -100,8 +82,7 @@ def one_cannot_write(path: str) -> None:
     train(model, optimizer)
     for rank in (0, 1):
         for async_ in (False, True):
-            mine = Full() if dist.get_rank() == rank else Fine()
-            with mine, pytest.raises(CheckpointError) as caught:
+            with no_space(dist.get_rank() == rank), pytest.raises(CheckpointError) as caught:
                 save(path, model, optimizer, step=2, async_=async_).result()  # type: ignore[union-attr]
             text = alike(str(caught.value))
             assert f"on rank {rank}: " in text
@@ -237,7 +218,7 @@ def background(path: str) -> None:
         lambda: load(path, model),
         lambda: latest(path),
     ):
-        with Full() if dist.get_rank() == 1 else Fine():
+        with no_space(dist.get_rank() == 1):
             failed = save(path, model, optimizer, step=8, async_=True)
             if dist.get_rank() == 0:
                 assert failed.exception() is not None  # type: ignore[union-attr]
@@ -247,7 +228,7 @@ def background(path: str) -> None:
         with pytest.raises(CheckpointError, match="No space left"):
             call()
         call()
-    with Full():
+    with no_space():
         failed = save(path, model, optimizer, step=8, async_=True)
         with pytest.raises(CheckpointError, match="No space left"):
             failed.result()  # type: ignore[union-attr]

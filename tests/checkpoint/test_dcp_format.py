@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from _support.checkpoint.small_models import exactly
 from torch import distributed as dist
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
@@ -35,21 +36,6 @@ def nested(value: float) -> dict[str, Any]:
     }
 
 
-def same(found: Any, want: Any) -> None:
-    assert type(found) is type(want)
-    if isinstance(want, torch.Tensor):
-        assert found.dtype == want.dtype and torch.equal(found, want)
-    elif isinstance(want, dict):
-        assert found.keys() == want.keys()
-        for key in want:
-            same(found[key], want[key])
-    elif isinstance(want, (list, tuple)):
-        for a, b in zip(found, want, strict=True):
-            same(a, b)
-    else:
-        assert found == want or want != want
-
-
 @pytest.mark.parametrize("flat", [True, False])
 def test_values_and_tensors(tmp_path: Path, flat: bool) -> None:
     if flat:
@@ -62,7 +48,7 @@ def test_values_and_tensors(tmp_path: Path, flat: bool) -> None:
     dcp.save(state, storage_writer=Writer(path), planner=SavePlanner(flatten_state_dict=flat))
     assert {entry.name for entry in path.parent.iterdir()} == {"where"}
     dcp.load(other, storage_reader=Reader(path), planner=LoadPlanner(flatten_state_dict=flat))
-    same(other, state)
+    exactly(other, state)
 
 
 def test_by_the_id_of_the_checkpoint(tmp_path: Path) -> None:

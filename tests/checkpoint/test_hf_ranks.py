@@ -1,10 +1,9 @@
 """Several ranks: each reads its slices, what fails on one fails on all; packed rows; other engines."""
 
-import errno
-import os
 from pathlib import Path
 
 import torch
+from _support.checkpoint.bounded import no_space
 from _support.checkpoint.hf_cases import (
     check_equal,
     contents,
@@ -90,30 +89,11 @@ def test_packed_rows(gloo_pool: GlooPool, tmp_path: Path) -> None:
 # -- errors --------------------------------------------------------------------------------------------
 
 
-class Full:
-    """``os.write`` on a full disk."""
-
-    def __enter__(self) -> None:
-        self.real, os.write = os.write, self.fail
-
-    def __exit__(self, *_: object) -> None:
-        os.write = self.real
-
-    def fail(self, *_: object) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-
 def failures(folder: str) -> None:
     root, rank = Path(folder), dist.get_rank()
     model = distribute(plain("llama"), (1, 4, 1))
     save_hf(root / "good", model, max_shard_size="20KB")
-    if rank == 2:
-        with Full():
-            same_error_everywhere(
-                "on rank 2: OSError: .*No space",
-                lambda: save_hf(root / "x", model, max_shard_size="20KB"),
-            )
-    else:
+    with no_space(rank == 2):
         same_error_everywhere(
             "on rank 2: OSError: .*No space",
             lambda: save_hf(root / "x", model, max_shard_size="20KB"),

@@ -1,17 +1,24 @@
-"""Ranks that call save or load with different arguments, and a process group that goes during a save."""
+"""Ranks that call save or load with other arguments, something else, late or not at all: an error on all."""
 
 import os
+import time
+from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from _support.launch import launch
 from torch import distributed as dist
 from torch import nn
 
 import parallel3d as p3d
-from parallel3d import MeshLayout
+from parallel3d import MeshLayout, checkpoint, guards
+from parallel3d._torch.groups import group_timeout, set_group_timeout
 from parallel3d.checkpoint import latest, load, save
-from parallel3d.errors import CheckpointError
+from parallel3d.checkpoint.ranks import ranks_of
+from parallel3d.errors import CheckpointError, PeerFailureError
 from parallel3d.testing import GlooPool
 
 
@@ -81,3 +88,116 @@ def group_destroyed(path: str) -> None:
 def test_group_destroyed_during_a_save(gloo_pool: GlooPool, tmp_path: Path) -> None:
     """What is there stays, and nobody is told that the new one was written."""
     gloo_pool.run(group_destroyed, str(tmp_path), world_size=2)
+
+
+def outcome(function: Any) -> tuple[str, str, float]:
+    """(type, text, seconds) of what it raises."""
+    start = time.monotonic()
+    try:
+        function()
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    return "", "", time.monotonic() - start
+
+
+def fails_before_the_first_save(path: str, saves: int) -> tuple[str, str, float]:
+    dist.init_process_group("gloo")
+    model = nn.Linear(2, 2)
+
+    def run() -> None:
+        with guards.watch(grace=timedelta(seconds=1)):
+            for step in range(saves):
+                checkpoint.save(path, model, step=step)
+            if dist.get_rank() == 1:
+                raise LookupError("no more samples")
+            checkpoint.save(path, model, step=9)
+
+    return outcome(run)
+
+
+@pytest.mark.xdist_group("gloo")
+@pytest.mark.parametrize("saves", [0, 1])
+def test_one_fails_before_it(tmp_path: Path, saves: int) -> None:
+    """Rank 0 waits for it in its first save, or in its second."""
+    found = launch(fails_before_the_first_save, str(tmp_path), saves, ranks=2, timeout=30)
+    (waits, text, seconds), (fails, _, _) = (result for result, _ in found)
+    assert fails == "LookupError"
+    assert waits == PeerFailureError.__name__ and seconds < 15
+    assert "rank 1 failed first" in text and "no more samples" in text
+
+
+def comes_too_late(path: str, with_watch: bool) -> tuple[str, str, float]:
+    model = nn.Linear(2, 2)
+    limit = timedelta(seconds=1)
+    timeouts = guards.Timeouts(save=limit)
+
+    def run() -> None:
+        with guards.watch(timeouts=timeouts) if with_watch else nullcontext():
+            checkpoint.save(path, model, step=1)
+
+    assert dist.group.WORLD is not None
+    before = group_timeout()
+    if not with_watch:
+        set_group_timeout(dist.group.WORLD, limit)
+    if dist.get_rank() == 1:
+        time.sleep(3)
+    found = outcome(run)
+    set_group_timeout(dist.group.WORLD, before)
+    dist.barrier()
+    checkpoint.save(path, model, step=1)  # both have come
+    group = ranks_of(model, "save").group
+    assert group is not None and group_timeout(group) == timedelta(hours=2)
+    return found
+
+
+@pytest.mark.slow
+def test_one_comes_too_late(gloo_pool: GlooPool, tmp_path: Path) -> None:
+    """It is waited for as long as ``Timeouts(save=)`` says, or else as the default group waits."""
+    for with_watch in (True, False):
+        path = str(tmp_path / str(with_watch))
+        found = gloo_pool.run(comes_too_late, path, with_watch, world_size=2, timeout=40)
+        for error, text, seconds in found:
+            told = [CheckpointError.__name__]
+            if with_watch:  # the late one hears of it in the store or by the watch
+                told.append(PeerFailureError.__name__)
+            assert error in told and seconds < 8
+            assert "rank 1 of 2 did not report 'checkpoint' within 1 s" in text
+
+
+CALLS = {
+    "save": lambda path, model: checkpoint.save(path + "/a", model, step=2),
+    "async save": lambda path, model: checkpoint.save(  # type: ignore[union-attr]
+        path + "/a", model, step=2, async_=True
+    ).result(),
+    "load": lambda path, model: checkpoint.load(path + "/a", model),
+    "latest": lambda path, model: checkpoint.latest(path + "/a"),
+    "save_hf": lambda path, model: checkpoint.save_hf(path + "/hf", model),
+    "load_hf": lambda path, model: checkpoint.load_hf(path + "/hf", model),
+    "save_dcp": lambda path, model: checkpoint.save_dcp(path + "/dcp", model),
+    "load_dcp": lambda path, model: checkpoint.load_dcp(path + "/dcp", model),
+    "save_torch": lambda path, model: checkpoint.save_torch(path + "/t.pt", model),
+    "load_torch": lambda path, model: checkpoint.load_torch(path + "/t.pt", model),
+}
+
+
+def other_calls(path: str) -> list[tuple[str, str, str]]:
+    """(call of rank 0, of rank 1, error) of calls that don't belong together."""
+    model = nn.Linear(2, 2)
+    found = []
+    names = list(CALLS)
+    for one, two in zip(names, names[2:] + names[:2], strict=True):
+        mine = one if dist.get_rank() == 0 else two
+        error, text, _ = outcome(lambda mine=mine: CALLS[mine](path, model))
+        assert error == CheckpointError.__name__, (one, two, error, text)
+        found.append((one, two, text))
+    checkpoint.save(path + "/a", model, step=1)
+    checkpoint.load(path + "/a", model)
+    return found
+
+
+def test_other_calls(gloo_pool: GlooPool, tmp_path: Path) -> None:
+    first, second = gloo_pool.run(other_calls, str(tmp_path), world_size=2, timeout=40)
+    assert first == second
+    for one, two, text in first:
+        one, two = (name.removeprefix("async ") for name in (one, two))
+        assert f"{one} on rank 0" in text and f"{two} on rank 1" in text, text

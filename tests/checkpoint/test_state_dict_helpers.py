@@ -8,6 +8,7 @@ import pytest
 import torch
 from _support.checkpoint.dcp_models import adamw, check_equal, everything, loss_of, whole
 from _support.checkpoint.kinds import MODELS, advance, on_mesh
+from _support.checkpoint.small_models import same
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -19,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map, tree_map_only
 
 from parallel3d.optim import local, step_in_backward
 
@@ -39,33 +41,12 @@ def make_in_backward(model: nn.Module) -> Any:
 
 def wholes(state: Any) -> Any:
     """A copy with whole tensors."""
-    if isinstance(state, dict):
-        return {key: wholes(value) for key, value in state.items()}
-    if isinstance(state, list):
-        return [wholes(each) for each in state]
-    return whole(state) if isinstance(state, torch.Tensor) else state
+    return tree_map_only(torch.Tensor, whole, state)
 
 
 def copied(state: Any) -> Any:
     """A copy as it lies."""
-    if isinstance(state, dict):
-        return {key: copied(value) for key, value in state.items()}
-    return state.detach().clone() if isinstance(state, torch.Tensor) else state
-
-
-def same(found: Any, expected: Any, at: str = "") -> None:
-    if isinstance(expected, dict):
-        assert found.keys() == expected.keys(), at
-        for key, value in expected.items():
-            same(found[key], value, f"{at}.{key}")
-    elif isinstance(expected, torch.Tensor):
-        assert found.dtype == expected.dtype and torch.equal(whole(found), expected), at
-    elif isinstance(expected, list):
-        assert len(found) == len(expected), at
-        for i, (a, b) in enumerate(zip(found, expected, strict=True)):
-            same(a, b, f"{at}.{i}")
-    else:
-        assert found == expected, at
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), state)
 
 
 def with_tuples(found: dict[str, Any]) -> dict[str, Any]:
@@ -74,11 +55,7 @@ def with_tuples(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def keys_of(state: Any) -> Any:
-    if isinstance(state, dict):
-        return {key: keys_of(value) for key, value in state.items()}
-    if isinstance(state, list):
-        return [keys_of(each) for each in state]
-    return tuple(state.shape) if isinstance(state, torch.Tensor) else None
+    return tree_map(lambda v: tuple(v.shape) if isinstance(v, torch.Tensor) else None, state)
 
 
 def rounds(kind: str, layout: str, make: Callable[[nn.Module], Any]) -> None:
@@ -100,8 +77,7 @@ def rounds(kind: str, layout: str, make: Callable[[nn.Module], Any]) -> None:
         a, b = ({k: v for k, v in each[1].items() if k != "param_groups"} for each in (found, want))
         assert keys_of(a).keys() == keys_of(b).keys(), form
         part = get_state_dict(model, optimizer, options=StateDictOptions(**form))
-        same(part[0], found[0])
-        same(part[1], found[1])
+        same(wholes(part), found)
     offloaded = get_state_dict(model, optimizer, options=FULL(cpu_offload=True))
     if dist.get_rank() == 0:
         same(offloaded[0], got[0][0])
@@ -204,9 +180,9 @@ def submodules(layout: str) -> None:
             found = get_model_state_dict(model, submodules={block}, options=options)
         prefix = "layers.0." if keep else ""
         assert set(found) == {f"{prefix}{name}" for name in block.state_dict()}
-        same(found, wholes({f"{prefix}{k}": v for k, v in block.state_dict().items()}))
+        same(wholes(found), wholes({f"{prefix}{k}": v for k, v in block.state_dict().items()}))
     # A unit alone, as a model of its own.
-    same(get_model_state_dict(block), wholes(block.state_dict()))
+    same(wholes(get_model_state_dict(block)), wholes(block.state_dict()))
     optimizer = make_adamw(block)
     loss_of(model, 0).backward()
     optimizer.step()

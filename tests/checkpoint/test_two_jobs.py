@@ -1,4 +1,4 @@
-"""Two jobs that save into one folder: the second finds the first, and nothing of either is removed."""
+"""Two jobs in one folder: the second that saves finds the first, and who loads sees whole checkpoints."""
 
 import json
 import os
@@ -17,10 +17,12 @@ import pytest
 import torch
 from torch import nn
 
-from parallel3d.checkpoint import latest, load, save
+from parallel3d.checkpoint import latest, load, loading, save
+from parallel3d.checkpoint.format import files
+from parallel3d.checkpoint.format import folder as folders
 from parallel3d.checkpoint.format import lock as locks
 from parallel3d.checkpoint.format.lock import LOCK, this_process
-from parallel3d.checkpoint.format.storage import Writer
+from parallel3d.checkpoint.format.storage import Reader, Writer
 from parallel3d.errors import CheckpointError
 from parallel3d.testing import GlooPool
 
@@ -29,10 +31,26 @@ class One(nn.Module):
     def __init__(self, value: float) -> None:
         super().__init__()
         self.value = nn.Parameter(torch.full((3,), float(value)))
+        self.more = nn.Parameter(torch.full((5,), float(value)))
 
 
 def names(run: Path) -> set[str]:
     return {entry.name for entry in run.iterdir()}
+
+
+def before_call(
+    patch: pytest.MonkeyPatch, owner: Any, name: str, number: int, what: Callable[[], object]
+) -> None:
+    """``what`` happens before the ``number``-th call."""
+    original, calls = getattr(owner, name), [0]
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == number:
+            what()
+        return original(*args, **kwargs)
+
+    patch.setattr(owner, name, noted)
 
 
 @contextmanager
@@ -114,7 +132,6 @@ def test_the_second_finds_the_first(tmp_path: Path) -> None:
 
 def test_a_second_save_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From a thread of the user's own."""
-    original = Writer.write_data
     caught: list[BaseException] = []
 
     def other() -> None:
@@ -123,13 +140,12 @@ def test_a_second_save_of_one_process(tmp_path: Path, monkeypatch: pytest.Monkey
         except CheckpointError as error:
             caught.append(error)
 
-    def slow(self: Writer, *args: Any) -> Any:
+    def aside() -> None:
         thread = threading.Thread(target=other)
         thread.start()
         thread.join()
-        return original(self, *args)
 
-    monkeypatch.setattr(Writer, "write_data", slow)
+    before_call(monkeypatch, Writer, "write_data", 1, aside)
     save(tmp_path, One(2), step=2)
     assert str(os.getpid()) in str(caught[0])
     assert names(tmp_path) == {"step-00000002"}
@@ -211,15 +227,14 @@ def test_of_another_machine_that_lives(tmp_path: Path, short: None) -> None:
 def test_a_long_save_gives_signs_of_life(
     tmp_path: Path, short: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, found = Writer.write_data, []
+    found = []
 
-    def slow(self: Writer, *args: Any) -> Any:
+    def look() -> None:
         for _ in range(2):
             found.append((tmp_path / LOCK).stat().st_mtime_ns)
             time.sleep(0.4)
-        return original(self, *args)
 
-    monkeypatch.setattr(Writer, "write_data", slow)
+    before_call(monkeypatch, Writer, "write_data", 1, look)
     save(tmp_path, One(1), step=1)
     assert found[0] < found[1]
 
@@ -257,13 +272,7 @@ def test_a_lock_that_is_lost_completes_nothing(
 ) -> None:
     """Its process was frozen, on another machine say, and another job has gone on."""
     save(tmp_path, One(1), step=1)
-    original = Writer.write_data
-
-    def frozen(self: Writer, *args: Any) -> Any:
-        lock_of(tmp_path, host="node-7")
-        return original(self, *args)
-
-    monkeypatch.setattr(Writer, "write_data", frozen)
+    before_call(monkeypatch, Writer, "write_data", 1, lambda: lock_of(tmp_path, host="node-7"))
     with pytest.raises(CheckpointError, match=r"taken over by process .* on host node-7"):
         save(tmp_path, One(2), step=2, keep=1)
     assert names(tmp_path) == {"step-00000001", LOCK}
@@ -271,13 +280,7 @@ def test_a_lock_that_is_lost_completes_nothing(
 
 
 def test_a_lock_that_somebody_has_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Writer.write_data
-
-    def removing(self: Writer, *args: Any) -> Any:
-        (tmp_path / LOCK).unlink()
-        return original(self, *args)
-
-    monkeypatch.setattr(Writer, "write_data", removing)
+    before_call(monkeypatch, Writer, "write_data", 1, (tmp_path / LOCK).unlink)
     save(tmp_path, One(2), step=2)
     assert names(tmp_path) == {"step-00000002"} and not locks._held
 
@@ -397,3 +400,136 @@ def test_all_ranks_are_told(tmp_path: Path, gloo_pool: GlooPool, async_: bool) -
     path.unlink()
     assert gloo_pool.run(ranks_saving, tmp_path, async_, world_size=2) == ["", ""]
     assert names(tmp_path) == {"step-00000001"}
+
+
+# -- Who loads while a job saves there and removes what is older -----------------------------------------
+
+
+def loaded(run: Path) -> tuple[int, float, float]:
+    """What load finds, which nothing is wrong with."""
+    model = One(-1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        info = load(run, model)
+    assert not info.skipped
+    return info.step, model.value[0].item(), model.more[0].item()
+
+
+MOMENTS = [
+    (folders, "open_checkpoint"),
+    (files, "loads"),
+    (Reader, "prepare_local_plan"),
+    (Reader, "read_data"),
+]
+
+
+@pytest.mark.parametrize("step", [1, 2], ids=["the same step", "the next"])
+@pytest.mark.parametrize(("owner", "name"), MOMENTS, ids=[name for _, name in MOMENTS])
+def test_the_newest_is_looked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, step: int
+) -> None:
+    save(tmp_path, One(1), step=1)
+    before_call(monkeypatch, owner, name, 1, lambda: save(tmp_path, One(2), step=step, keep=1))
+    assert loaded(tmp_path) == (step, 2.0, 2.0)
+
+
+def test_removed_within_the_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some values are in the model already: they are replaced."""
+    save(tmp_path, One(1), step=1)
+    original, calls = os.preadv, [0]
+
+    def removed(*args: Any) -> int:
+        calls[0] += 1
+        if calls[0] == 3:  # two verified, one read
+            save(tmp_path, One(2), step=2, keep=1)
+            raise OSError(116, "Stale file handle")
+        return original(*args)
+
+    monkeypatch.setattr(os, "preadv", removed)
+    assert loaded(tmp_path) == (2, 2.0, 2.0) and calls[0] > 3
+
+
+def test_all_are_removed_as_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An end, with an error that says what to change."""
+    monkeypatch.setattr(loading, "_LOOKS", 3)
+    save(tmp_path, One(1), step=1)
+    original, calls = folders.open_checkpoint, [1]
+
+    def slow(folder: Path) -> Any:
+        calls[0] += 1
+        save(tmp_path, One(2), step=calls[0], keep=1)
+        return original(folder)
+
+    monkeypatch.setattr(folders, "open_checkpoint", slow)
+    with pytest.raises(CheckpointError, match=r"3 checkpoints of .* let it keep more"):
+        load(tmp_path, One(0))
+
+
+def test_a_listing_that_has_missed_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The old one was removed before it was listed, and the new one came behind that place."""
+    save(tmp_path, One(1), step=1)
+    original, calls = folders._listed, [0]
+
+    def missing(run: Path) -> list[Path]:
+        calls[0] += 1
+        return [] if calls[0] == 1 else original(run)
+
+    monkeypatch.setattr(folders, "_listed", missing)
+    assert latest(tmp_path) == tmp_path / "step-00000001"
+
+
+def test_removed_while_it_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name was read, its marker was not: it comes first, as one to be looked at, and is gone."""
+    save(tmp_path, One(1), step=1)
+    save(tmp_path, One(2), step=2)
+    gone = tmp_path / "step-00000001"
+    original, calls = folders._serial, [0]
+
+    def removed(folder: Path) -> int | None:
+        if folder == gone and not calls[0]:
+            calls[0] += 1
+            folders.discard(gone)
+        return original(folder)
+
+    monkeypatch.setattr(folders, "_serial", removed)
+    assert loaded(tmp_path) == (2, 2.0, 2.0) and calls == [1]
+
+
+def loading_beside(run: Path, times: int, steps_seen: int) -> set[int]:
+    """Loads ``times`` times at least, and until ``steps_seen`` checkpoints were met (or far more times)."""
+    model, steps, loads = nn.Linear(64, 64), set(), 0
+    while loads < times or (len(steps) < steps_seen and loads < 100 * times):
+        loads += 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            info = load(run, model)
+        assert torch.equal(model.bias, torch.full((64,), float(info.step)))
+        steps.add(info.step)
+    return steps
+
+
+def test_ranks_beside_a_job_that_keeps_one(tmp_path: Path, gloo_pool: GlooPool) -> None:
+    def saved(step: int) -> None:
+        model = nn.Linear(64, 64)
+        nn.init.constant_(model.bias, step)
+        save(tmp_path, model, step=step, keep=1)
+
+    saved(1)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            # Five at once: each may be removed while it is read, and the tries are more than that. Then a
+            # pause that a load fits into, on a busy machine too.
+            for step in range(2, 10**6):
+                saved(step)
+                if step % 5 == 0:
+                    time.sleep(0.3)
+        finally:
+            os._exit(code)
+    try:
+        a, b = gloo_pool.run(loading_beside, tmp_path, 30, 4, world_size=2)
+        assert a == b and len(a) >= 4
+    finally:
+        os.kill(child, 9)
+        os.waitpid(child, 0)

@@ -2,15 +2,20 @@
 
 import copy
 import functools
+import pickle
 
 import pytest
+import torch
+from _support.models import Lm, lm_loss, tokens
 from _support.optim.local_sides import Counting, Sides, everything
 from torch import nn, optim
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from parallel3d import MeshLayout
+from parallel3d import MeshLayout, StateError, build_mesh, parallelize
+from parallel3d.fsdp import fully_shard
 from parallel3d.optim import local
-from parallel3d.testing import local_world
+from parallel3d.testing import fake_world, local_world, record_collectives, shards_of
 
 ELEMENTWISE = [
     (optim.AdamW, {}),
@@ -199,3 +204,227 @@ class TestTraining:
             sides.backward(1)
             sides.step()
             sides.check()
+
+
+# One rank of a world: what it is made of
+
+
+def on_one_rank(sizes: tuple[int, int, int], **options) -> tuple[Lm, Counting]:
+    torch.manual_seed(0)
+    model = parallelize(Lm(vocab=20), build_mesh(MeshLayout(*sizes), device_type="cpu"))
+    return model, local(Counting, model, elementwise=True, lr=1e-2, **options)
+
+
+def test_memory_and_number_of_tensors() -> None:
+    with fake_world(0, 4):
+        model, optimizer = on_one_rank((2, 2, 1))
+        mesh = model.head.weight.device_mesh
+        lm_loss(model, tokens(0)).backward()
+        grads = {p.grad.to_local().untyped_storage().data_ptr() for p in model.parameters()}
+        with record_collectives(mesh) as recorder:
+            optimizer.step()
+        assert not recorder.calls
+        # Embedding, two blocks, norm and head: one tensor each, whose gradient is the reduced buffer itself.
+        assert [len(group) for group in optimizer.given] == [4]
+        assert {g.untyped_storage().data_ptr() for g in optimizer.grads[0]} == grads
+        # The state has one element for each of the shards', once.
+        for key in ("exp_avg", "exp_avg_sq"):
+            shown = [optimizer.state[p][key] for p in model.parameters()]
+            assert all(isinstance(s, DTensor) for s in shown)
+            flat = [s[key] for s in optimizer._local.state.values()]
+            assert sum(f.numel() for f in flat) == sum(
+                p.to_local().numel() for p in model.parameters()
+            )
+            inside = {f.untyped_storage().data_ptr(): f.untyped_storage().nbytes() for f in flat}
+            for each in shown:
+                start = each.to_local().data_ptr()
+                assert any(p <= start < p + size for p, size in inside.items())
+        # Saving one parameter's state does not drag the buffer into the file.
+        entry = optimizer.state[model.norm.bias]["exp_avg"].to_local()
+        assert entry.untyped_storage().nbytes() == entry.numel() * 4
+        objects = [id(optimizer.state[p]["exp_avg"]) for p in model.parameters()]
+        optimizer.step()
+        assert [id(optimizer.state[p]["exp_avg"]) for p in model.parameters()] == objects
+
+
+def test_new_group_and_ignored_parameter() -> None:
+    with fake_world(0, 2):
+        mesh = build_mesh(MeshLayout(shard=2), device_type="cpu")
+        model = Lm(vocab=20, layers=1)
+        fully_shard(model.layers[0], mesh=mesh)
+        fully_shard(model, mesh=mesh, ignored_params={model.norm.weight})
+        optimizer = local(Counting, model.layers.named_parameters(), elementwise=True, lr=1e-2)
+        lm_loss(model, tokens(0)).backward()
+        optimizer.step()
+        assert [len(g) for g in optimizer.given] == [1]
+        optimizer.add_param_group({"params": [("norm", model.norm.weight)], "lr": 0.5})
+        before = model.norm.weight.detach().clone()
+        optimizer.step()
+        assert [len(g) for g in optimizer.given] == [1, 1]
+        assert optimizer.given[1][0] is model.norm.weight  # plain as it is
+        assert (model.norm.weight - before).abs().max() > 0.1
+        assert type(optimizer.state[model.norm.weight]["exp_avg"]) is torch.Tensor
+        assert optimizer.state[model.layers[0].up.bias]["step"] == 2
+
+
+def test_hooks_closures_and_copies() -> None:
+    calls = []
+    with fake_world(0, 2):
+        model, _ = on_one_rank((1, 2, 1))
+        optimizer = local(optim.AdamW, model)
+        optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+        optimizer.register_step_post_hook(
+            lambda o, *_: calls.append(o.param_groups[0]["params"][0])
+        )
+        handle = register_optimizer_step_post_hook(lambda *_: calls.append("all"))
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = lm_loss(model, tokens(0))
+            loss.backward()
+            return loss
+
+        loss = optimizer.step(closure)
+        handle.remove()
+        assert loss.item() > 0
+        assert calls[0] == "before" and calls[1] is model.embed.weight and calls[2:] == ["all"]
+        assert optimizer.state[model.norm.bias]["exp_avg"].to_local().abs().max() > 0
+
+    plain = nn.Linear(3, 2)
+    optimizer = local(optim.AdamW, plain)
+    plain(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    for again in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert type(again) is type(optimizer) is not optim.AdamW
+        (group,) = again.param_groups
+        for p, q in zip(group["params"], plain.parameters(), strict=True):
+            p.grad = q.grad.clone()
+        before = again.state[group["params"][0]]["exp_avg"].clone()
+        again.step()
+        assert again.state[group["params"][0]]["step"] == 2
+        assert not torch.equal(again.state[group["params"][0]]["exp_avg"], before)
+
+
+def test_an_exception_puts_everything_back() -> None:
+    class Failing(optim.SGD):
+        fail = False
+
+        def step(self, closure=None):
+            if self.fail:
+                raise ZeroDivisionError
+            return super().step(closure)
+
+    with fake_world(0, 2):
+        torch.manual_seed(0)
+        model = parallelize(Lm(vocab=20), build_mesh(MeshLayout(shard=2), device_type="cpu"))
+        optimizer = local(Failing, model, elementwise=True, lr=0.1)
+        lm_loss(model, tokens(0)).backward()
+        optimizer.fail = True
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step()
+        assert optimizer.param_groups[0]["params"] == list(model.parameters())
+        assert all(isinstance(p, DTensor) for p in optimizer.param_groups[0]["params"])
+        optimizer.fail = False
+        optimizer.step()
+
+
+def test_a_sum_that_waits_is_no_gradient() -> None:
+    with fake_world(0, 4):
+        model, optimizer = on_one_rank((2, 2, 1))
+        with model.no_sync():
+            lm_loss(model, tokens(0)).backward()
+        with pytest.raises(StateError, match="last micro-batch"):
+            optimizer.step()
+
+
+class Odd(nn.Module):
+    """A scalar, and vectors of one and of seven."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.one = nn.Parameter(torch.ones(1))
+        self.linear = nn.Linear(4, 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x * self.scale + self.one)
+
+
+@pytest.mark.parametrize(
+    ("cls", "moment"),
+    [(optim.AdamW, "exp_avg"), (optim.Adagrad, "sum")],
+    ids=["", "state at first"],
+)
+def test_scalars_and_empty_shards(cls, moment) -> None:
+    torch.manual_seed(0)
+    plain = Odd().double()
+    model = copy.deepcopy(plain)
+    x = torch.randn(3, 4, dtype=torch.float64)
+    plain_optimizer = cls(plain.parameters(), lr=1e-2)
+    with local_world(2) as world:
+        fully_shard(model, mesh=build_mesh(MeshLayout(shard=2), device_type="cpu"))
+        optimizer = local(cls, model, lr=1e-2)
+        for step in range(3):
+            with world.paused():
+                plain(x).square().sum().backward()
+                plain_optimizer.step()
+            model(world.map(lambda r: x)).square().sum().backward()
+            optimizer.step()
+            if step == 1:
+                saved = copy.deepcopy(plain_optimizer.state_dict())
+                for entry in saved["state"].values():
+                    entry[moment] *= 2
+                for each in (plain_optimizer, optimizer):
+                    each.load_state_dict(copy.deepcopy(saved))
+            plain_optimizer.zero_grad()
+            optimizer.zero_grad()
+        with world.paused():
+            for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
+                pairs = {
+                    key: (v, optimizer.state[q][key]) for key, v in plain_optimizer.state[p].items()
+                }
+                for key, (whole, shards) in {"weight": (p, q), **pairs}.items():
+                    for rank, box, part in shards_of(shards.detach()):
+                        message = f"{key} of {name} on rank {rank}"
+                        torch.testing.assert_close(
+                            part, whole.detach()[box], rtol=0, atol=1e-12, msg=message
+                        )
+
+
+def test_dtensors_of_torchs_tensor_parallelism() -> None:
+    """No unit has them: each is stepped on by itself; whole state is cut as they are."""
+    with fake_world(1, 2):
+        mesh = build_mesh(MeshLayout(tp=2), device_type="cpu")["tp"]
+        torch.manual_seed(0)
+        plain = nn.Linear(3, 5)
+        model = copy.deepcopy(plain)
+        for name, p in plain.named_parameters():
+            mine = DTensor.from_local(
+                p.detach()[3:].clone(), mesh, [Shard(0)], shape=p.shape, stride=p.stride()
+            )
+            setattr(model, name, nn.Parameter(mine))
+        optimizers = [
+            make(each.parameters(), lr=1e-2)
+            for make, each in (
+                (optim.AdamW, plain),
+                (functools.partial(local, Counting, elementwise=True), model),
+            )
+        ]
+        for step in range(2):
+            for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+                p.grad = torch.full_like(p, 1.0 + step)
+                q.grad = torch.full_like(q, 1.0 + step)
+            for optimizer in optimizers:
+                optimizer.step()
+            if not step:
+                saved = copy.deepcopy(optimizers[0].state_dict())
+                for entry in saved["state"].values():
+                    entry["exp_avg"] *= 2
+                for optimizer in optimizers:
+                    optimizer.load_state_dict(copy.deepcopy(saved))
+        assert [len(group) for group in optimizers[1].given] == [2]
+        for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+            assert torch.equal(q.to_local(), p.detach()[3:])
+            moment = optimizers[1].state[q]["exp_avg"]
+            assert moment.placements == (Shard(0),)
+            assert torch.equal(moment.to_local(), optimizers[0].state[p]["exp_avg"][3:])

@@ -414,7 +414,9 @@ def check_alone(run: Path) -> None:
         f"{run}: another job saves here too: {by}, has saved {folder.name if folder else ''} since this job "
         "last looked. Two jobs in one folder remove each other's checkpoints"
     )
-    if _started_before(this, by):
+    same_clock = this.machine and this.machine == by.machine and this.start != by.start
+    mine, theirs = ((p.start,) if same_clock else (p.began, p.token) for p in (this, by))
+    if mine < theirs:
         _known[_key(run)] = serial
         warnings.warn(f"{text}: end that one, or give it another folder", stacklevel=3)
         return
@@ -422,12 +424,6 @@ def check_alone(run: Path) -> None:
         f"{text}: end one of them, or give it another folder. If the other one has ended, load or start "
         "again to continue from what it has saved"
     )
-
-
-def _started_before(a: Owner, b: Owner) -> bool:
-    if a.machine and a.machine == b.machine and a.start != b.start:
-        return a.start < b.start
-    return (a.began, a.token) < (b.began, b.token)
 
 
 def _key(run: Path) -> tuple[str, str]:

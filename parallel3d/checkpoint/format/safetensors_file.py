@@ -79,7 +79,13 @@ def read_header(path: Path, file: str) -> dict[str, Stored]:
     with files.damaged_if(f"{path} has an invalid header"):
         header.pop("__metadata__", None)
         tensors = {name: _stored(file, name, entry, 8 + length) for name, entry in header.items()}
-        _check_gapless(tensors, 8 + length, size)
+        begin = 8 + length  # tensors follow each other without gaps
+        for name, stored in sorted(tensors.items(), key=lambda each: (each[1].start, each[1].end)):
+            if stored.start != begin:
+                raise ValueError(f"{name!r} begins at byte {stored.start}, not at {begin}")
+            begin = stored.end
+        if begin != size:
+            raise ValueError(f"its tensors end at byte {begin}, the file at {size}")
     return tensors
 
 
@@ -99,15 +105,6 @@ def _stored(file: str, name: str, entry: Any, begin: int) -> Stored:
     if prod(shape) * DTYPES[dtype].itemsize != nbytes:
         raise ValueError(f"{name!r}, {dtype} of shape {shape}, can't have {nbytes} bytes")
     return Stored(file, DTYPES[dtype], shape, begin + offsets[0], begin + offsets[1])
-
-
-def _check_gapless(tensors: Mapping[str, Stored], begin: int, size: int) -> None:
-    for name, stored in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
-        if stored.start != begin:
-            raise ValueError(f"{name!r} begins at byte {stored.start}, not at {begin}")
-        begin = stored.end
-    if begin != size:
-        raise ValueError(f"its tensors end at byte {begin}, the file at {size}")
 
 
 def is_ours(path: Path) -> bool:

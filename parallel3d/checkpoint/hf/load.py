@@ -20,7 +20,6 @@ from parallel3d.checkpoint.format.safetensors_file import MAX_HEADER, Stored, re
 from parallel3d.checkpoint.hf.conversion import (
     INDEX,
     SINGLE,
-    Converted,
     Entry,
     Names,
     base_entries,
@@ -168,11 +167,18 @@ def _plan(model: nn.Module, reader: TensorReader, names: Names, strict: bool) ->
     base, entries = _entries(model, names)
     stored = reader.stored
     in_files = {} if names is None else file_names(entries, names)
-    converted = _converted(base, entries, stored, names, in_files)
-    by_name = converted.layouts
+    with_transformers = names is None and is_transformers(base)
+    if with_transformers:
+        described = {name: (tensor.shape, tensor.dtype) for name, tensor in stored.items()}
+        by_name, unexpected, conversions = from_file(base, entries, described)
+    else:
+        own = {name: in_files.get(name, name) for entry in entries for name in entry.names}
+        by_name = {n: whole_of(f, stored[f].shape) for n, f in own.items() if f in stored}
+        taken = {own[name] for name in by_name}
+        unexpected, conversions = [name for name in stored if name not in taken], None
     layouts = {e.name: [by_name[n] for n in e.names if n in by_name] for e in entries}
-    unexpected, missing = converted.unexpected, [name for name in layouts if not layouts[name]]
-    if names is None and is_transformers(base):
+    missing = [name for name in layouts if not layouts[name]]
+    if with_transformers:
         ignore_missing, ignore_unexpected = ignored(base, "missing"), ignored(base, "unexpected")
         missing = [name for name in missing if not ignore_missing(name)]
         unexpected = [name for name in unexpected if not ignore_unexpected(name)]
@@ -190,27 +196,12 @@ def _plan(model: nn.Module, reader: TensorReader, names: Names, strict: bool) ->
     reader.check_files(sorted(needed))
     _check_ties(entries, layouts, reader)
     chosen = {entry.name: layout for entry, layout in first}
-    return _Plan(base, chosen, LoadedNames(missing, unexpected), initialised, converted.used)
+    return _Plan(base, chosen, LoadedNames(missing, unexpected), initialised, conversions)
 
 
 def _entries(model: nn.Module, names: Names) -> tuple[nn.Module, list[Entry]]:
     """Returns the model whose checkpoint it is, and its entries; ``model`` itself if the user gives names."""
     return base_entries(model) if names is None else (model, entries_of(model))
-
-
-def _converted(
-    model: nn.Module,
-    entries: list[Entry],
-    stored: Mapping[str, Stored],
-    names: Names,
-    in_files: Mapping[str, str],
-) -> Converted:
-    if names is None and is_transformers(model):
-        return from_file(model, entries, {n: (s.shape, s.dtype) for n, s in stored.items()})
-    own = {name: in_files.get(name, name) for entry in entries for name in entry.names}
-    layouts = {n: whole_of(f, stored[f].shape) for n, f in own.items() if f in stored}
-    taken = {own[name] for name in layouts}
-    return Converted(layouts, [name for name in stored if name not in taken], None)
 
 
 def misfits(

@@ -88,7 +88,9 @@ def save_peft(
     ranks, path = ranks_of(model, "save_peft"), Path(os.path.abspath(folder))
     stored = _begin(model, ranks, "save_peft", adapter_name, "auto")
     tensors = ranks.on_each(lambda: _tensors(model, stored))
-    export = plan_export(_holder(tensors), ranks, None, None, "save_peft")
+    holder = nn.Module()  # has the tensors by their names in the file
+    holder._buffers.update(tensors)
+    export = plan_export(holder, ranks, None, None, "save_peft")
     # One name for each tensor above; a tied one has more in the file.
     first: dict[int, str] = {}
     outputs = tuple(
@@ -218,13 +220,6 @@ def _tensors(model: nn.Module, stored: Mapping[str, str]) -> dict[str, Tensor]:
                 "model's folder, first"
             )
     return tensors
-
-
-def _holder(tensors: Mapping[str, Tensor]) -> nn.Module:
-    """Returns a module that has ``tensors``, by these names."""
-    holder = nn.Module()
-    holder._buffers.update(tensors)
-    return holder
 
 
 def _check_only_ours(folder: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -18,12 +18,13 @@ from torch.optim import Optimizer
 from parallel3d._torch.dtensor import make_dtensor, make_spec
 from parallel3d._torch.simulated import simulation_off
 from parallel3d._util.arguments import counted
-from parallel3d.checkpoint.pieces import Box, boxes_of, shares_memory_within, whole_box
+from parallel3d.checkpoint.pieces import boxes_of, shares_memory_within
 from parallel3d.checkpoint.state import NO_OPTIONS, alike, empty_state, stateful
 from parallel3d.checkpoint.torch_formats.names import shown
 from parallel3d.checkpoint.torch_formats.sources import Records, Source
 from parallel3d.errors import CheckpointError
 from parallel3d.fsdp.inspect import check_optimizer, named_params, state_keys
+from parallel3d.optim.known import step_of
 from parallel3d.optim.local import LocalMatrixSteps
 
 _MAX_ENTRIES = 4_000_000
@@ -205,7 +206,7 @@ def _try_step(
                 f"the saved optimizer's group {number} has options that {cls.__name__} doesn't take: {error}"
             ) from error
         try:
-            _step_of(cls)(trial)
+            step_of(cls)(trial)
         except Exception:  # for sizes and a device that are not the user's
             return None
         return {str(key): _kind(value) for key, value in trial.state[param].items()}
@@ -231,14 +232,9 @@ def _torch_class(optimizer: Any) -> type[Optimizer] | None:
     base = getattr(cls, "local_base", cls)
     for parent in base.__mro__:
         if parent.__module__.startswith("torch.optim") and parent is not Optimizer:
-            same = issubclass(parent, Optimizer) and _step_of(parent) is _step_of(base)
+            same = issubclass(parent, Optimizer) and step_of(parent) is step_of(base)
             return parent if same and parent.__name__ not in _NOT_TRIED else None
     return None
-
-
-def _step_of(cls: Any) -> Callable[..., Any]:
-    """Returns ``step`` without the hooks that torch puts around it."""
-    return cls.step.__wrapped__ if getattr(cls.step, "hooked", False) else cls.step
 
 
 @dataclass
@@ -248,39 +244,9 @@ class Slot:
     index: int  # number of the parameter in the order of the groups
     name: str
     key: str
-    param: nn.Parameter
     source: Source
-    existing: Tensor | None  # that fits; None: a new one is allocated
-    dtype: torch.dtype
-    # A new one of another shape than the parameter's is a DTensor, whole on each rank.
-    replicated: bool
-
-    def __post_init__(self) -> None:
-        self.tensor = self.existing  # or the new one, once its values are read
-
-    @property
-    def placed_as_param(self) -> bool:
-        return self.key != "step" and tuple(self.param.shape) == self.source.shape
-
-    def boxes(self) -> list[Box]:
-        """Returns the boxes that this rank will hold."""
-        if self.existing is not None:
-            return boxes_of(self.existing)
-        if self.placed_as_param:
-            return boxes_of(self.param)
-        return [whole_box(self.source.shape)]
-
-    def new(self) -> Tensor:
-        """Returns a new tensor without values."""
-        param, shape, dtype = self.param, torch.Size(self.source.shape), self.dtype
-        if isinstance(param, DTensor) and self.placed_as_param:
-            return empty_state(param, dtype)
-        device = "cpu" if self.key == "step" else param.device
-        local = torch.empty(shape, dtype=dtype, device=device)
-        if isinstance(param, DTensor) and self.replicated and shape:
-            mesh = param.device_mesh
-            return make_dtensor(local, make_spec(mesh, [Replicate()] * mesh.ndim, shape, dtype))
-        return local
+    tensor: Tensor  # the optimizer's own if that fits, else a new one
+    is_new: bool
 
 
 class OptimizerTarget:
@@ -328,24 +294,35 @@ class OptimizerTarget:
                 if not isinstance(value, Source):
                     self.values.append((index, key, value))
                     continue
-                slot = self._slot(index, name, key, value, existing.get(key))
-                if kind is None and slot.existing is None:  # its size is not checked otherwise
-                    value.take(f"{key} of {name}")
-                self.slots.append(slot)
+                current, dtype = existing.get(key), self._dtype(key, param, value)
+                tensor = _own_tensor(current, value, dtype)
+                is_new = tensor is None
+                if tensor is None:
+                    if kind is None:  # its size is not checked otherwise
+                        value.take(f"{key} of {name}")
+                    tensor = self._new(key, param, value, current, dtype)
+                self.slots.append(Slot(index, name, key, value, tensor, is_new))
 
-    def _slot(self, index: int, name: str, key: str, source: Source, current: Any) -> Slot:
-        param, dtype = self.params[index], source.dtype
-        if self.cast and key != "step" and param.is_floating_point() and dtype.is_floating_point:
-            dtype = param.dtype
-        replicated = not isinstance(self.optimizer, LocalMatrixSteps)
-        existing = None
+    def _dtype(self, key: str, param: nn.Parameter, source: Source) -> torch.dtype:
+        floating = param.is_floating_point() and source.dtype.is_floating_point
+        return param.dtype if self.cast and key != "step" and floating else source.dtype
+
+    def _new(
+        self, key: str, param: nn.Parameter, source: Source, current: Any, dtype: torch.dtype
+    ) -> Tensor:
+        """Returns memory for an entry: placed as its parameter, or whole on each rank."""
+        sharded = isinstance(param, DTensor)
+        if sharded and key != "step" and tuple(param.shape) == source.shape:
+            return empty_state(param, dtype)
+        shape, device = torch.Size(source.shape), "cpu" if key == "step" else param.device
+        local = torch.empty(shape, dtype=dtype, device=device)
+        as_dtensor = not isinstance(self.optimizer, LocalMatrixSteps)
         if isinstance(current, Tensor):
-            replicated = isinstance(current, DTensor)
-            fits = tuple(current.shape) == source.shape and current.dtype == dtype
-            # Numbers are allocated anew, because several parameters may share one.
-            if fits and current.ndim and not shares_memory_within(current):
-                existing = current
-        return Slot(index, name, key, param, source, existing, dtype, replicated)
+            as_dtensor = isinstance(current, DTensor)
+        if not (sharded and as_dtensor and shape):
+            return local
+        mesh = param.device_mesh  # type: ignore[attr-defined]
+        return make_dtensor(local, make_spec(mesh, [Replicate()] * mesh.ndim, shape, dtype))
 
     def _groups(self, options: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Returns our groups with the options that their parameters were saved with."""
@@ -366,13 +343,13 @@ class OptimizerTarget:
         return result
 
     def records(self) -> list[Records]:
-        return [each for slot in self.slots for each in slot.source.records(slot.boxes())]
+        return [each for slot in self.slots for each in slot.source.records(boxes_of(slot.tensor))]
 
     def read_new(self) -> None:
         """Reads into the new tensors, which are not part of the optimizer yet; checks step counts."""
         for slot in self.slots:
-            if slot.existing is None:
-                new = slot.tensor = slot.new()
+            if slot.is_new:
+                new = slot.tensor
                 slot.source.fill(new)
                 if slot.key == "step" and new.numel() == 1 and not _is_step(new.item()):
                     raise CheckpointError(
@@ -393,7 +370,7 @@ class OptimizerTarget:
         self.optimizer.load_state_dict({"state": state, "param_groups": self.groups})
         if not self.cast:  # load_state_dict casts state to the parameter's dtype
             for slot, entry, current in self._loaded():
-                if slot.key != "step" and current.dtype != slot.dtype:
+                if slot.key != "step" and current.dtype != slot.tensor.dtype:
                     entry[slot.key] = slot.tensor
         for index, key, value in self.values:
             if isinstance(value, (str, bytes)):  # load_state_dict makes an iterator's text of them
@@ -413,11 +390,11 @@ class OptimizerTarget:
     def copy(self) -> None:
         """Copies into the existing tensors."""
         for slot in self.slots:
-            if slot.existing is not None:
-                slot.source.fill(slot.existing)
+            if not slot.is_new:
+                slot.source.fill(slot.tensor)
         for slot, _, current in self._loaded():
-            if slot.existing is not None and current is not slot.existing:  # a cast or copied one
-                current.copy_(slot.existing)
+            if not slot.is_new and current is not slot.tensor:  # a cast or copied one
+                current.copy_(slot.tensor)
 
     def _loaded(self) -> Iterator[tuple[Slot, dict[str, Any], Tensor]]:
         """Yields (slot, the parameter's state, the tensor in it) after ``load_state_dict``."""
@@ -429,6 +406,17 @@ class OptimizerTarget:
     def _state(self, index: int) -> dict[str, Any]:
         state: dict[str, Any] = self.optimizer.state.get(self.params[index], {})
         return state
+
+
+def _own_tensor(current: Any, source: Source, dtype: torch.dtype) -> Tensor | None:
+    """Returns the optimizer's own entry if it can be read into."""
+    if not isinstance(current, Tensor) or (tuple(current.shape), current.dtype) != (
+        source.shape,
+        dtype,
+    ):
+        return None
+    # Numbers are allocated anew, because several parameters may share one.
+    return current if current.ndim and not shares_memory_within(current) else None
 
 
 def _problem(key: str, value: Any, param: Tensor, current: Any, kind: Kind | None) -> str | None:

@@ -1,9 +1,12 @@
 """How much time and memory a call takes; and all that a refused load must leave as it was."""
 
 import copy
+import os
 import random
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,38 @@ import torch
 from parallel3d.errors import CheckpointError
 
 SECONDS, BYTES = 2.0, 64 << 20
+
+
+@contextmanager
+def in_time(seconds: int = 20) -> Iterator[None]:
+    """Fails instead of hanging."""
+
+    def ring(*_: Any) -> None:
+        raise TimeoutError(f"not ended after {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@contextmanager
+def no_space(here: bool = True) -> Iterator[None]:
+    """If ``here``, this process's disk is full."""
+
+    def full(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    before = os.write
+    if here:
+        os.write = full  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        os.write = before
 
 
 def plain(value: Any) -> Any:
@@ -52,9 +87,15 @@ def peak() -> int:
 
 
 def refused(
-    load: Callable[[], Any], model: Any, optimizer: Any, *, bytes_: int = BYTES
+    load: Callable[[], Any],
+    model: Any,
+    optimizer: Any,
+    *,
+    bytes_: int = BYTES,
+    sentinel: Path = Path("sentinel"),
 ) -> CheckpointError:
-    """The error of ``load()``, which changes nothing, and takes no time and no memory."""
+    """The error of ``load()``, which changes nothing, takes no time and no memory, and doesn't execute what
+    would make the file ``sentinel``."""
     before = everything(model, optimizer)
     try:
         Path("/proc/self/clear_refs").write_text("5")
@@ -62,9 +103,10 @@ def refused(
     except OSError:
         start = 1 << 62
     began = time.process_time()
-    with pytest.raises(CheckpointError) as caught:
+    with in_time(), pytest.raises(CheckpointError) as caught:
         load()
     seconds = time.process_time() - began
+    assert not sentinel.exists(), "it was executed"
     assert everything(model, optimizer) == before
     assert seconds < SECONDS, f"{seconds} s"
     assert peak() - start < bytes_, f"{(peak() - start) >> 20} MiB"

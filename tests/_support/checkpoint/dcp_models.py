@@ -1,8 +1,10 @@
 """Models on both sides of a DCP folder: torch's own FSDP2 + TP, and ours."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -15,7 +17,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional as F
 
-from parallel3d import MeshLayout, build_mesh, parallelize
+from parallel3d import CheckpointError, MeshLayout, build_mesh, parallelize
 
 DIM = 6
 VOCAB = 20
@@ -108,20 +110,21 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return full.detach().cpu().clone()
 
 
-def everything(model: nn.Module, optimizer: Any = None) -> dict[str, Any]:
-    """Whole tensors of the model, the optimizer's by name, and its options. Collective."""
+def everything(model: nn.Module, *optimizers: Any) -> dict[str, Any]:
+    """Whole tensors of the model, the optimizers' by name, and their options. Collective."""
     found: dict[str, Any] = {name: whole(value) for name, value in model.state_dict().items()}
-    if optimizer is None:
-        return found
     names = {id(param): name for name, param in model.named_parameters()}
-    for param, state in optimizer.state.items():
-        for key, value in state.items():
-            at = f"optimizer: {names[id(param)]} {key}"
-            found[at] = whole(value) if isinstance(value, torch.Tensor) else value
-    for number, group in enumerate(optimizer.param_groups):
-        for key, value in group.items():
-            if key not in ("params", "param_names"):
-                found[f"optimizer: group {number} {key}"] = copy.deepcopy(value)
+    number = 0
+    for optimizer in optimizers:
+        for param, state in optimizer.state.items():
+            for key, value in state.items():
+                at = f"optimizer: {names[id(param)]} {key}"
+                found[at] = whole(value) if isinstance(value, torch.Tensor) else value
+        for group in optimizer.param_groups:
+            for key, value in group.items():
+                if key not in ("params", "param_names"):
+                    found[f"optimizer: group {number} {key}"] = copy.deepcopy(value)
+            number += 1
     return found
 
 
@@ -134,3 +137,16 @@ def check_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
             assert got.dtype == want.dtype and torch.equal(got, want), name
         else:
             assert got == want and type(got) is type(want), name
+
+
+def refused_on_ranks(load: Callable[[nn.Module, Any], None]) -> str:
+    """The error of ``load(model, optimizer)``, which changes nothing: training goes on."""
+    model = ours(MeshLayout(shard=2))
+    optimizer = adamw(model)
+    step(model, optimizer)
+    before = everything(model, optimizer)
+    with pytest.raises(CheckpointError) as caught:
+        load(model, optimizer)
+    check_equal(everything(model, optimizer), before)
+    step(model, optimizer)
+    return f"{type(caught.value).__name__}: {caught.value}"

@@ -1,6 +1,7 @@
 """A small plain model, and what its checkpoint must bring back."""
 
 import copy
+import struct
 from typing import Any
 
 import torch
@@ -64,3 +65,30 @@ def same(found: Any, want: Any, where: str = "") -> None:
             same(a, b, f"{where} {number}")
     else:
         assert found == want, where
+
+
+def exactly(found: Any, want: Any) -> None:
+    """The same types, in the same order, and bits."""
+    assert type(found) is type(want)
+    if isinstance(want, torch.Tensor):
+        assert found.dtype == want.dtype and found.shape == want.shape
+        assert (
+            torch.equal(found.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8))
+            if want.dim()
+            else torch.equal(found, want) or want != want
+        )
+    elif isinstance(want, (list, tuple)):
+        assert len(found) == len(want)
+        for a, b in zip(found, want, strict=True):
+            exactly(a, b)
+    elif isinstance(want, dict):
+        assert list(map(type, found)) == list(map(type, want))
+        for (k, a), (q, b) in zip(found.items(), want.items(), strict=True):
+            exactly(k, q)
+            exactly(a, b)
+    elif isinstance(want, float):
+        assert struct.pack("d", found) == struct.pack("d", want)
+    elif isinstance(want, complex):
+        exactly((found.real, found.imag), (want.real, want.imag))
+    else:
+        assert found == want
