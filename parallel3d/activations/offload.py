@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -73,41 +73,9 @@ class OffloadCounts:
 # ---- copies ----
 
 
-class _Copies(Protocol):
-    """How memory is copied to the pool and back."""
-
-    def out(self, host: Tensor, source: Tensor) -> None:
-        """Issues the copy of ``source``, on the device, to ``host``."""
-
-    def back(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Any:
-        """Issues copies (to on the device, from the pool); returns their event."""
-
-    def issued(self) -> Any:
-        """Returns the event of the copies so far."""
-
-    def wait(self, event: Any) -> None:
-        """What is computed from now on comes after ``event``."""
-
-
-class _PlainCopies(_Copies):
-    """Where there is no device: a copy has ended when its call returns."""
-
-    def out(self, host: Tensor, source: Tensor) -> None:
-        host.copy_(source)
-
-    def back(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Any:
-        for target, host in pairs:
-            target.copy_(host)
-
-    def issued(self) -> Any:
-        return None
-
-    def wait(self, event: Any) -> None:
-        """Nothing is under way."""
-
-
-class _StreamCopies(_Copies):
-    """Copies beside the computation, on any accelerator with CUDA's stream interface.
+class _Copies:
+    """Copies beside the computation, on any accelerator with CUDA's stream interface; without a
+    ``device_module`` a copy has ended when its call returns.
 
     - copies (normal priority): those to the pool and those back. One stream for both, so that a piece of the
       pool may be given to another tensor while a copy still reads it: the copy to it comes after. It is not
@@ -118,35 +86,30 @@ class _StreamCopies(_Copies):
     frees.
     """
 
-    def __init__(self, device_module: Any) -> None:
+    def __init__(self, device_module: Any = None) -> None:
         self.device = device_module
-        self.copies = device_module.Stream()
+        self.copies = None if device_module is None else device_module.Stream()
 
-    def out(self, host: Tensor, source: Tensor) -> None:
-        self.copies.wait_stream(self.device.current_stream())  # which has written the source
-        with self.device.stream(self.copies):
-            host.copy_(source, non_blocking=True)
-
-    def back(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Any:
-        # The targets' memory was freed on compute, where kernels may still use it.
+    def issue(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Issues copies, (to, from), one of the two in the pool."""
+        if self.copies is None:
+            for target, source in pairs:
+                target.copy_(source)
+            return
+        # Compute has written what is copied out; in memory that is copied back to its kernels may still run.
         self.copies.wait_stream(self.device.current_stream())
         with self.device.stream(self.copies):
-            for target, host in pairs:
-                target.copy_(host, non_blocking=True)
-        return self.copies.record_event()
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
 
     def issued(self) -> Any:
-        return self.copies.record_event()
+        """Returns the event of the copies so far."""
+        return None if self.copies is None else self.copies.record_event()
 
     def wait(self, event: Any) -> None:
-        self.device.current_stream().wait_event(event)
-
-
-def _make_copies(device: torch.device) -> _Copies:
-    played = dry_run.accelerator()
-    if played is None and device.type == "cpu":
-        return _PlainCopies()
-    return _StreamCopies(played or torch.get_device_module(device.type))
+        """What is computed from now on comes after ``event``."""
+        if event is not None:
+            self.device.current_stream().wait_event(event)
 
 
 # ---- what is saved ----
@@ -180,7 +143,7 @@ class _Moved:
         self.torn = False
         self.fetched: Tensor | None = None
         self.event: Any = None
-        copies.out(piece.tensor(self.numel, self.dtype), self.source)
+        copies.issue([(piece.tensor(self.numel, self.dtype), self.source)])
 
     def release(self) -> None:
         """Compute has waited for the copy to the pool: the source may be freed."""
@@ -266,7 +229,8 @@ class _Offloaded:
                 target = torch.empty(moved.numel, dtype=moved.dtype, device=moved.device)
                 pairs.append((target, moved.piece.tensor(moved.numel, moved.dtype)))
                 self._counts.copied_back += target.numel() * target.element_size()
-            event = self._copies.back(pairs)
+            self._copies.issue(pairs)
+            event = self._copies.issued()
         for moved, (target, _) in zip(away, pairs, strict=True):
             moved.event, moved.fetched = event, target
 
@@ -298,12 +262,13 @@ class Offload:
 
     def _prepare(self, device: torch.device) -> tuple[HostPool, _Copies]:
         if self.pool is None or self.copies is None:
-            self.copies = _make_copies(device)
-            plain = isinstance(self.copies, _PlainCopies)
-            played = dry_run.accelerator() is not None
-            host = dry_run.HOST_DEVICE if played else torch.device("cpu")
+            played, real = dry_run.accelerator(), device.type != "cpu"
+            self.copies = _Copies(
+                played or (torch.get_device_module(device.type) if real else None)
+            )
+            host = torch.device("cpu") if played is None else dry_run.HOST_DEVICE
             size = int(self.settings.pool_gib * 2**30)
-            self.pool = HostPool(size, host, pin=not plain and not played)
+            self.pool = HostPool(size, host, pin=real and played is None)
             self.counts.pool = self.pool.size
         return self.pool, self.copies
 
