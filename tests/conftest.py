@@ -51,8 +51,8 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """A file that says ``pytestmark = pytest.mark.slow``, or ``full``, is not imported where its tests are
-    deselected: what it imports (Lightning, torchtitan, ...) takes each worker longer than many tests."""
+    """A file that says ``pytestmark = pytest.mark.slow``, ``ci`` or ``full`` is not imported where its tests
+    are deselected: the import (transformers, Lightning, ...) takes each worker longer than many tests."""
     if not collection_path.name.startswith("test_"):
         return None
     since = config.getoption("--changed")
@@ -61,7 +61,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
             config.stash[CONCERNED] = changed.concerned(changed.changed_since(since))
         if collection_path not in config.stash[CONCERNED]:
             return True
-    deselected = [m for m in ("slow", "full") if f"not {m}" in config.option.markexpr]
+    tiers_of = {"slow": "slow", "ci": "slow", "full": "full"}
+    deselected = [m for m, tier in tiers_of.items() if f"not {tier}" in config.option.markexpr]
     text = collection_path.read_text() if deselected else ""
     return True if any(f"\npytestmark = pytest.mark.{m}" in text for m in deselected) else None
 
@@ -77,7 +78,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if "transformers" in sys.modules:  # some test imports it, and so would each process of the pool
         _PRELOAD.append("transformers.models.llama.modeling_llama")
     for item in items:
-        if {"gloo_pool", "site", "python"} & set(getattr(item, "fixturenames", ())):
+        if tiers.on_processes(item):
             item.add_marker(pytest.mark.xdist_group("gloo"))
 
 

@@ -11,8 +11,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from parallel3d.testing import record_collectives
 
-pytest.importorskip("transformers")
-
 
 def tiny_llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -107,4 +105,5 @@ def generate(engine: Engine) -> None:
 @pytest.mark.parity("behaviour: inference mode and no_grad")
 @pytest.mark.parity("function: register_fsdp_forward_method")
 def test_generate(on_ranks) -> None:
+    pytest.importorskip("transformers")
     on_ranks(generate)

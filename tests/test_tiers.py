@@ -13,6 +13,7 @@ class Item:
     def __init__(self, nodeid: str, *marks: str, **options: bool) -> None:
         self.nodeid = nodeid
         self.marks = {name: getattr(pytest.mark, name)(**options) for name in marks}
+        self.fixturenames: list[str] = []
 
     def get_closest_marker(self, name: str) -> pytest.MarkDecorator | None:
         return self.marks.get(name)
@@ -95,3 +96,13 @@ def test_own_marks_stay() -> None:
 
 def test_every_slow_case_of_some() -> None:
     assert len(tiers(*cases(40, "slow", every=True), day=0)["slow"]) == 40
+
+
+def test_processes_and_heavy_imports_are_for_ci() -> None:
+    some = cases(4, name="b.py::test")
+    on_ranks, smoke = cases(4), cases(4, "smoke", name="c.py::test")
+    for item in (*on_ranks, *smoke):
+        item.fixturenames.append("gloo_pool")
+    found = tiers(*on_ranks, *smoke, *cases(4, "ci", name="d.py::test"), *some, day=0)
+    assert [name[0] for name in found["quick"]] == ["c", "c", "b", "b"]
+    assert len(found["slow"]) == 12 and not found["full"]

@@ -1,10 +1,11 @@
 """Which tests run when: what is quick at once, the rest in CI, long sweeps with ``-m full``.
 
 ``pytest -n auto`` runs the first case of each test function and one that changes from day to day; ``.ci/run``
-all of them. What is marked ``slow``, or was measured to take more than ``QUICK`` seconds, runs in ``.ci/run``
-alone, each case on one of ``DAYS`` days; what is marked ``slow(every=True)`` on all. On its other days a case
-is marked ``slow`` and ``full``; a test's own marks stay. A command that names its tests (a file, ``::`` or
-``-k``) runs all cases but those with marks of their own.
+all of them. What is marked ``ci`` runs in ``.ci/run`` alone, all cases each day, and so do the tests on
+processes but for those marked ``smoke``. What is marked ``slow``, or was measured to take more than ``QUICK``
+seconds, runs there each case on one of ``DAYS`` days; what is marked ``slow(every=True)`` on all. On its
+other days a case is marked ``slow`` and ``full``; a test's own marks stay. A command that names its tests (a
+file, ``::`` or ``-k``) runs all cases but those with marks ``slow`` and ``full`` of their own.
 
 ``durations.json`` has what was measured. ``python tests/_support/tiers.py REPORT.xml ...`` writes it, of
 reports of ``pytest --junitxml``: new times of the functions that they have, of others those that are there.
@@ -21,7 +22,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-__all__ = ["DAY", "DAYS", "all_are_asked_for", "mark", "measured", "name_of"]
+__all__ = ["DAY", "DAYS", "all_are_asked_for", "mark", "measured", "name_of", "on_processes"]
 
 QUICK = 2.0
 """The most seconds that a case may take in ``pytest -n auto``, on two cores that do nothing else."""
@@ -46,6 +47,11 @@ def name_of(nodeid: str) -> str:
     return nodeid.partition("[")[0].replace(".py::", ".").replace("::", ".").replace("/", ".")
 
 
+def on_processes(item: pytest.Item) -> bool:
+    """Whether the test runs on the pool, the hosts or what the fork server starts."""
+    return not {"gloo_pool", "site", "python"}.isdisjoint(getattr(item, "fixturenames", ()))
+
+
 def mark(
     items: Iterable[pytest.Item], day: int | None = None, seconds: dict[str, float] | None = None
 ) -> None:
@@ -62,7 +68,11 @@ def mark(
             continue
         name, own = name_of(item.nodeid), item.get_closest_marker("slow")
         if own is None and seconds.get(name, 0) <= QUICK:
-            quick[name].append(item)
+            smoke = item.get_closest_marker("smoke") is not None
+            if item.get_closest_marker("ci") is not None or (on_processes(item) and not smoke):
+                item.add_marker(pytest.mark.slow)
+            else:
+                quick[name].append(item)
         elif own is None or not own.kwargs.get("every"):
             item.add_marker(pytest.mark.slow)
             slow.append(item)

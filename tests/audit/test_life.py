@@ -77,6 +77,7 @@ def life() -> None:
         p3d.audit.next_step(copied)
 
 
+@pytest.mark.smoke
 def test_of_an_audit(gloo_pool: GlooPool) -> None:
     gloo_pool.run(life, world_size=2)
 

@@ -161,5 +161,6 @@ def in_use(path: str) -> None:
         assert torch.equal(got[name], want[name])
 
 
+@pytest.mark.smoke
 def test_in_use(gloo_pool: GlooPool, tmp_path: Path) -> None:
     gloo_pool.run(in_use, str(tmp_path), world_size=2, timeout=60)

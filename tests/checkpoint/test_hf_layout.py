@@ -140,6 +140,7 @@ def test_what_computes_is_refused() -> None:
             wrong()
 
 
+@pytest.mark.ci
 def test_operations_of_transformers() -> None:
     """Those that reorder rows: rotary pairs and interleaved gate and up, there and back."""
     from transformers.core_model_loading import Interleave, PermuteForRope

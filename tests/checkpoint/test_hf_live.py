@@ -35,6 +35,8 @@ from parallel3d.checkpoint.hf.layout import permuted, reshaped, whole_of
 from parallel3d.fsdp import full_params, fully_shard
 from parallel3d.testing import GlooPool
 
+pytestmark = pytest.mark.ci
+
 FOUR = [(1, 2, 2), (2, 1, 2), (1, 4, 1), (2, 2, 1)]
 MESHES = [*((sizes, list(CONFIGS)) for sizes in FOUR), ((4, 1, 1), ["tied"]), ((1, 1, 4), ["phi3"])]
 

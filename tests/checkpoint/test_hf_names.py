@@ -14,6 +14,8 @@ from torch import nn
 from parallel3d import CheckpointError
 from parallel3d.checkpoint import load_hf, save_hf
 
+pytestmark = pytest.mark.ci
+
 SINGLE = "model.safetensors"
 
 

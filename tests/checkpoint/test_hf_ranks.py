@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from _support.checkpoint.bounded import no_space
 from _support.checkpoint.hf_cases import (
@@ -23,6 +24,8 @@ from parallel3d._layout.packed import PackedDTensor
 from parallel3d.checkpoint import load_hf, save_hf
 from parallel3d.fsdp import full_params, fully_shard
 from parallel3d.testing import GlooPool
+
+pytestmark = pytest.mark.ci
 
 
 class Wide(nn.Module):

@@ -13,6 +13,8 @@ from safetensors.torch import load_file
 from parallel3d.checkpoint import load_hf, save_hf
 from parallel3d.testing import GlooPool
 
+pytestmark = pytest.mark.ci
+
 CASES = [(kind, n % 2 == 0) for n, kind in enumerate(CONFIGS)]
 MESHES = [
     pytest.param((1, 2, 2), marks=pytest.mark.slow),

@@ -63,6 +63,7 @@ def different_arguments(path: str) -> None:
     assert os.listdir(run) == ["step-00000001"]
 
 
+@pytest.mark.smoke
 def test_different_arguments(gloo_pool: GlooPool, tmp_path: Path) -> None:
     gloo_pool.run(different_arguments, str(tmp_path), world_size=2)
 

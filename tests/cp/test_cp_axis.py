@@ -266,6 +266,7 @@ def build_like(weights: dict[str, torch.Tensor]) -> torch.nn.Module:
     return model
 
 
+@pytest.mark.smoke
 def test_norm_and_global_mean(gloo_pool) -> None:
     gloo_pool.run(norms, (1, 1, 2, 2), world_size=4)
 

@@ -32,6 +32,7 @@ def parallel_and_batch(world, build, length=16):
     return parallel, p3d.cp.shard_batch(batch, world.mesh)
 
 
+@pytest.mark.ci
 def test_transformers_would_make_positions_and_labels_of_a_part(world) -> None:
     pytest.importorskip("transformers")
     parallel, cut = parallel_and_batch(world, lambda: hf_model("llama"))
@@ -45,6 +46,7 @@ def test_transformers_would_make_positions_and_labels_of_a_part(world) -> None:
         parallel(**only, labels=cut["labels"], use_cache=False)
 
 
+@pytest.mark.ci
 def test_transformers_options_of_the_call(world) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 48}
@@ -63,6 +65,7 @@ def test_transformers_options_of_the_call(world) -> None:
             parallel(**cut, use_cache=False, **option)
 
 
+@pytest.mark.ci
 def test_transformers_loss_that_is_a_mean_over_a_part(world) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 48}

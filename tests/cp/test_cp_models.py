@@ -41,6 +41,7 @@ CASES = [
 ]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("name", "sizes", "kind", "batch"),
     [

@@ -110,6 +110,7 @@ def test_inputs_that_were_not_checked(world) -> None:
         p3d.parallelize(model, world.mesh, example=((whole, whole), {}))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("way", ["in turn", "later", "other order", "in one backward"])
 def test_recomputation_knows_its_batch(world, way) -> None:
     """Blocks of one batch are recomputed after the forward of another with other documents."""
@@ -220,6 +221,7 @@ def test_refused_models_stay_plain(world) -> None:
         p3d.parallelize(Lm(), world.mesh, context_parallel="tree")
 
 
+@pytest.mark.ci
 def test_configs_are_the_models_own(world) -> None:
     """Another model of the same config, and one built from the parallel model's, stay plain."""
     pytest.importorskip("transformers")

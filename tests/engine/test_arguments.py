@@ -34,6 +34,7 @@ def one_module(engine) -> None:
         )
 
 
+@pytest.mark.smoke
 @pytest.mark.parity("argument: module")
 def test_module(on_ranks, engine) -> None:
     on_ranks(one_module)

@@ -278,6 +278,7 @@ def uneven(engine) -> None:
     twins.check_weights()
 
 
+@pytest.mark.smoke
 @pytest.mark.parity("behaviour: uneven sharding", "behaviour: empty shards")
 def test_uneven_sharding_and_empty_shards(on_ranks) -> None:
     on_ranks(uneven, size=4)

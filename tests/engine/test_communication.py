@@ -261,6 +261,7 @@ def own_hsdp(engine) -> None:
     twins.check_grads()
 
 
+@pytest.mark.smoke
 @pytest.mark.parity("method: set_all_reduce_hook", "behaviour: own HSDP by set_all_reduce_hook")
 def test_all_reduce_hook(on_ranks) -> None:
     on_ranks(own_hsdp, size=4)

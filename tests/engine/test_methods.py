@@ -67,6 +67,7 @@ def unshard_and_reshard(engine) -> None:
         twins.step()
 
 
+@pytest.mark.smoke
 @pytest.mark.parity("method: unshard", "method: reshard", "function: UnshardHandle")
 def test_unshard_and_reshard(on_ranks) -> None:
     on_ranks(unshard_and_reshard)

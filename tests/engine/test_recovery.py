@@ -122,6 +122,7 @@ def list_unit(engine) -> None:
         twins.train(range(2))
 
 
+@pytest.mark.smoke
 @pytest.mark.parity("method: reset_iter_state", "argument: list of modules")
 def test_exception_between_the_modules_of_a_list(on_ranks) -> None:
     on_ranks(list_unit)

@@ -19,6 +19,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from parallel3d import checkpoint, materialize
 from parallel3d.testing import GlooPool
 
+pytestmark = pytest.mark.ci
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "lora.py"
 
 

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers")
-
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "weights_to_inference.py"
 
@@ -17,6 +15,7 @@ EXAMPLE = ROOT / "examples" / "weights_to_inference.py"
 @pytest.mark.slow
 @pytest.mark.xdist_group("gloo")
 def test_prints_what_it_says() -> None:
+    pytest.importorskip("transformers")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
         [*command, "--nproc-per-node", "2", str(EXAMPLE)],

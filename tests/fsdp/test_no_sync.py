@@ -71,6 +71,7 @@ def on_ranks(sizes: tuple[int, int, int]) -> None:
     check(model, layout)
 
 
+@pytest.mark.smoke
 def test_processes(gloo_pool) -> None:
     gloo_pool.run(on_ranks, (1, 2, 2), world_size=4)
 

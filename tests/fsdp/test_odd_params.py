@@ -181,6 +181,7 @@ def non_float_on_ranks(dtype: torch.dtype) -> None:
     assert model.block.up.weight.grad.dtype == torch.float32
 
 
+@pytest.mark.smoke
 @pytest.mark.parity("behaviour: non-float parameters")
 def test_non_float_on_real_ranks(gloo_pool) -> None:
     for dtype in CODES:

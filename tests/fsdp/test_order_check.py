@@ -210,6 +210,7 @@ def parting(timeout: timedelta) -> list[str]:
     return messages
 
 
+@pytest.mark.smoke
 def test_processes_that_agree(gloo_pool) -> None:
     gloo_pool.run(agreeing, (1, 2, 2), world_size=4)
 

@@ -87,6 +87,7 @@ def round_trips() -> list[int]:
     return counts
 
 
+@pytest.mark.smoke
 def test_one_round_trip_for_each_model(gloo_pool) -> None:
     """Before its first forward."""
     assert gloo_pool.run(round_trips, world_size=4) == [[1]] * 4

@@ -14,6 +14,8 @@ from parallel3d.tp.auto import check
 
 pytest.importorskip("transformers", minversion="5.20")
 
+pytestmark = pytest.mark.ci
+
 PARTS = 14  # of the full run
 
 # Kinds that differ most, and what each has that others don't; test_hf_uneven_heads.py and

@@ -6,6 +6,8 @@ import pytest
 
 pytest.importorskip("transformers", minversion="5.20")
 
+pytestmark = pytest.mark.ci
+
 PARTS = 14
 NO_SPLIT_HEAD = {
     "inkling_text",

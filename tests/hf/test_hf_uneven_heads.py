@@ -15,6 +15,8 @@ from parallel3d import MeshLayout
 from parallel3d.testing import assert_parity
 from parallel3d.tp import resolve_plan
 
+pytestmark = pytest.mark.ci
+
 LATENT = {
     "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6,
     "v_head_dim": 6, "num_hidden_layers": 1, "first_k_dense_replace": 1,

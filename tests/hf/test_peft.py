@@ -25,6 +25,8 @@ from parallel3d.testing import GlooPool, assert_parity, fake_world
 from parallel3d.tp import Colwise, VocabParallel, resolve_plan
 from parallel3d.tp.random import _BITS, _MARK
 
+pytestmark = pytest.mark.ci
+
 CONV = {"n_embd": 24, "n_head": 4, "n_layer": 2, "n_positions": 8, "attn_pdrop": 0.0}
 CONV |= {"embd_pdrop": 0.0, "resid_pdrop": 0.0}
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -44,6 +44,7 @@ def encoder_in_eval() -> float:
     return float((got - want)[:, :-1].abs().max())
 
 
+@pytest.mark.smoke
 def test_torch_encoder_with_three_heads_on_two_ranks(gloo_pool) -> None:
     assert all(difference < 1e-12 for difference in gloo_pool.run(encoder_in_eval, world_size=2))
 

@@ -205,6 +205,7 @@ def other_seed(rank_that_differs: int) -> str:
     return str(info.value)
 
 
+@pytest.mark.smoke
 def test_models_from_different_seeds(gloo_pool) -> None:
     for message in gloo_pool.run(other_seed, 2, world_size=4):
         assert "rank 2 differs" in message and "first 'weight', in 2 of 2 parameters" in message

@@ -13,6 +13,8 @@ from parallel3d.tp.vocab_parallel import vocab_logits
 
 pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.ci
+
 SIZES = {
     "vocab_size": 67,
     "hidden_size": 16,

@@ -52,6 +52,8 @@ from parallel3d.fsdp import FSDPModule
 from parallel3d.testing import GlooPool, fake_world
 from parallel3d.tp import resolve_plan
 
+pytestmark = pytest.mark.ci
+
 FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 

@@ -54,6 +54,8 @@ from parallel3d.fsdp import fully_shard
 from parallel3d.testing import fake_world
 from parallel3d.tp import Colwise, Rowwise
 
+pytestmark = pytest.mark.ci
+
 DIM = 512  # what NF4 cuts into blocks of 64 x 256
 
 

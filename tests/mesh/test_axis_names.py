@@ -98,6 +98,7 @@ def on_ranks() -> list[float]:
     return wrapped[0].weight.grad.full_tensor().flatten().tolist()
 
 
+@pytest.mark.smoke
 def test_it_trains_as_the_plain_model(gloo_pool):
     plain = model()
     for rank in (0, 1):

@@ -413,6 +413,7 @@ def steps_with_a_slow_rank(sizes: tuple[int, int, int], slow: list[int], sink: s
     return kept.records, metrics.record
 
 
+@pytest.mark.smoke
 def test_the_slow_rank_is_named(gloo_pool: GlooPool) -> None:
     """Shard 1 of (2, 2, 1), in all replicas: that axis and coordinate, once there are enough samples."""
     found = gloo_pool.run(steps_with_a_slow_rank, (2, 2, 1), [1, 3], "works", world_size=4)

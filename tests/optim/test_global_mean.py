@@ -76,6 +76,7 @@ def test_gradients_of_the_concatenated_batch(sizes) -> None:
     check(sizes)
 
 
+@pytest.mark.smoke
 def test_on_processes(gloo_pool) -> None:
     gloo_pool.run(check, (2, 1, 2), False, world_size=4)
 

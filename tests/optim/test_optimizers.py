@@ -25,6 +25,8 @@ from parallel3d.optim import local
 from parallel3d.optim.known import ELEMENTWISE, MATRIX
 from parallel3d.testing import GlooPool, local_world
 
+pytestmark = pytest.mark.ci
+
 
 def named(*names: str) -> list[str]:
     return [f"pytorch_optimizer.{name}" for name in names]

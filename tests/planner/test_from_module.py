@@ -97,6 +97,7 @@ MODELS = [
 ]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("kind", "values"), MODELS, ids=lambda v: v if isinstance(v, str) else "")
 def test_as_the_closed_form_of_hugging_face_models(kind, values):
     model, closed = hugging_face(kind, **values)

@@ -107,6 +107,7 @@ QUICK = {"llama", "mistral", "qwen2", "qwen3", "gemma2", "gpt2", "gpt_neox", "gp
 QUICK |= {"mixtral", "qwen2_moe", "qwen3_moe", "olmo2", "mpt", "bloom", "opt", "cohere", "glm4"}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("kind", "values"),
     [

@@ -113,6 +113,7 @@ def test_hugging_face_models_with_uneven_heads(kind, more, tp, monkeypatch):
     assert engine == (found.unsharded_at_loss, found.unsharded + found.buffers, found.gradients)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("layout", [layout for layout, _ in LAYOUTS[:3]], ids=str)
 def test_experts(layout):
     """Four experts, of which every rank of tp has a part: as the engine holds them, at rest."""

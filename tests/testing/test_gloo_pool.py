@@ -118,6 +118,7 @@ def threads_after_a_cycle() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
+@pytest.mark.smoke
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads in /proc")
 def test_groups_end_with_their_run(gloo_pool: GlooPool) -> None:
     first, *_ = [gloo_pool.run(threads_after_a_cycle, world_size=2) for _ in range(3)]

@@ -45,6 +45,7 @@ def test_a_packed_conv1d(tp):
     check_parity(Conv1D(DIM, 12), {"": Rowwise(packed=2, input="replicate")}, tp, floats(2, 12))
 
 
+@pytest.mark.ci
 def test_transformers_conv1d_is_the_one_known_by_name():
     real = pytest.importorskip("transformers.pytorch_utils").Conv1D(8, DIM)
     check_parity(real, {"": "colwise_gather_output"}, 2, floats(2, 3, DIM))

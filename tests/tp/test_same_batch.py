@@ -150,6 +150,7 @@ def on_ranks() -> list[str]:
     return messages
 
 
+@pytest.mark.smoke
 def test_processes(gloo_pool) -> None:
     results = gloo_pool.run(on_ranks, world_size=4)
     assert all(messages == results[0] for messages in results)

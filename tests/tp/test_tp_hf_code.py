@@ -16,6 +16,8 @@ transformers = pytest.importorskip("transformers")
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP  # noqa: E402
 
+pytestmark = pytest.mark.ci
+
 CONFIG = {
     "hidden_size": 16,
     "intermediate_size": 24,

@@ -17,6 +17,8 @@ from parallel3d.tp import VocabParallel, auto_plan, resolve_plan
 
 transformers = pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.ci
+
 SIZES = {
     "hidden_size": 32,
     "intermediate_size": 48,

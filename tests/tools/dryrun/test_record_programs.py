@@ -281,6 +281,7 @@ def test_tied_embeddings_are_held_once(plain: DryRun) -> None:
     assert at_rest(found).by_kind["parameters"] < at_rest(plain).by_kind["parameters"]
 
 
+@pytest.mark.ci
 def test_a_hugging_face_llama_with_its_own_plan() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(

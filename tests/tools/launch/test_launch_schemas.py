@@ -10,6 +10,8 @@ from parallel3d.tools.launch import launch_file
 yaml = pytest.importorskip("yaml")
 models = pytest.importorskip("kubeflow_trainer_api.models")
 
+pytestmark = pytest.mark.ci
+
 
 def model_of(document: dict[str, Any]) -> Any:
     if document["kind"] == "TrainJob":
