@@ -13,8 +13,8 @@ from _support.integrations.hf import (
     loss_in_float64,
     tiny_model,
     tiny_rows,
-    whole_weights,
 )
+from _support.integrations.rows import whole_weights
 from torch import distributed as dist
 from torch.distributed import fsdp as torch_fsdp
 from torch.utils.data import DataLoader

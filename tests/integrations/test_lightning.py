@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("lightning")
 import torch
+from _support.integrations.rows import apart, whole_weights
 
 import parallel3d as p3d
 from parallel3d.testing import GlooPool
@@ -32,11 +33,6 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2)
 
 
-def apart(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    assert a.keys() == b.keys()
-    return max((a[name] - b[name]).abs().max().item() for name in a)
-
-
 def _options(sizes: tuple[int, int, int], options: dict[str, Any]) -> None:
     with programs() as (lib, ours, _):
         layout = p3d.MeshLayout(*sizes)
@@ -44,9 +40,9 @@ def _options(sizes: tuple[int, int, int], options: dict[str, Any]) -> None:
         plain = lib.plain(**options)
         module, strategy = lib.Module(), ours.Strategy(layout, tp_plan="auto")
         lib.trainer(strategy, **options).fit(module, lib.loader(layout))
-        assert apart(lib.whole_weights(module), lib.whole_weights(plain)) < 1e-12
+        assert apart(whole_weights(module), whole_weights(plain)) < 1e-12
         changed = lib.plain()  # the options change something
-        assert apart(lib.whole_weights(changed), lib.whole_weights(plain)) > 1e-3
+        assert apart(whole_weights(changed), whole_weights(plain)) > 1e-3
 
 
 @pytest.mark.parametrize("sizes", [(1, 2, 2), (2, 2, 1), (2, 1, 2)])
@@ -95,19 +91,19 @@ def _resume(first: tuple[int, int, int], then: tuple[int, int, int]) -> None:
         assert trainer.global_step == 24
         assert len(resumed.losses) == 12
         difference = max(abs(a - b) for a, b in zip(resumed.losses, whole.losses[12:], strict=True))
-        weights = apart(lib.whole_weights(resumed), lib.whole_weights(whole))
+        weights = apart(whole_weights(resumed), whole_weights(whole))
         limit = 0.0 if first == then else 1e-9
         assert difference <= limit, difference
         assert weights <= limit, weights
         # A plain module reads the same checkpoint, and so does one that only validates.
         alone = lib.Module()
         p3d.checkpoint.load(folder / "step=24.ckpt", alone)
-        assert apart(lib.whole_weights(alone), lib.whole_weights(whole)) == 0
+        assert apart(whole_weights(alone), whole_weights(whole)) == 0
         other = lib.Module()
         lib.trainer(ours.Strategy(layout, tp_plan="auto")).validate(
             other, lib.loader(layout), ckpt_path=folder / "step=24.ckpt", verbose=False
         )
-        assert apart(lib.whole_weights(other), lib.whole_weights(whole)) == 0
+        assert apart(whole_weights(other), whole_weights(whole)) == 0
 
 
 @pytest.mark.parametrize("then", [(1, 2, 2), (2, 2, 1)], ids=["same mesh", "another mesh"])
@@ -183,7 +179,7 @@ def _whole_module_and_meta() -> None:
             lib.trainer(ours.Strategy(layout, module="modle")).fit(module, lib.loader(layout))
         lib.trainer(ours.Strategy(layout, module="")).fit(module, lib.loader(layout))
         assert isinstance(module, p3d.fsdp.FSDPModule)
-        assert apart(lib.whole_weights(module), lib.whole_weights(plain)) < 1e-12
+        assert apart(whole_weights(module), whole_weights(plain)) < 1e-12
 
         class OnMeta(lib.Module):
             def __init__(self) -> None:
@@ -201,7 +197,7 @@ def _whole_module_and_meta() -> None:
             made.losses = []
             strategy = ours.Strategy(p3d.MeshLayout(*sizes), tp_plan="auto", seed=3)
             lib.trainer(strategy).fit(made, lib.loader(strategy.layout))
-            weights.append(lib.whole_weights(made))
+            weights.append(whole_weights(made))
         assert apart(*weights) < 1e-12
 
         class ByHand(lib.Module):
@@ -210,7 +206,7 @@ def _whole_module_and_meta() -> None:
 
         made = ByHand()
         lib.trainer(ours.Strategy(layout)).fit(made, lib.loader(layout))
-        assert apart(lib.whole_weights(made), lib.whole_weights(lib.plain())) < 1e-12
+        assert apart(whole_weights(made), whole_weights(lib.plain())) < 1e-12
 
 
 def test_what_is_parallelized(gloo_pool: GlooPool) -> None:
@@ -285,7 +281,7 @@ def _precision() -> None:
             other, lib.loader(layout, 2), ckpt_path=folder / "a.ckpt", verbose=False
         )
         assert seen == [[1, 2]]
-        assert apart(lib.whole_weights(other), lib.whole_weights(module)) == 0
+        assert apart(whole_weights(other), whole_weights(module)) == 0
 
 
 def test_precision_and_refusals(gloo_pool: GlooPool) -> None:

@@ -21,8 +21,8 @@ from _support.integrations.peft_rows import (
     nf4,
     ours,
     trained,
-    whole,
 )
+from _support.integrations.rows import whole
 from peft import (
     IA3Config,
     LoHaConfig,

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from _support.bad_input import Case, Table, With, check, each_of, given
+from _support.integrations.rows import whole
 from _support.integrations.torch_engine_rows import (
     batch,
     lm,
@@ -14,7 +15,6 @@ from _support.integrations.torch_engine_rows import (
     parallel,
     plain,
     train,
-    whole,
 )
 from _support.models import SEQUENCE_PLAN, Lm
 from torch import nn

@@ -12,17 +12,13 @@ import pytest
 
 pytest.importorskip("torchtitan")
 import torch
+from _support.integrations.rows import apart, whole_weights
 from torch import distributed as dist
 
 import parallel3d as p3d
 from parallel3d.testing import GlooPool
 
 pytestmark = pytest.mark.slow  # importing torchtitan alone takes seconds
-
-
-def apart(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    assert a.keys() == b.keys()
-    return max((a[name] - b[name]).abs().max().item() for name in a)
 
 
 def data_rank(sizes: tuple[int, int, int]) -> tuple[int, int]:
@@ -68,7 +64,7 @@ def _checkpointer(folder: str) -> None:
             resumed = lib.Training(model, *data_rank(then))
             assert manager(resumed).load(5)
             again = resumed.steps(5, first=5)
-            weights = apart(lib.whole_weights(model), lib.whole_weights(training.model))
+            weights = apart(whole_weights(model), whole_weights(training.model))
             if then == sizes:
                 assert again == losses
                 assert weights == 0
@@ -80,7 +76,7 @@ def _checkpointer(folder: str) -> None:
         )
         alone = lib.build("llama3")
         p3d.checkpoint.load(f"{folder}/ours", alone)
-        assert apart(lib.whole_weights(alone), lib.whole_weights(training.model)) == 0
+        assert apart(whole_weights(alone), whole_weights(training.model)) == 0
 
 
 def test_its_checkpointer_resumes_exactly(gloo_pool: GlooPool) -> None:
@@ -112,7 +108,7 @@ def _variants() -> None:
         for training, of in ((plain, alone), (ours, dims)):
             register_moe_load_balancing_hook(training.optimizers, [training.model], of)
             training.steps(4)
-        assert apart(lib.whole_weights(model), lib.whole_weights(plain.model)) < 1e-10
+        assert apart(whole_weights(model), whole_weights(plain.model)) < 1e-10
         biases = [t.model.layers["0"].moe.expert_bias_E for t in (plain, ours)]
         assert biases[0].abs().max() > 1e-4
         torch.testing.assert_close(*biases)
@@ -122,9 +118,9 @@ def _variants() -> None:
         ours = lib.Training(parallel(lib, "qwen3", sizes), rank, size)
         for training in (plain, ours):
             training.steps(4)
-        weights = lib.whole_weights(ours.model)
+        weights = whole_weights(ours.model)
         assert any("attention.qkv_linear.wk" in name for name in weights)
-        assert apart(weights, lib.whole_weights(plain.model)) < 1e-10
+        assert apart(weights, whole_weights(plain.model)) < 1e-10
 
         # Built on meta and initialized by its own functions.
         made = []
@@ -137,7 +133,7 @@ def _variants() -> None:
             torch.manual_seed(7)
             with torch.no_grad():
                 model.init_states(buffer_device=torch.device("cpu"))
-            made.append(lib.whole_weights(model))
+            made.append(whole_weights(model))
             assert lib.Training(model, *data_rank(other)).step(0) > 0
         for each in made:
             std = each["tok_embeddings.weight"].std().item()

@@ -20,9 +20,9 @@ from _support.integrations.hf import (
     tiny_model,
     tiny_rows,
     tiny_tokenizer,
-    whole_weights,
 )
-from _support.integrations.peft_rows import adapted, double, nf4, trained, whole
+from _support.integrations.peft_rows import adapted, double, nf4, trained
+from _support.integrations.rows import whole, whole_weights
 from torch import distributed as dist
 from torch.utils.data import IterableDataset
 

@@ -15,9 +15,9 @@ from _support.integrations.hf import (
     tiny_model,
     tiny_texts,
     tiny_tokenizer,
-    whole_weights,
 )
 from _support.integrations.peft_rows import adapted
+from _support.integrations.rows import whole_weights
 from _support.integrations.trl_rows import make_trainer
 
 import parallel3d as p3d

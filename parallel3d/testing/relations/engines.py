@@ -317,7 +317,7 @@ class Accelerates(_Hf):
     name, package = "accelerate", "accelerate"
 
     def train(self) -> Result:
-        with _accelerates_state():
+        with accelerates_state():
             return super().train()
 
     def make(self, model: nn.Module) -> None:
@@ -365,7 +365,7 @@ class Trainers(_Hf):
 
     def train(self) -> Result:
         steps = self.program.steps
-        with _accelerates_state(), shared_folder() as folder:
+        with accelerates_state(), shared_folder() as folder:
             if self.variant.resumed:
                 self.run(folder, steps - 1, save_steps=steps - 1)
                 self.run(folder, steps, resume=str(folder / f"checkpoint-{steps - 1}"))
@@ -517,9 +517,14 @@ def shared_folder() -> Iterator[Path]:
 
 
 @contextmanager
-def _accelerates_state() -> Iterator[None]:
-    """accelerate's global state is new in the body; without GPUs it is told that the ranks have some, as it
-    allows FSDP on accelerators alone. What it computes on is the CPU nevertheless."""
+def accelerates_state(*, fsdp: bool = True, cpu: bool | None = None) -> Iterator[None]:
+    """accelerate's global state is new in the body.
+
+    Args:
+        fsdp: it allows FSDP on accelerators alone: without GPUs it is told that the ranks have some. What it
+            computes on is the CPU nevertheless.
+        cpu: whether it uses the CPU; by default if there is no GPU.
+    """
     from accelerate.state import AcceleratorState, GradientState, PartialState
     from accelerate.utils import DistributedType
 
@@ -529,14 +534,14 @@ def _accelerates_state() -> Iterator[None]:
 
     def make(state: Any, *given: Any, **options: Any) -> None:
         initialize(state, *given, **options)
-        if state.distributed_type == DistributedType.MULTI_CPU:
+        if fsdp and state.distributed_type == DistributedType.MULTI_CPU:
             state.distributed_type = DistributedType.MULTI_GPU
 
     initialize: Callable[..., None] = PartialState.__init__
     PartialState.__init__ = make  # TrainingArguments makes another
     reset()
     try:
-        PartialState(cpu=not torch.cuda.is_available())
+        PartialState(cpu=not torch.cuda.is_available() if cpu is None else cpu)
         yield
     finally:
         PartialState.__init__ = initialize

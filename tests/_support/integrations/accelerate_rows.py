@@ -11,9 +11,8 @@ from _support.integrations.hf import (
     loss_in_float64,
     tiny_model,
     tiny_rows,
-    whole_weights,
 )
-from _support.integrations.rows import STEPS, Result, Row, Run, difference
+from _support.integrations.rows import STEPS, Result, Row, Run, difference, whole_weights
 
 ROWS_PER_STEP = 8
 

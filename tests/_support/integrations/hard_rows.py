@@ -8,10 +8,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from _support.integrations.rows import STEPS, Result, Row, Run, difference
+from _support.integrations.rows import STEPS, Result, Row, Run, difference, whole_weights
 from parallel3d import MeshLayout, Parallel3dError, build_mesh, parallelize
 
 Batch = tuple[tuple[Any, ...], dict[str, Any]]  # the model's args and kwargs
@@ -273,11 +272,7 @@ def _train(case: Case, model: nn.Module, data_ranks: Iterable[int]) -> Run:
                 losses[step] += loss.item()
             optimizer.step()
             optimizer.zero_grad()
-    weights = {
-        n: p.full_tensor().detach() if isinstance(p, DTensor) else p.detach()
-        for n, p in model.named_parameters()
-    }
-    return Run(losses, weights)
+    return Run(losses, whole_weights(model))
 
 
 def _train_on_all(case: Case, model: nn.Module, layout: MeshLayout) -> Run:

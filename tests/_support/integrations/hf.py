@@ -6,9 +6,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch import distributed as dist
 from torch.nn import functional as F
+
+from parallel3d.testing.relations.engines import accelerates_state
 
 VOCAB, LENGTH = 64, 12
 
@@ -18,36 +20,17 @@ def accelerate_state(*, fsdp: bool = False, alone: bool = False) -> Iterator[Non
     """A gloo rank as accelerate and TrainingArguments see it; undone at the end.
 
     Args:
-        fsdp: accelerate allows FSDP on accelerators alone, so it is told that the ranks have some. What it
-            computes on is the CPU nevertheless.
+        fsdp: whether accelerate is to shard.
         alone: this rank is one plain process.
     """
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-    from accelerate.utils import DistributedType
-
-    def reset() -> None:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-
     if not alone:
         dist.barrier()  # the first import of these libraries takes a rank up to a minute
-
-    def make(state: Any, *given: Any, **options: Any) -> None:
-        initialize(state, *given, **options)
-        if fsdp and state.distributed_type == DistributedType.MULTI_CPU:
-            state.distributed_type = DistributedType.MULTI_GPU
-
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     hidden = {name: os.environ.pop(name) for name in names if alone}
-    initialize = PartialState.__init__
-    PartialState.__init__ = make  # TrainingArguments makes another
-    reset()
     try:
-        PartialState(cpu=True)
-        yield
+        with accelerates_state(fsdp=fsdp, cpu=True):
+            yield
     finally:
-        PartialState.__init__ = initialize
-        reset()
         os.environ.update(hidden)
 
 
@@ -94,14 +77,6 @@ def loss_in_float64(outputs: Any, labels: Tensor, num_items_in_batch: Any = None
     return total / (
         (labels[:, 1:] != -100).sum() if num_items_in_batch is None else num_items_in_batch
     )
-
-
-def whole_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Name -> whole value of each parameter, on every rank."""
-    return {
-        name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
-        for name, p in model.named_parameters()
-    }
 
 
 Sizes = tuple[int, int, int]

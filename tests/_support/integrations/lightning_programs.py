@@ -139,11 +139,3 @@ def plain(batches: int = STEPS, made: Any = None, **options: Any) -> Module:
     module = made or Module()
     trainer(**options).fit(module, loader(batches=batches))
     return module
-
-
-def whole_weights(module: torch.nn.Module) -> dict[str, Tensor]:
-    """Name -> whole tensor on every rank."""
-    return {
-        name: p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach().clone()
-        for name, p in module.named_parameters()
-    }

@@ -12,9 +12,8 @@ from _support.integrations.lightning_programs import (
     loader,
     plain,
     trainer,
-    whole_weights,
 )
-from _support.integrations.rows import Result, Row, Run, difference
+from _support.integrations.rows import Result, Row, Run, difference, whole_weights
 
 
 def fit(module: Module, strategy: Any, layout: p3d.MeshLayout, options: dict[str, Any]) -> Run:

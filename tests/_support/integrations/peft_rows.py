@@ -11,12 +11,10 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import DTensor
 
 from _support.hf.all_double import AllDouble
-from _support.integrations.rows import STEPS, Result, Row, Run, difference
+from _support.integrations.rows import STEPS, Result, Row, Run, difference, whole
 from parallel3d import MeshLayout, build_mesh, parallelize
-from parallel3d.fsdp import gather
 
 SIZES: dict[str, Any] = {
     "hidden_size": 16,
@@ -96,12 +94,6 @@ def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
 def double(family: str) -> Any:
     """Returns a context in which transformers' models compute in float64 throughout."""
     return nullcontext() if family == "gpt2" else AllDouble()
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """Returns a copy of the whole of a tensor that may be sharded."""
-    tensor = tensor.detach()
-    return (gather(tensor).full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:

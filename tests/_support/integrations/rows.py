@@ -9,6 +9,10 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from parallel3d.fsdp import gather
 
 LIMITS = {"float64": 1e-9, "float32": 1e-4}
 """The largest difference that rounding explains, of losses and of weights after the steps."""
@@ -82,6 +86,23 @@ class Row:
     @property
     def world_size(self) -> int:
         return math.prod(self.mesh)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of the whole of a tensor that may be sharded, on every rank."""
+    tensor = tensor.detach()
+    return (gather(tensor).full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Name -> whole value of each parameter, on every rank."""
+    return {name: whole(param) for name, param in model.named_parameters()}
+
+
+def apart(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> float:
+    """The largest difference of two states of the same names."""
+    assert a.keys() == b.keys()
+    return max((a[name] - b[name]).abs().max().item() for name in a)
 
 
 def difference(run: Run, plain: Run) -> Difference:

@@ -197,11 +197,3 @@ class Training:
 
     def steps(self, count: int = STEPS, first: int = 0) -> list[float]:
         return [self.step(number) for number in range(first, first + count)]
-
-
-def whole_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Name -> whole tensor on every rank."""
-    return {
-        name: p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach().clone()
-        for name, p in model.named_parameters()
-    }

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import parallel3d as p3d
-from _support.integrations.rows import STEPS, Result, Row, Run, difference
+from _support.integrations.rows import STEPS, Result, Row, Run, difference, whole_weights
 from _support.models import SEQUENCE_PLAN, Lm, tokens
 
 VOCAB = 32
@@ -57,11 +56,6 @@ def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    return p3d.fsdp.gather(tensor).full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def train(model: nn.Module, layout: p3d.MeshLayout | None = None, steps: int = STEPS) -> Run:
     """SGD with clipping, two micro-batches a step; without ``layout`` in one process."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
@@ -84,8 +78,7 @@ def train(model: nn.Module, layout: p3d.MeshLayout | None = None, steps: int = S
             torch.distributed.all_reduce(total)
             total /= layout.world_size
         losses.append(total.item())
-    weights = {name: whole(param) for name, param in model.named_parameters()}
-    return Run(losses, weights)
+    return Run(losses, whole_weights(model))
 
 
 def parallel(

@@ -7,11 +7,11 @@ import torch
 from torch import distributed as dist
 
 import parallel3d as p3d
-from _support.integrations.rows import Result, Row, Run, difference
+from _support.integrations.rows import Result, Row, Run, difference, whole_weights
 
 
 def trained(model: Any, layout: p3d.MeshLayout, chunked: bool) -> Run:
-    from _support.integrations.titan_programs import Training, whole_weights
+    from _support.integrations.titan_programs import Training
 
     rank = layout.data_rank(dist.get_rank())
     losses = torch.tensor(Training(model, rank, layout.data_size, chunked).steps())
@@ -31,7 +31,7 @@ def run(family: str, layout: p3d.MeshLayout, sequence: bool, chunked: bool, swap
 
     with lib.titan():
         plain = lib.build(family, sequence)
-        alone = Run(lib.Training(plain, 0, 1, chunked).steps(), lib.whole_weights(plain))
+        alone = Run(lib.Training(plain, 0, 1, chunked).steps(), whole_weights(plain))
         if swap:
             with mock.patch("torchtitan.distributed.fsdp.fully_shard", p3d.fully_shard):
                 model = lib.by_titan(family, layout.sizes, sequence)

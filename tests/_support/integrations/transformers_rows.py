@@ -17,10 +17,9 @@ from _support.integrations.hf import (
     recording,
     tiny_model,
     tiny_rows,
-    whole_weights,
 )
 from _support.integrations.peft_rows import adapted, base, double
-from _support.integrations.rows import Result, Row, Run, difference
+from _support.integrations.rows import Result, Row, Run, difference, whole_weights
 
 FSDP2 = {
     "fsdp": True,

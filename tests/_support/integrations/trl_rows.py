@@ -16,9 +16,8 @@ from _support.integrations.hf import (
     tiny_model,
     tiny_texts,
     tiny_tokenizer,
-    whole_weights,
 )
-from _support.integrations.rows import Result, Row, Run, difference
+from _support.integrations.rows import Result, Row, Run, difference, whole_weights
 from _support.integrations.transformers_rows import FSDP2
 
 
