@@ -83,49 +83,24 @@ def fused_backward(
             finite.
     """
     lse = lse.contiguous()  # of the other tensors the kernels take the strides
+    if kernel == "cpu":
+        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, causal, attn_mask=_bias(mask, q), scale=scale
+        )
+    queries, keys = q.shape[2], k.shape[2]
+    none = torch.empty(0, dtype=torch.int64, device=q.device)
     if kernel == "flash":
-        none = torch.empty(0, dtype=torch.int64, device=q.device)
         return _aten._scaled_dot_product_flash_attention_backward(
-            grad,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            None,
-            None,
-            q.shape[2],
-            k.shape[2],
-            0.0,
-            causal,
-            none,
-            none,
+            *(grad, q, k, v, out, lse, None, None, queries, keys, 0.0, causal, none, none),
             scale=scale,
         )
-    if kernel == "efficient":
-        bias = _aligned_bias(mask, q, k)
-        rows = -(-q.shape[2] // 32) * 32
-        lse = F.pad(lse, (0, rows - q.shape[2]), value=float("inf"))
-        none = torch.empty(0, dtype=torch.int64, device=q.device)
-        dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
-            grad,
-            q,
-            _same_heads(k, q),
-            _same_heads(v, q),
-            bias,
-            out,
-            lse,
-            none,
-            none,
-            0.0,
-            [True, True, True, False],
-            causal,
-            scale=scale,
-        )
-        return dq, _sum_heads(dk, k), _sum_heads(dv, v)
-    return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, q, k, v, out, lse, 0.0, causal, attn_mask=_bias(mask, q), scale=scale
+    lse = F.pad(lse, (0, -queries % 32), value=float("inf"))
+    whole_k, whole_v, bias = _same_heads(k, q), _same_heads(v, q), _aligned_bias(mask, q, k)
+    needed = [True, True, True, False]
+    dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
+        *(grad, q, whole_k, whole_v, bias, out, lse, none, none, 0.0, needed, causal), scale=scale
     )
+    return dq, _sum_heads(dk, k), _sum_heads(dv, v)
 
 
 def _bias(mask: Tensor | None, q: Tensor) -> Tensor | None:
@@ -141,7 +116,7 @@ def _aligned_bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     if mask is None:
         return None
     keys = k.shape[2]
-    rows = torch.zeros((*mask.shape[:-1], -(-keys // 16) * 16), dtype=q.dtype, device=q.device)
+    rows = torch.zeros((*mask.shape[:-1], keys + -keys % 16), dtype=q.dtype, device=q.device)
     bias = rows[..., :keys].masked_fill_(~mask, float("-inf"))
     return bias.expand(q.shape[0], q.shape[1], q.shape[2], keys)
 

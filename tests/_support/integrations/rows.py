@@ -91,7 +91,11 @@ class Row:
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of the whole of a tensor that may be sharded, on every rank."""
     tensor = tensor.detach()
-    return (gather(tensor).full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+    if not isinstance(tensor, DTensor):
+        return tensor.clone()
+    if "shard" in (tensor.device_mesh.mesh_dim_names or ()):  # one of ours
+        tensor = gather(tensor)
+    return tensor.full_tensor().clone()
 
 
 def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
