@@ -1,7 +1,5 @@
 """guards.watch under NCCL: kernels that wait for a failed rank are ended, and what they leave is not used."""
 
-# ruff: noqa: SIM117 - the job outlives the watch whose error is expected
-
 import re
 import threading
 import time
@@ -17,7 +15,9 @@ from _support.guards.stand_ins import (
     Gloo,
     Group,
     Nccl,
+    failing_job,
     job,
+    monitor_of_watch,
     until,
 )
 from torch import nn
@@ -45,13 +45,12 @@ def an_optimizer() -> tuple[nn.Parameter, torch.optim.Optimizer]:
 def test_each_communicator_is_aborted_once() -> None:
     one, two, gloo = Nccl(), Nccl(), Gloo()
     groups = [Group(cpu=gloo, cuda=one), Group(cuda=two), Group(cuda=one), Group(cpu=Gloo())]
-    with job(*groups) as ranks:
-        with pytest.raises(PeerFailureError, match=NAMES_IT), ranks.watch() as watching:
-            ranks.rank_1_fails(one, two)
-            ranks.rank_1_posts(FAILED, Note("lost", 1))
-            time.sleep(2 * SECONDS)
-            assert watching.aborted is not None
-        assert (one.aborts, two.aborts, gloo.aborts, gloo.woken) == (1, 1, 0, 1)
+    with failing_job(*groups) as (ranks, _):
+        ranks.rank_1_fails(one, two)
+        ranks.rank_1_posts(FAILED, Note("lost", 1))
+        time.sleep(2 * SECONDS)
+        assert monitor_of_watch().aborted is not None
+    assert (one.aborts, two.aborts, gloo.aborts, gloo.woken) == (1, 1, 0, 1)
 
 
 @pytest.mark.parametrize("notes", [[], [Note("left", 1)], [Note("lost", 0)], [Note("roll", 1)]])
@@ -73,12 +72,11 @@ def test_nothing_is_aborted_without_a_failure(notes: list[Note]) -> None:
 def test_a_rank_that_is_lost_or_silent() -> None:
     """It has posted no error; the rank that noticed has."""
     backend = Nccl()
-    with job(Group(cuda=backend)) as ranks:
-        what = "rank 1 is lost: killed or hung; it posted no error"
-        with pytest.raises(PeerFailureError, match=what) as caught, ranks.watch() as watching:
-            watching._seen = time.monotonic()  # as ``_beat`` does for the next rank
-            backend.synchronize()
-        assert caught.value.ranks == (1,) and LOAD in str(caught.value)
+    what = "rank 1 is lost: killed or hung; it posted no error"
+    with failing_job(Group(cuda=backend), match=what) as (_, caught):
+        monitor_of_watch()._seen = time.monotonic()  # as ``_beat`` does for the next rank
+        backend.synchronize()
+    assert caught.value.ranks == (1,) and LOAD in str(caught.value)
 
 
 def test_groups_without_nccl_have_no_abort() -> None:
@@ -100,23 +98,16 @@ def test_a_group_that_is_destroyed_meanwhile_spares_none_of_the_others() -> None
         def _device_types(self, value: object) -> None: ...
 
     backend = Nccl()
-    with job(Destroyed(cuda=Nccl()), Group(cuda=backend)) as ranks:
-        with pytest.raises(PeerFailureError, match=NAMES_IT), ranks.watch():
-            ranks.rank_1_fails(backend)
+    with failing_job(Destroyed(cuda=Nccl()), Group(cuda=backend)) as (ranks, _):
+        ranks.rank_1_fails(backend)
     assert backend.aborts == 1
 
 
 def test_the_backend_inside_one_that_checks_arguments() -> None:
-    class Checking(Nccl):
-        def __init__(self, inner: Nccl) -> None:
-            super().__init__()
-            self.wrapped_pg = inner
-
-    inner = Nccl()
-    checking = Checking(inner)
-    with job(Group(cuda=checking)) as ranks:
-        with pytest.raises(PeerFailureError, match=NAMES_IT), ranks.watch():
-            ranks.rank_1_fails(inner)
+    inner, checking = Nccl(), Nccl()
+    checking.wrapped_pg = inner  # type: ignore[attr-defined]
+    with failing_job(Group(cuda=checking)) as (ranks, _):
+        ranks.rank_1_fails(inner)
     assert (inner.aborts, checking.aborts) == (1, 0)
 
 
@@ -124,30 +115,23 @@ def test_all_at_once() -> None:
     """An abort may wait for the device, and so for the kernels of the other communicators."""
     both = threading.Barrier(2, timeout=2)
     one, two = (Nccl(lambda: both.wait() and None) for _ in range(2))
-    with job(Group(cuda=one), Group(cuda=two)) as ranks:
-        with pytest.raises(PeerFailureError, match="2 NCCL communicators aborted, at step 1"):
-            with ranks.watch():
-                ranks.rank_1_fails(one, two)
+    what = "2 NCCL communicators aborted, at step 1"
+    with failing_job(Group(cuda=one), Group(cuda=two), match=what) as (ranks, _):
+        ranks.rank_1_fails(one, two)
 
 
-def test_it_is_known_before_the_first_kernel_ends() -> None:
-    """The main thread may go on at once."""
-    known = []
-    backend = Nccl(lambda: known.append(ranks_monitor[0].aborted is not None))
-    ranks_monitor: list[Any] = []
-    with job(Group(cuda=backend)) as ranks:
-        with pytest.raises(PeerFailureError, match=NAMES_IT), ranks.watch() as watching:
-            ranks_monitor.append(watching)
-            ranks.rank_1_fails(backend)
-    assert known == [True]
-
-
-def test_the_cause_is_printed_before(capfd: pytest.CaptureFixture[str]) -> None:
-    """NCCL's watchdog may end the process, or the abort hang."""
-    backend = Nccl()
-    with job(Group(cuda=backend)) as ranks, pytest.raises(PeerFailureError), ranks.watch():
+def test_it_is_known_and_its_cause_printed_before_the_first_kernel_ends(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """The main thread may go on at once; NCCL's watchdog may end the process, or the abort hang."""
+    known: list[object] = []
+    backend = Nccl(lambda: known.extend([watching[0].aborted is not None, capfd.readouterr().err]))
+    watching: list[Any] = []
+    with failing_job(Group(cuda=backend)) as (ranks, _):
+        watching.append(monitor_of_watch())
         ranks.rank_1_fails(backend)
-    assert re.search("guards.watch on rank 0 aborts 1 .*: " + NAMES_IT, capfd.readouterr().err)
+    assert known[0] is True
+    assert re.search("guards.watch on rank 0 aborts 1 .*: " + NAMES_IT, str(known[1]))
 
 
 # -- What is refused afterwards ------------------------------------------------------------------------
@@ -157,10 +141,9 @@ def test_no_optimizer_step_is_made() -> None:
     backend = Nccl()
     weight, optimizer = an_optimizer()
     before = weight.detach().clone()
-    with job(Group(cuda=backend)) as ranks:
-        with pytest.raises(PeerFailureError, match=NAMES_IT) as caught, ranks.watch():
-            ranks.rank_1_fails(backend)
-            optimizer.step()
+    with failing_job(Group(cuda=backend)) as (ranks, caught):
+        ranks.rank_1_fails(backend)
+        optimizer.step()
     assert torch.equal(weight.detach(), before) and not optimizer.state
     text = str(caught.value)
     assert NOT_MADE in text and LOAD in text and caught.value.ranks == (1,)
@@ -183,11 +166,10 @@ def test_a_step_that_was_under_way() -> None:
     backend = Nccl()
     weight, _ = an_optimizer()
     optimizer = Slow([weight], lr=0.1)
-    with job(Group(cuda=backend)) as ranks:
+    with failing_job(Group(cuda=backend)) as (ranks, caught):
         optimizer.meanwhile = lambda: ranks.rank_1_fails(backend)
-        with pytest.raises(PeerFailureError, match=NAMES_IT) as caught, ranks.watch():
-            optimizer.step()
-            pytest.fail("the step went through")
+        optimizer.step()
+        pytest.fail("the step went through")
     text = str(caught.value)
     assert "An optimizer step was made meanwhile" in text and LOAD in text
     assert "the weights may hold values of an aborted collective" in text and NOT_MADE not in text
@@ -201,13 +183,11 @@ def a_model() -> nn.Module:
 @pytest.mark.parametrize("grad", [True, False])
 def test_no_forward_is_begun(grad: bool) -> None:
     backend = Nccl()
-    with job(Group(cuda=backend)) as ranks:
+    with failing_job(Group(cuda=backend)) as (ranks, caught), torch.set_grad_enabled(grad):
         model = a_model()
-        with pytest.raises(PeerFailureError, match=NAMES_IT) as caught:
-            with ranks.watch(), torch.set_grad_enabled(grad):
-                model(torch.ones(2, 4))
-                ranks.rank_1_fails(backend)
-                model(torch.ones(2, 4))
+        model(torch.ones(2, 4))
+        ranks.rank_1_fails(backend)
+        model(torch.ones(2, 4))
     assert "This forward was not begun" in str(caught.value)
 
 
@@ -221,11 +201,10 @@ SAVES: dict[str, Any] = {
 @pytest.mark.parametrize("call", list(SAVES))
 def test_no_save_is_begun(call: str, tmp_path: Path) -> None:
     backend = Nccl()
-    with job(Group(cuda=backend)) as ranks:
+    with failing_job(Group(cuda=backend)) as (ranks, caught):
         model = a_model()
-        with pytest.raises(PeerFailureError, match=NAMES_IT) as caught, ranks.watch():
-            ranks.rank_1_fails(backend)
-            SAVES[call](tmp_path, model)
+        ranks.rank_1_fails(backend)
+        SAVES[call](tmp_path, model)
     assert f"checkpoint.{call} was not begun" in str(caught.value)
     assert list(tmp_path.iterdir()) == []
 
@@ -236,38 +215,36 @@ def test_no_save_that_was_under_way_is_finished() -> None:
 
     backend = Nccl()
     saving = Ranks(None, 0, 1, (0,), "save")
-    with job(Group(cuda=backend)) as ranks:
-        with pytest.raises(PeerFailureError, match="save was not finished"), ranks.watch():
-            saving.all(lambda: ranks.rank_1_fails(backend))
-            saving.first(lambda: pytest.fail("committed"))
-        with pytest.raises(PeerFailureError, match="save was not finished"), ranks.watch():
-            ranks.rank_1_fails()
-            assert until(lambda: backend.aborts == 2)
-            saving.all(lambda: pytest.fail("written"))
+    with failing_job(Group(cuda=backend), match="save was not finished") as (ranks, _):
+        saving.all(lambda: ranks.rank_1_fails(backend))
+        saving.first(lambda: pytest.fail("committed"))
+    with failing_job(Group(cuda=backend), match="save was not finished") as (ranks, _):
+        ranks.rank_1_fails()
+        assert until(lambda: backend.aborts == 2)
+        saving.all(lambda: pytest.fail("written"))
 
 
 # -- The end of the watch ------------------------------------------------------------------------------
 
+ENDED = "The watched part ended after it"
+
 
 def test_a_watch_that_ends_after_it() -> None:
     backend = Nccl()
-    with job(Group(cuda=backend)) as ranks:
-        with pytest.raises(PeerFailureError, match="The watched part ended after it") as caught:
-            with ranks.watch():
-                ranks.rank_1_fails(backend)
-        assert re.search(NAMES_IT, str(caught.value))
-        kinds = [note.kind for note in ranks.board().read() if note.rank == 0]
-        assert "left" not in kinds and "failed" not in kinds and kinds[-1] == "end"
+    with failing_job(Group(cuda=backend), match=ENDED) as (ranks, caught):
+        ranks.rank_1_fails(backend)
+    assert re.search(NAMES_IT, str(caught.value))
+    kinds = [note.kind for note in ranks.board().read() if note.rank == 0]
+    assert "left" not in kinds and "failed" not in kinds and kinds[-1] == "end"
 
 
 def test_an_error_that_comes_of_it_is_not_this_rank_s_own() -> None:
     backend = Nccl()
-    with job(Group(cuda=backend)) as ranks:
-        with pytest.raises(PeerFailureError, match=NAMES_IT) as caught, ranks.watch():
-            ranks.rank_1_fails(backend)
-            raise StateError("the loss is nan")
-        assert isinstance(caught.value.__cause__, StateError)
-        assert not [n for n in ranks.board().read() if n.rank == 0 and n.kind == "failed"]
+    with failing_job(Group(cuda=backend)) as (ranks, caught):
+        ranks.rank_1_fails(backend)
+        raise StateError("the loss is nan")
+    assert isinstance(caught.value.__cause__, StateError)
+    assert not [n for n in ranks.board().read() if n.rank == 0 and n.kind == "failed"]
 
 
 def test_ctrl_c_stays_what_it_is() -> None:
@@ -281,16 +258,12 @@ def test_who_swallows_the_error_is_told_again() -> None:
     backend = Nccl()
     weight, optimizer = an_optimizer()
     before = weight.detach().clone()
-    with job(Group(cuda=backend)) as ranks:
-        with (
-            pytest.raises(PeerFailureError, match="The watched part ended after it"),
-            ranks.watch(),
-        ):
-            ranks.rank_1_fails(backend)
-            for _ in range(3):
-                with pytest.raises(PeerFailureError, match=NOT_MADE):
-                    optimizer.step()
-        assert torch.equal(weight.detach(), before)
+    with failing_job(Group(cuda=backend), match=ENDED) as (ranks, _):
+        ranks.rank_1_fails(backend)
+        for _ in range(3):
+            with pytest.raises(PeerFailureError, match=NOT_MADE):
+                optimizer.step()
+    assert torch.equal(weight.detach(), before)
 
 
 def test_the_next_watch_begins_anew() -> None:
@@ -313,12 +286,11 @@ def test_the_next_watch_begins_anew() -> None:
 def test_an_abort_that_hangs_holds_up_no_exit() -> None:
     let_go = threading.Event()
     hanging, other = Nccl(lambda: let_go.wait(20) and None), Nccl()
-    with job(Group(cuda=hanging), Group(cuda=other)) as ranks:
-        start = time.monotonic()
-        with pytest.raises(PeerFailureError, match=NAMES_IT) as caught, ranks.watch():
-            ranks.rank_1_fails(other)  # the hanging one holds up nobody else's
-        assert time.monotonic() - start < 8 * SECONDS
-        let_go.set()
+    start = time.monotonic()
+    with failing_job(Group(cuda=hanging), Group(cuda=other)) as (ranks, caught):
+        ranks.rank_1_fails(other)  # the hanging one holds up nobody else's
+    assert time.monotonic() - start < 8 * SECONDS
+    let_go.set()
     assert "2 NCCL communicators aborted" in str(caught.value)
     assert "1 not ended yet" in str(caught.value)
 
@@ -326,11 +298,12 @@ def test_an_abort_that_hangs_holds_up_no_exit() -> None:
 def test_the_end_waits_for_an_abort_a_while() -> None:
     """Otherwise groups would be destroyed while they are aborted."""
     backend = Nccl(lambda: time.sleep(SECONDS / 2))
-    with job(Group(cuda=backend)) as ranks:
-        with pytest.raises(PeerFailureError), ranks.watch() as watching:
-            ranks.rank_1_posts(FAILED, Note("end", 1))  # this rank need not wait for it
-            assert until(lambda: backend.aborts)
-        assert backend.ended.is_set() and watching.aborted.wait(0)
+    with failing_job(Group(cuda=backend)) as (ranks, _):
+        watching = monitor_of_watch()
+        ranks.rank_1_posts(FAILED, Note("end", 1))  # this rank need not wait for it
+        assert until(lambda: backend.aborts)
+    assert watching.aborted is not None
+    assert backend.ended.is_set() and watching.aborted.wait(0)
 
 
 def test_an_abort_that_raises() -> None:
@@ -338,10 +311,9 @@ def test_an_abort_that_raises() -> None:
         raise RuntimeError("NCCL error: unhandled system error")
 
     failing, other = Nccl(fails), Nccl()
-    with job(Group(cuda=failing), Group(cuda=other)) as ranks:
-        with pytest.raises(PeerFailureError, match=NAMES_IT) as caught, ranks.watch():
-            ranks.rank_1_fails(other)
-            assert until(lambda: failing.aborts)
+    with failing_job(Group(cuda=failing), Group(cuda=other)) as (ranks, caught):
+        ranks.rank_1_fails(other)
+        assert until(lambda: failing.aborts)
     assert "1 raised RuntimeError: NCCL error: unhandled system error" in str(caught.value)
 
 
@@ -356,10 +328,9 @@ def test_no_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(threading.Thread, "start", starts)
     backend = Nccl()
-    with job(Group(cuda=backend)) as ranks:
-        with pytest.raises(PeerFailureError, match="can't start new thread"), ranks.watch() as it:
-            ranks.rank_1_posts()
-            assert until(lambda: it.aborted is not None)
+    with failing_job(Group(cuda=backend), match="can't start new thread") as (ranks, _):
+        ranks.rank_1_posts()
+        assert until(lambda: monitor_of_watch().aborted is not None)
     assert backend.aborts == 0
 
 

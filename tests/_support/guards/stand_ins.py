@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from parallel3d import guards
+from parallel3d import PeerFailureError, guards
 from parallel3d.guards import session
 from parallel3d.guards.board import Board, Note
 from parallel3d.testing import fake_world
@@ -91,11 +91,7 @@ class Job:
         """The real one, with its thread."""
         self._watches += 1
         with guards.watch(**{"grace": GRACE, "silence": None, **options}):
-            now = session.current_session()
-            assert now is not None
-            monitor = now.open()
-            assert monitor is not None
-            yield monitor
+            yield monitor_of_watch()
 
     def board(self) -> Board:
         """Rank 1's, of the present watch."""
@@ -118,6 +114,28 @@ class Job:
 def job(*groups: Any) -> Iterator[Job]:
     with pytest.MonkeyPatch.context() as patch, fake_world(0, 2):
         yield Job(patch, groups)
+
+
+@contextmanager
+def failing_job(
+    *groups: Any, match: str = NAMES_IT
+) -> Iterator[tuple[Job, pytest.ExceptionInfo[PeerFailureError]]]:
+    """The body is watched, and ends in a PeerFailureError; of which more can be asked after the body."""
+    with (
+        job(*groups) as ranks,
+        pytest.raises(PeerFailureError, match=match) as caught,
+        ranks.watch(),
+    ):
+        yield ranks, caught
+
+
+def monitor_of_watch() -> session.Monitor:
+    """That of the watch that is entered."""
+    now = session.current_session()
+    assert now is not None
+    monitor = now.open()
+    assert monitor is not None
+    return monitor
 
 
 def until(done: Callable[[], Any], seconds: float = 10.0) -> bool:
