@@ -348,8 +348,7 @@ def plan(
         if hybrids and layout.replicate > 1 and not workload.shard_optimizer_over_replicate:
             tried += _again(tried, limit, shard_optimizer_over_replicate=True)
         if chunks:
-            heavy = [p for p in tried if memory_groups(p)["logits, loss"] > MUCH * p.memory.needed]
-            tried += [_with(p, chunked_loss=True) for p in heavy]
+            tried += [_with(p, chunked_loss=True) for p in tried if _has_heavy_logits(p)]
         fitting = [p for p in tried if p.memory.needed <= limit and p.fits]
         candidates += fitting
         if not fitting:
@@ -366,6 +365,11 @@ def plan(
             refused.append(Refused(layout, why, least))
     candidates.sort(key=lambda p: -p.tokens_per_second_per_gpu)
     return MeshPlan(model, cluster, workload, tuple(candidates), tuple(refused))
+
+
+def _has_heavy_logits(prediction: Prediction) -> bool:
+    term = prediction.memory.terms.get("logits and loss")
+    return term is not None and term.value > MUCH * prediction.memory.needed
 
 
 def _with(prediction: Prediction, **changes: Any) -> Prediction:

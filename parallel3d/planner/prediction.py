@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from parallel3d.errors import PlanningError
@@ -66,10 +67,17 @@ class Prediction(Step):
         accumulation: micro-batches per step.
         memory: bytes by component at the peak, what must fit, an upper bound.
         time: seconds by component.
+
+    Both are computed when they are asked for: of most layouts that don't fit nobody asks how fast they are.
     """
 
-    memory: PredictedMemory
-    time: StepTime
+    @cached_property
+    def memory(self) -> PredictedMemory:
+        return memory_of(self)
+
+    @cached_property
+    def time(self) -> StepTime:
+        return step_time(self)
 
     @property
     def fits(self) -> bool:
@@ -210,9 +218,7 @@ def predict(
     micro_batch, accumulation = _batches(layout, workload)
     if layout.cp > 1:
         workload = _with_kind(model, layout, workload, micro_batch)
-    arguments = model, layout, cluster, workload, micro_batch, accumulation
-    step = Step(*arguments)
-    return Prediction(*arguments, memory_of(step), step_time(step))
+    return Prediction(model, layout, cluster, workload, micro_batch, accumulation)
 
 
 def _with_kind(model: ModelSpec, layout: MeshLayout, work: Workload, micro_batch: int) -> Workload:
