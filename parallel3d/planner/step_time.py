@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import log2, prod
@@ -91,6 +91,7 @@ class _Timing:
         self.gpu, self.accumulation = step.cluster.gpu, step.accumulation
         self.stack = step.workload.profile
         self.units, self.rate = step.model.units, memory_rate(self.gpu)
+        self.tokens = step.micro_batch * step.workload.local_tokens(step.layout.cp)
         self.hybrid = step.workload.is_hybrid(step.layout.replicate)
         # Elements of the parameters of one tp rank, before they are sharded: of each unit, of all.
         self.sizes = {id(u): local_numel(u, self.layout.tp) for u in self.units}
@@ -105,22 +106,15 @@ class _Timing:
         kernels = [kernels_of(u, self.gpu, self.work, tp, micro_batch, cp) for u in units]
         times = [self.unit_times(u, k) for u, k in zip(units, kernels, strict=True)]
         tp_total = sum(t.count * (t.tp_forward + t.tp_backward) for t in times)
-        tokens = micro_batch * self.work.local_tokens(cp)
+        waits = {name: self.stack.constant(name) for name in ("tp_exposed", "tp_wait")}
         lost = self.exposed(times)
         terms = [
             *self.compute_terms(kernels),
-            Term(
+            self.repeated(
                 "tensor parallel",
-                tp_total * self.accumulation,
-                "accumulation * tp_exposed * tp_wait * sum of the units' collectives over tp",
-                {
-                    "accumulation": self.accumulation,
-                    "tp": tp,
-                    "of a micro-batch": tp_total,
-                    "tp_exposed": self.stack.constant("tp_exposed"),
-                    "tp_wait": self.stack.constant("tp_wait"),
-                    "tokens": tokens,
-                },
+                tp_total,
+                "tp_exposed * tp_wait * sum of the units' collectives over tp",
+                {"tp": tp, "of a micro-batch": tp_total, **waits, "tokens": self.tokens},
             ),
             *self.context_terms(times, *lost),
             *self.engine_terms(*lost),
@@ -207,7 +201,7 @@ class _Timing:
         forward = kernels.forward + tp_forward + cp_forward
         backward = kernels.backward + tp_backward + cp_backward
         moved = offloaded(unit, self.gpu, work, self.layout.tp, self.layout.cp)
-        moved *= self.step.micro_batch * work.local_tokens(self.layout.cp)
+        moved *= self.tokens
         numel = self.sizes[id(unit)]
         gather = reduce = summed = again = 0.0
         if work.sharding == "fsdp" and numel:
@@ -295,53 +289,57 @@ class _Timing:
         times = [replace(t, gather=gather / count, reduce=reduce / count) for t in times]
         return Exposed(), exposed_of(times, rules, all_reduce=False)
 
+    def repeated(
+        self, name: str, seconds: float, what: str, inputs: Mapping[str, float | str | Constant]
+    ) -> Term:
+        """What each micro-batch takes."""
+        n = self.accumulation
+        return Term(name, seconds * n, f"accumulation * {what}", {"accumulation": n, **inputs})
+
+    def waited(
+        self, name: str, each: float, last: float, what: str, inputs: Mapping[str, float | Constant]
+    ) -> Term:
+        """What all micro-batches but the last take, and the last."""
+        n, formula = self.accumulation, f"(accumulation - 1) * each + last: {what}"
+        inputs = {"accumulation": n, "each": each, "last": last, **inputs}
+        return Term(name, each * (n - 1) + last, formula, inputs)
+
     def compute_terms(self, kernels: list[Kernels]) -> Iterator[Term]:
         """Kernels, recomputation, and host time beyond them."""
-        each, n = list(zip(self.units, kernels, strict=True)), self.accumulation
-
-        def term(name: str, seconds: float, what: str) -> Term:
-            inputs = {"accumulation": n, "micro-batch": seconds}
-            return Term(name, seconds * n, f"accumulation * {what}", inputs)
-
-        busy = 0.0
+        each = list(zip(self.units, kernels, strict=True))
+        host = sum(u.count * (k.forward + k.backward) for u, k in each)
+        found = {}
         for part in ("matmul", "attention", "elementwise"):
             for index, way in enumerate(("forward", "backward")):
                 seconds = sum(u.count * getattr(k, part)[index] for u, k in each)
-                busy += seconds
-                yield term(f"{part} {way}", seconds, f"sum over units of their {part} kernels")
+                found[f"{part} {way}"] = seconds, f"sum over units of their {part} kernels"
         again = sum(u.count * k.again for u, k in each)
-        host = sum(u.count * (k.forward + k.backward) for u, k in each) - again - busy
-        yield term("recompute", again, "what checkpointing and a chunked loss compute again")
-        yield term("launch", max(0.0, host), "host time beyond that of the kernels it starts")
+        found["recompute"] = again, "what checkpointing and a chunked loss compute again"
+        host = max(0.0, host - sum(seconds for seconds, _ in found.values()))
+        found["launch"] = host, "host time beyond that of the kernels it starts"
+        for name, (seconds, what) in found.items():
+            yield self.repeated(name, seconds, what, {"micro-batch": seconds})
 
     def context_terms(
         self, times: list[UnitTimes], exposed: Exposed, last: Exposed
     ) -> Iterator[Term]:
         """What attention waits for over ``cp``, and blocks for the host."""
-        accumulation, cp = self.accumulation, self.layout.cp
         waited = sum(t.count * (t.cp_forward + t.cp_backward) for t in times)
-        yield Term(
+        about = {"cp": self.layout.cp, "kind": self.work.cp_attention, "of a micro-batch": waited}
+        yield self.repeated(
             "context parallel",
-            waited * accumulation,
-            "accumulation * sum of what the units' attention waits for over cp",
-            {
-                "accumulation": accumulation,
-                "cp": cp,
-                "kind": self.work.cp_attention,
-                "of a micro-batch": waited,
-                "overlap_slowdown": constant("overlap_slowdown"),
-            },
+            waited,
+            "sum of what the units' attention waits for over cp",
+            {**about, "overlap_slowdown": constant("overlap_slowdown")},
         )
-        away = [max(t.count - 1, 0) for t in times]  # what the last block keeps stays
-        copied = sum(n * t.offload for n, t in zip(away, times, strict=True))
-        yield Term(
+        # What the last block keeps stays.
+        copied = sum(max(t.count - 1, 0) * t.offload for t in times)
+        yield self.waited(
             "exposed offload",
-            exposed.offload * (accumulation - 1) + last.offload,
-            "(accumulation - 1) * each + last: copies of blocks but the last that nothing hides",
+            exposed.offload,
+            last.offload,
+            "copies of blocks but the last that nothing hides",
             {
-                "accumulation": accumulation,
-                "each": exposed.offload,
-                "last": last.offload,
                 "copies of a micro-batch, each way": copied,
                 "host": Constant("host", self.gpu.host, "GB/s", self.gpu.source),
                 "host_efficiency": constant("host_efficiency"),
@@ -350,40 +348,24 @@ class _Timing:
 
     def engine_terms(self, exposed: Exposed, last: Exposed) -> Iterator[Term]:
         """Copies in and out of buffers, exposed communication, accumulation."""
-        n, numel, rate = self.accumulation, self.numel, self.rate
-        shard, is_fsdp = self.links["shard"].size, self.work.sharding == "fsdp"
-        add = self.stack.constant("accumulate")
+        numel, is_fsdp, rate = self.numel, self.work.sharding == "fsdp", {"memory rate": self.rate}
         copied = 0.0
         for unit in self.units if is_fsdp else ():
             gathered, reduced = self.copied(unit)
             copied += unit.count * (gathered * (1 + self.is_gathered_again(unit)) + reduced)
-        yield Term(
-            "copies",
-            copied / rate * n,
-            "accumulation * bytes / memory rate",
-            {
-                "accumulation": n,
-                "bytes": copied,
-                **{name: self.stack.constant(name) for name in ("gather_copy", "reduce_copy")},
-                "memory rate": rate,
-            },
-        )
-        slowdown = constant("overlap_slowdown")
+        moved = {name: self.stack.constant(name) for name in ("gather_copy", "reduce_copy")}
+        inputs = {"bytes": copied, **moved, **rate}
+        yield self.repeated("copies", copied / self.rate, "bytes / memory rate", inputs)
+        slowdown = {"overlap_slowdown": constant("overlap_slowdown")}
         for name, what in _EXPOSED.items():
-            each, final = getattr(exposed, name), getattr(last, name)
-            yield Term(
-                name if name == "slowdown" else f"exposed {name}",
-                each * (n - 1) + final,
-                f"(accumulation - 1) * each + last: {what}",
-                {"accumulation": n, "each": each, "last": final, "overlap_slowdown": slowdown},
-            )
-        added = (numel // shard if is_fsdp else numel) if n > 1 else 0
-        yield Term(
-            "accumulate",
-            add.value * added * n / rate,
-            "accumulation * accumulate * gradients / memory rate",
-            {"accumulation": n, "gradients": added, "accumulate": add, "memory rate": rate},
-        )
+            both = getattr(exposed, name), getattr(last, name)
+            title = name if name == "slowdown" else f"exposed {name}"
+            yield self.waited(title, *both, what, slowdown)
+        shard, add = self.links["shard"].size, self.stack.constant("accumulate")
+        added = (numel // shard if is_fsdp else numel) if self.accumulation > 1 else 0
+        seconds, inputs = add.value * added / self.rate, {"gradients": added, "accumulate": add}
+        what = "accumulate * gradients / memory rate"
+        yield self.repeated("accumulate", seconds, what, inputs | rate)
 
     def optimizer(self) -> Term:
         """Parameters, gradients and state are read, parameters and state written."""
