@@ -266,7 +266,6 @@ def _placed(size: int, stride: int, cluster: Cluster) -> AxisLink:
     return AxisLink(size, size if per_domain % size == 0 else gcd(size, per_domain))
 
 
-@lru_cache(maxsize=65536)
 def collective_time(kind: str, nbytes: float, link: AxisLink, cluster: Cluster) -> float:
     """Seconds of one collective.
 
@@ -280,21 +279,60 @@ def collective_time(kind: str, nbytes: float, link: AxisLink, cluster: Cluster) 
         nbytes: bytes of the whole tensor: what is gathered, scattered or reduced; of "all_to_all" and "send":
             what one rank has.
     """
-    if link.size == 1 or not nbytes:
-        return 0.0
+    return 0.0 if link.size == 1 or not nbytes else _collective(kind, nbytes, link, cluster)[0]
+
+
+def describe_collective(
+    kind: str, nbytes: float, link: AxisLink, cluster: Cluster
+) -> tuple[str, dict[str, Constant]]:
+    """The formula that ``collective_time`` uses, and its constants."""
+    _, formula, constants = _collective(kind, nbytes, link, cluster)
+    each = (Constant(*one) for one in constants)
+    return formula, {constant.name: constant for constant in each}
+
+
+@lru_cache(maxsize=65536)
+def _collective(
+    kind: str, nbytes: float, link: AxisLink, cluster: Cluster
+) -> tuple[float, str, tuple[tuple[str, float, str, str], ...]]:
+    """(seconds, formula, fields of its constants)."""
+    source, flat = cluster.gpu.source, "latency + bytes / rate"
     if kind in _PEER:
         latency, rate = _peer(kind, link, cluster)
-        return latency + nbytes / rate
+        why = "in a node as an all-gather's; across: the rank's own network card"
+        given = (
+            ("latency", latency * 1e6, "us", why),
+            ("rate", rate / 1e9, "GB/s", f"{why}; {source}"),
+        )
+        return latency + nbytes / rate, flat, given
     if link.nodes == 1:
         start, bandwidth, ramp = _constants(kind, link.size, cluster)
-        return start + (nbytes + ramp * (1 - exp(-nbytes / ramp))) / bandwidth
+        is_measured = cluster.gpu.collectives.get(kind)
+        where = f"{'fit of measured NCCL times' if is_measured else '0.8 of the links'}; {source}"
+        sizes = (start * 1e6, "us"), (bandwidth / 1e9, "GB/s"), (ramp / 1e6, "MB")
+        named = zip(("start", "bandwidth", "ramp"), sizes, strict=True)
+        seconds = start + (nbytes + ramp * (1 - exp(-nbytes / ramp))) / bandwidth
+        formula = "start + (bytes + ramp (1 - exp(-bytes / ramp))) / bandwidth"
+        return seconds, formula, tuple((name, *size, where) for name, size in named)
     latency, rate = _ring(nbytes, link, cluster)
+    constants = (
+        ("latency", latency * 1e6, "us", _LATENCY),
+        ("rate", rate / 1e9, "GB/s", _RATE),
+        ("nic", cluster.nic, "GB/s", source if cluster.nic == cluster.gpu.nic else "as given"),
+    )
     passes = _PASSES[kind]
     ring = latency * passes + nbytes * passes / rate
     if kind != "all_reduce":
-        return ring
+        return ring, flat, constants
     tree = 35e-6 * log2(link.nodes) + 17e-6 + nbytes * passes / (0.6 * rate)
-    return min(ring, tree)
+    formula = f"min(2 ({flat}), 17 us + 35 us log2(nodes) + 2 bytes / (0.6 rate))"
+    return min(ring, tree), formula, constants
+
+
+_LATENCY = "nodes (11 + 3.3 ranks of a node) us, fitted to NCCL 2.27's tuning numbers, mean 6 %"
+_RATE = (
+    "ranks of a node * 0.96 nic * n / (n - 1), at most a node's own; * 0.68, 0.79 or 0.87 by size"
+)
 
 
 @lru_cache(maxsize=4096)
@@ -343,42 +381,3 @@ def _ring(nbytes: float, link: AxisLink, cluster: Cluster) -> tuple[float, float
         rate = min(rate, _constants("all_gather", link.per_node, cluster)[1])
     part = next(part for most, part in _RAMP if nbytes / n * link.nodes <= most)
     return link.nodes * (11e-6 + 3.3e-6 * link.per_node), rate * part
-
-
-def describe_collective(
-    kind: str, nbytes: float, link: AxisLink, cluster: Cluster
-) -> tuple[str, dict[str, Constant]]:
-    """The formula that ``collective_time`` uses, and its constants."""
-    source = cluster.gpu.source
-    if kind in _PEER:
-        latency, rate = _peer(kind, link, cluster)
-        why = "in a node as an all-gather's; across: the rank's own network card"
-        given = [
-            Constant("latency", latency * 1e6, "us", why),
-            Constant("rate", rate / 1e9, "GB/s", f"{why}; {source}"),
-        ]
-        return "latency + bytes / rate", {each.name: each for each in given}
-    if link.nodes == 1:
-        start, bandwidth, ramp = _constants(kind, link.size, cluster)
-        is_measured = cluster.gpu.collectives.get(kind)
-        where = f"{'fit of measured NCCL times' if is_measured else '0.8 of the links'}; {source}"
-        constants = [
-            Constant("start", start * 1e6, "us", where),
-            Constant("bandwidth", bandwidth / 1e9, "GB/s", where),
-            Constant("ramp", ramp / 1e6, "MB", where),
-        ]
-        formula = "start + (bytes + ramp (1 - exp(-bytes / ramp))) / bandwidth"
-    else:
-        latency, rate = _ring(nbytes, link, cluster)
-        why = "nodes (11 + 3.3 ranks of a node) us, fitted to NCCL 2.27's tuning numbers, mean 6 %"
-        how = "ranks of a node * 0.96 nic * n / (n - 1), at most a node's own; * 0.68, 0.79 or 0.87 by size"
-        nic = source if cluster.nic == cluster.gpu.nic else "as given"
-        constants = [
-            Constant("latency", latency * 1e6, "us", why),
-            Constant("rate", rate / 1e9, "GB/s", how),
-            Constant("nic", cluster.nic, "GB/s", nic),
-        ]
-        ring = "latency + bytes / rate"
-        tree = "17 us + 35 us log2(nodes) + 2 bytes / (0.6 rate)"
-        formula = f"min(2 ({ring}), {tree})" if kind == "all_reduce" else ring
-    return formula, {each.name: each for each in constants}
