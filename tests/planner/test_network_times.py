@@ -23,6 +23,12 @@ H100 = Cluster.of("h100", 32)
         ((1, 256, 1), "shard", 256, 8),
         ((16, 8, 2), "shard", 8, 4),
         ((128, 1, 2), "replicate", 128, 4),
+        # Groups that straddle nodes: the worst one counts.
+        ((4, 6, 1), "shard", 6, 2),
+        ((8, 3, 1), "shard", 3, 1),
+        ((4, 10, 1), "shard", 10, 2),
+        ((3, 8, 1), "shard", 8, 8),
+        ((6, 4, 1), "shard", 4, 4),
     ],
 )
 def test_where_the_ranks_of_an_axis_are(layout, axis: str, size: int, per_node: int) -> None:

@@ -24,7 +24,6 @@ from parallel3d.planner.cluster import (
     describe_collective,
     gpu,
     gpus,
-    link_of,
 )
 from parallel3d.planner.prediction import unit_terms
 
@@ -33,79 +32,79 @@ WORK = Workload(seq_len=4096, micro_batch=1)
 H100 = Cluster.of("h100", 3)
 
 
-class TestStraddling:
-    @pytest.mark.parametrize(
-        ("layout", "nodes", "per_node"),
-        [
-            ((4, 6, 1), 3, 2),
-            ((8, 3, 1), 3, 1),
-            ((4, 10, 1), 5, 2),
-            ((3, 8, 1), 3, 8),
-            ((6, 4, 1), 3, 4),
-        ],
-    )
-    def test_the_worst_group_counts(self, layout, nodes: int, per_node: int) -> None:
-        assert link_of(MeshLayout(*layout), "shard", Cluster.of("h100", nodes)).per_node == per_node
-
-    def test_groups_that_end_with_nodes_are_faster(self) -> None:
-        astride = predict(LLAMA, MeshLayout(4, 6, 1), H100, WORK)
-        within = predict(LLAMA, MeshLayout(4, 6, 1), Cluster.of("h100", 4, gpus_per_node=6), WORK)
-        assert astride.tokens_per_second_per_gpu < within.tokens_per_second_per_gpu
+def test_groups_that_end_with_nodes_are_faster() -> None:
+    astride = predict(LLAMA, MeshLayout(4, 6, 1), H100, WORK)
+    within = predict(LLAMA, MeshLayout(4, 6, 1), Cluster.of("h100", 4, gpus_per_node=6), WORK)
+    assert astride.tokens_per_second_per_gpu < within.tokens_per_second_per_gpu
 
 
-class TestArguments:
-    def test_zero1_over_shard(self) -> None:
-        work = dataclasses.replace(WORK, sharding="zero1")
-        with pytest.raises(
-            PlanningError, match=r"zero1 shards nothing over shard, .* give replicate 8"
-        ):
-            predict(LLAMA, MeshLayout(1, 8, 1), Cluster.of("h100"), work)
+ONE = Cluster.of("h100")
+ZERO1 = dataclasses.replace(WORK, sharding="zero1")
+SIZES = {"layers": 2, "hidden": 64, "ffn": 128, "vocab": 100}
+MISTAKES = [
+    (
+        lambda: predict(LLAMA, MeshLayout(1, 8, 1), ONE, ZERO1),
+        "zero1 shards nothing over shard, .* give replicate 8",
+    ),
+    (lambda: predict(LLAMA, (1, 8, 1), ONE, WORK), "it must be a MeshLayout"),
+    (
+        lambda: predict(LLAMA, MeshLayout(1, 24, 1), H100, Workload(2048, 3, 100)),
+        "global_batch is 100; it must be a multiple of .*72: 72 or 144",
+    ),
+    *(
+        (lambda nic=nic: Cluster.of("h100", 2, nic=nic), "nic is")
+        for nic in (-1, 0, nan, float("inf"), "50")
+    ),
+    *((lambda nodes=nodes: Cluster.of("h100", nodes), "nodes is") for nodes in (0, 1.5, True, "2")),
+    (
+        lambda: Cluster(gpu="h100-80gb-sxm", nodes=2),
+        r"Cluster.of\('h100-80gb-sxm', nodes=2\)",
+    ),
+    (lambda: gpu(None), "the GPU is None"),
+    (lambda: Workload(2048, compile="false"), "compile is 'false'; it must be True or False"),
+    (lambda: Workload(0), "seq_len is 0; it must be an int, 1 or more"),
+    (lambda: Workload(2048, micro_batch=1.5), r"micro_batch is 1\.5"),
+    (lambda: Workload(2048, optimizer="lion9"), "optimizer is 'lion9'; it must be one of adamw"),
+    (
+        lambda: Workload(2048, checkpointing="some"),
+        "checkpointing is 'some'; it must be one of none, selective, offload, full",
+    ),
+    (
+        lambda: plan(LLAMA, ONE, WORK, checkpointing="offlaod"),
+        "must be one of none, selective, offload, full",
+    ),
+    (
+        lambda: plan(LLAMA, ONE, Workload(2048)),
+        "micro_batch and global_batch are both None",
+    ),
+    (lambda: plan(LLAMA, ONE, WORK, memory_limit_gib=nan), "memory_limit_gib is nan"),
+    (lambda: plan(LLAMA, ONE, WORK, replicate=2.5), r"replicate is 2\.5"),
+    (lambda: plan(LLAMA, ONE, WORK, tp=3), "no replicate x shard x tp of the sizes"),
+    *((lambda n=n: spec_from_shapes(heads=n, **SIZES), "heads is") for n in (0, "4")),
+    (
+        lambda: spec_from_shapes(heads=4, **{**SIZES, "hidden": 65}),
+        "heads is 4; it must divide hidden, 65",
+    ),
+]
 
-    def test_layouts(self) -> None:
-        with pytest.raises(PlanningError, match="it must be a MeshLayout"):
-            predict(LLAMA, (1, 8, 1), Cluster.of("h100"), WORK)  # type: ignore[arg-type]
 
-    @pytest.mark.parametrize("nic", [-1, 0, nan, float("inf"), "50"])
-    def test_nic(self, nic) -> None:
-        with pytest.raises(PlanningError, match="nic is"):
-            Cluster.of("h100", 2, nic=nic)
+def test_mistakes_are_said() -> None:
+    for call, said in MISTAKES:
+        with pytest.raises(PlanningError, match=said):
+            call()
 
-    @pytest.mark.parametrize("nodes", [0, 1.5, True, "2"])
-    def test_nodes(self, nodes) -> None:
-        with pytest.raises(PlanningError, match="nodes is"):
-            Cluster.of("h100", nodes)
 
-    def test_gpu(self) -> None:
-        with pytest.raises(PlanningError, match="the GPU is None"):
-            gpu(None)  # type: ignore[arg-type]
+@pytest.mark.parametrize("reshard", [False, ()], ids=str)
+def test_one_kind_and_one_setting_may_be_given_alone(reshard) -> None:
+    assert plan(LLAMA, ONE, WORK, checkpointing="full", reshard_after_forward=reshard).candidates
 
-    def test_flags(self) -> None:
-        with pytest.raises(PlanningError, match="compile is 'false'; it must be True or False"):
-            Workload(seq_len=2048, compile="false")  # type: ignore[arg-type]
 
-    def test_of_plan(self) -> None:
-        one = Cluster.of("h100")
-        assert plan(LLAMA, one, WORK, checkpointing="full", reshard_after_forward=False).candidates
-        assert plan(LLAMA, one, WORK, checkpointing="full", reshard_after_forward=()).candidates
-        with pytest.raises(PlanningError, match="memory_limit_gib is nan"):
-            plan(LLAMA, one, WORK, memory_limit_gib=nan)
-        with pytest.raises(PlanningError, match=r"replicate is 2\.5"):
-            plan(LLAMA, one, WORK, replicate=2.5)  # type: ignore[arg-type]
-
-    def test_shapes(self) -> None:
-        sizes = {"layers": 2, "hidden": 64, "ffn": 128, "vocab": 100}
-        for heads in (0, "4"):
-            with pytest.raises(PlanningError, match="heads is"):
-                spec_from_shapes(heads=heads, **sizes)
-        with pytest.raises(PlanningError, match="heads is 4; it must divide hidden, 65"):
-            spec_from_shapes(heads=4, **{**sizes, "hidden": 65})
-
-    def test_modules_whose_input_is_unknown(self) -> None:
-        layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
-        with torch.device("meta"):
-            model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        with pytest.raises(PlanningError, match="give example="):
-            spec_from_module(model, tp_plan=None)
+def test_modules_whose_input_is_unknown() -> None:
+    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+    with torch.device("meta"):
+        model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    with pytest.raises(PlanningError, match="give example="):
+        spec_from_module(model, tp_plan=None)
 
 
 class TestNumbers:
@@ -131,13 +130,13 @@ class TestNumbers:
             name = "attention forward"
             assert whole.time.terms[name].value > 2.2 * half.time.terms[name].value
 
-    @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
-    @pytest.mark.parametrize("link", [AxisLink(64, 8), AxisLink(6, 2), AxisLink(8, 8)])
-    def test_collectives_can_be_followed(self, kind: str, link: AxisLink) -> None:
-        cluster = Cluster.of("h100", 8)
+    @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_to_all", "send"])
+    @pytest.mark.parametrize("sizes", [(64, 8), (6, 2), (8, 8), (4, 1)], ids=str)
+    def test_collectives_can_be_followed(self, kind: str, sizes: tuple[int, int]) -> None:
+        link, cluster = AxisLink(*sizes), Cluster.of("h100", 8)
         _, inputs = describe_collective(kind, 2**28, link, cluster)
         value = {name: each.value for name, each in inputs.items()}
-        if link.nodes > 1:
+        if "latency" in value:
             seconds = value["latency"] * 1e-6 + 2**28 / (value["rate"] * 1e9)
         else:
             ramp = value["ramp"] * 1e6

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from parallel3d.errors import PlanningError
 from parallel3d.mesh import MeshLayout
 from parallel3d.planner import CHECKPOINTING, Cluster, Workload, plan, predict, spec_from_shapes
 from parallel3d.planner.cluster import collective_time, link_of
@@ -166,10 +165,6 @@ class TestPlan:
         other = at("selective_op")
         kinds = [p.workload.checkpointing for p in found.recomputation(other)]
         assert kinds == [*OWN, "selective_op"]
-
-    def test_an_unknown_kind(self) -> None:
-        with pytest.raises(PlanningError, match="must be one of none, selective, offload, full"):
-            plan(LLAMA, H100, WORK, checkpointing="offlaod")
 
 
 class TestChunkedLoss:
