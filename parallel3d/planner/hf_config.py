@@ -12,8 +12,7 @@ from typing import Any
 
 from parallel3d.errors import PlanningError
 from parallel3d.planner.arguments import check_size, nearest, own_data
-from parallel3d.planner.decoder import GATED, Decoder, spec_from_shapes
-from parallel3d.planner.experts import ExpertsSpec
+from parallel3d.planner.decoder import GATED, Decoder, ExpertsSpec, spec_from_shapes
 from parallel3d.planner.model_spec import ModelSpec
 
 # What families call the same size.
