@@ -102,7 +102,12 @@ def pick_by_rank(values: Sequence[int], rank: int) -> int:
 
 
 def cut_sections(
-    dim: int, sections: tuple[int, ...], ranks: int, multiple_of: tuple[int, ...] | int = 1
+    dim: int,
+    sections: tuple[int, ...],
+    ranks: int,
+    multiple_of: tuple[int, ...] | int = 1,
+    *,
+    chunked: bool = False,
 ) -> Packing:
     """Returns the packing that splits each section of ``dim`` evenly over ``ranks``, between whole groups.
 
@@ -110,6 +115,7 @@ def cut_sections(
         sections: number of rows of each section; (F, F) for gate and up.
         multiple_of: number of rows of a group that is never split (a head), for each section or for all. The
             first ranks get one group more where the groups don't divide evenly.
+        chunked: whether the groups are shared as ``torch.chunk`` does: the last ranks get fewer, or none.
     """
     groups = multiple_of if isinstance(multiple_of, tuple) else (multiple_of,) * len(sections)
     starts = [0, *accumulate(sections)]
@@ -117,9 +123,13 @@ def cut_sections(
     for rank in range(ranks):
         intervals: list[Interval] = []
         for start, size, group in zip(starts, sections, groups, strict=False):
-            count, rest = divmod(size // group, ranks)
-            first = start + (rank * count + min(rank, rest)) * group
-            number = (count + (rank < rest)) * group
+            total = size // group
+            count, rest = divmod(total, ranks)
+            begin, end = (
+                min(r * -(-total // ranks), total) if chunked else r * count + min(r, rest)
+                for r in (rank, rank + 1)
+            )
+            first, number = start + begin * group, (end - begin) * group
             if number and intervals and sum(intervals[-1]) == first:  # neighbours are joined
                 intervals[-1] = (intervals[-1][0], intervals[-1][1] + number)
             elif number:

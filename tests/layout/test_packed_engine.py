@@ -261,25 +261,39 @@ def test_torchs_clip(make) -> None:
         lies_as(name, param.grad, plain[name].grad)
 
 
+PLAIN = [
+    *((even_lm, sizes) for sizes in ((1, 1, 2), (2, 1, 2), (1, 4, 2))),
+    *((uneven_lm, sizes) for sizes in ((1, 2, 2), (1, 1, 4), (1, 2, 4))),
+]
+MORE_PLAIN = [
+    *((even_lm, sizes) for sizes in ((1, 2, 4), (2, 2, 2), (1, 3, 2))),
+    *((uneven_lm, s) for s in ((1, 2, 3), (2, 1, 4), (2, 2, 2), (1, 4, 4), (1, 3, 4))),
+]
+WITH_OPTIONS = [
+    (even_lm, (2, 2, 2), {"micro_batches": 2}),
+    (uneven_lm, (2, 1, 4), {"micro_batches": 2, "defer": "sync"}),
+    (even_lm, (2, 2, 2), {"shard_optimizer_over_replicate": True}),
+]
+MORE_WITH_OPTIONS = [
+    (even_lm, (1, 2, 2), {"micro_batches": 2, "defer": "sync"}),
+    (uneven_lm, (2, 1, 4), {"shard_optimizer_over_replicate": True}),
+    (uneven_lm, (1, 2, 2), {"reshard_after_forward": False}),
+]
+
+
 @pytest.mark.parametrize(
     ("build", "sizes", "options"),
     [
-        (even_lm, (2, 2, 2), {"micro_batches": 2}),
-        (uneven_lm, (2, 1, 4), {"micro_batches": 2, "defer": "sync"}),
-        (even_lm, (2, 2, 2), {"shard_optimizer_over_replicate": True}),
-        *(
-            pytest.param(*case, marks=pytest.mark.full)
-            for case in (
-                (even_lm, (1, 2, 2), {"micro_batches": 2, "defer": "sync"}),
-                (uneven_lm, (2, 1, 4), {"shard_optimizer_over_replicate": True}),
-                (uneven_lm, (1, 2, 2), {"reshard_after_forward": False}),
-            )
-        ),
+        *((*case, {}) for case in PLAIN),
+        *WITH_OPTIONS,
+        *(pytest.param(*case, {}, marks=pytest.mark.full) for case in MORE_PLAIN),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in MORE_WITH_OPTIONS),
     ],
     ids=shown,
 )
-def test_other_ways_to_train(build, sizes, options) -> None:
-    layout, plan = MeshLayout(*sizes), packed_plan(build())
+def test_parity(build, sizes, options) -> None:
+    layout = MeshLayout(*sizes).resolve(sizes[0] * sizes[1] * sizes[2])
+    plan = packed_plan(build())
     assert_parity(build, packed_tokens, layout, tp_plan=plan, steps=2, fp32=False, **options)
 
 

@@ -69,68 +69,34 @@ def test_reduce_sums_and_passes_the_gradient(tp):
 
 
 @pytest.mark.parametrize(("tp", "size", "dim"), CASES)
-def test_gather_keeps_its_chunk_of_the_gradient(tp, size, dim):
-    x, w = sample(*shape_with(size, dim)), sample(*shape_with(size, dim), seed=1)
-    check(
-        tp,
-        lambda part, axis: gather_from_tp(part, dim, size, axis),
-        chunks(x, dim, tp),
-        [w] * tp,
-        [x] * tp,
-        chunks(w, dim, tp),
-    )
-
-
-@pytest.mark.parametrize("gather", [gather_from_tp, gather_sequence])
-@pytest.mark.parametrize(("tp", "size", "dim"), CASES)
-def test_what_is_gathered_can_be_viewed(gather, tp, size, dim):
-    x = sample(*shape_with(size, dim))
-    with local_world(tp) as world:
-        part = world.map(lambda r: chunks(x, dim, tp)[r])
-        whole = gather(part, dim, size, TpAxis(tp_mesh(tp)["tp"]))
-        assert all(t.is_contiguous() for t in world.per_rank(whole))
-
-
-@pytest.mark.parametrize("op", [split_to_tp, scatter_sequence])
-@pytest.mark.parametrize(("tp", "size", "dim"), CASES)
-def test_split_joins_the_gradient(op, tp, size, dim):
-    x, w = sample(*shape_with(size, dim)), sample(*shape_with(size, dim), seed=1)
-    check(
-        tp,
-        lambda whole, axis: op(whole, dim, axis),
-        [x] * tp,
-        chunks(w, dim, tp),
-        chunks(x, dim, tp),
-        [w] * tp,
-    )
-
-
-@pytest.mark.parametrize(("tp", "size", "dim"), CASES)
-def test_gather_sequence_reduce_scatters_the_gradient(tp, size, dim):
-    x = sample(*shape_with(size, dim))
-    ws = [sample(*shape_with(size, dim), seed=r + 1) for r in range(tp)]
-    check(
-        tp,
-        lambda part, axis: gather_sequence(part, dim, size, axis),
-        chunks(x, dim, tp),
-        ws,
-        [x] * tp,
-        chunks(sum(ws), dim, tp),
-    )
-
-
-@pytest.mark.parametrize(("tp", "size", "dim"), CASES)
-def test_reduce_scatter_sequence_joins_the_gradient(tp, size, dim):
+def test_what_cuts_and_joins(tp, size, dim):
     xs = [sample(*shape_with(size, dim), seed=r + 1) for r in range(tp)]
-    w = sample(*shape_with(size, dim))
-    check(
-        tp,
-        lambda x, axis: reduce_scatter_sequence(x, dim, axis),
-        xs,
-        chunks(w, dim, tp),
-        chunks(sum(xs), dim, tp),
-        [w] * tp,
-    )
+    ws = [sample(*shape_with(size, dim), seed=r + 9) for r in range(tp)]
+    (x, *_), (w, *_) = xs, ws
+
+    def cut(whole: torch.Tensor) -> list[torch.Tensor]:
+        return chunks(whole, dim, tp)
+
+    def split(whole: torch.Tensor, axis: TpAxis) -> torch.Tensor:
+        return split_to_tp(whole, dim, axis)
+
+    def gather(part: torch.Tensor, axis: TpAxis) -> torch.Tensor:
+        return gather_from_tp(part, dim, size, axis)
+
+    def gather_copies(part: torch.Tensor, axis: TpAxis) -> torch.Tensor:
+        return gather_sequence(part, dim, size, axis)
+
+    def reduce_scatter(whole: torch.Tensor, axis: TpAxis) -> torch.Tensor:
+        return reduce_scatter_sequence(whole, dim, axis)
+
+    check(tp, split, [x] * tp, cut(w), cut(x), [w] * tp)
+    check(tp, gather, cut(x), [w] * tp, [x] * tp, cut(w))
+    check(tp, gather_copies, cut(x), ws, [x] * tp, cut(sum(ws)))
+    check(tp, reduce_scatter, xs, cut(w), cut(sum(xs)), [w] * tp)
+    with local_world(tp) as world:  # what is gathered can be viewed
+        axis, part = TpAxis(tp_mesh(tp)["tp"]), world.map(lambda r: cut(x)[r])
+        for whole in (gather(part, axis), gather_copies(part, axis)):
+            assert all(t.is_contiguous() for t in world.per_rank(whole))
 
 
 def test_second_derivatives():
@@ -150,6 +116,7 @@ def test_second_derivatives():
 
 
 def test_an_axis_of_one_rank_costs_nothing():
+    assert scatter_sequence is split_to_tp
     with fake_world(0, 1):
         axis = TpAxis(tp_mesh(1)["tp"])
         x = torch.randn(3, 4, requires_grad=True)
@@ -159,7 +126,6 @@ def test_an_axis_of_one_rank_costs_nothing():
             gather_from_tp(x, -1, 4, axis),
             split_to_tp(x, -1, axis),
             gather_sequence(x, 1, 4, axis),
-            scatter_sequence(x, 1, axis),
             reduce_scatter_sequence(x, 1, axis),
         ):
             assert y is x

@@ -1,5 +1,8 @@
 """Inputs and dtypes with which "auto" runs a model of which nothing is known."""
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 from _support.tp.derive_models import Mlp, Vit
@@ -44,29 +47,23 @@ def test_a_model_is_run_in_its_own_dtypes(dtypes: tuple[torch.dtype, torch.dtype
     split_mlp(Rotated(*dtypes))
 
 
-def test_guessed_features_have_the_models_dtype() -> None:
-    class Insists(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mlp = Mlp("activation").bfloat16()
-
-        def forward(self, x: Tensor) -> Tensor:
-            assert x.dtype == torch.bfloat16, "another dtype"
-            return self.mlp(x)
-
-    split_mlp(Insists())
+class OfOneDtype(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Mlp("activation").bfloat16()
 
 
-def test_a_model_that_runs_in_float32_only_is_run_in_it() -> None:
-    class Mixes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mlp = Mlp("activation").bfloat16()
+class Insists(OfOneDtype):
+    """On features of the model's dtype."""
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.mlp(torch.addmm(torch.ones(16), x, torch.eye(16)))
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.dtype == torch.bfloat16, "another dtype"
+        return self.mlp(x)
 
-    split_mlp(Mixes())
+
+class InFloat32Only(OfOneDtype):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(torch.addmm(torch.ones(16), x, torch.eye(16)))
 
 
 class OwnLookup(nn.Embedding):
@@ -98,21 +95,13 @@ class Lm(nn.Module):
         return self.mlp(self.tokens(ids))
 
 
-@pytest.mark.parametrize("table", [OwnLookup, Table, Indexed])
-def test_token_ids_are_guessed_from_an_own_embedding(table: type[nn.Module]) -> None:
-    split_mlp(Lm(table))
+class OfTheModel(Table):
+    def __init__(self) -> None:
+        super().__init__(11, 16)
+        self.mlp = Mlp("activation")
 
-
-def test_token_ids_are_guessed_from_a_table_of_the_model() -> None:
-    class OfTheModel(Table):
-        def __init__(self) -> None:
-            super().__init__(11, 16)
-            self.mlp = Mlp("activation")
-
-        def forward(self, ids: Tensor) -> Tensor:
-            return self.mlp(super().forward(ids))
-
-    split_mlp(OfTheModel())
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.mlp(super().forward(ids))
 
 
 class Standardized(nn.Conv2d):
@@ -134,17 +123,20 @@ class Pooled(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "conv",
+    "make",
     [
-        nn.Conv2d(1, 16, 3, padding=1),
-        Standardized(3, 16, 4, stride=4),
-        nn.Conv1d(80, 16, 3, stride=2),
-        nn.Conv3d(3, 16, (2, 4, 4), stride=(2, 4, 4)),
+        Insists,
+        InFloat32Only,
+        *(partial(Lm, table) for table in (OwnLookup, Table, Indexed)),
+        OfTheModel,
+        lambda: Pooled(nn.Conv2d(1, 16, 3, padding=1)),
+        lambda: Pooled(Standardized(3, 16, 4, stride=4)),
+        lambda: Pooled(nn.Conv1d(80, 16, 3, stride=2)),
+        lambda: Pooled(nn.Conv3d(3, 16, (2, 4, 4), stride=(2, 4, 4))),
     ],
-    ids=lambda conv: type(conv).__name__,
 )
-def test_images_sound_and_video_are_guessed(conv: nn.Module) -> None:
-    split_mlp(Pooled(conv))
+def test_inputs_are_guessed(make: Callable[[], nn.Module]) -> None:
+    split_mlp(make())
 
 
 def test_the_side_of_an_image_fits_the_positions() -> None:

@@ -185,20 +185,40 @@ def test_fewer_heads_than_ranks_leave_the_layer_whole(kind):
         assert style != Replicated("partial"), name
 
 
-def test_fused_projections_of_too_few_key_and_value_heads_leave_the_layer_whole():
-    # What query heads of two ranks attend to can't be both's part of one weight.
-    model = Sections(4, 1)
-    resolved = resolve_plan(model, model.plan, 2)
-    assert any("4 heads (1 of keys and values) are too few for 2" in n for n in resolved.notes)
+def _with_table_of_heads() -> nn.Module:
+    model = CountsByShape(4, 2)
+    model.k_norm = nn.RMSNorm((2, SIZE))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "plan", "tp", "said"),
+    [
+        # What query heads of two ranks attend to can't be both's part of one weight.
+        (lambda: Sections(4, 1), None, 2, "4 heads (1 of keys and values) are too few for 2"),
+        (
+            lambda: CountsByConfig(4, 4),
+            SPLIT,
+            2,
+            "its forward reads self.config.n_heads, which all",
+        ),
+        # A rank's heads of keys would meet another head's row of the weight.
+        (
+            _with_table_of_heads,
+            {**SPLIT, "k_norm": "local_params", "k_norm.weight": "colwise"},
+            4,
+            "a parameter of (2, 4) has no part for each head",
+        ),
+    ],
+)
+def test_what_leaves_the_layer_whole(make, plan, tp, said):
+    model = make()
+    resolved = resolve_plan(model, plan or model.plan, tp)
+    (note,) = resolved.notes
+    assert "every rank computes the whole layer" in note and said in note
     assert all(
         getattr(style, "output", "replicate") == "replicate" for style in styles(resolved).values()
     )
-
-
-def test_numbers_of_a_shared_config_leave_the_layer_whole():
-    resolved = resolve_plan(CountsByConfig(4, 4), SPLIT, 2)
-    (note,) = resolved.notes
-    assert "its forward reads self.config.n_heads, which all layers share" in note
 
 
 def test_an_unknown_layer_is_left_whole_only_where_it_does_not_divide():
@@ -270,15 +290,6 @@ def test_sizes_that_a_plan_names_become_each_ranks():
     resolved = resolve_plan(CountsByAttribute(6, 6), plan, 4)
     values = {a.name: a.values for a in resolved.attributes}
     assert values["n_heads"] == (2, 2, 1, 1) and values["q_width"] == (8, 8, 4, 4)
-
-
-def test_parameters_that_cannot_be_cut_between_heads_leave_the_layer_whole():
-    # A rank's heads of keys would meet another head's row of the weight.
-    model = CountsByShape(4, 2)
-    model.k_norm = nn.RMSNorm((2, SIZE))
-    plan = {**SPLIT, "k_norm": "local_params", "k_norm.weight": "colwise"}
-    (note,) = resolve_plan(model, plan, 4).notes
-    assert "a parameter of (2, 4) has no part for each head" in note
 
 
 def test_a_layer_that_cannot_even_be_whole_is_refused():

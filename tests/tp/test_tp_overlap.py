@@ -5,8 +5,8 @@ import weakref
 
 import pytest
 import torch
-from _support.tp.shared_input import LAYOUTS, Gated, plan, use_local
-from _support.tp.tp_world import check_parity, tp_mesh
+from _support.tp.shared_input import LAYOUTS, Gated, check_equal, plan, use_local, with_length
+from _support.tp.tp_world import tp_mesh
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -20,18 +20,10 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(overlap.WORTHWHILE, "cpu", 0)
 
 
-def with_length(model: nn.Module, length: int) -> nn.Module:
-    state = getattr(model.down, "_parallel3d_tp", None)
-    if state is not None:
-        state.sequence.length = length
-    return model
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("way", ["plain", "checkpoint", "second", "no bias", "twice"])
 def test_equals_the_plain_module(layout: str, way: str) -> None:
     def call(model: nn.Module, x: Tensor) -> Tensor:
-        with_length(model, 5)
         if way == "checkpoint":
             return checkpoint(model, x, use_reentrant=False)
         if way == "second":
@@ -45,35 +37,16 @@ def test_equals_the_plain_module(layout: str, way: str) -> None:
     model = Gated()
     if way == "no bias":
         model.gate.bias = model.up.bias = None
-    sequence = layout == "sequence"
-    check_parity(
-        model,
-        plan(layout),
-        2,
-        torch.randn(2, 5, 8, dtype=torch.float64),
-        sequence_in=sequence,
-        sequence_out=sequence,
-        call=call,
-    )
+    check_equal(layout, call, model=model)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("batch", [1, 2])
 def test_the_output_may_be_changed_in_place(layout: str, batch: int) -> None:
     def call(model: nn.Module, x: Tensor) -> Tensor:
-        with_length(model, 6)
         return model.down(model.gate(x).relu_() * model.up(x).mul_(2)).tanh_()
 
-    sequence = layout == "sequence"
-    check_parity(
-        Gated(),
-        plan(layout),
-        2,
-        torch.randn(batch, 6, 8, dtype=torch.float64),
-        sequence_in=sequence,
-        sequence_out=sequence,
-        call=call,
-    )
+    check_equal(layout, call, batch=batch, length=6)
 
 
 def parallel(layout: str) -> tuple[Gated, Tensor]:

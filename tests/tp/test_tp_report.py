@@ -15,7 +15,6 @@ from parallel3d.tp import (
     VocabParallel,
     resolve_plan,
 )
-from parallel3d.tp.resolve import numberless
 from parallel3d.tp.styles.base import StyleTraffic
 
 
@@ -162,7 +161,3 @@ def test_it_holds_no_module():
             held += value
         elif hasattr(value, "__dict__"):
             held += vars(value).values()
-
-
-def test_names_are_grouped_by_layer():
-    assert numberless("layers.11.up") == "layers.*.up"

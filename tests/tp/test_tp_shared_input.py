@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from _support.tp.shared_input import LAYOUTS, Gated, plan, use_local
-from _support.tp.tp_world import check_parity, tp_mesh, use_local_tensors
+from _support.tp.shared_input import LAYOUTS, Gated, check_equal, plan, use_local, with_length
+from _support.tp.tp_world import tp_mesh, use_local_tensors
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -26,7 +26,7 @@ def count(
         mesh = tp_mesh(2)
         resolve_plan(model, plan(layout), 2).apply(model, mesh)
         use_local(model)
-        model.down._parallel3d_tp.sequence.length = 6
+        with_length(model, 6)
         x = torch.randn(2, 3 if layout == "sequence" else 6, 8, requires_grad=True) * 1
         with record_collectives(mesh) as recorder:
             use(model, x)
@@ -40,24 +40,7 @@ def backward(model: nn.Module, x: Tensor) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("tp", [2, 3])
 def test_equals_the_plain_module(layout: str, tp: int) -> None:
-    sequence = layout == "sequence"
-    call = None
-    if sequence:
-
-        def call(model: nn.Module, x: Tensor) -> Tensor:
-            if hasattr(model.down, "_parallel3d_tp"):
-                model.down._parallel3d_tp.sequence.length = 5
-            return model(x)
-
-    check_parity(
-        Gated(),
-        plan(layout),
-        tp,
-        torch.randn(2, 5, 8, dtype=torch.float64),
-        sequence_in=sequence,
-        sequence_out=sequence,
-        **({"call": call} if call else {}),
-    )
+    check_equal(layout, tp=tp)
 
 
 def test_one_all_reduce_for_gate_and_up() -> None:
@@ -248,20 +231,10 @@ def test_recomputation(layout: str, reentrant: bool) -> None:
     def call(model: nn.Module, x: Tensor) -> Tensor:
         if not hasattr(model.down, "_parallel3d_tp"):
             return model(x) + model(x * 3)
-        model.down._parallel3d_tp.sequence.length = 5
         y = checkpoint(model, x, use_reentrant=reentrant)
         return y + checkpoint(model, x * 3, use_reentrant=reentrant)
 
-    sequence = layout == "sequence"
-    check_parity(
-        Gated(),
-        plan(layout),
-        2,
-        torch.randn(2, 5, 8, dtype=torch.float64),
-        sequence_in=sequence,
-        sequence_out=sequence,
-        call=call,
-    )
+    check_equal(layout, call)
 
 
 def test_each_reader_may_be_recomputed_by_itself() -> None:
@@ -271,31 +244,17 @@ def test_each_reader_may_be_recomputed_by_itself() -> None:
         a = checkpoint(model.gate, x, use_reentrant=False)
         return model.down(F.silu(a) * model.up(x))
 
-    check_parity(
-        Gated(), plan("replicate"), 2, torch.randn(2, 5, 8, dtype=torch.float64), call=call
-    )
+    check_equal("replicate", call)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_second_derivatives(layout: str) -> None:
-    sequence = layout == "sequence"
-
     def call(model: nn.Module, x: Tensor) -> Tensor:
-        if sequence and hasattr(model.down, "_parallel3d_tp"):
-            model.down._parallel3d_tp.sequence.length = 6
         y = model(x)
         (grad,) = torch.autograd.grad((y**2).sum(), x, create_graph=True)
         return y + grad**2
 
-    check_parity(
-        Gated(),
-        plan(layout),
-        2,
-        torch.randn(2, 6, 8, dtype=torch.float64),
-        sequence_in=sequence,
-        sequence_out=sequence,
-        call=call,
-    )
+    check_equal(layout, call, length=6)
 
 
 def test_backward_twice_and_the_same_input_in_two_steps() -> None:

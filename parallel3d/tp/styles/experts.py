@@ -4,14 +4,13 @@ import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from parallel3d._layout.packing import Packing
+from parallel3d._layout.packing import cut_sections
 from parallel3d.errors import PlanError, StateError
 from parallel3d.tp.collectives import SequenceLength, TpAxis, reduce_from_tp
 from parallel3d.tp.forwards import TpState, bind_forward, take_input
@@ -88,10 +87,7 @@ class Experts(Style):
             return {}
         features = min(split.values())
         rule = next(rules[name] for name, size in split.items() if size == features)
-        chunk = -(-features // tp)
-        per_rank = tuple(max(min(chunk, features - rank * chunk), 0) for rank in range(tp))
-        if rule.packing is not None:
-            per_rank = rule.packing.lengths
+        per_rank = (rule.packing or cut_sections(0, (features,), tp, chunked=True)).lengths
         whole = {  # sizes of dims that aren't split, such as the model's width
             size
             for name, param in own_params(module).items()
@@ -130,9 +126,8 @@ class Experts(Style):
         """The module's forward on copies of its inputs, summed over the ranks."""
         args = tuple(_copy(value, tp) for value in args)
         kwargs = {name: _copy(value, tp) for name, value in kwargs.items()}
-        for (
-            name
-        ) in tp.once:  # in front of the parameter: itself on the first rank, zeros on the others
+        # In front of the parameter: itself on the first rank, zeros on the others.
+        for name in tp.once:
             module.__dict__[name] = module._parameters[name] * (1 - torch.sym_min(tp.axis.rank, 1))
         try:
             y = _forward_of(tp, module)(module, *args, **kwargs)
@@ -236,10 +231,7 @@ def _weight_rule(
 ) -> ParamRule:
     # transformers marks modules whose gate and up are interleaved.
     if times > 1 and not getattr(module, "is_concatenated", True):
-        chunk = -(-size // times // tp) * times
-        firsts = [min(rank * chunk, size) for rank in range(tp + 1)]
-        rows = tuple(((a, b - a),) if b > a else () for a, b in pairwise(firsts))
-        return ParamRule(Shard(dim), packing=Packing(dim, rows))
+        return ParamRule(Shard(dim), packing=cut_sections(dim, (size,), tp, times, chunked=True))
     if times > 1 and packed == 1 and not hasattr(module, "is_concatenated"):
         raise PlanError(
             f"{name} has {times} times the features of the other weights; if they are {times} sections "

@@ -157,16 +157,7 @@ def cut_features(
         return ParamRule(Shard(dim), packing=cut_sections(dim, sections, tp, groups))
     if len(sections) == 1:
         return ParamRule(Shard(dim))
-    rows: list[tuple[tuple[int, int], ...]] = []
-    for rank in range(tp):
-        own, start = [], 0
-        for section in sections:
-            chunk = -(-section // tp)
-            if rank * chunk < section:
-                own.append((start + rank * chunk, min(chunk, section - rank * chunk)))
-            start += section
-        rows.append(tuple(own))
-    return ParamRule(Shard(dim), packing=Packing(dim, tuple(rows)))
+    return ParamRule(Shard(dim), packing=cut_sections(dim, sections, tp, chunked=True))
 
 
 def sections_of(what: str, size: int, packed: int | tuple[int, ...]) -> tuple[int, ...]:

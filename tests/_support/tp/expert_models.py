@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from _support.tp.tp_models import DIM
+from parallel3d.tp import Experts, parse_style
 
 COUNT = 4
 
@@ -59,3 +60,32 @@ class Moe(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weights, chosen = self.router(x).softmax(-1).topk(2, -1)
         return x + self.experts(x, chosen, weights=weights, scale=2.0)
+
+
+class TakingTurns(ExpertWeights):
+    is_concatenated = False
+
+    def gate_and_up(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = y[..., ::2], y[..., 1::2]
+        return gate, up
+
+
+class Counting(ExpertWeights):
+    """Reads in its forward how wide an expert is; the model is as wide."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__(hidden)
+        self.intermediate_size, self.hidden_size, self.top_k = hidden, DIM, hidden
+        self.gate_up_size = 2 * hidden
+        self.num_routed = hidden  # a number of something else, by its name
+
+    def gate_and_up(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.num_routed
+        y = y.reshape(-1, self.gate_up_size)
+        gate, up = y.split(self.intermediate_size, -1)
+        return gate, up
+
+
+def plan_for(up: str, down: str) -> dict:
+    rules = (("gate_up_proj", parse_style(up)), ("down_proj", parse_style(down)))
+    return {"experts": Experts(rules), "experts.identity": "moe_identity_expert"}

@@ -32,3 +32,45 @@ class ScaledEmbedding(nn.Embedding):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         return super().forward(input_ids) * self.scale.to(self.weight.dtype)
+
+
+class NormedEmbedding(ScaledEmbedding):
+    """Needs whole vectors; its forward calls that of a subclass."""
+
+    def __init__(self, vocab: int, width: int) -> None:
+        super().__init__(vocab, width)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.norm(super().forward(input_ids))
+
+
+class NormedLinear(nn.Linear):
+    """Needs all features before the product and after it."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.softmax(-1)).softmax(-1)
+
+
+class BranchingEmbedding(nn.Embedding):
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return super().forward(input_ids) if self.training else super().forward(input_ids) * 2
+
+
+class ReadingEmbedding(nn.Embedding):
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return super().forward(input_ids) / self.weight.norm()
+
+
+class OffsetEmbedding(nn.Embedding):
+    offset = 2
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return super().forward(input_ids + self.offset)
+
+
+class ScaledLinear(nn.Linear):
+    factor = 0.5
+
+    def forward(self, input: Tensor, extra: float = 1.0) -> Tensor:
+        return super().forward(input * 2) * self.factor

@@ -4,6 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from parallel3d.tp import Colwise, PrepareInput, Rowwise, VocabParallel
+
 DIM = 6
 
 
@@ -70,3 +72,25 @@ class Lm(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.head(self.norm(x))
+
+
+TENSOR_PARALLEL = {
+    "embed": "embedding_rowwise",
+    "layers.*.mlp": PrepareInput(),
+    "layers.*.mlp.gate": Colwise(input="gathered"),
+    "layers.*.mlp.up": Colwise(input="gathered"),
+    "layers.*.mlp.down": "rowwise",
+    "head": "colwise_rep",
+}
+
+SEQUENCE_PARALLEL = {
+    "embed": VocabParallel(output="sequence"),
+    "layers.*.norm": "sequence_parallel",
+    "layers.*.drop": "sequence_parallel",
+    "layers.*.mlp": PrepareInput("sequence"),
+    "layers.*.mlp.gate": Colwise(input="gathered"),
+    "layers.*.mlp.up": Colwise(input="gathered"),
+    "layers.*.mlp.down": Rowwise(output="sequence"),
+    "norm": "sequence_parallel",
+    "head": Colwise(input="sequence", output="replicate"),
+}
