@@ -19,13 +19,7 @@ from torch.distributed.tensor import DTensor
 from parallel3d._util import dry_run
 from parallel3d.checkpoint.format.files import hidden_beside
 from parallel3d.checkpoint.ranks import ranks_of
-from parallel3d.checkpoint.torch_formats.loading import (
-    EXTRA_STATE,
-    Checkpoint,
-    LoadOptions,
-    load,
-    state_at_rest,
-)
+from parallel3d.checkpoint.torch_formats import loading
 from parallel3d.checkpoint.torch_formats.names import MAX_NAME, shown, without_wrappers
 from parallel3d.checkpoint.torch_formats.optimizer import (
     SavedGroup,
@@ -75,14 +69,14 @@ def load_torch(
         CheckpointError: on every rank, naming what is wrong; a CorruptCheckpointError if it is damaged. Model
             and optimizer are unchanged.
     """
-    options = LoadOptions(model_prefix, optimizer_prefix, strict, cast, checksums, trusted)
-    load("load_torch", model, optimizer, partial(_File, Path(file)), options)
+    options = loading.LoadOptions(model_prefix, optimizer_prefix, strict, cast, checksums, trusted)
+    loading.load("load_torch", model, optimizer, partial(_File, Path(file)), options)
 
 
-class _File(Checkpoint):
+class _File(loading.Checkpoint):
     """A file of ``torch.save``."""
 
-    def __init__(self, path: Path, options: LoadOptions) -> None:
+    def __init__(self, path: Path, options: loading.LoadOptions) -> None:
         if not path.is_file():
             raise CheckpointError(f"{path} is not a file; load_torch reads those of torch.save")
         self._what, size = str(path), path.stat().st_size
@@ -172,7 +166,7 @@ def _flat(
             if long or not isinstance(key, (str, int, float, NoneType)):
                 continue  # it is not the name of a model's tensor
             name = f"{path}{key}"
-            nested = isinstance(value, Mapping) and not name.endswith(EXTRA_STATE)
+            nested = isinstance(value, Mapping) and not name.endswith(loading.EXTRA_STATE)
             if nested and depth < _MAX_DEPTH:
                 dicts[f"{name}."] = _TWICE if f"{name}." in dicts else value
                 waiting.append((f"{name}.", value, depth + 1))
@@ -204,7 +198,7 @@ def save_torch(file: str | os.PathLike[str], model: nn.Module, optimizer: Any = 
         return
     ranks = ranks_of(model, "save_torch")
     path = Path(file)
-    ranks.on_each(lambda: state_at_rest(model, "saving a checkpoint"))
+    ranks.on_each(lambda: loading.state_at_rest(model, "saving a checkpoint"))
     kind = StateDictType.FULL_STATE_DICT
     whole: dict[str, Any] = {"type": kind, "offload_to_cpu": True, "rank0_only": True}
 

@@ -26,14 +26,9 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.optim import Optimizer
 
 from parallel3d._layout.packed import packed_boxes
+from parallel3d._torch import simulated
 from parallel3d._torch.dtensor import flatten_axes, get_local_tensor
 from parallel3d._torch.groups import all_gather_single
-from parallel3d._torch.simulated import (
-    combine_ranks,
-    inner_tensors,
-    simulation_off,
-    tensors_by_rank,
-)
 from parallel3d._util import dry_run
 from parallel3d._util.trace import issuing
 from parallel3d.errors import MeshError, Parallel3dError
@@ -328,7 +323,7 @@ class _Call:
         }
         own = torch.full((1,), crc32(repr(kinds).encode()), dtype=torch.int64, device=device)
         rows = owners.small_from_owners(own, owners.size)
-        if len({next(inner_tensors(row)).item() for row in rows}) > 1:
+        if len({next(simulated.inner_tensors(row)).item() for row in rows}) > 1:
             raise Parallel3dError(
                 f"optim.local: the states that {type(self.optimizer).__name__} has made for parameters of "
                 f"shape {owners.shape} differ in their entries, here {kinds}: they depend on numbers, and "
@@ -340,12 +335,12 @@ class _Call:
 
         Simulated ranks step one after another: each has other numbers, and a class may read them (``item``).
         """
-        by_rank = tensors_by_rank(params[0])
+        by_rank = simulated.tensors_by_rank(params[0])
         if by_rank is None:
             return self._once(params, states)
         options = GroupOptions(self.group)
         results: dict[int, list[State]] = {}
-        with simulation_off():
+        with simulated.simulation_off():
             for rank in by_rank:
                 options.restore(self.group)
                 of_rank = [nn.Parameter(_of_rank(param, rank)) for param in params]
@@ -394,7 +389,7 @@ def _unwrap(value: Any) -> Any:
 def _of_rank(value: Any, rank: int) -> Any:
     if isinstance(value, Number):
         return Number(_of_rank(value.value, rank), value.kind)
-    by_rank = tensors_by_rank(value) if isinstance(value, torch.Tensor) else None
+    by_rank = simulated.tensors_by_rank(value) if isinstance(value, torch.Tensor) else None
     return value if by_rank is None else by_rank[rank].detach()
 
 
@@ -402,8 +397,8 @@ def _combined(by_rank: dict[int, Any]) -> Any:
     value = next(iter(by_rank.values()))
     if isinstance(value, (int, float)):
         numbers = {rank: Number.of(number).value for rank, number in by_rank.items()}
-        return Number(combine_ranks(numbers), type(value))
-    return combine_ranks(by_rank) if isinstance(value, torch.Tensor) else value
+        return Number(simulated.combine_ranks(numbers), type(value))
+    return simulated.combine_ranks(by_rank) if isinstance(value, torch.Tensor) else value
 
 
 def _state_to_owner(owners: Owners, params: list[nn.Parameter], states: list[State]) -> State:
@@ -450,7 +445,9 @@ def _states_from_owners(owners: Owners, state: State, params: list[nn.Parameter]
         own = torch.stack([number.value for number in numbers.values()]).to(locals_[0].device)
         rows = owners.small_from_owners(own, len(params))
         if not dry_run.active():  # numbers are not counted there
-            by_param = [next(inner_tensors(row)).tolist() for row in rows]  # alike on all ranks
+            by_param = [
+                next(simulated.inner_tensors(row)).tolist() for row in rows
+            ]  # alike on all ranks
             for index, (key, number) in enumerate(numbers.items()):
                 collected[key] = [number.kind(row[index]) for row in by_param]
     return [{key: values[i] for key, values in collected.items()} for i in range(len(params))]

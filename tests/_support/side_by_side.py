@@ -13,7 +13,7 @@ from _support.models import LM_PLAN, Lm, lm_loss, tokens
 from parallel3d import MeshLayout, build_mesh, parallelize
 from parallel3d.testing import LocalWorld, local_world, shards_of
 
-__all__ = ["Sides", "side_by_side"]
+__all__ = ["Sides", "same_batch", "side_by_side"]
 
 Apply = Callable[[nn.Module, Any], nn.Module]
 
@@ -99,3 +99,20 @@ def side_by_side(
         return
     with local_world(MeshLayout(*sizes).world_size) as world:
         yield Sides(world, sizes, build, apply, dtype)
+
+
+@contextmanager
+def same_batch(
+    sizes: tuple[int, int, int], apply: Apply | None = None, **sizes_of_lm: int
+) -> Iterator[tuple[nn.Module, nn.Module, LocalWorld]]:
+    """(plain model, parallel model, world) after a backward of one batch, the same for all ranks."""
+    torch.manual_seed(0)
+    plain = Lm(**{"layers": 1, **sizes_of_lm}).double()
+    model = copy.deepcopy(plain)
+    lm_loss(plain, tokens(0)).backward()
+    layout = MeshLayout(*sizes)
+    with local_world(layout.world_size) as world:
+        mesh = build_mesh(layout, device_type="cpu")
+        apply(model, mesh) if apply else parallelize(model, mesh, LM_PLAN)
+        lm_loss(model, world.map(lambda r: tokens(0))).backward()
+        yield plain, model, world

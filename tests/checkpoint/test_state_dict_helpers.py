@@ -91,7 +91,7 @@ def rounds(kind: str, layout: str, make: Callable[[nn.Module], Any]) -> None:
         other = on_mesh(kind, layout)
         with torch.no_grad():
             for tensor in other.state_dict().values():
-                (tensor.to_local() if isinstance(tensor, DTensor) else tensor).fill_(9)
+                (tensor.to_local() if isinstance(tensor, DTensor) else tensor).add_(1)
         opt = make(other)
         if stepped:
             advance(kind, other, opt, 5)

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from _support.models import LM_PLAN, SEQUENCE_PLAN, Lm, lm_loss, tokens
+from _support.side_by_side import same_batch
 from torch import distributed as dist
 from torch import nn
 
@@ -36,57 +37,40 @@ def compare(plain: nn.Module, model: nn.Module, world, norm_type: float, max_nor
 @pytest.mark.parametrize("mesh_shape", [(2, 2, 1), (1, 2, 2), (2, 1, 2), (1, 1, 4)], ids=str)
 def test_parallel_model(mesh_shape, norm_type) -> None:
     """TP-sharded, TP-replicated and uneven parameters; a norm that clips."""
-    torch.manual_seed(0)
-    plain = Lm(layers=1).double()
-    model = copy.deepcopy(plain)
-    lm_loss(plain, tokens(0)).backward()
-    layout = MeshLayout(*mesh_shape)
-    with local_world(layout.world_size) as world:
-        parallelize(model, build_mesh(layout, device_type="cpu"), LM_PLAN)
-        lm_loss(model, world.map(lambda r: tokens(0))).backward()
+    with same_batch(mesh_shape) as (plain, model, world):
         compare(plain, model, world, norm_type, 0.1)
 
 
 @pytest.mark.parametrize("mesh_shape", [(2, 2, 1), (2, 1, 2), (2, 2, 2)], ids=str)
 def test_optimizer_sharded_over_replicate(mesh_shape) -> None:
     """HFSDP: gradients in parts over replicate x shard, and under it over tp."""
-    torch.manual_seed(0)
-    plain = Lm(dim=16, hidden=24, layers=1, vocab=20).double()
-    model = copy.deepcopy(plain)
-    lm_loss(plain, tokens(0)).backward()
-    layout = MeshLayout(*mesh_shape)
-    with local_world(layout.world_size) as world:
-        mesh = build_mesh(layout, device_type="cpu")
-        parallelize(model, mesh, LM_PLAN, shard_optimizer_over_replicate=True)
-        lm_loss(model, world.map(lambda r: tokens(0))).backward()
+
+    def apply(model: nn.Module, mesh) -> nn.Module:
+        return parallelize(model, mesh, LM_PLAN, shard_optimizer_over_replicate=True)
+
+    with same_batch(mesh_shape, apply, dim=16, hidden=24, vocab=20) as (plain, model, world):
         assert not model.layers[0].up.weight.grad.placements[0].is_replicate()
         compare(plain, model, world, 2.0, 0.1)
 
 
-@pytest.mark.parametrize("plan", [LM_PLAN, SEQUENCE_PLAN], ids=["plain", "sequence"])
-def test_partial_gradients_count_once(plan) -> None:
-    torch.manual_seed(0)
-    plain = Lm(layers=1).double()
-    model = copy.deepcopy(plain)
-    lm_loss(plain, tokens(0)).backward()
-    with local_world(4) as world:
-        parallelize(model, build_mesh(MeshLayout(1, 2, 2), device_type="cpu"), plan)
-        lm_loss(model, world.map(lambda r: tokens(0))).backward()
-        compare(plain, model, world, 2.0, 1e9)  # nothing to clip
+def test_partial_gradients_count_once() -> None:
+    def apply(model: nn.Module, mesh) -> nn.Module:
+        return parallelize(model, mesh, SEQUENCE_PLAN)
+
+    for plan in (None, apply):
+        with same_batch((1, 2, 2), plan) as (plain, model, world):
+            compare(plain, model, world, 2.0, 1e9)  # nothing to clip
 
 
 def test_mixed_meshes_and_plain_gradients() -> None:
     """torch 2.13: "All operands in aten.stack must have the same mesh", "got mixed"."""
-    torch.manual_seed(0)
-    plain = Lm(layers=1).double()
-    model = copy.deepcopy(plain)
-    lm_loss(plain, tokens(0)).backward()
-    with local_world(4) as world:
-        mesh = build_mesh(MeshLayout(2, 2, 1), device_type="cpu")
+
+    def apply(model: nn.Module, mesh) -> nn.Module:
         ignored = {model.norm.weight, model.norm.bias}
         fully_shard(model.layers[0], mesh=mesh["shard"])  # two meshes, and two plain ones
-        fully_shard(model, mesh=mesh, ignored_params=ignored)
-        lm_loss(model, world.map(lambda r: tokens(0))).backward()
+        return fully_shard(model, mesh=mesh, ignored_params=ignored)
+
+    with same_batch((2, 2, 1), apply) as (plain, model, world):
         compare(plain, model, world, 2.0, 0.1)
 
 

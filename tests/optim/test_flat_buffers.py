@@ -1,6 +1,5 @@
 """Whole buckets, or runs in them, as one tensor in steps and norms: padding, and gradients apart from it."""
 
-import copy
 import functools
 import gc
 import math
@@ -9,8 +8,9 @@ import weakref
 
 import pytest
 import torch
-from _support.models import LM_PLAN, Lm, lm_loss, tokens
+from _support.models import Lm, lm_loss, tokens
 from _support.optim.local_sides import Sides, everything
+from _support.side_by_side import same_batch
 from torch import nn, optim
 
 from parallel3d import MeshLayout, build_mesh, parallelize
@@ -109,13 +109,7 @@ def test_a_bucket_is_taken_apart_in_place() -> None:
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
 def test_norm_of_flat_missing_and_own_gradients(norm_type) -> None:
     """Each is taken in another way; the norm is the plain model's."""
-    torch.manual_seed(0)
-    plain = Lm(layers=2).double()
-    model = copy.deepcopy(plain)
-    lm_loss(plain, tokens(0)).backward()
-    with local_world(4) as world:
-        parallelize(model, build_mesh(MeshLayout(1, 2, 2), device_type="cpu"), LM_PLAN)
-        lm_loss(model, world.map(lambda r: tokens(0))).backward()
+    with same_batch((1, 2, 2), layers=2) as (plain, model, world):
         for each in (plain, model):
             each.layers[0].norm.bias.grad = None
             each.layers[1].up.weight.grad = each.layers[1].up.weight.grad * 2

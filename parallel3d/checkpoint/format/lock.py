@@ -23,7 +23,7 @@ from functools import cache
 from pathlib import Path
 from typing import TypeGuard
 
-from parallel3d.checkpoint.format.files import loads, write_new
+from parallel3d.checkpoint.format.files import loads, opened, write_new
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
 
 LOCK = "saving.lock"
@@ -75,10 +75,10 @@ class Owner:
     @classmethod
     def from_json(cls, content: object) -> Owner | None:
         """Returns the process that ``content`` describes; None if it is not a valid description."""
-        names = [field.name for field in fields(cls)]
-        if not isinstance(content, dict) or not set(names) <= set(content):
+        try:
+            owner = cls(**{field.name: content[field.name] for field in fields(cls)})  # type: ignore[index]
+        except (TypeError, KeyError):
             return None
-        owner = cls(**{name: content[name] for name in names})
         texts, numbers = (owner.host, owner.machine, owner.token), (owner.pid, owner.start)
         valid = (
             all(type(text) is str and len(text) < 300 and text.isprintable() for text in texts)
@@ -267,13 +267,7 @@ def _saver(text: bytes) -> tuple[Owner, str] | None:
 def _read(path: Path) -> tuple[bytes | None, int]:
     """Returns the file's content, None if it does not exist, and its time, in ns."""
     try:
-        # Neither waits for a pipe's writer nor follows a link.
-        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | getattr(os, "O_NOFOLLOW", 0))
-    except OSError as error:
-        return None if isinstance(error, FileNotFoundError) else b"", 0
-    try:
-        return os.read(file, 1 << 16), os.fstat(file).st_mtime_ns
-    except OSError as error:  # ESTALE on NFS: it was removed just now on another machine
-        return None if error.errno == errno.ESTALE else b"", 0
-    finally:
-        os.close(file)
+        with opened(path) as file:
+            return os.read(file, 1 << 16), os.fstat(file).st_mtime_ns
+    except (CorruptCheckpointError, OSError):  # no regular file, or removed just now
+        return b"" if os.path.lexists(path) else None, 0

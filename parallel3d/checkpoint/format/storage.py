@@ -13,30 +13,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed.checkpoint import (
-    DefaultLoadPlanner,
-    DefaultSavePlanner,
-    StorageReader,
-    StorageWriter,
-)
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    ReadItem,
-    SavePlan,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.planner import LoadPlanner as TorchLoadPlanner
-from torch.distributed.checkpoint.planner import SavePlanner as TorchSavePlanner
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import LoadItemType, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -53,7 +32,7 @@ from parallel3d.errors import CheckpointError
 T = TypeVar("T")
 
 
-class Reader(StorageReader):
+class Reader(dcp.StorageReader):
     """Reads for ``torch.distributed.checkpoint.load`` what ``Writer`` has written::
 
         dcp.load(state, storage_reader=Reader(folder), planner=LoadPlanner())
@@ -85,18 +64,20 @@ class Reader(StorageReader):
             self.path = Path(checkpoint_id)
             self.index = folders.open_checkpoint(self.path)[0]
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
         """Returns the index as DCP's metadata."""
-        described: dict[str, Any] = {name: BytesStorageMetadata() for name in self.index.objects}
+        described: dict[str, Any] = {
+            name: dcp.BytesStorageMetadata() for name in self.index.objects
+        }
         for name, entry in self.index.tensors.items():
             chunks = [
-                ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes))
+                dcp.ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes))
                 for c in entry.chunks
             ]
-            described[name] = TensorStorageMetadata(
+            described[name] = dcp.TensorStorageMetadata(
                 TensorProperties(entry.dtype), torch.Size(entry.shape), chunks
             )
-        return Metadata(described)
+        return dcp.Metadata(described)
 
     def set_up_storage_reader(self, *args: Any, **kwargs: Any) -> None:
         """Maps (tensor, offsets) to chunks."""
@@ -106,7 +87,7 @@ class Reader(StorageReader):
             for chunk in entry.chunks
         }
 
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+    def prepare_local_plan(self, plan: dcp.LoadPlan) -> dcp.LoadPlan:
         """Verifies all blocks and values that this rank will read."""
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
@@ -114,11 +95,11 @@ class Reader(StorageReader):
         _verify(self.path, [part for _, part in self._parts(plan)])
         return plan
 
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+    def prepare_global_plan(self, plans: list[dcp.LoadPlan]) -> list[dcp.LoadPlan]:
         """Returns them unchanged."""
         return plans
 
-    def read_data(self, plan: LoadPlan, planner: TorchLoadPlanner) -> Future[None]:
+    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
         """Reads into the state's tensors."""
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
@@ -133,7 +114,7 @@ class Reader(StorageReader):
                     planner.commit_tensor(item, target)
         return _done(None)
 
-    def _parts(self, plan: LoadPlan) -> Iterator[tuple[ReadItem, _Part]]:
+    def _parts(self, plan: dcp.LoadPlan) -> Iterator[tuple[dcp.ReadItem, _Part]]:
         for item in plan.items:
             if item.type != LoadItemType.BYTE_IO and item.lengths.numel():
                 chunk = self._chunks[item.storage_index]
@@ -205,24 +186,24 @@ def read_whole(folder: Path, index: Index, name: str) -> torch.Tensor:
     return whole
 
 
-class SavePlanner(DefaultSavePlanner):
+class SavePlanner(dcp.DefaultSavePlanner):
     """DCP's planner for ``Writer``: values that are not tensors are stored as JSON, not pickled.
 
     Raises:
         CheckpointError: in ``dcp.save``, for a value that cannot be stored.
     """
 
-    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+    def transform_object(self, write_item: dcp.WriteItem, object: Any) -> Any:
         """Returns the JSON text of a value."""
         if write_item.type == WriteItemType.BYTE_IO:
             return io.BytesIO(json.dumps(encode(object, write_item.index.fqn)).encode())
         return object
 
 
-class LoadPlanner(DefaultLoadPlanner):
+class LoadPlanner(dcp.DefaultLoadPlanner):
     """DCP's planner for ``Reader``: the inverse of ``SavePlanner``."""
 
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+    def load_bytes(self, read_item: dcp.ReadItem, value: io.BytesIO) -> None:
         """Puts a value into the state dict."""
         name = read_item.dest_index.fqn
         result = decode(json.loads(value.getvalue()))
@@ -237,7 +218,7 @@ class LoadPlanner(DefaultLoadPlanner):
         at[last] = result
 
 
-class Writer(StorageWriter):
+class Writer(dcp.StorageWriter):
     """Writes for ``torch.distributed.checkpoint.save``, one safetensors file per rank::
 
         dcp.save(state, storage_writer=Writer(folder), planner=SavePlanner())
@@ -281,11 +262,11 @@ class Writer(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Does nothing: the first rank makes the folder when all have planned."""
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+    def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
         """Returns it unchanged."""
         return plan
 
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+    def prepare_global_plan(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
         """Makes the folder, and tells each rank its path and the rank's number."""
         if self.ranks is not None and len(plans) != self.ranks:
             raise CheckpointError(
@@ -297,7 +278,7 @@ class Writer(StorageWriter):
         data = [(os.fspath(self.folder), rank) for rank in range(len(plans))]
         return [replace(plan, storage_data=d) for plan, d in zip(plans, data, strict=True)]
 
-    def write_data(self, plan: SavePlan, planner: TorchSavePlanner) -> Future[list[WriteResult]]:
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's file. Results have the tensor's dtype and shape, its chunk, the file's size."""
         name, rank = plan.storage_data
         self.folder = Path(name)
@@ -308,7 +289,7 @@ class Writer(StorageWriter):
             results += _write_file(self.folder / file_name(rank), tensors, planner)
         return _done(results)
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
         """Writes the index and the marker, and renames the folder."""
         index = Index()
         for result in (r for rank in results for r in rank):
@@ -320,7 +301,7 @@ class Writer(StorageWriter):
             entry.chunks.append(chunk)
             index.files[chunk.file] = size
         for name, described in metadata.state_dict_metadata.items():
-            if isinstance(described, TensorStorageMetadata) and name not in index.tensors:
+            if isinstance(described, dcp.TensorStorageMetadata) and name not in index.tensors:
                 # It has no elements, so no rank has written a part of it.
                 index.tensors[name] = TensorEntry(described.properties.dtype, tuple(described.size))
         assert self.folder is not None
@@ -335,7 +316,7 @@ def _done(value: T) -> Future[T]:
 
 
 def _write_file(
-    path: Path, items: Sequence[WriteItem], planner: TorchSavePlanner
+    path: Path, items: Sequence[dcp.WriteItem], planner: dcp.SavePlanner
 ) -> list[WriteResult]:
     """Writes a safetensors file and flushes it to the disk, tensor by tensor, with a checksum of every block.
 
@@ -349,7 +330,7 @@ def _write_file(
         name = item.index.fqn
         key = name if sizes == shape else f"{name}@{','.join(map(str, offsets))}"
         header[key] = dtype, sizes
-    written: list[tuple[WriteItem, torch.dtype, tuple[int, ...], Chunk]] = []
+    written: list[tuple[dcp.WriteItem, torch.dtype, tuple[int, ...], Chunk]] = []
     with open(path, "wb", buffering=0) as opened_file:
         file = opened_file.fileno()
         first = header_of(header)
@@ -378,7 +359,7 @@ def _write_file(
 
 
 def _description(
-    item: WriteItem,
+    item: dcp.WriteItem,
 ) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Returns (dtype, global shape, offsets, sizes) of the box that an item writes."""
     data = item.tensor_data
@@ -387,7 +368,7 @@ def _description(
     return data.properties.dtype, tuple(data.size), tuple(box.offsets), tuple(box.sizes)
 
 
-def _object(item: WriteItem, planner: TorchSavePlanner) -> WriteResult:
+def _object(item: dcp.WriteItem, planner: dcp.SavePlanner) -> WriteResult:
     value = planner.resolve_data(item)
     assert isinstance(value, io.BytesIO)
     try:

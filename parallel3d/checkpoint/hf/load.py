@@ -6,6 +6,7 @@ import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import filterfalse
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,18 +18,7 @@ from parallel3d._util.arguments import as_bool
 from parallel3d._util.quantised import packed_kind
 from parallel3d.checkpoint.format import files
 from parallel3d.checkpoint.format.safetensors_file import MAX_HEADER, Stored, read_header
-from parallel3d.checkpoint.hf.conversion import (
-    INDEX,
-    SINGLE,
-    Entry,
-    Names,
-    base_entries,
-    entries_of,
-    file_names,
-    from_file,
-    ignored,
-    is_transformers,
-)
+from parallel3d.checkpoint.hf import conversion as hf
 from parallel3d.checkpoint.hf.layout import Layout, Patch, whole_of
 from parallel3d.checkpoint.pieces import pieces_of, shares_memory_within
 from parallel3d.checkpoint.ranks import ranks_of
@@ -104,7 +94,7 @@ class LoadedNames(NamedTuple):
 
 
 def load_hf(
-    folder: str | os.PathLike[str], model: nn.Module, *, names: Names = None, strict: bool = True
+    folder: str | os.PathLike[str], model: nn.Module, *, names: hf.Names = None, strict: bool = True
 ) -> LoadedNames:
     """Loads a Hugging Face safetensors model into ``model``, in place; every rank must call it.
 
@@ -162,15 +152,15 @@ class _Plan:
     conversions: list[Any] | None  # as ``Converted.used``
 
 
-def _plan(model: nn.Module, reader: TensorReader, names: Names, strict: bool) -> _Plan:
+def _plan(model: nn.Module, reader: TensorReader, names: hf.Names, strict: bool) -> _Plan:
     """Raises CheckpointError for everything that can be wrong before values are written."""
     base, entries = _entries(model, names)
     stored = reader.stored
-    in_files = {} if names is None else file_names(entries, names)
-    with_transformers = names is None and is_transformers(base)
+    in_files = {} if names is None else hf.file_names(entries, names)
+    with_transformers = names is None and hf.is_transformers(base)
     if with_transformers:
         described = {name: (tensor.shape, tensor.dtype) for name, tensor in stored.items()}
-        by_name, unexpected, conversions = from_file(base, entries, described)
+        by_name, unexpected, conversions = hf.from_file(base, entries, described)
     else:
         own = {name: in_files.get(name, name) for entry in entries for name in entry.names}
         by_name = {n: whole_of(f, stored[f].shape) for n, f in own.items() if f in stored}
@@ -179,9 +169,8 @@ def _plan(model: nn.Module, reader: TensorReader, names: Names, strict: bool) ->
     layouts = {e.name: [by_name[n] for n in e.names if n in by_name] for e in entries}
     missing = [name for name in layouts if not layouts[name]]
     if with_transformers:
-        ignore_missing, ignore_unexpected = ignored(base, "missing"), ignored(base, "unexpected")
-        missing = [name for name in missing if not ignore_missing(name)]
-        unexpected = [name for name in unexpected if not ignore_unexpected(name)]
+        missing = list(filterfalse(hf.ignored(base, "missing"), missing))
+        unexpected = list(filterfalse(hf.ignored(base, "unexpected"), unexpected))
     problems = misfits(entries, layouts, stored)
     if strict and missing:
         sought = [in_files.get(name, name) for name in missing]
@@ -199,13 +188,13 @@ def _plan(model: nn.Module, reader: TensorReader, names: Names, strict: bool) ->
     return _Plan(base, chosen, LoadedNames(missing, unexpected), initialised, conversions)
 
 
-def _entries(model: nn.Module, names: Names) -> tuple[nn.Module, list[Entry]]:
+def _entries(model: nn.Module, names: hf.Names) -> tuple[nn.Module, list[hf.Entry]]:
     """Returns the model whose checkpoint it is, and its entries; ``model`` itself if the user gives names."""
-    return base_entries(model) if names is None else (model, entries_of(model))
+    return hf.base_entries(model) if names is None else (model, hf.entries_of(model))
 
 
 def misfits(
-    entries: list[Entry], layouts: Mapping[str, list[Layout]], stored: Mapping[str, Stored]
+    entries: list[hf.Entry], layouts: Mapping[str, list[Layout]], stored: Mapping[str, Stored]
 ) -> list[str]:
     """Returns what is wrong with shapes and dtypes, a line each."""
     problems = []
@@ -245,7 +234,7 @@ def _needed(layout: Layout, tensor: Tensor) -> Iterator[tuple[Patch, Tensor]]:
 
 
 def _check_ties(
-    entries: list[Entry], layouts: Mapping[str, list[Layout]], reader: TensorReader
+    entries: list[hf.Entry], layouts: Mapping[str, list[Layout]], reader: TensorReader
 ) -> None:
     """Raises if the files have different values under several names of one tensor."""
     for entry in entries:
@@ -261,7 +250,7 @@ def _check_ties(
 
 @torch.no_grad()
 def read_entries(
-    entries: Sequence[Entry], layouts: Mapping[str, Layout], reader: TensorReader
+    entries: Sequence[hf.Entry], layouts: Mapping[str, Layout], reader: TensorReader
 ) -> None:
     """Reads what this rank holds of those ``entries`` whose first names have layouts."""
     for entry in entries:
@@ -278,14 +267,15 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
             f"load_hf: {str(folder)!r} is not a folder; it reads local ones "
             "(huggingface_hub.snapshot_download brings one from the hub)"
         )
-    if (folder / SINGLE).exists():
-        return read_header(path_in(folder, SINGLE), SINGLE)
-    if not (folder / INDEX).exists():
+    if (folder / hf.SINGLE).exists():
+        return read_header(path_in(folder, hf.SINGLE), hf.SINGLE)
+    if not (folder / hf.INDEX).exists():
         there = sorted(path.name for path in folder.iterdir())[:10]
         raise CheckpointError(
-            f"{folder} holds no {SINGLE} and no {INDEX}, which load_hf reads; it holds {there or 'nothing'}"
+            f"{folder} holds no {hf.SINGLE} and no {hf.INDEX}, which load_hf reads; it holds "
+            f"{there or 'nothing'}"
         )
-    path = path_in(folder, INDEX)
+    path = path_in(folder, hf.INDEX)
     invalid = f"{path} is not an index of safetensors files"
     with files.damaged_if(invalid, (ValueError, KeyError, TypeError)):
         file_of = files.loads(files.read_json_object(path.resolve(), MAX_HEADER), "it")[
@@ -299,7 +289,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     lacking = [name for name, file in file_of.items() if name not in headers[file]]
     if lacking:
         raise CorruptCheckpointError(
-            f"{folder / INDEX} says that {file_of[lacking[0]]} holds {lacking[0]!r}, but it doesn't"
+            f"{folder / hf.INDEX} says that {file_of[lacking[0]]} holds {lacking[0]!r}, but it doesn't"
             + (f"; nor do the files hold {len(lacking) - 1} more" if len(lacking) > 1 else "")
         )
     return {name: headers[file][name] for name, file in file_of.items()}

@@ -26,13 +26,7 @@ from parallel3d.checkpoint.format.safetensors_file import (
     is_ours,
     read_header,
 )
-from parallel3d.checkpoint.hf.conversion import (
-    Entry,
-    OutTensor,
-    entries_of,
-    plain_class,
-    plan_export,
-)
+from parallel3d.checkpoint.hf import conversion as hf
 from parallel3d.checkpoint.hf.layout import Layout, whole_of
 from parallel3d.checkpoint.hf.load import TensorReader, misfits, path_in, read_entries
 from parallel3d.checkpoint.hf.save import OutFile, check_seen, exchange
@@ -90,11 +84,11 @@ def save_peft(
     tensors = ranks.on_each(lambda: _tensors(model, stored))
     holder = nn.Module()  # has the tensors by their names in the file
     holder._buffers.update(tensors)
-    export = plan_export(holder, ranks, None, None, "save_peft")
+    export = hf.plan_export(holder, ranks, None, None, "save_peft")
     # One name for each tensor above; a tied one has more in the file.
     first: dict[int, str] = {}
     outputs = tuple(
-        OutTensor(name, whole_of(first.setdefault(id(t), name), tuple(t.shape)), t.dtype)
+        hf.OutTensor(name, whole_of(first.setdefault(id(t), name), tuple(t.shape)), t.dtype)
         for name, t in tensors.items()
     )
     header = header_of({out.name: (out.dtype, out.layout.shape) for out in outputs})
@@ -134,11 +128,11 @@ def load_peft(
     allowed = _begin(model, ranks, "load_peft", adapter_name, True)
     stored = ranks.first(lambda: _stored(path, model, adapter_name))
 
-    def plan(reader: TensorReader) -> tuple[list[Entry], dict[str, Layout]]:
+    def plan(reader: TensorReader) -> tuple[list[hf.Entry], dict[str, Layout]]:
         unexpected = [name for name in stored if name not in allowed]
         missing = [name for name in needed if name not in stored]
         tensors = _tensors(model, {n: own for n, own in allowed.items() if n in stored})
-        entries = [Entry((name,), tensor) for name, tensor in tensors.items()]
+        entries = [hf.Entry((name,), tensor) for name, tensor in tensors.items()]
         layouts = {entry.name: whole_of(entry.name, stored[entry.name].shape) for entry in entries}
         problems = misfits(entries, {name: [layout] for name, layout in layouts.items()}, stored)
         if missing:
@@ -164,7 +158,7 @@ def _begin(
     def check() -> dict[str, str]:
         if not is_peft_model(model):
             raise CheckpointError(
-                f"{call}: the model is a {plain_class(model).__name__}, not one of peft's; give what "
+                f"{call}: the model is a {hf.plain_class(model).__name__}, not one of peft's; give what "
                 f"get_peft_model returned, or use {call.replace('peft', 'hf')}"
             )
         if adapter_name not in model.peft_config:
@@ -184,7 +178,7 @@ def _file_names(model: Any, call: str, adapter_name: str, embeddings: Embeddings
 
     without_values = {
         name: torch.empty(entry.tensor.shape, dtype=entry.tensor.dtype, device="meta")
-        for entry in entries_of(model)
+        for entry in hf.entries_of(model)
         for name in entry.names
     }
     own = {id(tensor): name for name, tensor in without_values.items()}
@@ -206,7 +200,7 @@ def _file_names(model: Any, call: str, adapter_name: str, embeddings: Embeddings
 
 def _tensors(model: nn.Module, stored: Mapping[str, str]) -> dict[str, Tensor]:
     """Returns the adapter's tensors by their names in the file."""
-    own = {name: entry.tensor for entry in entries_of(model) for name in entry.names}
+    own = {name: entry.tensor for entry in hf.entries_of(model) for name in entry.names}
     tensors = {}
     for name, own_name in sorted(stored.items()):
         if own_name not in own:
@@ -242,7 +236,7 @@ def _write_config(model: Any, adapter_name: str, folder: Path) -> None:
     base = model.get_base_model()
     if config.base_model_name_or_path is None:
         config.base_model_name_or_path = vars(base).get("name_or_path") or None
-    cls = plain_class(base)
+    cls = hf.plain_class(base)
     auto = {"base_model_class": cls.__name__, "parent_library": cls.__module__}
     config.save_pretrained(folder, auto_mapping_dict=auto if config.task_type is None else None)
 

@@ -18,24 +18,13 @@ from torch import Tensor, nn
 from parallel3d._util import dry_run
 from parallel3d.checkpoint.format.files import bytes_of, write_all
 from parallel3d.checkpoint.format.safetensors_file import header_of, is_ours
-from parallel3d.checkpoint.hf.conversion import (
-    INDEX,
-    SINGLE,
-    Export,
-    HeldParts,
-    Names,
-    OutTensor,
-    check_dtype,
-    is_transformers,
-    plain_class,
-    plan_export,
-)
+from parallel3d.checkpoint.hf import conversion as hf
 from parallel3d.checkpoint.hf.tensors import Batch, Memories
 from parallel3d.checkpoint.ranks import Ranks, new_folder, ranks_of
 from parallel3d.checkpoint.state import bring_to_rest
 from parallel3d.errors import CheckpointError
 
-_TEXTS = {"config.json", "generation_config.json", INDEX}
+_TEXTS = {"config.json", "generation_config.json", hf.INDEX}
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 
@@ -45,7 +34,7 @@ def save_hf(
     *,
     max_shard_size: int | str = "5GB",
     dtype: torch.dtype | None = None,
-    names: Names = None,
+    names: hf.Names = None,
 ) -> None:
     """Writes ``model`` as a folder that ``from_pretrained`` loads; every rank must call it.
 
@@ -73,12 +62,12 @@ def save_hf(
     path = Path(os.path.abspath(folder))
 
     def check() -> int:
-        check_dtype(dtype, "save_hf")
+        hf.check_dtype(dtype, "save_hf")
         bring_to_rest(model, "save_hf", meta_ok=True)
         return as_bytes(max_shard_size)
 
     limit = ranks.all(check)[0]
-    export = plan_export(model, ranks, names, dtype, "save_hf")
+    export = hf.plan_export(model, ranks, names, dtype, "save_hf")
     files = _files(export.outputs, ranks.size, limit)
     # What the config says, in which from_pretrained makes the model.
     own = next((t.dtype for t in export.tensors.values() if t.is_floating_point()), None)
@@ -119,12 +108,12 @@ def _write_texts(
             "metadata": {"total_size": sum(file.nbytes for file in files)},
             "weight_map": {t.name: file.name for file in files for t in file.tensors},
         }
-        (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-    if not is_transformers(model):
+        (folder / hf.INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    if not hf.is_transformers(model):
         return
     hf_model: Any = model
     config = copy.deepcopy(hf_model.config)
-    config.architectures = [plain_class(model).__name__]
+    config.architectures = [hf.plain_class(model).__name__]
     if dtype is not None:
         config.dtype = str(dtype).removeprefix("torch.")
     config.save_pretrained(folder)
@@ -132,7 +121,7 @@ def _write_texts(
         hf_model.generation_config.save_pretrained(folder)
 
 
-def _write(folder: Path, file: OutFile, tensor: OutTensor, values: Tensor) -> None:
+def _write(folder: Path, file: OutFile, tensor: hf.OutTensor, values: Tensor) -> None:
     """Appends the next tensor to a file of ``folder``; makes it, with the header, for the first one."""
     is_first, is_last = tensor is file.tensors[0], tensor is file.tensors[-1]
     with open(folder / file.name, "xb" if is_first else "ab", buffering=0) as opened:
@@ -152,7 +141,7 @@ class OutFile:
 
     name: str
     header: bytes
-    tensors: tuple[OutTensor, ...]
+    tensors: tuple[hf.OutTensor, ...]
     owner: int = 0
 
     @property
@@ -160,12 +149,12 @@ class OutFile:
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
-def _files(outputs: Sequence[OutTensor], ranks: int, limit: int) -> list[OutFile]:
+def _files(outputs: Sequence[hf.OutTensor], ranks: int, limit: int) -> list[OutFile]:
     """Distributes tensors, in their order, to files of at most ``limit`` bytes or one tensor, and files to
     ranks. Large models get at least one file per rank."""
     total = sum(output.nbytes for output in outputs)
     limit = min(limit, max(-(-total // ranks), _MIN_FILE))
-    groups: list[list[OutTensor]] = [[]]
+    groups: list[list[hf.OutTensor]] = [[]]
     size = 0  # of the last group
     for output in outputs:
         if groups[-1] and size + output.nbytes > limit:
@@ -177,7 +166,7 @@ def _files(outputs: Sequence[OutTensor], ranks: int, limit: int) -> list[OutFile
     for number, group in enumerate(groups, 1):
         name = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         header = header_of({t.name: (t.dtype, t.layout.shape) for t in group})
-        files.append(OutFile(SINGLE if len(groups) == 1 else name, header, tuple(group)))
+        files.append(OutFile(hf.SINGLE if len(groups) == 1 else name, header, tuple(group)))
     loads = [0] * ranks
     for file in sorted(files, key=lambda file: -file.nbytes):
         file.owner = loads.index(min(loads))
@@ -197,28 +186,36 @@ def as_bytes(size: int | str) -> int:
     return max(1, int(float(match[1]) * units[match[2]]))
 
 
-_MESSAGES = 16 << 20  # bytes for messages: half of what a rank receives at once
+_AT_ONCE = 16 << 20
+"""Bytes of small tensors that an owner assembles together, and of messages."""
 
 
-def exchange(export: Export, files: list[OutFile], ranks: Ranks, folder: Path) -> None:
+def exchange(export: hf.Export, files: list[OutFile], ranks: Ranks, folder: Path) -> None:
     """Writes each tensor that this rank owns into ``folder``, in the files' order. Collective.
 
-    In each turn every owner assembles its next tensor, from messages of about a megabyte, each sent by one of
-    the ranks that hold it.
+    In each turn every owner assembles its next tensor, or several small ones, from messages of about a
+    megabyte, each sent by one of the ranks that hold it.
     """
-    held = ranks.on_each(lambda: HeldParts(export.tensors))
-    by_owner: list[list[tuple[OutFile, OutTensor]]] = [[] for _ in range(ranks.size)]
+    held = ranks.on_each(lambda: hf.HeldParts(export.tensors))
+    by_owner: list[list[list[tuple[OutFile, hf.OutTensor]]]] = [[] for _ in range(ranks.size)]
     for file in files:
-        by_owner[file.owner] += [(file, tensor) for tensor in file.tensors]
+        turns = by_owner[file.owner]
+        for tensor in file.tensors:
+            if turns and sum(t.nbytes for _, t in turns[-1]) + tensor.nbytes <= _AT_ONCE:
+                turns[-1].append((file, tensor))
+            else:
+                turns.append([(file, tensor)])
     memories: Memories = {}
     for turn in range(max(map(len, by_owner))):
-        owners = [rank for rank, own in enumerate(by_owner) if turn < len(own)]
-        outputs = [by_owner[rank][turn][1] for rank in owners]
-        given = export, outputs, owners, held, ranks, torch.device("cpu"), memories, _MESSAGES
+        owned = [
+            (r, each) for r, own in enumerate(by_owner) if turn < len(own) for each in own[turn]
+        ]
+        owners, outputs = [rank for rank, _ in owned], [tensor for _, (_, tensor) in owned]
+        given = export, outputs, owners, held, ranks, torch.device("cpu"), memories, _AT_ONCE
         # Agreed on, because a rank without memory for its tensor would leave the others waiting.
         batch = ranks.on_each(lambda given=given: Batch(*given))
         batch.exchange()
-        for values in batch.values.values():
-            batch.guarded(partial(_write, folder, *by_owner[ranks.rank][turn], values))
+        for number in batch.values:
+            batch.guarded(partial(_write, folder, *owned[number][1], batch.values[number]))
         ranks.all(batch.finish)
         del batch  # before there is memory for the next

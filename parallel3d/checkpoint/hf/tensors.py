@@ -19,16 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from parallel3d._torch.dtensor import get_local_tensor
 from parallel3d._torch.groups import all_gather_single
 from parallel3d._util.arguments import is_positive, without_gloo
-from parallel3d.checkpoint.hf.conversion import (
-    Export,
-    HeldParts,
-    Names,
-    OutTensor,
-    check_dtype,
-    entries_of,
-    outputs_of,
-    plan_export,
-)
+from parallel3d.checkpoint.hf import conversion as hf
 from parallel3d.checkpoint.hf.layout import Patch
 from parallel3d.checkpoint.pieces import Boxed
 from parallel3d.checkpoint.ranks import Ranks, check_same, ranks_of
@@ -66,7 +57,7 @@ def hf_tensors(
     dtype: torch.dtype | None = None,
     to: Literal["all"] | int = "all",
     buffer_mib: float = 256,
-    names: Names = None,
+    names: hf.Names = None,
 ) -> HFTensors:
     """Returns an iterable of ``model``'s weights in Hugging Face's form: (name, whole tensor), one after
     another, which all ranks assemble together. They are what ``save_hf`` writes, bit for bit.
@@ -102,7 +93,7 @@ def hf_tensors(
     ranks = ranks_of(model, "hf_tensors")
 
     def check() -> dict[str, object]:
-        check_dtype(dtype, "hf_tensors")
+        hf.check_dtype(dtype, "hf_tensors")
         if not is_positive(buffer_mib):
             raise CheckpointError(f"hf_tensors: buffer_mib is {buffer_mib!r}; give MiB, above 0")
         number = isinstance(to, int) and not isinstance(to, bool)
@@ -115,13 +106,13 @@ def hf_tensors(
         return {"dtype": dtype, "to": to, "buffer_mib": buffer_mib}
 
     check_same("hf_tensors", ranks.all(check))
-    export = plan_export(model, ranks, names, dtype, "hf_tensors")
+    export = hf.plan_export(model, ranks, names, dtype, "hf_tensors")
     receiver = None if to == "all" else ranks.ranks.index(to)
     return HFTensors(model, export, receiver, int(buffer_mib * 2**20))
 
 
 def hf_shards(
-    model: nn.Module, *, dtype: torch.dtype | None = None, names: Names = None
+    model: nn.Module, *, dtype: torch.dtype | None = None, names: hf.Names = None
 ) -> Iterator[tuple[str, Boxed, Tensor]]:
     """Returns an iterator of what this rank holds of the tensors of ``hf_tensors``: (name, box, values).
 
@@ -141,10 +132,10 @@ def hf_shards(
         StateError: if the model is not at rest.
     """
     _check_module(model, "hf_shards")
-    check_dtype(dtype, "hf_shards")
+    hf.check_dtype(dtype, "hf_shards")
     bring_to_rest(model, "hf_shards", meta_ok=True)
-    tensors, outputs = outputs_of(model, names, dtype, "hf_shards")
-    held = HeldParts(tensors)
+    tensors, outputs = hf.outputs_of(model, names, dtype, "hf_shards")
+    held = hf.HeldParts(tensors)
     return (
         (output.name, box, held.of(part).to(output.dtype))
         for output in outputs
@@ -171,7 +162,9 @@ def _boxes_in(patch: Patch) -> Iterator[tuple[Patch, Boxed]]:
 class HFTensors:
     """What ``hf_tensors`` returns; iterate over it."""
 
-    def __init__(self, model: nn.Module, export: Export, receiver: int | None, buffer: int) -> None:
+    def __init__(
+        self, model: nn.Module, export: hf.Export, receiver: int | None, buffer: int
+    ) -> None:
         self._model = model
         self._export = export
         self._receiver = receiver  # number among the Ranks; None: all
@@ -215,7 +208,7 @@ class HFTensors:
         finally:
             changes.end()
 
-    def _hold(self) -> HeldParts:
+    def _hold(self) -> hf.HeldParts:
         bring_to_rest(self._model, "hf_tensors", meta_ok=True)
         now, before = self._describe(), self._described
         if now != before:
@@ -224,7 +217,7 @@ class HFTensors:
                 f"hf_tensors: {changed or next(iter(before.keys() - now.keys()))!r} was replaced since the "
                 "call of hf_tensors; call it again"
             )
-        return HeldParts(self._export.tensors)
+        return hf.HeldParts(self._export.tensors)
 
     def _describe(self) -> dict[str, object]:
         """Returns what must be the same as when the export was planned, by name."""
@@ -236,12 +229,12 @@ class HFTensors:
                 entry.tensor.dtype,
                 entry.tensor.is_meta,
             )
-            for entry in entries_of(self._model)
+            for entry in hf.entries_of(self._model)
         }
 
-    def _batches(self) -> Iterator[list[OutTensor]]:
+    def _batches(self) -> Iterator[list[hf.OutTensor]]:
         """Yields tensors that are sent together: of one device, half of the buffer or one tensor."""
-        batch: list[OutTensor] = []
+        batch: list[hf.OutTensor] = []
         size = 0
         for output in self._export.outputs:
             other = batch and self._device(output) != self._device(batch[0])
@@ -252,7 +245,7 @@ class HFTensors:
             size += output.nbytes
         yield batch
 
-    def _device(self, output: OutTensor) -> torch.device:
+    def _device(self, output: hf.OutTensor) -> torch.device:
         patches = output.layout.patches
         sources = self._export.tensors
         tensor = sources[patches[0].source] if patches else next(iter(sources.values()))
@@ -260,9 +253,9 @@ class HFTensors:
 
     def _prepare(
         self,
-        outputs: list[OutTensor],
+        outputs: list[hf.OutTensor],
         ranks: Ranks,
-        held: HeldParts,
+        held: hf.HeldParts,
         changes: _Changes,
         memories: Memories,
     ) -> Batch:
@@ -338,10 +331,10 @@ class Batch:
 
     def __init__(
         self,
-        export: Export,
-        outputs: Sequence[OutTensor],
+        export: hf.Export,
+        outputs: Sequence[hf.OutTensor],
         receivers: Sequence[int] | None,
-        held: HeldParts,
+        held: hf.HeldParts,
         ranks: Ranks,
         device: torch.device,
         memories: Memories,
@@ -375,7 +368,7 @@ class Batch:
             if receivers is None or receivers[number] == ranks.rank
         }
 
-    def _schedule(self, export: Export, slot: int, half: int) -> tuple[int, int]:
+    def _schedule(self, export: hf.Export, slot: int, half: int) -> tuple[int, int]:
         """Distributes all parts to rounds and senders; returns how many bytes this rank sends and receives in
         a round at most."""
         ranks, me = self._ranks, self._ranks.rank
@@ -496,7 +489,7 @@ class Batch:
             raise self._problem
 
 
-def _are_blocks(parts: list[tuple[Patch, list[int]]], output: OutTensor, size: int) -> bool:
+def _are_blocks(parts: list[tuple[Patch, list[int]]], output: hf.OutTensor, size: int) -> bool:
     """Returns whether the ranks hold, in their order, equal parts of a tensor's rows."""
     rows, rest = divmod(output.layout.shape[0] if output.layout.shape else 1, size)
     if rest or len(parts) != size:

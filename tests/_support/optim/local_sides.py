@@ -1,39 +1,38 @@
 """A plain model and its parallel copy with the same gradients, for optimizers to be compared on."""
 
-import copy
+import functools
 from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.distributed import DeviceMesh
 
-from _support.models import LM_PLAN, Lm, lm_loss, tokens
-from parallel3d import MeshLayout, build_mesh, parallelize
+from _support import side_by_side
+from _support.models import LM_PLAN, Lm
+from parallel3d import MeshLayout, parallelize
 from parallel3d._torch.dtensor import get_local_tensor
-from parallel3d.testing import shards_of
+from parallel3d.testing import LocalWorld, shards_of
 
 
-class Sides:
+class Sides(side_by_side.Sides):
     """On simulated ranks. Blocks divide on every mesh used here, the 19 rows of embedding and head don't."""
 
-    def __init__(self, world, layout: MeshLayout, layers: int = 1, **options) -> None:
-        torch.manual_seed(0)
-        self.world, self.layout = world, layout
-        with world.paused():
-            self.plain = Lm(layers=layers).double()
-            self.model = copy.deepcopy(self.plain)
-        self.mesh = build_mesh(layout, device_type="cpu")
-        parallelize(self.model, self.mesh, LM_PLAN, **options)
+    world: LocalWorld
+
+    def __init__(self, world: LocalWorld, layout: MeshLayout, layers: int = 1, **options) -> None:
+        def apply(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+            return parallelize(model, mesh, LM_PLAN, **options)
+
+        sizes = layout.replicate, layout.shard, layout.tp
+        super().__init__(world, sizes, functools.partial(Lm, layers=layers), apply, torch.float64)
         self.start = [p.detach().clone() for p in self.plain.parameters()]
         self.shards = [get_local_tensor(p).clone() for p in self.model.parameters()]
 
     def backward(self, sample: int = 0) -> None:
         """Adds to both models' gradients."""
-        layout = self.layout
         with self.world.paused():
-            for rank in range(layout.data_size):
-                (lm_loss(self.plain, tokens(10 * sample + rank)) / layout.data_size).backward()
-            ids = [tokens(10 * sample + layout.data_rank(r)) for r in range(layout.world_size)]
-        lm_loss(self.model, self.world.map(lambda r: ids[r])).backward()
+            self.plain_loss(sample).backward()
+        self.loss(sample).backward()
 
     def reset(self) -> None:
         """Both models' weights as they were at first."""
