@@ -27,7 +27,7 @@ def refused(path: Path, sentinel: Path) -> CheckpointError:
     """Loading ``path`` is an error, and only that."""
     model, optimizer = small(2)
     load = partial(load_dcp, path, model, optimizer)
-    return bounded.refused(load, model, optimizer, sentinel=sentinel)
+    return bounded.refused(load, model, optimizer, sentinel=sentinel, seconds=20)
 
 
 def test_a_whole_one_loads(tmp_path: Path) -> None:

@@ -313,28 +313,26 @@ def complete(run: Path) -> list[Path]:
 def _newest(run: Path) -> tuple[int, Path | None, Owner | None]:
     """Returns (number of the save, folder, process that saved if known) of the checkpoint saved last."""
     for folder in found_in(run) if run.is_dir() else ():
-        marker = {} if folder.is_symlink() else _marker(folder)
-        if serial := _serial_in(marker):
-            return serial, folder, Owner.from_json(marker.get("by"))
+        serial, by = (None, None) if folder.is_symlink() else _marker(folder)
+        if serial:
+            return serial, folder, Owner.from_json(by)
     return 0, None, None
 
 
-def _marker(folder: Path) -> dict[str, Any]:
-    """Returns the content of COMPLETE, empty if it is unreadable."""
+def _marker(folder: Path) -> tuple[int | None, object]:
+    """Returns (number of the save within its run, process that saved) as COMPLETE has them; None if it is
+    unreadable."""
     try:
-        return files.loads(_read(folder, MARKER), f"{folder}: {MARKER}")
+        content = files.loads(_read(folder, MARKER), f"{folder}: {MARKER}")
     except (CorruptCheckpointError, OSError):
-        return {}
+        return None, None
+    serial = content.get("serial")
+    valid = type(serial) is int and 0 < serial < 1 << 62
+    return serial if valid else None, content.get("by")
 
 
 def _serial(folder: Path) -> int | None:
-    """Returns the number of the save, within its run, that wrote ``folder``; None if it is unreadable."""
-    return _serial_in(_marker(folder))
-
-
-def _serial_in(marker: dict[str, Any]) -> int | None:
-    serial = marker.get("serial")
-    return serial if type(serial) is int and 0 < serial < 1 << 62 else None
+    return _marker(folder)[0]
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -38,9 +38,9 @@ def save_hf(
 ) -> None:
     """Writes ``model`` as a folder that ``from_pretrained`` loads; every rank must call it.
 
-    Files are distributed over the ranks. Each assembles one tensor at a time, from pieces that the others
-    send, so that no rank ever has more than its own shards and the largest tensor. Everything is written into
-    a temporary folder, which is renamed when it is complete.
+    Files are distributed over the ranks. Each assembles one tensor at a time, or several small ones, from
+    pieces that the others send, so that no rank ever has more than its own shards and the largest tensor.
+    Everything is written into a temporary folder, which is renamed when it is complete.
 
     Args:
         folder: on a file system that all ranks share. It must be empty, not exist, or be an earlier export of
@@ -211,9 +211,9 @@ def exchange(export: hf.Export, files: list[OutFile], ranks: Ranks, folder: Path
             (r, each) for r, own in enumerate(by_owner) if turn < len(own) for each in own[turn]
         ]
         owners, outputs = [rank for rank, _ in owned], [tensor for _, (_, tensor) in owned]
-        given = export, outputs, owners, held, ranks, torch.device("cpu"), memories, _AT_ONCE
         # Agreed on, because a rank without memory for its tensor would leave the others waiting.
-        batch = ranks.on_each(lambda given=given: Batch(*given))
+        given = export, outputs, owners, held, ranks, torch.device("cpu"), memories, _AT_ONCE
+        batch = ranks.on_each(partial(Batch, *given))
         batch.exchange()
         for number in batch.values:
             batch.guarded(partial(_write, folder, *owned[number][1], batch.values[number]))
