@@ -17,10 +17,11 @@ import torch
 from _support.checkpoint.bounded import refused
 from _support.checkpoint.handmade_dcp import Folder, flat, make, small
 from torch import nn
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 import parallel3d as p3d
 from parallel3d.checkpoint import load_dcp, load_hf, load_torch
+from parallel3d.checkpoint.dcp import DcpTensor, read_folder
 from parallel3d.errors import CheckpointError
 
 
@@ -173,14 +174,10 @@ def whole() -> Folder:
 
 def one_list_of_chunks(folder: Folder) -> None:
     """Of very many tensors."""
-    from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
-
-    chunks = [ChunkStorageMetadata(torch.Size([i]), torch.Size([1])) for i in range(5000)]
-    for number in range(5000):
-        name = f"model.more{number}"
-        folder.metadata.state_dict_metadata[name] = TensorStorageMetadata(
-            TensorProperties(torch.float32), torch.Size([5000]), chunks
-        )
+    chunks = [([i], [1]) for i in range(5000)]
+    folder.describe("model.more", torch.float32, [5000], chunks)
+    content = folder.metadata.state_dict_metadata
+    content |= dict.fromkeys((f"model.more{n}" for n in range(4999)), content["model.more"])
     folder.metadata.planner_data = None
 
 
@@ -225,28 +222,15 @@ def test_many_chunks_are_compared_in_one_pass(tmp_path: Path) -> None:
     model = nn.Linear(1, 4000, bias=False)
     folder = make({("model", "count"): torch.tensor(1)})
     values = model.weight.detach()
-    from torch.distributed.checkpoint.metadata import (
-        MetadataIndex,
-        TensorProperties,
-        TensorStorageMetadata,
-    )
-
-    name, chunks, content = "model.weight", [], folder.append(values[:1].clone())
-    size = content.length
+    name, content = "model.weight", folder.append(values[:1].clone())
     blank = bytes(folder.files[content.relative_path][content.offset :])
     for row in range(4000):
-        offsets = torch.Size([row, 0])
-        chunks.append(ChunkStorageMetadata(offsets, torch.Size([1, 1])))
         place = content if row == 0 else folder.append(blank)
-        assert place.length == size
-        folder.metadata.storage_data[MetadataIndex(name, offsets)] = place
-    folder.metadata.state_dict_metadata[name] = TensorStorageMetadata(
-        TensorProperties(torch.float32), values.shape, chunks
-    )
+        assert place.length == content.length
+        folder.metadata.storage_data[MetadataIndex(name, [row, 0])] = place
+    folder.describe(name, torch.float32, values.shape, [([row, 0], [1, 1]) for row in range(4000)])
     folder.metadata.planner_data[name] = ("model", "weight")
     folder.write(tmp_path / "it")
-    from parallel3d.checkpoint.dcp import DcpTensor, read_folder
-
     began = time.process_time()
     tensor = read_folder(tmp_path / "it", trusted=False)[name]
     assert isinstance(tensor, DcpTensor) and len(tensor.chunks) == 4000

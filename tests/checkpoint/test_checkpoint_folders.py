@@ -12,18 +12,10 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from torch import nn
+from _support.checkpoint.small_models import One, names
 
 from parallel3d.checkpoint import latest, load, save
 from parallel3d.errors import CheckpointError, CorruptCheckpointError, Parallel3dError
-
-
-class One(nn.Module):
-    """With one number."""
-
-    def __init__(self, value: float = 0.0) -> None:
-        super().__init__()
-        self.value = nn.Parameter(torch.full((3,), float(value)))
 
 
 def loaded(path: Path) -> tuple[int, float]:
@@ -31,10 +23,6 @@ def loaded(path: Path) -> tuple[int, float]:
     model = One(-1.0)
     info = load(path, model)
     return info.step, model.value[0].item()
-
-
-def names(run: Path) -> set[str]:
-    return {entry.name for entry in run.iterdir()}
 
 
 @pytest.mark.parametrize(

@@ -143,17 +143,7 @@ def on_disk_of_a_model(path: Path, name: str, sentinel: Path) -> None:
     model = plain(1)
     optimizer = adamw(model)
     step(model, optimizer)
-    values = {
-        **{("model", k): v for k, v in model.state_dict().items()},
-    }
-    names = [n for n, _ in model.named_parameters()]
-    raw = optimizer.state_dict()
-    for number, state in raw["state"].items():
-        for key, value in state.items():
-            values["optimizer", "state", names[number], key] = value
-    for key, value in raw["param_groups"][0].items():
-        values["optimizer", "param_groups", 0, key] = names if key == "params" else value
-    folder = make(values)
+    folder = make(flat(model, optimizer))
     at = "model.head.weight"
     if name == "a call":
         folder.metadata.planner_data["x"] = Calls(__import__("os").system, touch(sentinel))

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from _support.checkpoint.bounded import refused
-from _support.checkpoint.handmade_dcp import flat, make, small
+from _support.checkpoint.handmade_dcp import Folder, flat, make, small
 from torch import nn
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from parallel3d.checkpoint import load_dcp, load_torch
 from parallel3d.errors import CheckpointError
@@ -174,8 +175,7 @@ def test_load_dcp(tmp_path: Path, name: str) -> None:
         found |= {(*path, key): value for key, value in holder.items()}
     folder = make({k: v for k, v in found.items() if not _expanded(v)})
     for key in [key for key, value in found.items() if _expanded(value)]:
-        whole = folder_of(found[key], ".".join(map(str, key)), folder)
-        assert whole
+        put_expanded(found[key], ".".join(map(str, key)), folder)
     folder.write(tmp_path / "it")
     model, optimizer = small(2)
     error = refused(partial(load_dcp, tmp_path / "it", model, optimizer), model, optimizer)
@@ -186,23 +186,11 @@ def _expanded(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.numel() > 1 << 20
 
 
-def folder_of(value: torch.Tensor, name: str, folder: Any) -> bool:
-    """``value``, expanded, as one chunk."""
-    from torch.distributed.checkpoint.metadata import (
-        ChunkStorageMetadata,
-        MetadataIndex,
-        TensorProperties,
-        TensorStorageMetadata,
-    )
-
+def put_expanded(value: torch.Tensor, name: str, folder: Folder) -> None:
+    """``value`` as one chunk."""
     folder.metadata.planner_data[name] = tuple(name.split("."))
-    folder.metadata.state_dict_metadata[name] = TensorStorageMetadata(
-        TensorProperties(value.dtype),
-        value.shape,
-        [ChunkStorageMetadata(torch.Size([0]), value.shape)],
-    )
+    folder.describe(name, value.dtype, value.shape, [([0], value.shape)])
     folder.metadata.storage_data[MetadataIndex(name, [0])] = folder.append(value)
-    return True
 
 
 # -- what is as it was saved ---------------------------------------------------------------------------------
@@ -424,17 +412,11 @@ def test_on_ranks(gloo_pool: GlooPool, tmp_path: Path) -> None:
         key = "step" if name == "text" else "exp_avg"
         raw["state"][1] = {**raw["state"][1], key: value}
         torch.save({"model": model.state_dict(), "optimizer": raw}, tmp_path / f"{name}.pt")
-        found = {("model", k): v for k, v in model.state_dict().items()}
-        for number, state in raw["state"].items():
-            for each, tensor in state.items():
-                if not _expanded(tensor):
-                    found["optimizer", "state", names[number], each] = tensor
-        for each, option in raw["param_groups"][0].items():
-            found["optimizer", "param_groups", 0, each] = names if each == "params" else option
-        folder = make(found)
+        found, path = flat(model, optimizer), ("optimizer", "state", names[1], key)
+        found[path] = value
+        folder = make({k: v for k, v in found.items() if not _expanded(v)})
         if name == "expanded":
-            folder_of(value, f"optimizer.state.{names[1]}.exp_avg", folder)
-            path = ("optimizer", "state", names[1], "exp_avg")
+            put_expanded(value, ".".join(path), folder)
             folder.metadata.planner_data[".".join(path)] = path
         folder.write(tmp_path / name)
     first, second = gloo_pool.run(on_ranks, str(tmp_path), world_size=2)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from _support.checkpoint.small_models import One, names
 from torch import nn
 
 from parallel3d.checkpoint import latest, load, loading, save
@@ -25,17 +26,6 @@ from parallel3d.checkpoint.format.lock import LOCK, this_process
 from parallel3d.checkpoint.format.storage import Reader, Writer
 from parallel3d.errors import CheckpointError
 from parallel3d.testing import GlooPool
-
-
-class One(nn.Module):
-    def __init__(self, value: float) -> None:
-        super().__init__()
-        self.value = nn.Parameter(torch.full((3,), float(value)))
-        self.more = nn.Parameter(torch.full((5,), float(value)))
-
-
-def names(run: Path) -> set[str]:
-    return {entry.name for entry in run.iterdir()}
 
 
 def before_call(

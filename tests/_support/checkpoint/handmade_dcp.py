@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 FILES = ("__0_0.distcp", "__1_0.distcp")
+Box = tuple[Any, Any]  # offsets, sizes
 
 
 class Small(nn.Module):
@@ -44,7 +45,7 @@ def small(seed: int) -> tuple[Small, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def flat(model: Small, optimizer: torch.optim.Optimizer) -> dict[tuple[Any, ...], Any]:
+def flat(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[tuple[Any, ...], Any]:
     """What is saved, by path."""
     found: dict[tuple[Any, ...], Any] = {
         ("model", name): value for name, value in model.state_dict().items()
@@ -83,6 +84,13 @@ class Folder:
         self.files[file] += content
         return _StorageInfo(file, start, len(content))
 
+    def describe(self, name: str, dtype: torch.dtype, shape: Any, chunks: list[Box]) -> None:
+        """Lists a tensor in ``chunks``, (offsets, sizes) each."""
+        listed = [ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in chunks]
+        self.metadata.state_dict_metadata[name] = TensorStorageMetadata(
+            TensorProperties(dtype), torch.Size(shape), listed
+        )
+
     def tensor(self, name: str) -> TensorStorageMetadata:
         found = self.metadata.state_dict_metadata[name]
         assert isinstance(found, TensorStorageMetadata)
@@ -112,14 +120,11 @@ def make(values: dict[tuple[Any, ...], Any]) -> Folder:
             folder.metadata.state_dict_metadata[name] = BytesStorageMetadata()
             folder.metadata.storage_data[MetadataIndex(name)] = folder.append(value)
             continue
-        chunks = []
-        for number, (offsets, part) in enumerate(_halves(value.detach())):
-            chunks.append(ChunkStorageMetadata(torch.Size(offsets), part.shape))
+        halves = list(_halves(value.detach()))
+        for number, (offsets, part) in enumerate(halves):
             index = MetadataIndex(name, offsets, number)
             folder.metadata.storage_data[index] = folder.append(part.clone(), FILES[number])
-        folder.metadata.state_dict_metadata[name] = TensorStorageMetadata(
-            TensorProperties(value.dtype), value.shape, chunks
-        )
+        folder.describe(name, value.dtype, value.shape, [(o, p.shape) for o, p in halves])
     return folder
 
 

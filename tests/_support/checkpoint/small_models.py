@@ -2,6 +2,7 @@
 
 import copy
 import struct
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,20 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.b(F.gelu(self.norm(self.a(x))))
+
+
+class One(nn.Module):
+    """With one number, in two parameters."""
+
+    def __init__(self, value: float = 0.0) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.full((3,), float(value)))
+        self.more = nn.Parameter(torch.full((5,), float(value)))
+
+
+def names(run: Path) -> set[str]:
+    """What is in a folder."""
+    return {entry.name for entry in run.iterdir()}
 
 
 def net(seed: int, dtype: torch.dtype = torch.float32) -> Net:
