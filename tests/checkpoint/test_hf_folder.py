@@ -13,7 +13,7 @@ from torch import nn
 
 from parallel3d import CheckpointError, CorruptCheckpointError
 from parallel3d.checkpoint import load_hf
-from parallel3d.checkpoint.format.safetensors_file import DTYPES, header_of, read_header
+from parallel3d.checkpoint.format.files import DTYPES, header_of, read_header
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 

@@ -26,7 +26,6 @@ import torch
 
 from parallel3d.checkpoint.format import files
 from parallel3d.checkpoint.format.lock import LOCK, Lock, Owner, this_process
-from parallel3d.checkpoint.format.safetensors_file import DTYPES, NAMES
 from parallel3d.checkpoint.pieces import Boxed, check_tiles
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
 
@@ -74,7 +73,7 @@ class Index:
     def to_json(self) -> str:
         tensors = {
             name: {
-                "dtype": NAMES[entry.dtype],
+                "dtype": files.NAMES[entry.dtype],
                 "shape": entry.shape,
                 "chunks": [[c.offsets, c.sizes, c.file, c.begin, c.crc] for c in entry.chunks],
             }
@@ -114,9 +113,11 @@ def _tensor(name: str, entry: Any, lengths: dict[str, int]) -> TensorEntry:
     if not isinstance(entry, dict):
         raise ValueError(f"{name!r} is not a tensor")
     kind, chunks = entry.get("dtype"), entry.get("chunks")
-    if not isinstance(kind, str) or kind not in DTYPES:
+    if not isinstance(kind, str) or kind not in files.DTYPES:
         raise ValueError(f"{name!r} has the dtype {files.shown(kind)}")
-    result = TensorEntry(DTYPES[kind], files.shape_of(entry.get("shape"), f"shape of {name!r}"))
+    result = TensorEntry(
+        files.DTYPES[kind], files.shape_of(entry.get("shape"), f"shape of {name!r}")
+    )
     if not isinstance(chunks, list):
         raise ValueError(f"{name!r} has no chunks")
     parts = [_chunk(name, chunk, result, lengths) for chunk in chunks]

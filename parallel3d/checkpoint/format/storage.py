@@ -24,7 +24,6 @@ from parallel3d.checkpoint.format import files
 from parallel3d.checkpoint.format import folder as folders
 from parallel3d.checkpoint.format.folder import Chunk, Index, TensorEntry, file_name
 from parallel3d.checkpoint.format.lock import Lock
-from parallel3d.checkpoint.format.safetensors_file import header_of
 from parallel3d.checkpoint.pieces import Boxed, slices_of, whole_box
 from parallel3d.checkpoint.values import decode, encode
 from parallel3d.errors import CheckpointError
@@ -333,7 +332,7 @@ def _write_file(
     written: list[tuple[dcp.WriteItem, torch.dtype, tuple[int, ...], Chunk]] = []
     with open(path, "wb", buffering=0) as opened_file:
         file = opened_file.fileno()
-        first = header_of(header)
+        first = files.header_of(header)
         files.write_all(file, memoryview(first))
         at = len(first)
         for item in items:

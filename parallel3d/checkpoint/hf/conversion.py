@@ -27,7 +27,7 @@ from parallel3d._torch.fully_shard import plain_name
 from parallel3d._util.arguments import counted
 from parallel3d._util.quantised import packed_kind
 from parallel3d.checkpoint import pieces
-from parallel3d.checkpoint.format.safetensors_file import NAMES
+from parallel3d.checkpoint.format.files import NAMES
 from parallel3d.checkpoint.hf.layout import (
     Layout,
     Patch,

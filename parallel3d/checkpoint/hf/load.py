@@ -17,7 +17,6 @@ from parallel3d._util import dry_run
 from parallel3d._util.arguments import as_bool
 from parallel3d._util.quantised import packed_kind
 from parallel3d.checkpoint.format import files
-from parallel3d.checkpoint.format.safetensors_file import MAX_HEADER, Stored, read_header
 from parallel3d.checkpoint.hf import conversion as hf
 from parallel3d.checkpoint.hf.layout import Layout, Patch, whole_of
 from parallel3d.checkpoint.pieces import pieces_of, shares_memory_within
@@ -33,7 +32,7 @@ _COMPARED = 1 << 18  # elements compared at once
 class TensorReader(ExitStack):
     """Reads parts of stored tensors into tensors of the model."""
 
-    def __init__(self, folder: Path, stored: Mapping[str, Stored]) -> None:
+    def __init__(self, folder: Path, stored: Mapping[str, files.Stored]) -> None:
         super().__init__()
         self.folder, self.stored = folder, stored
         self.bytes_read = 0
@@ -194,7 +193,7 @@ def _entries(model: nn.Module, names: hf.Names) -> tuple[nn.Module, list[hf.Entr
 
 
 def misfits(
-    entries: list[hf.Entry], layouts: Mapping[str, list[Layout]], stored: Mapping[str, Stored]
+    entries: list[hf.Entry], layouts: Mapping[str, list[Layout]], stored: Mapping[str, files.Stored]
 ) -> list[str]:
     """Returns what is wrong with shapes and dtypes, a line each."""
     problems = []
@@ -260,7 +259,7 @@ def read_entries(
                 reader.read(patch, target)
 
 
-def stored_tensors(folder: Path) -> dict[str, Stored]:
+def stored_tensors(folder: Path) -> dict[str, files.Stored]:
     """Returns the tensors of the model in ``folder``, by name. Reads headers only."""
     if not folder.is_dir():
         raise CheckpointError(
@@ -268,7 +267,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
             "(huggingface_hub.snapshot_download brings one from the hub)"
         )
     if (folder / hf.SINGLE).exists():
-        return read_header(path_in(folder, hf.SINGLE), hf.SINGLE)
+        return files.read_header(path_in(folder, hf.SINGLE), hf.SINGLE)
     if not (folder / hf.INDEX).exists():
         there = sorted(path.name for path in folder.iterdir())[:10]
         raise CheckpointError(
@@ -278,13 +277,14 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     path = path_in(folder, hf.INDEX)
     invalid = f"{path} is not an index of safetensors files"
     with files.damaged_if(invalid, (ValueError, KeyError, TypeError)):
-        file_of = files.loads(files.read_json_object(path.resolve(), MAX_HEADER), "it")[
+        file_of = files.loads(files.read_json_object(path.resolve(), files.MAX_HEADER), "it")[
             "weight_map"
         ]
         if not isinstance(file_of, dict) or not all(isinstance(f, str) for f in file_of.values()):
             raise ValueError("its weight_map is not a table of file names")
     headers = {
-        file: read_header(path_in(folder, file), file) for file in sorted(set(file_of.values()))
+        file: files.read_header(path_in(folder, file), file)
+        for file in sorted(set(file_of.values()))
     }
     lacking = [name for name, file in file_of.items() if name not in headers[file]]
     if lacking:

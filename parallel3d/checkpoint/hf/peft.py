@@ -18,14 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d._util import dry_run
-from parallel3d.checkpoint.format.files import damaged_if, loads, read_json_object
-from parallel3d.checkpoint.format.safetensors_file import (
-    MAX_HEADER,
-    Stored,
-    header_of,
-    is_ours,
-    read_header,
-)
+from parallel3d.checkpoint.format import files
 from parallel3d.checkpoint.hf import conversion as hf
 from parallel3d.checkpoint.hf.layout import Layout, whole_of
 from parallel3d.checkpoint.hf.load import TensorReader, misfits, path_in, read_entries
@@ -91,7 +84,7 @@ def save_peft(
         hf.OutTensor(name, whole_of(first.setdefault(id(t), name), tuple(t.shape)), t.dtype)
         for name, t in tensors.items()
     )
-    header = header_of({out.name: (out.dtype, out.layout.shape) for out in outputs})
+    header = files.header_of({out.name: (out.dtype, out.layout.shape) for out in outputs})
     file = OutFile(WEIGHTS, header, outputs)
     with new_folder(ranks, path, _check_only_ours) as temporary:
         ranks.all(lambda: check_seen(temporary))
@@ -220,7 +213,7 @@ def _check_only_ours(folder: Path) -> None:
     """Raises unless an existing ``folder`` was written by save_peft."""
     names = sorted(path.name for path in folder.iterdir())
     foreign = [name for name in names if name not in (WEIGHTS, CONFIG)]
-    if WEIGHTS in names and not is_ours(folder / WEIGHTS):
+    if WEIGHTS in names and not files.is_ours(folder / WEIGHTS):
         foreign.append(WEIGHTS)
     if foreign:
         raise CheckpointError(
@@ -241,7 +234,7 @@ def _write_config(model: Any, adapter_name: str, folder: Path) -> None:
     config.save_pretrained(folder, auto_mapping_dict=auto if config.task_type is None else None)
 
 
-def _stored(folder: Path, model: Any, adapter_name: str) -> dict[str, Stored]:
+def _stored(folder: Path, model: Any, adapter_name: str) -> dict[str, files.Stored]:
     """Returns the tensors in ``folder``, by name, after checking its config."""
     names = sorted(path.name for path in folder.iterdir())[:10] if folder.is_dir() else []
     if not {WEIGHTS, CONFIG} <= {*names}:
@@ -250,8 +243,8 @@ def _stored(folder: Path, model: Any, adapter_name: str) -> dict[str, Stored]:
             f"it holds {', '.join(names) or 'nothing'}"
         )
     path = path_in(folder, CONFIG)
-    with damaged_if(f"{path} is not a config of peft", (ValueError, KeyError, TypeError)):
-        config = loads(read_json_object(path.resolve(), MAX_HEADER), "it")
+    with files.damaged_if(f"{path} is not a config of peft", (ValueError, KeyError, TypeError)):
+        config = files.loads(files.read_json_object(path.resolve(), files.MAX_HEADER), "it")
     own = model.peft_config[adapter_name]
     for field in fields(own):
         if field.name not in _COMPUTED_WITH:
@@ -265,4 +258,4 @@ def _stored(folder: Path, model: Any, adapter_name: str) -> dict[str, Stored]:
                 f"load_peft: {field.name} is {theirs!r} in {folder}, and {ours!r} in the model's adapter "
                 f"{adapter_name!r}; make the adapter with PeftConfig.from_pretrained(folder)"
             )
-    return read_header(path_in(folder, WEIGHTS), WEIGHTS)
+    return files.read_header(path_in(folder, WEIGHTS), WEIGHTS)

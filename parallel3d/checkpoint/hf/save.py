@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d._util import dry_run
-from parallel3d.checkpoint.format.files import bytes_of, write_all
-from parallel3d.checkpoint.format.safetensors_file import header_of, is_ours
+from parallel3d.checkpoint.format.files import bytes_of, header_of, is_ours, write_all
 from parallel3d.checkpoint.hf import conversion as hf
 from parallel3d.checkpoint.hf.tensors import Batch, Memories
 from parallel3d.checkpoint.ranks import Ranks, new_folder, ranks_of
