@@ -388,10 +388,8 @@ class _Unpickler(pickle._Unpickler):
             return lambda sizes=(): sizes
         if (module, name) == ("collections", "OrderedDict"):
             return OrderedDict
-        if (module, name) == (
-            "builtins",
-            "getattr",
-        ):  # an enum's member, in Python 3.11.0 to 3.11.3
+        # An enum's member, in Python 3.11.0 to 3.11.3.
+        if (module, name) == ("builtins", "getattr"):
             return lambda of, name: None
         if module == "torch" and isinstance(value := vars(torch).get(name), torch.dtype):
             return value

@@ -16,9 +16,8 @@ from parallel3d._util import dry_run
 from parallel3d.errors import Parallel3dError, StateError
 
 _DEFAULT = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-_ONE_PRESS = (
-    0.5  # seconds within which a second SIGINT is the first one, which a launcher has sent on
-)
+_ONE_PRESS = 0.5
+"""Seconds within which a second SIGINT is the first one, which a launcher has sent on."""
 
 
 class StopSignal:

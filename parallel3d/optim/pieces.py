@@ -133,13 +133,9 @@ class ParamPiece:
 def padding_of(bucket: Bucket, first: int = 0, end: int | None = None) -> list[tuple[int, int]]:
     """Returns (start, length) of the padding after the parameters ``first`` to ``end`` in a flat buffer."""
     padding, segment_end = [], sum(bucket.layout.segment_sizes[:first])
-    for param in bucket.params[first:end]:
-        segment_end += param.geometry.padded_numel
-        rest = (
-            0
-            if param.geometry.even
-            else param.geometry.padded_numel - math.prod(param.geometry.local_shape)
-        )
+    for geometry in (param.geometry for param in bucket.params[first:end]):
+        segment_end += geometry.padded_numel
+        rest = 0 if geometry.even else geometry.padded_numel - math.prod(geometry.local_shape)
         if not isinstance(rest, int) or rest:  # a SymInt: some simulated ranks may have padding
             padding.append((segment_end - rest, rest))
     return padding

@@ -35,14 +35,8 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 Embeddings = bool | Literal["auto"]
 """As ``save_embedding_layers`` of peft's ``save_pretrained``."""
 _COMPUTED_WITH = (
-    *(
-        "peft_type",
-        "lora_alpha",
-        "alpha_pattern",
-        "use_rslora",
-        "use_dora",
-        "alora_invocation_tokens",
-    ),
+    *("peft_type", "lora_alpha", "alpha_pattern", "use_rslora", "use_dora"),
+    "alora_invocation_tokens",
     *("alpha", "scaling", "randlora_alpha", "random_loc_seed"),  # LoHa, LoKr; FourierFT; RandLora
     *("coft", "eps", "use_cayley_neumann", "num_cayley_neumann_terms", "apply_GS"),  # OFT; HRA
 )
