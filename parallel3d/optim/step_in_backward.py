@@ -12,14 +12,7 @@ from torch.optim import Optimizer
 
 from parallel3d._torch.autograd import backward_id
 from parallel3d.errors import Parallel3dError, StateError
-from parallel3d.fsdp.inspect import (
-    Bucket,
-    StepGuard,
-    Unit,
-    guard_of,
-    refuse_torch_units,
-    units_of,
-)
+from parallel3d.fsdp.inspect import Bucket, StepGuard, Unit, guard_of, refuse_torch_units, units_of
 from parallel3d.optim.grad_scaler import is_scaled
 
 _by_parameter: weakref.WeakValueDictionary[int, StepInBackward] = weakref.WeakValueDictionary()

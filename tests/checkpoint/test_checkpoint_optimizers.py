@@ -120,10 +120,7 @@ def test_groups_in_another_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "named"),
     [
-        (
-            lambda m: O.SGD(m.parameters(), lr=0.1),
-            "another optimizer than SGD: it was AdamW's",
-        ),
+        (lambda m: O.SGD(m.parameters(), lr=0.1), "another optimizer than SGD: it was AdamW's"),
         (lambda m: O.AdamW(m.a.parameters()), "parameters that the optimizer doesn't have"),
         (lambda m: O.AdamW([nn.Parameter(torch.ones(1))]), "isn't one of the model's"),
         (lambda m: [O.AdamW(m.parameters()), O.AdamW(m.a.parameters())], None),

@@ -172,11 +172,7 @@ def test_other_adapters(tmp_path: Path) -> None:
     other.layers[0].up = other.layers[0].up.base
     refused(other, r"the model doesn't have its layers.0.up.down.weight")
     other, more = build(None, 2)
-    refused(
-        other,
-        "no optimizer state of",
-        torch.optim.AdamW(other.parameters()),
-    )
+    refused(other, "no optimizer state of", torch.optim.AdamW(other.parameters()))
     load(tmp_path, other, more)
     assert not other.layers[0].up.base.weight.requires_grad
 

@@ -177,9 +177,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "owner",
-    [{"start": 1}, {"pid": 2**31 - 1}],
-    ids=["its number has come again", "it is gone"],
+    "owner", [{"start": 1}, {"pid": 2**31 - 1}], ids=["its number has come again", "it is gone"]
 )
 def test_of_a_process_that_has_ended(tmp_path: Path, owner: dict[str, Any]) -> None:
     lock_of(tmp_path, **owner)

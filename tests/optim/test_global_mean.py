@@ -15,16 +15,8 @@ from parallel3d.testing import fake_world, local_world, record_collectives
 
 PAD = 0
 MICRO = 2
-LENGTHS = [
-    5,
-    2,
-    0,
-    0,
-    4,
-    1,
-    3,
-    5,
-]  # tokens to keep, by data rank and micro-batch; the second has none
+LENGTHS = [5, 2, 0, 0, 4, 1, 3, 5]
+"""Tokens to keep, by data rank and micro-batch; the second has none."""
 TINY = functools.partial(Lm, layers=1)
 
 

@@ -137,10 +137,7 @@ class Grouped(optim.SGD):
 
 def test_groups_with_options_of_their_own() -> None:
     model = nn.Linear(3, 2)
-    groups = [
-        {"params": [model.weight], "speed": "fast"},
-        {"params": model.bias, "speed": "slow"},
-    ]
+    groups = [{"params": [model.weight], "speed": "fast"}, {"params": model.bias, "speed": "slow"}]
     optimizer = local(Grouped, groups, elementwise=True)
     assert [group["lr"] for group in optimizer.param_groups] == [1e-1, 1e-3]
     with pytest.raises(KeyError, match="speed"):

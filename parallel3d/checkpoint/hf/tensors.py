@@ -24,12 +24,7 @@ from parallel3d.checkpoint.hf.layout import Patch
 from parallel3d.checkpoint.pieces import Boxed
 from parallel3d.checkpoint.ranks import Ranks, check_same, ranks_of
 from parallel3d.checkpoint.state import bring_to_rest
-from parallel3d.errors import (
-    CheckpointError,
-    Parallel3dError,
-    PeerFailureError,
-    WrongTypeError,
-)
+from parallel3d.errors import CheckpointError, Parallel3dError, PeerFailureError, WrongTypeError
 from parallel3d.guards.session import current_session, is_of_communication
 from parallel3d.mesh.agreement import name_ranks
 
@@ -185,7 +180,7 @@ class HFTensors:
         try:
             while batches:
                 batch = ranks.on_each(
-                    partial(self._prepare, batches[0], ranks, held, changes, memories),
+                    partial(self._prepare, batches[0], ranks, held, changes, memories)
                 )
                 batch.exchange()
                 ranks.all(batch.finish)
