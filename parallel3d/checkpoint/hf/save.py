@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from parallel3d._util import dry_run
 from parallel3d.checkpoint.format.files import bytes_of, header_of, is_ours, write_all
 from parallel3d.checkpoint.hf import conversion as hf
-from parallel3d.checkpoint.hf.tensors import Batch, Memories
+from parallel3d.checkpoint.hf.tensors import Assembly, Memories
 from parallel3d.checkpoint.ranks import Ranks, new_folder, ranks_of
 from parallel3d.checkpoint.state import bring_to_rest
 from parallel3d.errors import CheckpointError
@@ -212,7 +212,7 @@ def exchange(export: hf.Export, files: list[OutFile], ranks: Ranks, folder: Path
         owners, outputs = [rank for rank, _ in owned], [tensor for _, (_, tensor) in owned]
         # Agreed on, because a rank without memory for its tensor would leave the others waiting.
         given = export, outputs, owners, held, ranks, torch.device("cpu"), memories, _AT_ONCE
-        batch = ranks.on_each(partial(Batch, *given))
+        batch = ranks.on_each(partial(Assembly, *given))
         batch.exchange()
         for number in batch.values:
             batch.guarded(partial(_write, folder, *owned[number][1], batch.values[number]))

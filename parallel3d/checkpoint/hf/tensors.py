@@ -253,12 +253,12 @@ class HFTensors:
         held: hf.HeldParts,
         changes: _Changes,
         memories: Memories,
-    ) -> Batch:
+    ) -> Assembly:
         """Called on every rank before the batch is sent: after it nothing is allocated."""
         changes.check()
         device = self._device(outputs[0])
         receivers = None if self._receiver is None else [self._receiver] * len(outputs)
-        return Batch(self._export, outputs, receivers, held, ranks, device, memories, self._half)
+        return Assembly(self._export, outputs, receivers, held, ranks, device, memories, self._half)
 
 
 class _Changes:
@@ -311,7 +311,7 @@ class _Message(NamedTuple):
     receiver: int | None
 
 
-class Batch:
+class Assembly:
     """Tensors that are assembled together, from parts that ranks send in rounds of one collective each.
 
     Args:
