@@ -261,7 +261,8 @@ def test_optimizers_that_do_not_fit(tmp_path: Path) -> None:
 def refused(path: Path, sentinel: Path, **options: Any) -> CheckpointError:
     model, optimizer = small(2)
     load = partial(load_torch, path, model, optimizer, **options)
-    return bounded.refused(load, model, optimizer, sentinel=sentinel, seconds=20)
+    limits = {"bytes_": 1 << 30, "seconds": 20.0}  # a million values take some
+    return bounded.refused(load, model, optimizer, sentinel=sentinel, **limits)
 
 
 def a_file(path: Path, **more: Any) -> None:
