@@ -528,7 +528,7 @@ class PackedDTensor(DTensor):
                 f"full_tensor(grad_placements={grad_placements}) of a packed parameter: its gradient must be "
                 "whole on every rank, Replicate()"
             )
-        return _Whole.apply(self)
+        return _FullTensor.apply(self)
 
     def redistribute(
         self,
@@ -619,7 +619,7 @@ def _reduced_placements(spec: PackedSpec) -> tuple[Placement, ...]:
     return tuple(Replicate() if p.is_partial() else p for p in spec.placements)
 
 
-class _Whole(torch.autograd.Function):
+class _FullTensor(torch.autograd.Function):
     """A PackedDTensor -> the whole tensor; the gradient of that -> a PackedDTensor."""
 
     @staticmethod

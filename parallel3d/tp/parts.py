@@ -8,6 +8,7 @@ collective has made a whole. An attribute that has a part raises when it is comp
 the model's forward. In a block under ``torch.compile``, and of torch's own styles, nothing of this is seen.
 """
 
+import functools
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -193,7 +194,7 @@ class _PartWatch:
                 self.handles.append(hook)
         for path, module in model.named_modules():
             if hooks_on_parts(module, True, True) and id(module) not in compiled:
-                check = _CheckHooked(path, self.graph)
+                check = functools.partial(self._check_hooked, path)
                 hook = module.register_forward_hook(check, prepend=True, with_kwargs=True)
                 self.handles.append(hook)
 
@@ -205,6 +206,11 @@ class _PartWatch:
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 self.graph.known[tensor.grad_fn] = True
+
+    def _check_hooked(self, path: str, module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        takes, gives = self.graph.has_part((args, kwargs)), self.graph.has_part(output)
+        if hook := hooks_on_parts(module, takes, gives):
+            raise StateError(refused_hook(hook, path))
 
     def _forget(self) -> None:
         for handle in self.handles:
@@ -239,19 +245,6 @@ def _guarding(where: str) -> Any:
         return guarded
 
     return guard
-
-
-@dataclass
-class _CheckHooked:
-    """The hook before a user's own, in the first training forward."""
-
-    path: str
-    graph: _Graph
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        takes, gives = self.graph.has_part((args, kwargs)), self.graph.has_part(output)
-        if hook := hooks_on_parts(module, takes, gives):
-            raise StateError(refused_hook(hook, self.path))
 
 
 def watch_parts(model: nn.Module, styles: Mapping[str, Any]) -> None:

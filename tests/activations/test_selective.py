@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -61,9 +62,8 @@ class Block(nn.Module):
 def blocks(policy: Policy | None, dtype: torch.dtype, drop: float = 0.0) -> nn.Sequential:
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(drop) for _ in range(2))).to(dtype)
-    if policy is not None:
-        for block in model:
-            wrap_forward(block, partly_recomputed(policy), ("test", policy))
+    for block in model if policy is not None else ():
+        wrapped(block, policy)
     return model
 
 
@@ -75,6 +75,26 @@ def gradients(model: nn.Module, dtype: torch.dtype, times: int = 1) -> list[torc
         loss.backward(retain_graph=time < times - 1)
     grads = [p.grad for p in model.parameters()]
     return [loss.detach(), *(g for g in (*grads, x.grad) if g is not None)]
+
+
+def wrapped(module: nn.Module, policy: Policy = keep_costly) -> nn.Module:
+    wrap_forward(module, partly_recomputed(policy), ("test", policy))
+    return module
+
+
+def check_same(
+    make: Callable[[Callable[[nn.Module], nn.Module]], nn.Module],
+    *policies: Policy,
+    run: Callable[[nn.Module], list[torch.Tensor]] = lambda m: gradients(m, torch.float32),
+) -> None:
+    """``run`` of ``make(wrap)`` gives the same bits, whether ``wrap`` wraps a block or does nothing."""
+    found = []
+    for policy in (None, *policies):
+        torch.manual_seed(0)
+        wrap = (lambda module: module) if policy is None else partial(wrapped, policy=policy)
+        found.append(run(make(wrap)))
+    for each in found[1:]:
+        assert len(each) == len(found[0]) and all(map(torch.equal, found[0], each))
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -114,18 +134,17 @@ def test_matmuls_and_attention_are_not_computed_again() -> None:
 
 
 def test_second_derivatives() -> None:
-    found = []
-    for policy in (None, keep_costly, everything):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, 1)).double()
-        if policy is not None:
-            wrap_forward(model, partly_recomputed(policy), ("test", policy))
+    def run(model: nn.Module) -> list[torch.Tensor]:
         x = torch.randn(3, DIM, dtype=torch.float64, requires_grad=True)
         (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
         slope.square().sum().backward()
-        found.append([x.grad, *(p.grad for p in model.parameters() if p.grad is not None)])
-    for each in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found[0], each, strict=True))
+        return [x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    def make(wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
+        model = nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, 1))
+        return wrap(model.double())
+
+    check_same(make, keep_costly, everything, run=run)
 
 
 def test_a_checkpoint_of_the_users_within() -> None:
@@ -137,14 +156,7 @@ def test_a_checkpoint_of_the_users_within() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x + checkpoint(self.block, x * 2, use_reentrant=False)
 
-    found = []
-    for policy in (None, keep_costly):
-        torch.manual_seed(0)
-        model = Inner()
-        if policy is not None:
-            wrap_forward(model, partly_recomputed(policy), ("test", policy))
-        found.append(gradients(model, torch.float32))
-    assert all(map(torch.equal, *found))
+    check_same(lambda wrap: wrap(Inner()), keep_costly)
 
 
 def test_a_region_within_another() -> None:
@@ -159,18 +171,15 @@ def test_a_region_within_another() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.tanh(_Sent.apply(torch.sin(self.linear(x)), issued))
 
-    found = []
-    for policy in (None, keep_costly):
-        torch.manual_seed(0)
-        inner = Inner()
-        outer = nn.Sequential(nn.Linear(DIM, DIM), inner)
-        if policy is not None:
-            wrap_forward(inner, partly_recomputed(policy), ("test", policy))
-            wrap_forward(outer, partly_recomputed(policy), ("test", policy))
+    def run(model: nn.Module) -> list[torch.Tensor]:
         issued.clear()
-        found.append(gradients(outer, torch.float32))
+        found = gradients(model, torch.float32)
         assert issued == ["sent"]
-    assert all(map(torch.equal, *found))
+        return found
+
+    check_same(
+        lambda wrap: wrap(nn.Sequential(nn.Linear(DIM, DIM), wrap(Inner()))), keep_costly, run=run
+    )
 
 
 class _Sent(torch.autograd.Function):
@@ -199,8 +208,7 @@ def test_an_exception_ends_the_pass() -> None:
                 raise ValueError("on purpose")
             return y
 
-    model = Raises(DIM, DIM)
-    wrap_forward(model, partly_recomputed(keep_costly), ("test", keep_costly))
+    model = wrapped(Raises(DIM, DIM))
     with pytest.raises(ValueError, match="on purpose"):
         model(torch.ones(2, DIM))
     # Outside of a pass a collective is simply called.
@@ -235,11 +243,6 @@ def test_everything_is_freed_with_the_graph() -> None:
 
 
 # ---- errors ----
-
-
-def wrapped(module: nn.Module, policy: Policy = keep_costly) -> nn.Module:
-    wrap_forward(module, partly_recomputed(policy), ("test", policy))
-    return module
 
 
 def test_another_way_in_the_recomputation_is_an_error() -> None:
@@ -328,14 +331,7 @@ def test_a_backward_within_the_forward(policy: str) -> None:
             (slope,) = torch.autograd.grad(torch.tanh(self.linear(at)).sum(), at)
             return torch.sin(self.linear(x)) * slope
 
-    found = []
-    for wrapper in (None, partly_recomputed(POLICIES[policy])):
-        torch.manual_seed(0)
-        model = Slope()
-        if wrapper is not None:
-            wrap_forward(model, wrapper, ("test", policy))
-        found.append(gradients(model, torch.float32))
-    assert all(map(torch.equal, *found))
+    check_same(lambda wrap: wrap(Slope()), POLICIES[policy])
 
 
 class AddsInPlace(nn.Module):

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from _support.tp.tp_world import same, tp_mesh, use_local_tensors
+from _support.tp.tp_world import check_parity, same, tp_mesh, use_local_tensors
 from torch import nn
 
 from parallel3d.errors import PlanError
@@ -12,7 +12,7 @@ from parallel3d.mesh import MeshLayout
 from parallel3d.testing import assert_parity
 from parallel3d.testing.worlds import local_world
 from parallel3d.tp import SplitHeads, auto_plan, resolve_plan
-from parallel3d.tp.auto.prove import Prover
+from parallel3d.tp.auto.prove import Proof, Prover
 from parallel3d.tp.auto.trace import FirstCall
 
 E = 24
@@ -25,40 +25,17 @@ def _randomized(model: nn.Module) -> nn.Module:
     return model.double()
 
 
-def check(
-    attention: nn.MultiheadAttention, tp: int, *inputs: torch.Tensor, **options: object
-) -> None:
-    """Outputs, weights and all gradients on ``tp`` simulated ranks are those of the plain module."""
+def check(attention: nn.MultiheadAttention, *inputs: torch.Tensor, **options: object) -> None:
+    """Outputs, weights and all gradients on two simulated ranks are those of the plain module."""
+    given = list({id(x): x for x in inputs}.values())
+    places = [next(i for i, y in enumerate(given) if y is x) for x in inputs]
+
+    def call(model: nn.Module, *given: torch.Tensor) -> torch.Tensor:
+        outputs = model["attn"](*(given[i] for i in places), **options)
+        return torch.cat([t.flatten() for t in outputs if t is not None])
+
     model = _randomized(nn.ModuleDict({"attn": attention}))
-    model.zero_grad()
-    wanted_in = [x.clone().requires_grad_() for x in inputs]
-    wanted = [t for t in model["attn"](*wanted_in, **options) if t is not None]
-    upstream = [torch.randn(t.shape, dtype=t.dtype) for t in wanted]
-    torch.autograd.backward(wanted, upstream)
-    grads = {n: p.grad for n, p in model.named_parameters()}
-    split = copy.deepcopy(model)
-    split.zero_grad()
-    with local_world(tp) as world:
-        resolve_plan(split, {"attn": "attention"}, tp).apply(split, tp_mesh(tp))
-        params = use_local_tensors(split, world)
-        first: dict[int, torch.Tensor] = {}
-        for x in inputs:
-            if id(x) not in first:
-                first[id(x)] = world.map(lambda r, x=x: x.clone()).requires_grad_()
-        got_in = [first[id(x)] for x in inputs]
-        got = [t for t in split["attn"](*got_in, **options) if t is not None]
-        assert len(got) == len(wanted)
-        up = [world.map(lambda r, g=g: g.clone()) for g in upstream]
-        torch.autograd.backward(got, up)
-        for mine, theirs in zip(got, wanted, strict=True):
-            for on_rank in world.per_rank(mine):
-                same(on_rank, theirs)
-        if len(first) == len(inputs):
-            for mine, theirs in zip(got_in, wanted_in, strict=True):
-                for on_rank in world.per_rank(mine.grad):
-                    same(on_rank, theirs.grad)
-        for name, local in params.items():
-            same(local.full_grad(world), grads[name])
+    check_parity(model, {"attn": "attention"}, 2, *given, call=call)
 
 
 def _tokens(length: int, batch_first: bool, features: int = E) -> torch.Tensor:
@@ -127,18 +104,18 @@ def _case(case: dict, heads: int) -> tuple[nn.MultiheadAttention, list, dict]:
     return attention, [query, key, value], options
 
 
+def _proof(number: int, heads: int, tp: int) -> Proof:
+    torch.manual_seed(number)
+    attention, inputs, options = _case(_options()[number], heads)
+    outputs = [frozenset[str]()] * (1 + options["need_weights"])
+    call = FirstCall(tuple(inputs), options, {id(x) for x in inputs}, outputs)
+    return Prover(attention, call, tp).prove({"": SplitHeads()})
+
+
 @pytest.mark.parametrize("number", range(40))
 @pytest.mark.filterwarnings("ignore:Support for mismatched:UserWarning")
 def test_every_option_equals_the_plain_module(number: int) -> None:
-    torch.manual_seed(number)
-    attention, inputs, options = _case(_options()[number], 4)
-    call = FirstCall(
-        tuple(inputs),
-        options,
-        {id(x) for x in inputs},
-        [frozenset()] * (1 + options["need_weights"]),
-    )
-    proof = Prover(attention, call, 2).prove({"": SplitHeads()})
+    proof = _proof(number, 4, 2)
     assert proof.difference < 1e-12 and not proof.partial
 
 
@@ -146,22 +123,14 @@ def test_every_option_equals_the_plain_module(number: int) -> None:
 @pytest.mark.parametrize("number", range(6))
 @pytest.mark.filterwarnings("ignore:Support for mismatched:UserWarning")
 def test_heads_that_do_not_divide_go_to_the_ranks_whole(number: int, tp: int, heads: int) -> None:
-    torch.manual_seed(number)
-    attention, inputs, options = _case(_options()[number], heads)
-    call = FirstCall(
-        tuple(inputs),
-        options,
-        {id(x) for x in inputs},
-        [frozenset()] * (1 + options["need_weights"]),
-    )
-    Prover(attention, call, tp).prove({"": SplitHeads()})
+    _proof(number, heads, tp)
 
 
 @pytest.mark.parametrize("number", range(4))
 def test_equal_on_simulated_ranks_with_parameters_from_a_plan(number: int) -> None:
     torch.manual_seed(number)
     attention, inputs, options = _case(_options()[number], 4)
-    check(attention, 2, *inputs, **options)
+    check(attention, *inputs, **options)
 
 
 def test_unbatched_inputs_and_masks() -> None:
@@ -170,8 +139,8 @@ def test_unbatched_inputs_and_masks() -> None:
     query, key = torch.randn(5, E).double(), torch.randn(7, E).double()
     padding = torch.tensor([False] * 5 + [True] * 2)
     mask = torch.randn(4, 5, 7).double()
-    check(attention, 2, query, key, key, key_padding_mask=padding.double() * -9, attn_mask=mask)
-    check(attention, 2, query, key, key, key_padding_mask=padding, need_weights=False)
+    check(attention, query, key, key, key_padding_mask=padding.double() * -9, attn_mask=mask)
+    check(attention, query, key, key, key_padding_mask=padding, need_weights=False)
 
 
 def test_more_ranks_than_heads_and_other_forwards_are_refused() -> None:
