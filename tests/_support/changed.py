@@ -13,8 +13,6 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
-__all__ = ["changed_since", "concerned"]
-
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests"
 COMMON = 40

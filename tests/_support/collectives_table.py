@@ -13,8 +13,6 @@ if __name__ == "__main__":  # under pytest it is there already
 
 from _support.fsdp.collective_cases import CASES, NONE, Totals, compare  # noqa: E402
 
-__all__ = ["PAGE", "collect", "table"]
-
 PAGE = ROOT / "docs" / "collectives.md"
 
 HEAD = """\

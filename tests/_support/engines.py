@@ -23,8 +23,6 @@ from torch import nn
 
 from parallel3d.testing import GlooPool
 
-__all__ = ["ENGINES", "Engine", "OnRanks", "check_fault"]
-
 ENGINES = {"parallel3d": "parallel3d.fsdp", "torch": "torch.distributed.fsdp"}
 
 

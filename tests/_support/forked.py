@@ -16,8 +16,6 @@ import socket
 import sys
 from contextlib import contextmanager, suppress
 
-__all__ = ["python_at"]
-
 # What is imported before the first fork, where it can be.
 _PRELOAD = ["torch.distributed.run", "torch.distributed.elastic.agent.server.local_elastic_agent"]
 _PRELOAD += ["parallel3d", "parallel3d.parallelize", "parallel3d.checkpoint.loading"]

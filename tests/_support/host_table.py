@@ -24,8 +24,6 @@ import parallel3d as p3d  # noqa: E402
 from _support.fsdp.host_counts import COUNTED, CountedStreams, counted  # noqa: E402
 from parallel3d.testing import fake_world  # noqa: E402
 
-__all__ = ["CASES", "PAGE", "Case", "of_unit", "table", "written"]
-
 PAGE = ROOT / "docs" / "performance.md"
 WIDTH = 16
 BEGIN, END = "<!-- host counts -->\n", "<!-- end of host counts -->\n"

@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-__all__ = ["Host", "Site", "hosts", "missing"]
-
 _UNTIL_END_OF_FILE = ["sh", "-c", "echo up; read _"]
 _HOST = ["--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
 _SWITCH = ["--net", "--fork", "--kill-child"]

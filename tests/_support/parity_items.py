@@ -6,8 +6,6 @@ required here; it is listed too.
 
 from torch.distributed.fsdp import FSDPModule
 
-__all__ = ["CITED", "KINDS", "required_items"]
-
 # The kinds of items, in the order of the table: prefix -> heading.
 KINDS = {
     "argument": "Arguments of `fully_shard`",

@@ -17,8 +17,6 @@ from parallel3d import (
 )
 from parallel3d._torch.dtensor import get_local_tensor
 
-__all__ = ["build", "local", "refused"]
-
 
 def local(value: torch.Tensor) -> torch.Tensor:
     return get_local_tensor(value) if isinstance(value, DTensor) else value

@@ -22,8 +22,6 @@ from xml.etree import ElementTree
 
 import pytest
 
-__all__ = ["DAY", "DAYS", "all_are_asked_for", "mark", "measured", "name_of", "on_processes"]
-
 QUICK = 2.0
 """The most seconds that a case may take in ``pytest -n auto``, on two cores that do nothing else."""
 DAYS = 10

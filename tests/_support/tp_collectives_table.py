@@ -13,8 +13,6 @@ if __name__ == "__main__":  # under pytest they are there already
 
 from _support.tp.tp_collective_cases import CASES, RANKS, Totals, compare  # noqa: E402
 
-__all__ = ["PAGE", "collect", "table"]
-
 PAGE = ROOT / "docs" / "tp_collectives.md"
 
 HEAD = f"""\

@@ -11,8 +11,6 @@ from _support.models import LM_PLAN, Lm
 from parallel3d import MeshLayout, build_mesh, parallelize
 from parallel3d.testing import LocalWorld
 
-__all__ = ["Mixed", "equal_on_ranks", "plain_model", "sharded"]
-
 
 class Mixed(Lm):
     """Lm with a scalar, codes (uint8), a buffer, and a frozen matrix."""

@@ -28,8 +28,6 @@ from parallel3d.fsdp import bucket, comm, reduction
 from parallel3d.fsdp import group as param_group
 from parallel3d.fsdp.options import gather_extension, hfsdp, offload
 
-__all__ = ["Disturber", "delay_modules", "disturb_engine", "network_of_one"]
-
 MOST_SIZES = 24  # of freed memory that is filled
 
 

@@ -32,8 +32,6 @@ from truth import VOCAB, Case, build, ours, torchs
 import parallel3d as p3d
 from parallel3d.fsdp import context
 
-__all__ = ["races", "races_offload", "races_ranks"]
-
 STEPS = 2
 LENGTH = 4  # tokens of a sample: sequence parallelism divides them
 

@@ -31,8 +31,6 @@ from torch.nn import functional as F
 import parallel3d as p3d
 from parallel3d.testing import shards_of
 
-__all__ = ["libraries", "run", "truth1", "truth2", "truth4"]
-
 Sizes = tuple[int, int, int]
 MESHES: dict[int, list[Sizes]] = {
     1: [(1, 1, 1)],

@@ -413,6 +413,3 @@ def example_of(model: nn.Module) -> Any:
     ids = torch.zeros((2, 6), dtype=torch.int64)
     two = isinstance(model, (Positions, MeanLoss, SumLoss, CountedLoss, SquaredLoss))
     return ((ids, ids.clone()), {}) if two else ((ids,), {})
-
-
-__all__ = ["KINDS", "example_of"]

@@ -13,8 +13,6 @@ import torch
 
 from _support.checkpoint.handmade_dcp import Calls, saved, text
 
-__all__ = ["PICKLES", "RUN", "Sentinel", "code", "forget_extension", "touch"]
-
 Sentinel = Path
 InPickle = Callable[[Sentinel], bytes]
 

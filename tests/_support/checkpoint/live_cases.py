@@ -11,8 +11,6 @@ from _support.checkpoint.hf_cases import Sizes, distribute, plain
 from parallel3d.checkpoint import hf_shards, hf_tensors, save_hf
 from parallel3d.checkpoint.pieces import pieces_of
 
-__all__ = ["assembled", "check_live", "compared", "same", "stored"]
-
 
 def stored(folder: str | Path) -> dict[str, Tensor]:
     """What the safetensors files of a folder hold."""

@@ -13,19 +13,6 @@ from parallel3d import MeshLayout
 from parallel3d.testing import assert_parity
 from parallel3d.testing.parity import Parity
 
-__all__ = [
-    "HF",
-    "MESHES",
-    "Block",
-    "Encoder",
-    "Lm",
-    "batches",
-    "hf_model",
-    "layout_of",
-    "parity",
-    "samples",
-]
-
 VOCABULARY, HIDDEN = 64, 32
 
 # (replicate, shard, cp, tp)

@@ -18,18 +18,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from _support.models import lm_loss, tokens
 from parallel3d._torch.dtensor import dtensor_shard_box
 
-__all__ = [
-    "Twins",
-    "device_mesh",
-    "floats",
-    "full",
-    "mean_square",
-    "same",
-    "sample_of",
-    "shard_layers",
-    "train",
-]
-
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 
 

@@ -9,8 +9,6 @@ from torch import nn
 from parallel3d import MeshLayout, build_mesh
 from parallel3d.testing import LocalWorld, shards_of
 
-__all__ = ["Net", "Trial"]
-
 
 class Layer(nn.Module):
     """A linear with sizes that few axes divide, and a scalar."""

@@ -12,8 +12,6 @@ from torch.utils.checkpoint import checkpoint
 from _support.models import Block, Lm, lm_loss, tokens
 from parallel3d._torch.groups import all_gather_single, reduce_scatter_single
 
-__all__ = ["BACKWARD", "FORWARD", "Boom", "Net", "Place", "loss_of"]
-
 
 class Boom(Exception):
     """What is raised; nothing else raises it."""

@@ -25,8 +25,6 @@ from parallel3d._torch.autograd import follows_grad_dtype
 from parallel3d.fsdp import fully_shard
 from parallel3d.testing import Recorder, fake_world, record_collectives
 
-__all__ = ["CASES", "NONE", "Case", "Totals", "compare"]
-
 Key = tuple[str, str | None]
 """(kind of collective, mesh axis)"""
 

@@ -21,8 +21,6 @@ from parallel3d._util import dry_run
 from parallel3d._util.streams import Clock, FakeEvent, FakeStream, Streams
 from parallel3d._util.trees import tensors_in
 
-__all__ = ["COUNTED", "Counted", "CountedStreams", "counted", "is_fused", "on_streams"]
-
 COUNTED = (
     "kernels",
     "collectives",

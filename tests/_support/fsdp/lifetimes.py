@@ -18,8 +18,6 @@ from parallel3d._torch.autograd import TorchDispatchMode
 from parallel3d._torch.simulated import inner_tensors
 from parallel3d.fsdp.inspect import unit_of
 
-__all__ = ["NewStorages", "References", "collector_off", "references"]
-
 References = dict[str, weakref.ref]
 """By name."""
 

@@ -6,8 +6,6 @@ from torch import nn
 from _support.fsdp.lifetimes import NewStorages
 from parallel3d.fsdp import fully_shard
 
-__all__ = ["PeakBytes", "deep_model"]
-
 
 class PeakBytes(NewStorages):
     """The most bytes that storages made in its body had at one time."""

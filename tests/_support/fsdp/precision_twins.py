@@ -18,8 +18,6 @@ from parallel3d.fsdp import fully_shard
 from parallel3d.testing import LocalWorld, shards_of
 from parallel3d.tp import LocalSizes
 
-__all__ = ["DIM", "PLAN", "Net", "Twins", "rows", "wrap"]
-
 DIM = 12
 PLAN = {  # LocalSizes: some of the models run in dtypes of their own alone, and can't be tried
     "layers.*.up": "colwise",

@@ -17,8 +17,6 @@ from torch.utils.checkpoint import checkpoint
 from parallel3d import MixedPrecisionPolicy, tp
 from parallel3d.fsdp import fully_shard
 
-__all__ = ["Model", "RandomModel", "apply", "lost", "models", "odd_models", "tree"]
-
 DTYPE = torch.float64
 
 # ---- as data ----

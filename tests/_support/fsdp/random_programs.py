@@ -35,8 +35,6 @@ from parallel3d.fsdp import BackwardPrefetch, CommHookState, FSDPModule, reduce_
 from parallel3d.fsdp.param import owner_at
 from parallel3d.testing import LocalWorld, local_world, shards_of
 
-__all__ = ["Config", "configs", "odd_configs", "run"]
-
 # ---- as data ----
 
 

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["AllDouble"]
-
 
 class AllDouble(TorchFunctionMode):
     """Within it, torch functions asked for float32 give float64."""

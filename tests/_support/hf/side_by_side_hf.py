@@ -19,17 +19,6 @@ from parallel3d import Checks, MeshLayout, build_mesh, cp, parallelize
 from parallel3d.errors import PlanError, StateError
 from parallel3d.testing.parity import shards_of
 
-__all__ = [
-    "CASES",
-    "CP_CASE",
-    "Case",
-    "Outcome",
-    "compare_cases",
-    "merged",
-    "plain_step",
-    "refused_families",
-]
-
 Sizes = tuple[int, ...]
 
 # What each family is run as: the variant of its tiny config, and the sizes of the mesh, (replicate, shard,

@@ -15,8 +15,6 @@ from typing import Any
 
 from _support.kill import moments
 
-__all__ = ["Ending", "run_by_torchrun", "run_ranks"]
-
 Kill = dict[str, Any]
 """See moments.arrange."""
 

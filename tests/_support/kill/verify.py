@@ -14,8 +14,6 @@ from torch import Tensor
 
 import parallel3d as p3d
 
-__all__ = ["Record", "different_end", "different_states", "different_steps", "wrong_samples"]
-
 
 @dataclass
 class Start:

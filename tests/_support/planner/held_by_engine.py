@@ -20,8 +20,6 @@ from parallel3d.fsdp.gradients import BucketGradients
 from parallel3d.fsdp.inspect import Bucket, units_of
 from parallel3d.fsdp.options.merged import MergedBucket
 
-__all__ = ["Held", "local_of"]
-
 
 def is_result(bucket: Bucket) -> bool:
     """Whether what the gradients of ``bucket`` are packed into becomes their ``.grad``."""

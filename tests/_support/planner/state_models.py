@@ -15,8 +15,6 @@ from parallel3d.planner import ModelSpec, Workload
 from parallel3d.planner.model_spec import Parameter, UnitSpec
 from parallel3d.tp import Colwise, Rowwise, SequenceParallel, VocabParallel
 
-__all__ = ["Case", "Net", "random_case", "spec_of"]
-
 HEAD = 4
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -7,22 +7,6 @@ from torch.nn import functional as F
 
 from _support.testing.verify_models import Attention, ColumnLinear, Loss, RowEmbedding, RowLinear
 
-__all__ = [
-    "BiasOnEveryRank",
-    "LowPrecision",
-    "NoMask",
-    "NoReduction",
-    "NoSumOfInputGradient",
-    "PlainHeadCount",
-    "QueriesByRows",
-    "QueryAndKeySwapped",
-    "ReducedTwice",
-    "ResidualAgain",
-    "SummedAgainInBackward",
-    "SummedLoss",
-    "WholeHeadCount",
-]
-
 
 class NoReduction(RowLinear):
     def forward(self, x: Tensor) -> Tensor:

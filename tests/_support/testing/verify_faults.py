@@ -41,8 +41,6 @@ from _support.testing.verify_models import (
 from parallel3d import parallelize
 from parallel3d.tp import Colwise, Replicated
 
-__all__ = ["FAULTS", "Fault", "table"]
-
 Mesh = tuple[int, int, int]
 
 

@@ -7,8 +7,6 @@ from pathlib import Path
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs" / "verify.md"
 
-__all__ = ["DOCS", "example", "run_example", "written"]
-
 
 def example(text: str) -> str:
     """The file of the example."""

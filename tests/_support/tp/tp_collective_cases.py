@@ -23,8 +23,6 @@ from parallel3d import MeshLayout, build_mesh, tp
 from parallel3d.fsdp import fully_shard
 from parallel3d.testing import fake_world, record_collectives
 
-__all__ = ["CASES", "Case", "Totals", "compare"]
-
 Totals = dict[str, tuple[int, int]]
 """(calls, bytes) over tp, by kind of collective."""
 

@@ -6,8 +6,6 @@ from torch.nn import functional as F
 
 from parallel3d.tp import Colwise, Rowwise, SequenceParallel, VocabParallel
 
-__all__ = ["SEQUENCE", "TENSOR", "Attention", "Dropping", "Note"]
-
 DIM, HEADS = 32, 4
 
 

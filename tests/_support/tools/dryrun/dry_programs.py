@@ -13,8 +13,6 @@ from training import Schedule, Trainer
 import parallel3d as p3d
 from parallel3d.testing import Collective, record_collectives
 
-__all__ = ["Training", "make_steps", "named", "prepare", "recorded", "train"]
-
 
 @dataclass(frozen=True)
 class Training:

@@ -11,9 +11,6 @@ from torch.utils._pytree import tree_leaves
 
 from parallel3d._torch.fake import FakeTensor, in_fake_mode
 
-__all__ = ["FloatMemory"]
-
-
 _QUESTIONS = ("prim::device", "aten::is_pinned")  # which fake tensors ask, or do not
 
 

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any
 
-__all__ = ["FILES", "Mutant", "mutants"]
-
 FILES = {
     "parallel3d.fsdp.comm": "StreamComm Comm _InFlight _On",
     "parallel3d.fsdp.reduction": "AllReduce ReduceScatter sum_over_tp",

@@ -20,19 +20,6 @@ import parallel3d as p3d
 from _support.models import LM_PLAN, VOCAB, Lm
 from parallel3d.tools.dryrun.result import DryRun, MemorySample
 
-__all__ = [
-    "AXES",
-    "WORLD",
-    "at_rest",
-    "batch",
-    "by_axis",
-    "cuda_mesh",
-    "own",
-    "own_mesh",
-    "tied_lm",
-    "torchs",
-]
-
 WORLD = 8
 AXES = ("replicate", "shard", "tp")
 

@@ -26,8 +26,6 @@ from parallel3d.fsdp import (
     reduce_scatter_hook,
 )
 
-__all__ = ["CASES", "Program", "random_program", "small_config", "train"]
-
 
 class Broken(Exception):
     """What a forward raises in the middle of a step."""
