@@ -12,8 +12,17 @@ from _support.checkpoint import bounded
 from _support.checkpoint.bounded import everything, in_time
 from _support.checkpoint.dcp_models import refused_on_ranks
 from _support.checkpoint.handmade_dcp import Calls, Folder, flat, make, small
-from _support.checkpoint.hostile_dcp_cases import DISK, FLIPS, LR, TABLES, lying_storage
-from _support.checkpoint.hostile_pickles import PICKLES, RUN, forget_extension, touch
+from _support.checkpoint.hostile_dcp_cases import (
+    DISK,
+    FLIPS,
+    LR,
+    PICKLES,
+    RUN,
+    TABLES,
+    forget_extension,
+    lying_storage,
+    touch,
+)
 
 from parallel3d.checkpoint import load_dcp, load_torch
 from parallel3d.errors import CheckpointError, CorruptCheckpointError

@@ -10,8 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from _support.checkpoint.hf_cases import CONFIGS, Sizes, plain, same_error_everywhere
-from _support.checkpoint.live_cases import check_live, compared, same
+from _support.checkpoint.hf_cases import (
+    CONFIGS,
+    Sizes,
+    check_live,
+    compared,
+    plain,
+    same,
+    same_error_everywhere,
+)
 from _support.packed_models import even_lm, packed_plan, uneven_lm
 from torch import distributed as dist
 from torch import nn

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from _support.checkpoint.hf_cases import CONFIGS, cases_there_and_back, plain
-from _support.checkpoint.live_cases import stored
+from _support.checkpoint.hf_cases import CONFIGS, cases_there_and_back, plain, stored
 from _support.hf.tiny import families, tiny_model
 from safetensors.torch import load_file
 

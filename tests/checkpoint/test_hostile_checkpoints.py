@@ -11,8 +11,7 @@ import numpy
 import pytest
 import torch
 from _support.checkpoint.bounded import everything, in_time
-from _support.checkpoint.hostile_cases import CASES, FILES, HARMLESS
-from _support.checkpoint.hostile_checkpoints import DATA
+from _support.checkpoint.hostile_checkpoints import CASES, DATA, FILES, HARMLESS
 from torch import nn
 
 import parallel3d as p3d

@@ -20,7 +20,7 @@ from _support.checkpoint.dcp_models import (
     step,
 )
 from _support.checkpoint.handmade_dcp import Calls, small
-from _support.checkpoint.hostile_pickles import touch
+from _support.checkpoint.hostile_dcp_cases import touch
 from torch import distributed as dist
 from torch import nn
 

@@ -4,8 +4,7 @@ import functools
 
 import pytest
 import torch
-from _support.fsdp.sharded_params import Holder, tp_param
-from _support.fsdp.wrapped import shard_blocks
+from _support.fsdp.wrapped import Holder, shard_blocks, tp_param
 from _support.models import Block, Lm, lm_loss, tokens
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

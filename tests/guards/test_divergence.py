@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from _support.guards import jobs
-from _support.guards.cases import CASES, WATCH, Case, table
+from _support.guards.jobs import CASES, WATCH, Case, table
 from _support.launch import launch
 
 ALIKE = {

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from _support.planner.runs import read_models
+from planner_runs import read_models
 
 from parallel3d.planner import constants
 

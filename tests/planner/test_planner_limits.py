@@ -6,7 +6,7 @@ from math import exp, nan
 
 import pytest
 import torch
-from _support.planner.runs import (
+from planner_runs import (
     Models,
     predict_run,
     predict_runs,

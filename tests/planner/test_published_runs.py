@@ -5,7 +5,7 @@ import statistics
 from pathlib import Path
 
 import pytest
-from _support.planner.runs import (
+from planner_runs import (
     COLUMNS,
     predict_run,
     predict_runs,

@@ -4,7 +4,7 @@ import dataclasses
 import re
 
 import pytest
-from _support.planner.runs import Models, predict_run, stack_of_run
+from planner_runs import Models, predict_run, stack_of_run
 
 from parallel3d.errors import PlanningError
 from parallel3d.mesh import MeshLayout

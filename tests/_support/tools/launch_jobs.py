@@ -2,8 +2,37 @@
 
 from typing import Any
 
-from _support.tools.launch.odd_words import ODD
 from parallel3d.tools.launch import TARGETS, LaunchJob
+
+ODD = [
+    "",
+    " ",
+    "a b",
+    "it's",
+    "\\'",
+    'say "hi"',
+    "$HOME ${HOME} $(touch oops) `touch oops`",
+    "; touch oops #",
+    "&& touch oops || touch oops",
+    "two\nlines\n#SBATCH --nodes=99\n",
+    "tab\tand\rreturn and \\n and \\",
+    "- yaml: [x, {y: z}] # no",
+    "yes",
+    "null",
+    "0x10",
+    "$(PET_NNODES) $$(PET_NNODES) $$ $",
+    "${local_rank} $local_rank $$local_rank",
+    "é ü 漢字 🙂",
+    "\u2028 \x7f \x85 \x1b[0m",
+    "{braces} %s %(x)s",
+    '"""',
+    "-x",
+    "--rdzv-id=other",
+    "*",
+    "~",
+    "!!",
+]
+
 
 COMMAND = ("train.py", *ODD)
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from _support.tools.launch.odd_words import ODD
+from _support.tools.launch_jobs import ODD
 
 pytest.importorskip("typer")
 pytest.importorskip("rich")
