@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_LMS
 
-HIDDEN, HEADS, HEAD_DIM, LENGTH = 32, 4, 8, 12
+HEADS, LENGTH = 4, 12
 
 _DATA = tomllib.loads((Path(__file__).parent / "tiny.toml").read_text())
 SIZES: dict[str, Any] = _DATA["sizes"]
