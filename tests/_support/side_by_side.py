@@ -13,8 +13,6 @@ from _support.models import LM_PLAN, Lm, lm_loss, tokens
 from parallel3d import MeshLayout, build_mesh, parallelize
 from parallel3d.testing import LocalWorld, local_world, shards_of
 
-__all__ = ["Sides", "same_batch", "side_by_side"]
-
 Apply = Callable[[nn.Module, Any], nn.Module]
 
 
