@@ -7,7 +7,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -176,34 +176,29 @@ def audit_command(
         ranks = replicate * shard * cp * tp
         if alone:
             busy.say(f"{model}: training it plain and on {ranks} ranks, and comparing")
-            found, is_first = _run(build, batch, sizes, options)
+            found, is_first = _verified(build, batch, sizes, options)
         else:
             if ranks == 1:
                 sizes["shard"] = 2
             busy.say(f"{model}: training it several times on {math.prod(sizes.values())} processes")
-            table, is_first = _audited(
-                build, batch, sizes, options, relation, engine, function_named("--step", step)
-            )
-    if alone:
-        if is_first and as_json:
-            typer.echo(json.dumps(_as_json(found), indent=2, allow_nan=False))
-        elif is_first:
-            _show(found, model, parallelize or "parallel3d.parallelize")
-        if found.difference is not None:
-            raise typer.Exit(1)
-        return
+            asked = {"relations": relation, "engines": engine}
+            given = {name: value for name, value in asked.items() if value}
+            given |= {"step": function_named("--step", step)}
+            found, is_first = _audited(build, batch, sizes, options, given)
     if is_first and as_json:
-        typer.echo(json.dumps(table.as_dict(), indent=2, allow_nan=False))
+        data = _as_json(found) if alone else found.as_dict()
+        typer.echo(json.dumps(data, indent=2, allow_nan=False))
+    elif is_first and alone:
+        _show(found, model, parallelize or "parallel3d.parallelize")
     elif is_first:
-        _show_table(table, model)
-    wrong = [
-        each for each in table.failed if (each.relation, each.engine) == ("plain", "parallel3d")
-    ]
-    if is_first and wrong and not as_json and "WORLD_SIZE" not in os.environ:
-        found, _ = _run(build, batch, sizes, options)
-        if found.difference is not None:
-            output(width=100).print(_difference(found.difference))
-    if table.failed:
+        _show_table(found, model)
+        failed = {(each.relation, each.engine) for each in found.failed}
+        if ("plain", "parallel3d") in failed and "WORLD_SIZE" not in os.environ:
+            first, _ = _verified(build, batch, sizes, options)
+            if first.difference is not None:
+                output(width=100).print(_difference(first.difference))
+    wrong = found.difference if alone else found.failed
+    if wrong:
         raise typer.Exit(1)
 
 
@@ -243,39 +238,32 @@ def _found_in(
     return model, found
 
 
-def _audited(
-    build: Any,
-    batch: Any,
-    sizes: dict[str, int],
-    options: dict[str, Any],
-    relations: list[str] | None,
-    engines: list[str] | None,
-    step: Any,
-) -> tuple[AuditTable, bool]:
-    """Returns the table, and whether this process is the one that prints it."""
+def _on_ranks(examine: Callable[[], Any]) -> tuple[Any, bool]:
+    """Returns ``examine()``, with a group if torchrun has started it, and whether this process prints it."""
     from torch import distributed as dist
 
+    if int(os.environ.get("WORLD_SIZE", "0")) <= 1 or dist.is_initialized():
+        return examine(), True
+    dist.init_process_group("gloo")
+    try:
+        return examine(), dist.get_rank() == 0
+    finally:
+        dist.destroy_process_group()
+
+
+def _audited(
+    build: Any, batch: Any, sizes: dict[str, int], options: dict[str, Any], given: dict[str, Any]
+) -> tuple[Any, bool]:
     from parallel3d.mesh import MeshLayout
     from parallel3d.testing import audit
 
     if "apply" in options:
         raise Parallel3dError("--parallelize is for --relation plain alone")
-    given: dict[str, Any] = {
-        name: options[name] for name in ("loss", "shard_batch", "seed", "steps")
-    }
-    given |= {"tp_plan": options["tp_plan"], "step": step, "layout": MeshLayout(**sizes)}
-    given |= {name: value for name in ("loss_parallel",) if (value := options[name])}
-    if relations:
-        given["relations"] = relations
-    if engines:
-        given["engines"] = engines
-    if int(os.environ.get("WORLD_SIZE", "0")) > 1:
-        dist.init_process_group("gloo")
-        try:
-            return audit(build, batch, **given), dist.get_rank() == 0
-        finally:
-            dist.destroy_process_group()
-    return audit(build, batch, **given), True
+    names = ("loss", "shard_batch", "seed", "steps", "tp_plan")
+    given |= {name: options[name] for name in names} | {"layout": MeshLayout(**sizes)}
+    if options["loss_parallel"]:
+        given["loss_parallel"] = True
+    return _on_ranks(lambda: audit(build, batch, **given))
 
 
 def _show_table(found: AuditTable, model: str) -> None:
@@ -295,32 +283,25 @@ def _show_table(found: AuditTable, model: str) -> None:
     console.print(table)
 
 
-def _run(
+def _verified(
     build: Any, batch: Any, sizes: dict[str, int], options: dict[str, Any]
-) -> tuple[Verification, bool]:
-    """Returns the verification, and whether this process is the one that prints it."""
+) -> tuple[Any, bool]:
     import torch
-    from torch import distributed as dist
 
     from parallel3d.mesh import MeshLayout
     from parallel3d.testing import verify
 
     layout = MeshLayout(**sizes)
     started = int(os.environ.get("WORLD_SIZE", "0"))
-    if started <= 1 or dist.is_initialized():
+    if started <= 1:
         # Simulated ranks are threads, which compute at once.
         torch.set_num_threads(max(1, torch.get_num_threads() // layout.world_size))
-        return verify(build, batch, layout, **options), True
-    if started != layout.world_size:
+    elif started != layout.world_size:
         raise Parallel3dError(
             f"torchrun has started {started} processes, but {' x '.join(map(str, layout.sizes))} are "
             f"{layout.world_size} ranks"
         )
-    dist.init_process_group("gloo")
-    try:
-        return verify(build, batch, layout, **options), dist.get_rank() == 0
-    finally:
-        dist.destroy_process_group()
+    return _on_ranks(lambda: verify(build, batch, layout, **options))
 
 
 def _plan(text: str | None, tp: int) -> Any:

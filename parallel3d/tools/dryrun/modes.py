@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from math import prod
 from typing import Any
 
@@ -177,15 +176,14 @@ class DryMode(RecordingMode):
     """
 
     def __init__(self, place: Place, check_streams: bool = False) -> None:
-        self.recorder = Recorder()
-        super().__init__(self.recorder, {})
+        self.recorder, self.meshes = Recorder(), list[DeviceMesh]()
+        super().__init__(self.recorder, {}, meshes=self.meshes)
         self.place = place
         self.operations: list[Operation] = []
         self.ledger = Ledger()
         place.on_backward = self.ledger.begin_backward
         self.streams = PlayedStreams(self._wait)
         self.races = RaceDetector(self.streams, place, self.ledger) if check_streams else None
-        self.meshes: list[DeviceMesh] = []
         self._fake_mode = make_fake_mode()
         self._stand_ins: Any = WeakTensorKeyDictionary()  # real tensor -> fake
         self._overwritten: dict[int, Any] = {}  # id -> storage of a real tensor, kept alive
@@ -340,7 +338,6 @@ class DryMode(RecordingMode):
         """Records a collective and returns what it would return."""
         unit, count = issuing.unit, len(self.recorder.calls)
         group = process_group_of(values[signature.group])
-        self._learn_axis(group.group_name)
         read, written = (
             [t for name in names for t in tensors_in(values.get(name))]
             for names in (_READ, _WRITTEN)
@@ -402,15 +399,6 @@ class DryMode(RecordingMode):
         for tensor in tensors_in(out):
             self._held(tensor, "wait")
         return out
-
-    def _learn_axis(self, group_name: str) -> None:
-        """Finds the mesh axis of a group; a mesh gets its groups only after it was made."""
-        if group_name in self._axes:
-            return
-        for mesh in self.meshes:
-            for axis in mesh.mesh_dim_names or ():
-                with suppress(RuntimeError):
-                    self._axes.setdefault(mesh.get_group(axis).group_name, axis)
 
 
 def _writes(op: str, group: dist.ProcessGroup, values: dict[str, Any]) -> bool:

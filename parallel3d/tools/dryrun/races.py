@@ -33,17 +33,18 @@ _SEEN = "torch.distributed.fsdp."  # of torch, the code that makes streams
 
 @dataclass(slots=True, eq=False)
 class _Use:
-    """One use of memory: its stream, its count there, and where in the program it is."""
+    """One use of memory: its stream and its count there, and what and where in the program it is."""
 
     stream: int
     count: int
     writes: bool
     name: str
-    module: str
-    unit: str
-    phase: str
-    step: int
+    place: tuple[str, str, str, int]  # module, unit, phase, step
     line: tuple[CodeType, int] | None
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        return self.line, self.name, self.stream
 
 
 @dataclass(slots=True, eq=False)
@@ -187,7 +188,7 @@ class RaceDetector:
         if not reads and not writes:
             return
         clock, number, place = stream.clock, stream.number, self.place
-        where = name, place.module, issuing.unit, place.phase, place.steps, _line()
+        where = name, (place.module, issuing.unit, place.phase, place.steps), _line()
         for held in reads | writes:
             memory, write = self._memory[held], held in writes
             use = _Use(number, clock.get(number, 0), write, *where)
@@ -206,19 +207,8 @@ class RaceDetector:
                 memory.reads[number] = use
 
     def _race(self, first: _Use, second: _Use, held: Held, freed: Any) -> None:
-        key = (
-            first.line,
-            first.name,
-            first.stream,
-            second.line,
-            second.name,
-            second.stream,
-            bool(freed),
-        )
-        if key in self._found:
-            self._found[key][-1] += 1
-        else:
-            self._found[key] = [first, second, held, freed, 1]
+        key = first.key, second.key, bool(freed)
+        self._found.setdefault(key, [first, second, held, freed, 0])[-1] += 1
 
     # -- what was found
 
@@ -232,13 +222,9 @@ class RaceDetector:
             missing = f"synchronize() of an event recorded on {one!r} after {first.name}"
         elif first.stream == HOST:
             missing = f"put {second.name} on {other!r} after the host's {first.name}"
-        elif freed is None:
-            missing = f"let {other!r} wait for an event recorded on {one!r} after {first.name}"
         else:
-            missing = (
-                f"let {other!r} wait for an event recorded on {one!r} after {first.name}, or keep the memory "
-                "until it has"
-            )
+            missing = f"let {other!r} wait for an event recorded on {one!r} after {first.name}"
+            missing += "" if freed is None else ", or keep the memory until it has"
         return Race(
             kind="memory used again" if freed is not None else "no wait between",
             memory=kind_of(held),
@@ -253,16 +239,8 @@ class RaceDetector:
         )
 
     def _operation(self, use: _Use) -> StreamOperation:
-        return StreamOperation(
-            name=use.name,
-            does="writes" if use.writes else "reads",
-            stream=self.streams.made[use.stream].name,
-            module=use.module,
-            unit=use.unit,
-            phase=use.phase,
-            step=use.step,
-            line=_text(use.line),
-        )
+        does, stream = "writes" if use.writes else "reads", self.streams.made[use.stream].name
+        return StreamOperation(use.name, does, stream, *use.place, line=_text(use.line))
 
 
 def _line() -> tuple[CodeType, int] | None:

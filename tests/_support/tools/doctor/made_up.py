@@ -1,5 +1,6 @@
 """Made-up facts: of a node that is well, and for each check of one that is not, and one that just is."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -73,48 +74,51 @@ def device_0(**changes: Any) -> Facts:
 NO_IB = replace(GOOD, infiniband={})
 NO_GPU = replace(GOOD, devices=(), infiniband={})
 
+OF_VARIABLES = """
+renamed-variable | NCCL_ASYNC_ERROR_HANDLING=1 | is now TORCH_NCCL_ASYNC_ERROR_HANDLING |
+misspelt-variable | NCCL_SOCKET_IFNAMES=eth0 | no variable of NCCL, NCCL_SOCKET_IFNAME is | NCCL_OF_A_PLUGIN=1
+nccl-p2p-disabled | NCCL_P2P_DISABLE=1 | =1 | NCCL_P2P_DISABLE=0
+nccl-shm-disabled | NCCL_SHM_DISABLE=1 | =1 | NCCL_SHM_DISABLE=0
+nccl-tuned-by-hand | NCCL_ALGO=Ring NCCL_PROTO=LL | NCCL_ALGO=Ring, NCCL_PROTO=LL |
+nccl-debug | NCCL_DEBUG=info | NCCL_DEBUG=INFO | NCCL_DEBUG=WARN
+torch-distributed-debug | TORCH_DISTRIBUTED_DEBUG=DETAIL | DETAIL | TORCH_DISTRIBUTED_DEBUG=OFF
+cuda-launch-blocking | CUDA_LAUNCH_BLOCKING=1 | =1 | CUDA_LAUNCH_BLOCKING=0
+nccl-blocking-wait | TORCH_NCCL_BLOCKING_WAIT=1 | =1 |
+errors-not-handled | TORCH_NCCL_ASYNC_ERROR_HANDLING=0 | =0 | TORCH_NCCL_ASYNC_ERROR_HANDLING=3
+one-connection | CUDA_DEVICE_MAX_CONNECTIONS=1 | =1 | CUDA_DEVICE_MAX_CONNECTIONS=32
+allocator-set-twice | PYTORCH_CUDA_ALLOC_CONF=a | _CONF=a | PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
+gloo-interface-missing | GLOO_SOCKET_IFNAME=ens5 | ens5 is not up, or not there; here are eth0 (10.0.0.1) |
+gloo-interface-missing | GLOO_SOCKET_IFNAME=ens5 | ens5 is not up | GLOO_SOCKET_IFNAME=eth0
+nccl-interface-missing | NCCL_SOCKET_IFNAME==eth | =eth matches no interface | NCCL_SOCKET_IFNAME=eth
+interface-of-this-machine | NCCL_SOCKET_IFNAME=docker | a loopback or container bridge; here are eth0 |
+interface-of-this-machine | NCCL_SOCKET_IFNAME=docker | docker is a loopback | NCCL_SOCKET_IFNAME=^lo,docker
+one-thread | OMP_NUM_THREADS=1 | with 8 CPUs for each rank | OMP_NUM_THREADS=2
+"""
+"""Check | variables with which it fires | what it then says | variables with which it is silent."""
+OF_LIMITS = """
+few-open-files | nofile=1024 nofile_hard=4096 | 1024 files may be open | nofile=8192
+small-shared-memory | shm=67108864 shm_free=67108864 | 64 MiB free of 64 | shm_free=2147483648
+no-shared-memory | shm=-1 shm_free=-1 | no /dev/shm |
+few-processors | quota=4 | 8 ranks share 4 CPUs (64 visible, of the container's 4) | quota=64
+little-memory | memory_limit=8589934592 | 8 GiB for 8 ranks | memory_limit=68719476736
+"""
+"""The same of limits."""
+
+
+def of_table(text: str, facts: Callable[..., Facts], kind: type) -> list[Case]:
+    """The cases of ``OF_VARIABLES``, whose values are of type ``kind`` for ``facts``."""
+    found = []
+    for line in text.strip().splitlines():
+        name, fires, says, silent = (part.strip() for part in line.split("|"))
+        made = [[word.split("=", 1) for word in words.split()] for words in (fires, silent)]
+        first, second = (facts(**{key: kind(value) for key, value in each}) for each in made)
+        found.append(Case(name, first, says, second))
+    return found
+
+
 CASES = [
-    Case(
-        "renamed-variable",
-        env(NCCL_ASYNC_ERROR_HANDLING="1"),
-        "is now TORCH_NCCL_ASYNC_ERROR_HANDLING",
-    ),
-    Case(
-        "misspelt-variable",
-        env(NCCL_SOCKET_IFNAMES="eth0"),
-        "NCCL_SOCKET_IFNAMES is no variable of NCCL, NCCL_SOCKET_IFNAME is",
-        env(NCCL_SOMETHING_OF_A_PLUGIN="1"),
-    ),
-    Case(
-        "nccl-ib-disabled",
-        env(NCCL_IB_DISABLE="1"),
-        "mlx5_0/1",
-        replace(NO_IB, environment=ENVIRONMENT | {"NCCL_IB_DISABLE": "1"}),
-    ),
-    Case("nccl-p2p-disabled", env(NCCL_P2P_DISABLE="1"), "=1", env(NCCL_P2P_DISABLE="0")),
-    Case("nccl-shm-disabled", env(NCCL_SHM_DISABLE="1"), "=1", env(NCCL_SHM_DISABLE="0")),
-    Case(
-        "nccl-tuned-by-hand",
-        env(NCCL_ALGO="Ring", NCCL_PROTO="LL"),
-        "NCCL_ALGO=Ring, NCCL_PROTO=LL",
-    ),
-    Case("nccl-debug", env(NCCL_DEBUG="info"), "NCCL_DEBUG=INFO", env(NCCL_DEBUG="WARN")),
-    Case(
-        "torch-distributed-debug",
-        env(TORCH_DISTRIBUTED_DEBUG="DETAIL"),
-        "DETAIL",
-        env(TORCH_DISTRIBUTED_DEBUG="OFF"),
-    ),
-    Case(
-        "cuda-launch-blocking", env(CUDA_LAUNCH_BLOCKING="1"), "=1", env(CUDA_LAUNCH_BLOCKING="0")
-    ),
-    Case("nccl-blocking-wait", env(TORCH_NCCL_BLOCKING_WAIT="1"), "=1"),
-    Case(
-        "errors-not-handled",
-        env(TORCH_NCCL_ASYNC_ERROR_HANDLING="0"),
-        "=0",
-        env(TORCH_NCCL_ASYNC_ERROR_HANDLING="3"),
-    ),
+    *of_table(OF_VARIABLES, env, str),
+    *of_table(OF_LIMITS, limits, int),
     Case(
         "no-flight-record",
         env(TORCH_NCCL_ASYNC_ERROR_HANDLING="1", TORCH_NCCL_DUMP_ON_TIMEOUT="1"),
@@ -122,10 +126,10 @@ CASES = [
         env(TORCH_NCCL_ASYNC_ERROR_HANDLING="1"),
     ),
     Case(
-        "one-connection",
-        env(CUDA_DEVICE_MAX_CONNECTIONS="1"),
-        "=1",
-        env(CUDA_DEVICE_MAX_CONNECTIONS="32"),
+        "nccl-ib-disabled",
+        env(NCCL_IB_DISABLE="1"),
+        "mlx5_0/1",
+        replace(NO_IB, environment=ENVIRONMENT | {"NCCL_IB_DISABLE": "1"}),
     ),
     Case(
         "allocator-not-expandable",
@@ -134,34 +138,10 @@ CASES = [
         replace(NO_GPU, environment={}),
     ),
     Case(
-        "allocator-set-twice",
-        env(PYTORCH_CUDA_ALLOC_CONF="max_split_size_mb:64"),
-        "PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:64",
-        env(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True"),
-    ),
-    Case(
         "restart-hangs",
         env(TORCHELASTIC_MAX_RESTARTS="3", TORCHELASTIC_USE_AGENT_STORE="True"),
         "--max-restarts 3 on 2 nodes",
         env(TORCHELASTIC_MAX_RESTARTS="3", TORCHELASTIC_USE_AGENT_STORE="False"),
-    ),
-    Case(
-        "gloo-interface-missing",
-        env(GLOO_SOCKET_IFNAME="ens5"),
-        "ens5 is not up, or not there; here are eth0 (10.0.0.1)",
-        env(GLOO_SOCKET_IFNAME="eth0"),
-    ),
-    Case(
-        "nccl-interface-missing",
-        env(NCCL_SOCKET_IFNAME="=eth"),
-        "NCCL_SOCKET_IFNAME==eth matches no interface that is up",
-        env(NCCL_SOCKET_IFNAME="eth"),
-    ),
-    Case(
-        "interface-of-this-machine",
-        env(NCCL_SOCKET_IFNAME="docker"),
-        "NCCL_SOCKET_IFNAME=docker is a loopback or container bridge; here are eth0",
-        env(NCCL_SOCKET_IFNAME="^lo,docker"),
     ),
     Case(
         "no-interface",
@@ -205,29 +185,10 @@ CASES = [
         "mlx5_1/1 is DOWN",
     ),
     Case(
-        "few-open-files",
-        limits(nofile=1024, nofile_hard=4096),
-        "1024 files may be open",
-        limits(nofile=8192),
-    ),
-    Case(
         "locked-memory",
         limits(memlock=65536),
         "0.0625 MiB",
         replace(limits(memlock=65536), infiniband={}),
-    ),
-    Case(
-        "small-shared-memory",
-        limits(shm=64 << 20, shm_free=64 << 20),
-        "64 MiB free of 64",
-        limits(shm_free=2 * GIB),
-    ),
-    Case("no-shared-memory", limits(shm=-1, shm_free=-1), "no /dev/shm"),
-    Case(
-        "few-processors",
-        limits(quota=4.0),
-        "8 ranks share 4 CPUs (64 visible, of the container's 4)",
-        limits(quota=64.0),
     ),
     Case(
         "too-many-threads",
@@ -238,18 +199,6 @@ CASES = [
             place=RankPlace(0, 1, 0, 1),
             environment={"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
         ),
-    ),
-    Case(
-        "one-thread",
-        env(OMP_NUM_THREADS="1"),
-        "with 8 CPUs for each rank",
-        env(OMP_NUM_THREADS="2"),
-    ),
-    Case(
-        "little-memory",
-        limits(memory_limit=8 * GIB),
-        "8 GiB for 8 ranks",
-        limits(memory_limit=64 * GIB),
     ),
     Case("checkpoint-not-writable", disk(error="/shared: Read-only file system"), "Read-only"),
     Case("checkpoint-disk-full", disk(free=3 * GIB), "3 GiB free of", disk(free=500 * GIB)),
