@@ -17,10 +17,4 @@ if TYPE_CHECKING:
     from parallel3d.audit.training import next_step as next_step
     from parallel3d.audit.training import report as report
 else:
-    export_lazily(
-        __name__,
-        {
-            ".findings": "Finding Report",
-            ".training": "next_step report",
-        },
-    )
+    export_lazily(__name__, {".findings": "Finding Report", ".training": "next_step report"})

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf, isfinite
+from typing import Any
 
 import torch
 from torch import Tensor
 
-BOUNDS = {
-    torch.float64: 1e-9,
-    torch.float32: 1e-4,
-    torch.float16: 2e-2,
-    torch.bfloat16: 8e-2,
-}
+BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 """The largest difference that rounding explains, relative to the tensor's largest entry: some eight units of
 the last place of float32's and bfloat16's sums of thousands of terms; other dtypes have float32's."""
 
@@ -40,6 +36,12 @@ class Gap:
     difference: float
     place: tuple[int, ...] = ()
     factor: float | None = None
+
+    def times(self, sizes: Mapping[str, int]) -> str:
+        """The factor in words, and in sizes of the mesh's axes; "" without one."""
+        if self.factor is None:
+            return ""
+        return f"; it is {self.factor:.4g} times the plain one{named(self.factor, sizes)}"
 
 
 def gap_between(want: Tensor, got: Tensor, bound: float, floor: float = 0.0) -> Gap:
@@ -105,14 +107,9 @@ class Finding:
         if isfinite(self.gap.difference):
             by = f"differs by {self.gap.difference:.3g} of its largest entry ({self.bound:g} is allowed)"
         at = f" at {list(self.gap.place)}" if self.gap.place else ""
-        times = ""
-        if self.gap.factor is not None:
-            times = (
-                f"; it is {self.gap.factor:.4g} times the plain one{named(self.gap.factor, sizes)}"
-            )
         ranks = f", rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))}"
         cause = f". Likely: {self.cause}" if self.cause else ""
-        return f"{name}: {self.what} {by}{at}{ranks}{times}{cause}"
+        return f"{name}: {self.what} {by}{at}{ranks}{self.gap.times(sizes)}{cause}"
 
 
 def named(factor: float, sizes: Mapping[str, int]) -> str:
@@ -172,3 +169,58 @@ def message(findings: Sequence[Finding], report: Report, sizes: Mapping[str, int
         lines.append(f"and {len(rest) - 4} more: p3d.audit.report(model).findings")
     lines += [f"not compared: {line}" for line in list(report.left_out)[:3]]
     return "\n".join(lines)
+
+
+# ---- the likely cause: the first that fits ----
+
+
+def cause_of(
+    found: Finding, ranks: tuple[int, ...], sizes: Mapping[str, int], state: Any
+) -> Finding:
+    """Returns ``found`` with its ranks and its likely cause.
+
+    Args:
+        state: what the modules of a context-parallel model share; None: it is none.
+    """
+    cp = sizes.get("cp", 1) > 1 and state is not None
+    factor = found.gap.factor
+    axis = "" if factor is None else named(factor, sizes)
+    what = found.what
+    scalar = not found.gap.place
+    cause = ""
+    if what.startswith("gradient of ") and axis:
+        cause = f"a sum over {axis.removeprefix(' = ').removeprefix('1 / ')} that is missing or made twice"
+    elif "position" in what:
+        cause = "positions of this rank's part, where those of the whole sequence are needed"
+    elif what.startswith("output") and scalar and cp:
+        cause = (
+            "a mean over this rank's part, of which ranks have other numbers of tokens; use "
+            "p3d.optim.global_mean, or num_items_in_batch"
+        )
+    elif what.startswith("output") and cp and _skipped(found.unit, state):
+        cause = (
+            "the attention that was made parallel was not called: another kernel ran, which attends to this "
+            "rank's part alone; call F.scaled_dot_product_attention for real tensors too"
+        )
+    elif cp and not what.startswith("gradient"):
+        cause = (
+            "positions are mixed by something else than attention, or it depends on the length or on the "
+            "positions of this rank's part; compute it of what p3d.cp.positions gives, or before shard_batch"
+        )
+    elif cp:
+        cause = "something outside attention mixes positions in the backward"
+    elif what.startswith("output"):
+        cause = (
+            "the plan: a layer whose style does not fit what is computed around it, or other weights "
+            "than the plain model's"
+        )
+    elif what.startswith("gradient"):
+        cause = "a gradient that is partial over an axis and was not summed, or was summed twice"
+    return replace(found, ranks=ranks, cause=cause)
+
+
+def _skipped(unit: str, state: Any) -> bool:
+    """Whether attention in ``unit`` was planned, and none of it was called."""
+    prefix = f"{unit}." if unit else ""
+    inside = [path for path in state.planned if path == unit or path.startswith(prefix)]
+    return bool(inside) and not any(path in state.attended for path in inside)

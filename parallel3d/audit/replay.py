@@ -13,9 +13,11 @@ times cp.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -85,20 +87,17 @@ class Replay:
 
     def run(self, args: Any, kwargs: Any) -> None:
         """Runs the model on its whole inputs."""
-        for name, module in self.modules.items():
-            if name:
-                vars(module)["forward"] = _StandIn(self, name, module.forward)
-        inner = vars(checkpoint)["CheckpointFunction"]
-        vars(checkpoint)["CheckpointFunction"] = _Straight
-        try:
-            self._call("", self.skeleton.forward, args, kwargs, self.calls[""][0])
-        finally:
-            vars(checkpoint)["CheckpointFunction"] = inner
+        with ExitStack() as stack:
             for name, module in self.modules.items():
                 if name:
-                    stand_in = vars(module).pop("forward")
-                    if stand_in.own is not None:
-                        vars(module)["forward"] = stand_in.own
+                    stand_in = partial(self._stand_in, name, module.forward)
+                    stack.enter_context(patch.object(module, "forward", stand_in))
+            stack.enter_context(patch.object(checkpoint, "CheckpointFunction", _Straight))
+            self._call("", self.skeleton.forward, args, kwargs, self.calls[""][0])
+
+    def _stand_in(self, name: str, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        """Runs in the place of a unit's forward in the skeleton."""
+        return self.call(name, forward, args, kwargs)
 
     # -- one unit --------------------------------------------------------------------------------------
 
@@ -175,7 +174,7 @@ class Replay:
             module = self.modules[name]
             plain = dict(leaves(result)) | dict(left_on(module))
             trained = {p for p, t in plain.items() if t.requires_grad} if self.backward else set()
-            outputs = self._gathered_outputs(name, call, plain, compared=not draws)
+            outputs = self._outputs(name, call, plain, compared=not draws)
             known = True
             if draws:
                 self.leave_out(name, "it draws random numbers, which ranks draw otherwise")
@@ -192,7 +191,7 @@ class Replay:
                 self.unknown.update(parameters)
         return _Ran(outputs, result, plain, trained, known)
 
-    def _gathered_outputs(
+    def _outputs(
         self, name: str, call: ModuleCall, plain: Mapping[str, Tensor], *, compared: bool
     ) -> dict[str, Tensor]:
         outputs = {}
@@ -296,9 +295,11 @@ class Replay:
         """Notes what can't be compared."""
         self.report.left_out[f"{name or 'the model itself'}: {why}"] = None
 
-    def _gathered(self, name: str, what: str, tensor: Tensor, shape: torch.Size) -> Tensor | None:
+    def _gathered(
+        self, name: str, what: str, tensor: Tensor, shape: torch.Size, *, is_grad: bool = False
+    ) -> Tensor | None:
         try:
-            return self.whole(tensor, shape)
+            return (self.whole.gradient if is_grad else self.whole)(tensor, shape)
         except Incomparable as error:
             self.leave_out(name, f"{what}: {error}")
             return None
@@ -308,11 +309,7 @@ class Replay:
     ) -> Tensor | None:
         if grad is None:
             return torch.zeros_like(like)
-        try:
-            return self.whole.gradient(grad, like.shape)
-        except Incomparable as error:
-            self.leave_out(name, f"{what}: {error}")
-            return None
+        return self._gathered(name, what, grad, like.shape, is_grad=True)
 
 
 class _Passed(torch.autograd.Function):
@@ -352,17 +349,6 @@ class _Straight:
     @staticmethod
     def apply(function: Any, preserve: bool, *args: Any) -> Any:
         return function(*args)
-
-
-class _StandIn:
-    """In the place of a unit's forward in the skeleton."""
-
-    def __init__(self, replay: Replay, name: str, forward: Any) -> None:
-        self.replay, self.name, self.forward = replay, name, forward
-        self.own = forward if not hasattr(forward, "__self__") else None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.replay.call(self.name, self.forward, args, kwargs)
 
 
 FLOAT8 = 0.15

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -21,9 +21,8 @@ from parallel3d._torch.simulated import ranks_are_simulated
 from parallel3d._trace.copies import meta_copy
 from parallel3d._util import dry_run
 from parallel3d._util.trace import issuing
-from parallel3d.audit.causes import cause_of
-from parallel3d.audit.findings import Finding, Report, bound_of, message
-from parallel3d.audit.recording import ModuleCall, Recording, leaves, left_on, replaced, set_dropout
+from parallel3d.audit.findings import Finding, Report, bound_of, cause_of, message
+from parallel3d.audit.recording import Recording, leaves, left_on, replaced, set_dropout
 from parallel3d.audit.replay import Replay
 from parallel3d.audit.whole import Whole
 from parallel3d.cp.batch import Batch, cp_axis
@@ -115,9 +114,8 @@ class Audit:
         self.mesh = mesh
         self.train_due = self.eval_due = False
         self.report: Report | None = None
-        self.is_cast = (
-            False  # whether the skeleton casts around ``full_precision_modules`` as units do
-        )
+        # Whether the skeleton casts around ``full_precision_modules`` as units do.
+        self.is_cast = False
         self._hooks: list[Any] = []
         self._running: AuditedStep | None = None
         self._steps: list[AuditedStep] = []  # forwards whose backward has not come
@@ -178,9 +176,7 @@ class Audit:
             if not self._steps and not self._waiting:
                 self.earlier = {
                     id(param.sharded): grad.detach().clone()
-                    for unit in units_of(module, recurse=True)
-                    for bucket in unit.group.buckets
-                    for param in bucket.params
+                    for param, _ in _params(module)
                     if (grad := param.sharded.grad) is not None
                 }
         self._running = AuditedStep(self, args, kwargs, batch, trains=trains)
@@ -371,12 +367,7 @@ class AuditedStep:
 
     def _by_name(self) -> dict[str, Any]:
         """Name of a parameter -> the engine's record of it and its bucket; of ignored ones (None, None)."""
-        known = {
-            id(param.sharded): (param, bucket)
-            for unit in units_of(self.audit.model, recurse=True)
-            for bucket in unit.group.buckets
-            for param in bucket.params
-        }
+        known = {id(param.sharded): (param, bucket) for param, bucket in _params(self.audit.model)}
         named = self.audit.model.named_parameters(remove_duplicate=False)
         return {name: known.get(id(param), (None, None)) for name, param in named}
 
@@ -394,6 +385,7 @@ class AuditedStep:
 
     def _whole_inputs(self, whole: Whole) -> tuple[Any, Any]:
         recorded = self.recording.root.inputs
+        key_mask = None if self.batch is None else self.batch.key_mask
         tensors = {
             path: whole.of_input(recorded[path], dim)
             for path, dim in self.dims.items()
@@ -403,19 +395,14 @@ class AuditedStep:
             key = path.rpartition(".")[2]
             if key == "num_items_in_batch" and whole.cp is not None:
                 tensors[path] = tensor * whole.cp.size  # see ``shard_batch``
-            elif (
-                key == "attention_mask"
-                and self.batch is not None
-                and self.batch.key_mask is not None
-            ):
-                tensors[path] = whole.of_input(self.batch.key_mask.to(tensor.dtype), 1)
-        tensors = {
-            path: t.requires_grad_() if _needs_grad(self.recording.root, path, self.inputs) else t
-            for path, t in tensors.items()
-        }
+            elif key == "attention_mask" and key_mask is not None:
+                tensors[path] = whole.of_input(key_mask.to(tensor.dtype), 1)
+        for path, given in leaves(self.inputs):
+            if given.requires_grad and path in tensors:
+                tensors[path].requires_grad_()
         args, kwargs = replaced(self.inputs, tensors)
         packed = whole.sequence is not None and whole.sequence.documents is not None
-        if packed and self.batch is not None and self.batch.key_mask is None:
+        if packed and key_mask is None:
             kwargs = {**kwargs, "attention_mask": None} if "attention_mask" in kwargs else kwargs
         return args, kwargs
 
@@ -448,15 +435,11 @@ class AuditedStep:
             want = want.to(torch.float32 if want.dtype != torch.float64 else want.dtype)
             for group in groups:
                 dist.all_reduce(want, group=group)
-            count = 1
-            for axis in (axes.replicate, axes.shard):
-                count *= axes.size(axis)
+            count = axes.size(axes.replicate) * axes.size(axes.shard)
             factor = bucket.settings.divide_factor
             want = want / (count if factor is None else factor)
-            if param.sharded.grad is None:
-                got = torch.zeros_like(want)
-            else:
-                got = _full(param.sharded.grad)
+            grad = param.sharded.grad
+            got = torch.zeros_like(want) if grad is None else _full(grad)
             earlier = self.audit.earlier.get(id(param.sharded))
             if earlier is not None:
                 if any(p.is_partial() for p in getattr(earlier, "placements", ())):
@@ -479,12 +462,15 @@ class AuditedStep:
 
 def _is_updated_in_backward(model: nn.Module) -> bool:
     """Whether an optimizer uses gradients within the backward, so that its weights are gone afterwards."""
-    buckets = (bucket for unit in units_of(model, recurse=True) for bucket in unit.group.buckets)
-    return any(bucket.settings.on_reduced is not None for bucket in buckets)
+    return any(bucket.settings.on_reduced is not None for _, bucket in _params(model))
 
 
-def _needs_grad(root: ModuleCall, path: str, inputs: Any) -> bool:
-    return any(p == path and t.requires_grad for p, t in leaves(inputs))
+def _params(model: nn.Module) -> Iterator[tuple[Any, Any]]:
+    """Yields the engine's record of each parameter, and its bucket."""
+    for unit in units_of(model, recurse=True):
+        for bucket in unit.group.buckets:
+            for param in bucket.params:
+                yield param, bucket
 
 
 def _cut_dim(tensor: Tensor, rows: int | None) -> int | None:

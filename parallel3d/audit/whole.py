@@ -42,42 +42,23 @@ class Whole:
             Incomparable: its shape is not that of the whole, nor of a part along one dim.
         """
         tensor = tensor.to(self.device)
-        if tensor.dim() == len(shape) == 0:
-            return self._mean(tensor)
         if tensor.shape == shape:
-            return tensor
-        dims = [
-            d
-            for d in range(len(shape))
-            if tensor.dim() == len(shape) and tensor.shape[d] != shape[d]
-        ]
-        if len(dims) != 1:
-            raise Incomparable(
-                f"it is {tuple(tensor.shape)} here, and {tuple(shape)} in the plain model"
-            )
-        return self._joined(tensor, dims[0], shape)
-
-    def _joined(self, tensor: Tensor, dim: int, shape: torch.Size) -> Tensor:
-        length = shape[dim]
-        whole = tensor
-        if self.tp is not None and not self._is_part_of_cp(tensor, dim, length):
-            whole = self._over_tp(tensor, dim)
-        if self._is_part_of_cp(whole, dim, length):
-            assert self.sequence is not None and self.cp is not None
-            whole = join(whole, dim, self.sequence, self.cp)
-        if whole.shape != shape:
-            raise Incomparable(
-                f"it is {tuple(tensor.shape)} here, and {tuple(shape)} in the plain model"
-            )
-        return whole
-
-    def _is_part_of_cp(self, tensor: Tensor, dim: int, length: int) -> bool:
-        sequence = self.sequence
-        return (
-            self.cp is not None
-            and sequence is not None
-            and (tensor.shape[dim], length) == (sequence.rows, sequence.length)
+            return tensor if shape else self._mean(tensor)
+        if tensor.dim() == len(shape):
+            dims = [d for d, size in enumerate(shape) if tensor.shape[d] != size]
+            whole = self._joined(tensor, dims[0], shape[dims[0]]) if len(dims) == 1 else tensor
+            if whole.shape == shape:
+                return whole
+        raise Incomparable(
+            f"it is {tuple(tensor.shape)} here, and {tuple(shape)} in the plain model"
         )
+
+    def _joined(self, tensor: Tensor, dim: int, length: int) -> Tensor:
+        sequence = self.sequence
+        part = None if self.cp is None or sequence is None else (sequence.rows, sequence.length)
+        if self.tp is not None and (tensor.shape[dim], length) != part:
+            tensor = self._over_tp(tensor, dim)
+        return self.of_input(tensor, dim) if (tensor.shape[dim], length) == part else tensor
 
     def of_input(self, tensor: Tensor, dim: int | None) -> Tensor:
         """Returns the whole of an input of the model, cut along ``dim``; None: all ranks have the same."""

@@ -162,7 +162,7 @@ def shard_batch(
         for name in _LENGTHS:
             seq_lens = items.get(name, seq_lens) if seq_lens is None else seq_lens
         items = {k: v for k, v in items.items() if k not in _DROPPED}
-    whole = _Whole(items, _dims_of(items, dims, is_dict), documents, key_mask)
+    whole = _Uncut(items, _dims_of(items, dims, is_dict), documents, key_mask)
     if seq_lens is not None:
         whole.set_documents(seq_lens)
         if is_dict and items.get("position_ids") is None:
@@ -279,7 +279,7 @@ def _dims_of(items: dict[Any, Any], dims: Any, is_dict: bool) -> dict[Any, int |
     return found
 
 
-def _pads(whole: _Whole, pad: Any, is_dict: bool, chunks: int) -> dict[Any, Any]:
+def _pads(whole: _Uncut, pad: Any, is_dict: bool, chunks: int) -> dict[Any, Any]:
     """Returns the value of padding of each item."""
     found: dict[Any, Any] = {}
     for place, (name, dim) in enumerate(whole.where.items()):
@@ -303,7 +303,7 @@ def _pads(whole: _Whole, pad: Any, is_dict: bool, chunks: int) -> dict[Any, Any]
     return found
 
 
-class _Whole:
+class _Uncut:
     """A batch of whole sequences.
 
     Attributes:

@@ -49,12 +49,10 @@ class HeadLayout:
 
     Attributes:
         heads: one entry for each tensor of a call.
-        totals: heads of each tensor.
     """
 
     sequence: Sequence
     heads: tuple[Heads, ...]
-    totals: tuple[int, ...]
 
 
 def to_heads(tensors: tuple[Tensor, ...], layout: HeadLayout, axis: CpAxis) -> tuple[Tensor, ...]:
@@ -188,8 +186,7 @@ def _to_positions(
                 n = layout.heads[number][source][1]
                 found[number].append(flat.narrow(0, at, n * b * s * d).view(b, n, s, d))
                 at += n * b * s * d
-        joined = zip(found, layout.heads, layout.totals, strict=True)
-        return tuple(_join_heads(parts, heads, total) for parts, heads, total in joined)
+        return tuple(map(_join_heads, found, layout.heads))
 
     splits = _splits(layout, shapes, size)
     back = None if splits is None else (splits[1], splits[0])
@@ -320,8 +317,9 @@ def _packed(tensors: list[Tensor]) -> Tensor:
     return flat
 
 
-def _join_heads(parts: list[Tensor], heads: Heads, total: int) -> Tensor:
+def _join_heads(parts: list[Tensor], heads: Heads) -> Tensor:
     """The ranks' heads of a tensor; where they share one, the sum."""
+    total = sum(heads[-1])  # the last rank has the last one
     if sum(number for _, number in heads) == total:
         return torch.cat(parts, 1)
     b, _, s, d = parts[0].shape

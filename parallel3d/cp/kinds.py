@@ -53,8 +53,7 @@ def ulysses_attention(
     shares = share_heads(heads, kv_heads, axis.size)
     own = tuple((share.first, share.number) for share in shares)
     kv = tuple((share.kv_first, share.kv_number) for share in shares)
-    layout = HeadLayout(sequence, (own, kv, kv), (heads, kv_heads, kv_heads))
-    q, k, v = to_heads((q, k, v), layout, axis)
+    q, k, v = to_heads((q, k, v), HeadLayout(sequence, (own, kv, kv)), axis)
     if _is_plain(rules, shares) and sinks is None:
         if not rules.causal:
             k, v = k[:, :, : rules.length], v[:, :, : rules.length]
@@ -69,7 +68,7 @@ def ulysses_attention(
         )
     else:
         out = attend(q, k, v, sinks, rules, shares)
-    (out,) = to_positions((out,), HeadLayout(sequence, (own,), (heads,)), axis)
+    (out,) = to_positions((out,), HeadLayout(sequence, (own,)), axis)
     return out
 
 
@@ -114,12 +113,7 @@ def _is_on(x: Tensor) -> bool:
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    rules: Rules,
-    shares: Shares = None,
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, rules: Rules, shares: Shares = None
 ) -> Tensor:
     """Returns the attention of the queries to all keys.
 

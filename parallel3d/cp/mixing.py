@@ -297,8 +297,7 @@ def refs_in(value: Any) -> list[Ref]:
 # ---- rules: of an operation that has the sequence among its arguments, what it does; None: nothing ----
 
 Rule = Callable[[Op, list[Pair], list[Pair]], tuple[str, str] | None]
-_OVER = "computes over the sequence,", ""
-_SOME = "takes or sets some positions of the sequence,", ""
+_SOME = "takes or sets some positions of the sequence,"
 
 
 def _on(pair: Pair, dim: Any) -> bool:
@@ -310,12 +309,16 @@ def _on(pair: Pair, dim: Any) -> bool:
     return any(d % max(len(pair[0].shape), 1) == layout for d in dims)
 
 
-def _along(op: Op, given: list[Pair], made: list[Pair]) -> tuple[str, str] | None:
-    return _OVER if _on(given[0], op.args.get("dim", op.args.get("dims"))) else None
+def _where_on(what: str, advice: str = "", *, dim: Any = None, any_of: bool = False) -> Rule:
+    """Says ``what`` if the sequence is the dim that is given to the operation, or else ``dim``: of its first
+    tensor, or of ``any_of`` them."""
 
+    def rule(op: Op, given: list[Pair], made: list[Pair]) -> tuple[str, str] | None:
+        at = op.args.get("dim", op.args.get("dims", dim))
+        pairs = given if any_of else given[:1]
+        return (what, advice) if any(_on(pair, at) for pair in pairs) else None
 
-def _sum(op: Op, given: list[Pair], made: list[Pair]) -> tuple[str, str] | None:
-    return ("sum", "") if _on(given[0], op.args.get("dim")) else None
+    return rule
 
 
 def _select(op: Op, given: list[Pair], made: list[Pair]) -> tuple[str, str] | None:
@@ -326,12 +329,6 @@ def _select(op: Op, given: list[Pair], made: list[Pair]) -> tuple[str, str] | No
     if keeps and all(m.shape[dim] == x.shape[dim] for m, x in zip(made[0], pair, strict=True)):
         return None  # all of it
     return "takes some positions of the sequence,", ""
-
-
-def _cat(op: Op, given: list[Pair], made: list[Pair]) -> tuple[str, str] | None:
-    if any(_on(pair, op.args.get("dim", 0)) for pair in given):
-        return "joins sequences, or puts something before or after one,", ""
-    return None
 
 
 def _matmul(op: Op, given: list[Pair], made: list[Pair]) -> tuple[str, str] | None:
@@ -352,15 +349,8 @@ def _convolution(op: Op, given: list[Pair], made: list[Pair]) -> tuple[str, str]
 
 def _index(op: Op, given: list[Pair], made: list[Pair]) -> tuple[str, str] | None:
     dim, indices = _layout(given[0]), op.args.get("indices") or []
-    return _SOME if dim is not None and dim < len(indices) and indices[dim] is not None else None
-
-
-def _gather(op: Op, given: list[Pair], made: list[Pair]) -> tuple[str, str] | None:
-    return _SOME if any(_on(pair, op.args.get("dim", 0)) for pair in given) else None
-
-
-def _triangle(op: Op, given: list[Pair], made: list[Pair]) -> tuple[str, str] | None:
-    return ("makes a mask from its own part,", _MASKS) if _on(given[0], [-1, -2]) else None
+    sets = dim is not None and dim < len(indices) and indices[dim] is not None
+    return (_SOME, "") if sets else None
 
 
 def _pad(op: Op, given: list[Pair], made: list[Pair]) -> tuple[str, str] | None:
@@ -370,10 +360,6 @@ def _pad(op: Op, given: list[Pair], made: list[Pair]) -> tuple[str, str] | None:
     place = 2 * (len(given[0][0].shape) - 1 - dim)  # pairs of numbers, the last dim's first
     moved = any(pad[place : place + 2])
     return ("puts something before or after the sequence,", "") if moved else None
-
-
-def _statistics(op: Op, given: list[Pair], made: list[Pair]) -> tuple[str, str] | None:
-    return "takes statistics over the sequence,", ""
 
 
 def _names(text: str) -> frozenset[str]:
@@ -389,32 +375,35 @@ _GROW = _names(
 _MATMULS = _names("mm bmm addmm baddbmm _addmm_activation dot mv")
 
 _BY_NAME: list[tuple[str, Rule]] = [
-    ("sum mean nansum", _sum),
+    ("sum mean nansum", _where_on("sum")),
     (
         "amax amin max min argmax argmin any all prod var std var_mean std_mean linalg_vector_norm norm "
         "logsumexp count_nonzero median nanmedian mode aminmax _softmax softmax _log_softmax log_softmax "
         "cumsum cumprod cummax cummin logcumsumexp _logcumsumexp sort topk argsort kthvalue flip roll diff "
         "_safe_softmax _cummax_helper renorm glu _fft_c2c _fft_r2c _fft_c2r",
-        _along,
+        _where_on("computes over the sequence,"),
     ),
     (
         "select slice narrow unbind split split_with_sizes unsafe_split chunk unsafe_split_with_sizes "
         "tensor_split unfold",
         _select,
     ),
-    ("cat concat", _cat),
+    (
+        "cat concat",
+        _where_on("joins sequences, or puts something before or after one,", dim=0, any_of=True),
+    ),
     (" ".join(_MATMULS), _matmul),
     (
         "native_batch_norm _native_batch_norm_legit cudnn_batch_norm _batch_norm_with_update",
-        _statistics,
+        lambda op, given, made: ("takes statistics over the sequence,", ""),
     ),
     ("convolution _convolution", _convolution),
     ("index index_put _index_put_impl _unsafe_index", _index),
     (
         "gather index_select scatter scatter_add index_add index_copy index_fill scatter_reduce",
-        _gather,
+        _where_on(_SOME, dim=0, any_of=True),
     ),
-    ("tril triu", _triangle),
+    ("tril triu", _where_on("makes a mask from its own part,", _MASKS, dim=[-1, -2])),
     ("constant_pad_nd", _pad),
 ]
 _RULES: dict[str, Rule] = {name: rule for names, rule in _BY_NAME for name in _names(names)}

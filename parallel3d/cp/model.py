@@ -144,8 +144,6 @@ def plan_cp(model: nn.Module, options: ContextParallel, example: Any = None) -> 
     for pattern in options.position_wise:
         if not any(fnmatchcase(path, pattern) for path, _ in model.named_modules()):
             raise PlanError(f"context_parallel: position_wise {pattern!r} matches no module")
-    if "" in options.position_wise:
-        options = ContextParallel(options.kind, options.position_wise)
     first_error: Exception | None = None
     tried = None
     for number, pair in enumerate(_examples(model, example)):
@@ -188,10 +186,7 @@ def _checked(model: nn.Module, example: Any, program: ForwardProgram) -> Checked
     if _is_text(model):  # without a mask it looks for packed documents in its part of the positions
         needed |= {"attention_mask"} & set(names)
     return Checked(
-        frozenset(names),
-        frozenset(needed),
-        dict(named_arguments(model, *example)),
-        _is_text(model),
+        frozenset(names), frozenset(needed), dict(named_arguments(model, *example)), _is_text(model)
     )
 
 

@@ -36,7 +36,7 @@ from parallel3d.testing.parity import (
     inside,
     runs_of,
 )
-from parallel3d.testing.samples import LossFn, Samples, errors_named
+from parallel3d.testing.samples import LossFn, Samples, built, errors_named
 
 SeedOf = Callable[[MeshLayout, int, int], int]
 
@@ -124,7 +124,8 @@ def verify(
             raise Parallel3dError(f"{name}={value!r}: at least 1 is needed")
     if not (isinstance(tolerance, float) and 0 < tolerance < 1):
         raise Parallel3dError(f"tolerance={tolerance!r}: a number between 0 and 1, such as 1e-9")
-    samples = _samples_for(batch, build, layout.data_size * micro_batches, seed)
+    with errors_named("making the inputs"):
+        samples = Samples(batch, partial(built, build, seed), layout.data_size * micro_batches)
     setup = Setup(
         build,
         samples,
@@ -368,23 +369,9 @@ class Pair:
         torch.default_generator.manual_seed(self.seed_of(self.case.setup.layout, rank, step))
 
 
-def _samples_for(batch: Any, build: Callable[[], nn.Module], parts: int, seed: int) -> Samples:
-    with errors_named("making the inputs"):
-        return Samples(batch, partial(_built, build, seed), parts)
-
-
-def _built(build: Callable[[], nn.Module], seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    with errors_named("building the model"):
-        model = build()
-    if not isinstance(model, nn.Module):
-        raise Parallel3dError(f"the model that was built is a {type(model).__name__}, no nn.Module")
-    return model
-
-
 def _check_plain(setup: Setup, run: ParityRun) -> None:
     """Raises if the plain model, its inputs or its loss can't be used for a comparison."""
-    model = _built(setup.build, setup.seed).to(run.dtype)
+    model = built(setup.build, setup.seed).to(run.dtype)
     with errors_named("making the inputs of sample 0"):
         inputs = setup.batch(0)
     what = (

@@ -19,7 +19,7 @@ from parallel3d._layout.packed import PackedDTensor, packed_boxes
 from parallel3d._torch.dtensor import dtensor_shard_box, get_local_tensor, root_axes, root_mesh
 from parallel3d._torch.simulated import ranks_are_simulated, tensors_by_rank
 from parallel3d._util.trees import cast_floats
-from parallel3d.audit.findings import Gap, gap_between, named
+from parallel3d.audit.findings import Gap, gap_between
 from parallel3d.fsdp import FSDPModule
 from parallel3d.mesh import MeshLayout, build_mesh
 from parallel3d.optim import accumulate
@@ -238,17 +238,9 @@ class Case:
         return cast_floats(self.setup.batch(number), self.run.dtype)
 
     def parallel_inputs(self, step: int, micro: int) -> tuple[Any, ...]:
-        """Returns this rank's inputs, or those of all simulated ranks. Called inside the simulation.
-
-        With ``shard_batch`` a dict of them is one argument of the loss; see ``Samples.loss_of``.
-        """
+        """Returns this rank's inputs, or those of all simulated ranks. Called inside the simulation."""
         inputs, shard_batch = self._whole_inputs(step, micro), self.setup.shard_batch
-        if shard_batch is None:
-            return inputs
-        names = self.setup.batch.names
-        if names:
-            return (shard_batch(dict(zip(names, inputs, strict=True)), self.mesh),)
-        return tuple(shard_batch(inputs, self.mesh))
+        return self.setup.batch.cut(inputs, shard_batch, self.mesh) if shard_batch else inputs
 
     def _whole_inputs(self, step: int, micro: int) -> tuple[torch.Tensor, ...]:
         if self.world is None:
@@ -379,10 +371,7 @@ class Case:
     def _check(self, what: str, name: str, rank: int, gap: Gap, bound: float) -> None:
         """Notes the difference, and raises if it is above the tolerance."""
         if not gap.difference <= bound:
-            times = ""
-            if gap.factor is not None:
-                axes = named(gap.factor, self.setup.layout.as_dict())
-                times = f"; it is {gap.factor:.4g} times the plain one{axes}"
+            times = gap.times(self.setup.layout.as_dict())
             raise AssertionError(
                 f"{self.setup.layout}, {self.run.name}: {what} of {name} on rank {rank} differs from the "
                 f"plain model's by {gap.difference:.3g} (relative), more than {bound:g}{times}"

@@ -68,6 +68,12 @@ class Samples:
             self.names[:] = list(value)
         return tuple(parts.values())
 
+    def cut(self, inputs: tuple[Any, ...], shard_batch: Any, mesh: Any) -> tuple[Any, ...]:
+        """Returns a cp rank's part of a sample: arguments of ``loss_of``, by name in a dict."""
+        if self.names:
+            return (shard_batch(dict(zip(self.names, inputs, strict=True)), mesh),)
+        return tuple(shard_batch(inputs, mesh))
+
     def loss_of(self, loss: LossFn | None) -> LossFn:
         """Returns ``loss``, or the default one, called with keyword arguments if there are ``names``.
 
@@ -82,6 +88,16 @@ class Samples:
             return (loss or default_loss)(model, *inputs)
 
         return of
+
+
+def built(build: Callable[[], nn.Module], seed: int) -> nn.Module:
+    """Returns the plain model, with the same values on every rank."""
+    torch.manual_seed(seed)
+    with errors_named("building the model"):
+        model = build()
+    if not isinstance(model, nn.Module):
+        raise Parallel3dError(f"the model that was built is a {type(model).__name__}, no nn.Module")
+    return model
 
 
 def default_loss(model: nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:

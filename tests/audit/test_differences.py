@@ -5,13 +5,13 @@ from math import inf
 import pytest
 import torch
 
-from parallel3d.audit.causes import cause_of
 from parallel3d.audit.findings import (
     BOUNDS,
     Finding,
     Gap,
     Report,
     bound_of,
+    cause_of,
     gap_between,
     message,
     named,

@@ -2,12 +2,14 @@
 
 import copy
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from _support.audit.models import Block, Net, cut, loss_of, made
 from torch import nn
+from torch.distributed import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import parallel3d as p3d
@@ -40,9 +42,7 @@ def calls_of_a_step(model: nn.Module, batch: Any) -> int:
     return count
 
 
-def life() -> None:
-    layout = MeshLayout(1, 2)
-    mesh = p3d.build_mesh(layout, device_type="cpu")
+def life(mesh: DeviceMesh) -> None:
     model = made(mesh, Wrong)
     batch = cut(mesh, seed=torch.distributed.get_rank())
     hooks = len(model._forward_pre_hooks), len(model._forward_hooks)
@@ -77,13 +77,7 @@ def life() -> None:
         p3d.audit.next_step(copied)
 
 
-@pytest.mark.smoke
-def test_of_an_audit(gloo_pool: GlooPool) -> None:
-    gloo_pool.run(life, world_size=2)
-
-
-def interrupted() -> None:
-    mesh = p3d.build_mesh(MeshLayout(1, 2), device_type="cpu")
+def interrupted(mesh: DeviceMesh) -> None:
     model = made(mesh, lambda: Net(lambda: Block(0.5)))
     batch = cut(mesh)
     loss_of(model, batch)  # no backward follows
@@ -98,12 +92,7 @@ def interrupted() -> None:
     assert {m.p for m in model.modules() if isinstance(m, nn.Dropout)} == {0.5}
 
 
-def test_of_forwards_without_a_backward(gloo_pool: GlooPool) -> None:
-    gloo_pool.run(interrupted, world_size=2)
-
-
-def accumulated() -> None:
-    mesh = p3d.build_mesh(MeshLayout(1, 2), device_type="cpu")
+def accumulated(mesh: DeviceMesh) -> None:
     model = made(mesh)
     counts = []
     for micro in range(3):
@@ -116,25 +105,8 @@ def accumulated() -> None:
     assert not audit_of(model).train_due
 
 
-def test_of_micro_batches(gloo_pool: GlooPool) -> None:
-    gloo_pool.run(accumulated, world_size=2)
-
-
-def test_who_has_none() -> None:
-    with fake_world(0, 2):
-        mesh = p3d.build_mesh(MeshLayout(1, 2), device_type="cpu")
-        model = p3d.parallelize(Net(), mesh)
-        with pytest.raises(StateError, match="audit=True"):
-            p3d.audit.next_step(model)
-        simulated = p3d.parallelize(Net(), mesh, audit=True)
-        with pytest.raises(StateError, match="simulated, or a dry run"):
-            p3d.audit.next_step(simulated)
-        loss_of(simulated, cut(mesh)).backward()
-
-
-def several_forwards() -> None:
+def several_forwards(mesh: DeviceMesh) -> None:
     """As preference training does: two forwards, one backward."""
-    mesh = p3d.build_mesh(MeshLayout(1, 2), device_type="cpu")
     model = made(mesh, Wrong)
     loss_of(model, cut(mesh, seed=7))  # nobody asks for its gradient
     (loss_of(model, cut(mesh, seed=1)) - 0.5 * loss_of(model, cut(mesh, seed=2))).backward()
@@ -148,10 +120,6 @@ def several_forwards() -> None:
     assert p3d.audit.report(model) is not report
 
 
-def test_of_several_forwards(gloo_pool: GlooPool) -> None:
-    gloo_pool.run(several_forwards, world_size=2)
-
-
 class Checkpointed(Net):
     """Its blocks are recomputed by torch's reentrant checkpoint around them."""
 
@@ -161,20 +129,14 @@ class Checkpointed(Net):
         return x
 
 
-def reentrant() -> None:
-    mesh = p3d.build_mesh(MeshLayout(1, 2), device_type="cpu")
+def reentrant(mesh: DeviceMesh) -> None:
     model = made(mesh, Checkpointed)
     loss_of(model, cut(mesh)).backward()
     report = p3d.audit.report(model)
     assert report is not None and report.compared["layers.0"] > 12
 
 
-def test_of_a_reentrant_checkpoint_around_units(gloo_pool: GlooPool) -> None:
-    gloo_pool.run(reentrant, world_size=2)
-
-
-def updated_in_backward() -> None:
-    mesh = p3d.build_mesh(MeshLayout(1, 2), device_type="cpu")
+def updated_in_backward(mesh: DeviceMesh) -> None:
     model = made(mesh)
     p3d.optim.step_in_backward(model, torch.optim.SGD, lr=0.1)
     loss_of(model, cut(mesh)).backward()
@@ -182,13 +144,8 @@ def updated_in_backward() -> None:
     assert report is not None and "changes the weights" in str(report) and not report.compared
 
 
-def test_of_an_optimizer_in_the_backward(gloo_pool: GlooPool) -> None:
-    gloo_pool.run(updated_in_backward, world_size=2)
-
-
-def frozen_later() -> None:
+def frozen_later(mesh: DeviceMesh) -> None:
     """A user freezes parameters after ``parallelize``, as a training by stages does."""
-    mesh = p3d.build_mesh(MeshLayout(1, 2), device_type="cpu")
     model = made(mesh)
     first = next(model.parameters())
     first.requires_grad_(False)
@@ -201,5 +158,33 @@ def frozen_later() -> None:
     assert p3d.audit.report(model) is not report
 
 
-def test_of_a_model_frozen_after_parallelize(gloo_pool: GlooPool) -> None:
-    gloo_pool.run(frozen_later, world_size=2)
+CASES = (
+    pytest.param(life, marks=pytest.mark.smoke),
+    interrupted,
+    accumulated,
+    several_forwards,
+    reentrant,
+    updated_in_backward,
+    frozen_later,
+)
+
+
+def on_two_ranks(case: Callable[[DeviceMesh], None]) -> None:
+    case(p3d.build_mesh(MeshLayout(1, 2), device_type="cpu"))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_of_an_audit(gloo_pool: GlooPool, case: Callable[[DeviceMesh], None]) -> None:
+    gloo_pool.run(on_two_ranks, case, world_size=2)
+
+
+def test_who_has_none() -> None:
+    with fake_world(0, 2):
+        mesh = p3d.build_mesh(MeshLayout(1, 2), device_type="cpu")
+        model = p3d.parallelize(Net(), mesh)
+        with pytest.raises(StateError, match="audit=True"):
+            p3d.audit.next_step(model)
+        simulated = p3d.parallelize(Net(), mesh, audit=True)
+        with pytest.raises(StateError, match="simulated, or a dry run"):
+            p3d.audit.next_step(simulated)
+        loss_of(simulated, cut(mesh)).backward()

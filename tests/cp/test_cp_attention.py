@@ -92,8 +92,7 @@ def test_a_mask_function_may_hold_tensors_of_simulated_ranks(
         own = world.map(lambda rank: seen)
         case = Case(options={"mask_function": lambda b, h, q, k: own[k] | (q == k)})
         got = reference.on_ranks(world, 2, case, kind, True, tensors)
-    for mine, theirs in zip(got, wanted, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=TOLERANCE, atol=TOLERANCE)
+    torch.testing.assert_close(got, wanted, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def run(world: Any, call: Any, cp: int = 2, length: int = 13) -> list[list[torch.Tensor]]:
@@ -101,13 +100,10 @@ def run(world: Any, call: Any, cp: int = 2, length: int = 13) -> list[list[torch
     with world.paused():
         tensors = inputs(Case(length=length))[:3]
     axis, sequence = axis_of(cp), Sequence(length, cp, True)
-    found = []
     parts = [part_of(world, axis, sequence, x).requires_grad_() for x in tensors]
     out = call(*parts, axis, sequence)
     out.square().sum().backward()
-    for x in (out, *(part.grad for part in parts)):
-        found.append(world.per_rank(x.detach()))
-    return found
+    return [world.per_rank(x.detach()) for x in (out, *(part.grad for part in parts))]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -120,9 +116,7 @@ def test_recomputation_gives_the_same_bits(kind: str) -> None:
 
     with local_world(2) as world:
         results = [run(world, call) for call in (plain, again)]
-    for ours, theirs in zip(*results, strict=True):
-        for a, b in zip(ours, theirs, strict=True):
-            assert torch.equal(a, b)
+    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -165,8 +159,7 @@ def check_compiled(kind: Any, backend: str) -> None:
             out = run(x)
             grads = torch.autograd.grad((out * weights).sum(), [x, *layer.parameters()])
         found.append((out, *grads))
-    for ours, plain in zip(*found, strict=True):
-        torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.slow
@@ -192,9 +185,7 @@ def test_autocast_casts_what_comes_in(kind: Any, options: dict[str, Any]) -> Non
             results = [out, *(part.grad for part in parts)]
             found.append([world.per_rank(x.detach()) for x in results])
     assert found[0][0][0].dtype is torch.bfloat16
-    for ours, theirs in zip(*found, strict=True):
-        for a, b in zip(ours, theirs, strict=True):
-            assert torch.equal(a, b)
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -211,6 +202,4 @@ def test_heads_may_come_from_a_view(kind: Any) -> None:
                 return attention(*tensors, axis, sequence, causal=True, kind=kind)
 
             found.append(run(world, call))
-    for ours, theirs in zip(*found, strict=True):
-        for a, b in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)

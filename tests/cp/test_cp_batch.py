@@ -12,13 +12,6 @@ from parallel3d.testing import local_world
 cut, gather = p3d.cp.shard_batch, p3d.cp.gather
 
 
-@pytest.fixture
-def world():
-    with local_world(2) as made:
-        made.mesh = p3d.build_mesh(MeshLayout(cp=2), device_type="cpu")
-        yield made
-
-
 def same(world, tensor):
     """``tensor`` on all ranks, where it was made outside."""
     return world.map(lambda _: tensor) if type(tensor) is torch.Tensor else tensor

@@ -10,17 +10,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import parallel3d as p3d
-from parallel3d import MeshLayout
 from parallel3d.cp.model import ContextParallel, plan_cp
 from parallel3d.errors import PlanError, StateError
-from parallel3d.testing import local_world
-
-
-@pytest.fixture
-def world():
-    with local_world(2) as made:
-        made.mesh = p3d.build_mesh(MeshLayout(cp=2), device_type="cpu")
-        yield made
 
 
 def parallel_and_batch(world, build, length=16):

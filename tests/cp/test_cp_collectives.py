@@ -1,5 +1,6 @@
 """The collectives of ``cp`` against plain autograd over all ranks' tensors, second derivatives too."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from parallel3d.cp.shares import share_heads
 from parallel3d.testing import GlooPool
 from parallel3d.testing.worlds import local_world
 
-HEADS, KV_HEADS, LENGTH = 5, 5, 12
+LENGTH = 12
 
 
 def sample(*shape: int, seed: int) -> Tensor:
@@ -28,19 +29,51 @@ def layout(cp: int, heads: int, kv_heads: int, sequence: Sequence) -> HeadLayout
     shares = share_heads(heads, kv_heads, cp)
     q = tuple((share.first, share.number) for share in shares)
     kv = tuple((share.kv_first, share.kv_number) for share in shares)
-    return HeadLayout(sequence, (q, kv), (heads, kv_heads))
+    return HeadLayout(sequence, (q, kv))
 
 
-def cubes(tensors: tuple[Tensor, ...], weights: tuple[Tensor, ...]) -> Tensor:
+def cubes(tensors: Iterable[Tensor], weights: Iterable[Tensor]) -> Tensor:
     """A loss with a second derivative."""
     return sum(((x**3) * w).sum() for x, w in zip(tensors, weights, strict=True))  # type: ignore[return-value]
 
 
-def gradients(loss: Tensor, leaves: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+def gradients(loss: Tensor, leaves: list[Tensor]) -> list[Tensor]:
     """First derivatives, and the derivatives of the sum of their squares."""
     first = torch.autograd.grad(loss, leaves, create_graph=True)
     second = torch.autograd.grad(sum(g.square().sum() for g in first), leaves)  # type: ignore[arg-type]
-    return [g.detach() for g in first], list(second)
+    return [g.detach() for g in (*first, *second)]
+
+
+def check_gradients(
+    cp: int, sequence: Sequence, wholes: list[Tensor], of_rank: Any, collective: Any
+) -> None:
+    """Compares results and derivatives of a collective of parts with those of the whole tensors.
+
+    Args:
+        of_rank: (whole, its number, rank) -> what the rank has of it afterwards.
+        collective: (parts, axis) -> the rank's results.
+    """
+    numbered = list(enumerate(wholes))
+    weights = [
+        [sample(*of_rank(x, n, r).shape, seed=10 * r + n) for n, x in numbered] for r in range(cp)
+    ]
+    leaves = [x.clone().requires_grad_() for x in wholes]
+    loss = sum(
+        cubes([of_rank(x, n, r) for n, x in enumerate(leaves)], weights[r]) for r in range(cp)
+    )
+    expected = gradients(loss, leaves)  # type: ignore[arg-type]
+    with local_world(cp) as world:
+        axis = axis_of(cp)
+        wide = [world.map(lambda r, x=x: x) for x in wholes]
+        parts = [sequence.cut(x, 2, axis).detach().requires_grad_() for x in wide]
+        mine = collective(tuple(parts), axis)
+        for n, x in enumerate(mine):
+            for r, got in enumerate(world.per_rank(x.detach())):
+                assert torch.equal(got, of_rank(wholes[n], n, r))
+        own = [world.map(lambda r, n=n: weights[r][n]) for n in range(len(wholes))]
+        cuts = [world.per_rank(x) for x in gradients(cubes(mine, own), parts)]
+    rows = [torch.cat(got, 2)[:, :, sequence.inverse()] for got in cuts]
+    torch.testing.assert_close(rows, expected, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("balanced", [True, False])
@@ -49,45 +82,18 @@ def test_there_and_back(cp: int, heads: int, kv_heads: int, balanced: bool) -> N
     sequence = Sequence(LENGTH * 2, cp, balanced)
     wholes = [sample(2, heads, 24, 3, seed=1), sample(2, kv_heads, 24, 2, seed=2)]
     how = layout(cp, heads, kv_heads, sequence)
-    weights = [
-        [
-            sample(2, heads[r][1], 24, d, seed=10 * r + d)
-            for d, heads in zip((3, 2), how.heads, strict=True)
-        ]
-        for r in range(cp)
-    ]
-    leaves = [x.clone().requires_grad_() for x in wholes]
-    loss = sum(
-        cubes(
-            tuple(x.narrow(1, *h[r]) for x, h in zip(leaves, how.heads, strict=True)),
-            tuple(weights[r]),
-        )
-        for r in range(cp)
-    )
-    first, second = gradients(loss, leaves)  # type: ignore[arg-type]
-    with local_world(cp) as world:
-        axis = axis_of(cp)
-        parts = [
-            sequence.cut(world.map(lambda r, x=x: x), 2, axis).detach().requires_grad_()
-            for x in wholes
-        ]
-        mine = to_heads((parts[0], parts[1]), how, axis)
-        for number, x in enumerate(mine):
-            for r, got in enumerate(world.per_rank(x.detach())):
-                assert torch.equal(got, wholes[number].narrow(1, *how.heads[number][r]))
-        back = to_positions(mine, how, axis)
-        if sum(n for _, n in how.heads[1]) == kv_heads:
-            for x, part in zip(back, parts, strict=True):
-                for a, b in zip(
-                    world.per_rank(x.detach()), world.per_rank(part.detach()), strict=True
-                ):
-                    assert torch.equal(a, b)
-        own = tuple(world.map(lambda r, n=n: weights[r][n]) for n in range(2))
-        got_first, got_second = gradients(cubes(mine, own), parts)
-        cuts = [world.per_rank(x) for x in (*got_first, *got_second)]
-    for got, wanted in zip(cuts, (*first, *second), strict=True):
-        rows = torch.cat(got, 2)[:, :, sequence.inverse()]
-        torch.testing.assert_close(rows, wanted, rtol=1e-10, atol=1e-10)
+
+    def collective(parts: tuple[Tensor, ...], axis: CpAxis) -> tuple[Tensor, ...]:
+        mine = to_heads(parts, how, axis)
+        if sum(n for _, n in how.heads[1]) == kv_heads:  # no two ranks share one
+            for back, part in zip(to_positions(mine, how, axis), parts, strict=True):
+                assert bool((back == part).all())
+        return mine
+
+    def of_rank(x: Tensor, n: int, r: int) -> Tensor:
+        return x.narrow(1, *how.heads[n][r])
+
+    check_gradients(cp, sequence, wholes, of_rank, collective)
 
 
 @pytest.mark.parametrize("balanced", [True, False])
@@ -95,25 +101,11 @@ def test_there_and_back(cp: int, heads: int, kv_heads: int, balanced: bool) -> N
 def test_gather(cp: int, balanced: bool) -> None:
     sequence = Sequence(LENGTH, cp, balanced)
     wholes = [sample(2, 2, LENGTH, 3, seed=1), sample(2, 2, LENGTH, 2, seed=2)]
-    weights = [[sample(*x.shape, seed=5 * r + n) for n, x in enumerate(wholes)] for r in range(cp)]
-    leaves = [x.clone().requires_grad_() for x in wholes]
-    loss = sum(cubes((leaves[0], leaves[1]), tuple(w)) for w in weights)
-    first, second = gradients(loss, leaves)  # type: ignore[arg-type]
-    with local_world(cp) as world:
-        axis = axis_of(cp)
-        parts = [
-            sequence.cut(world.map(lambda r, x=x: x), 2, axis).detach().requires_grad_()
-            for x in wholes
-        ]
-        gathered = gather_positions((parts[0], parts[1]), sequence, axis)
-        for x, whole in zip(gathered, wholes, strict=True):
-            assert all(torch.equal(got, whole) for got in world.per_rank(x.detach()))
-        own = tuple(world.map(lambda r, n=n: weights[r][n]) for n in range(2))
-        got_first, got_second = gradients(cubes(gathered, own), parts)
-        cuts = [world.per_rank(x) for x in (*got_first, *got_second)]
-    for got, wanted in zip(cuts, (*first, *second), strict=True):
-        rows = torch.cat(got, 2)[:, :, sequence.inverse()]
-        torch.testing.assert_close(rows, wanted, rtol=1e-10, atol=1e-10)
+
+    def collective(parts: tuple[Tensor, ...], axis: CpAxis) -> tuple[Tensor, ...]:
+        return gather_positions(parts, sequence, axis)
+
+    check_gradients(cp, sequence, wholes, lambda x, n, r: x, collective)
 
 
 def check_ring(world: Any, cp: int) -> None:

@@ -70,9 +70,5 @@ def test_torchs_attention(kind, sizes) -> None:
 @pytest.mark.parametrize("loss_parallel", [True, "chunked"])
 def test_split_logits_and_recomputation(loss_parallel) -> None:
     parity(
-        Lm,
-        batches(13),
-        (1, 1, 2, 2),
-        loss_parallel=loss_parallel,
-        activation_checkpointing=True,
+        Lm, batches(13), (1, 1, 2, 2), loss_parallel=loss_parallel, activation_checkpointing=True
     )

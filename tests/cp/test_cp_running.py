@@ -11,15 +11,8 @@ import parallel3d as p3d
 from parallel3d import MeshLayout
 from parallel3d.errors import Parallel3dError, PlanError, StateError
 from parallel3d.fsdp import FSDPModule
-from parallel3d.testing import assert_parity, local_world
+from parallel3d.testing import assert_parity
 from parallel3d.testing.parity import shards_of
-
-
-@pytest.fixture
-def world():
-    with local_world(2) as made:
-        made.mesh = p3d.build_mesh(MeshLayout(cp=2), device_type="cpu")
-        yield made
 
 
 def both(world, build, **options):
@@ -40,6 +33,21 @@ def sample(world, length, number=0, **options):
     """A batch made outside the simulation."""
     with world.paused():
         return batches(length, **options)(number)
+
+
+def whole_and_cut(world):
+    """Token ids on all ranks, and their parts."""
+    ids = on_ranks(world, sample(world, 16))["input_ids"]
+    return ids, p3d.cp.shard_batch({"input_ids": ids}, world.mesh)["input_ids"]
+
+
+def check_gradients(world, parallel, plain, divided=1, **tolerances):
+    """Those of the parts are the plain model's, divided by a number."""
+    for name, param in parallel.named_parameters():
+        for _, box, part in shards_of(param.grad):
+            with world.paused():
+                want = plain.get_parameter(name).grad[box] / divided
+                torch.testing.assert_close(part, want, msg=name, **tolerances)
 
 
 def test_evaluation(world) -> None:
@@ -68,10 +76,9 @@ def test_evaluation(world) -> None:
 
 def test_inputs_that_were_not_cut(world) -> None:
     _, parallel = both(world, Lm)
-    ids = on_ranks(world, sample(world, 16))["input_ids"]
+    ids, cut = whole_and_cut(world)
     with pytest.raises(StateError, match=r"not from p3d.cp.shard_batch, and the mesh has cp=2"):
         parallel(ids)
-    cut = p3d.cp.shard_batch({"input_ids": ids}, world.mesh)["input_ids"]
     with pytest.raises(StateError, match=r"not from p3d\.cp\.shard_batch"):
         parallel(cut.clone())  # nobody knows what it is a part of
     parallel(cut)
@@ -131,11 +138,7 @@ def test_recomputation_knows_its_batch(world, way) -> None:
         else:
             for loss in losses if way == "later" else losses[::-1]:
                 loss.backward()
-    expected = dict(plain.named_parameters())
-    for name, param in parallel.named_parameters():
-        for _, box, part in shards_of(param.grad):
-            with world.paused():
-                assert torch.allclose(part, expected[name].grad[box], rtol=0, atol=1e-6), name
+    check_gradients(world, parallel, plain, rtol=0, atol=1e-6)
 
 
 def test_recomputation_of_an_unknown_batch(world) -> None:
@@ -143,8 +146,7 @@ def test_recomputation_of_an_unknown_batch(world) -> None:
     _, parallel = both(world, Lm, activation_checkpointing=True)
     kept = []
     parallel.layers[1].register_forward_hook(lambda _m, _a, output: kept.append(output))
-    ids = on_ranks(world, sample(world, 16))["input_ids"]
-    parallel(p3d.cp.shard_batch({"input_ids": ids}, world.mesh)["input_ids"])
+    parallel(whole_and_cut(world)[1])
     with pytest.raises(StateError, match="did not begin at an output of the model"):
         kept[0].sum().backward()
 
@@ -152,17 +154,12 @@ def test_recomputation_of_an_unknown_batch(world) -> None:
 def test_logits_changed_in_place(world) -> None:
     """They are a view; the batch of what is recomputed is known all the same."""
     plain, parallel = both(world, lambda: Lm().double(), activation_checkpointing=True)
-    ids = on_ranks(world, sample(world, 16))["input_ids"]
-    cut = p3d.cp.shard_batch({"input_ids": ids}, world.mesh)["input_ids"]
+    _, cut = whole_and_cut(world)
     parallel(cut).relu_().sum().backward()
     with world.paused():
         plain(sample(world, 16)["input_ids"]).relu_().sum().backward()
-    for name, param in parallel.named_parameters():
-        for _, box, part in shards_of(param.grad):
-            with world.paused():
-                # cp ranks share sequences; the sum over positions is the mean's times their number.
-                want = plain.get_parameter(name).grad[box] / 2
-                assert torch.allclose(part, want, rtol=1e-9, atol=1e-9), name
+    # cp ranks share sequences; the sum over positions is the mean's times their number.
+    check_gradients(world, parallel, plain, divided=2, rtol=1e-9, atol=1e-9)
 
 
 def test_global_mean() -> None:
@@ -184,22 +181,13 @@ def test_global_mean() -> None:
             return p3d.optim.global_mean(total, (labels != -100).sum())
         return total / 20
 
-    assert_parity(
-        Lm,
-        batch,
-        layout,
-        loss=loss,
-        shard_batch=p3d.cp.shard_batch,
-        fp32=False,
-        steps=1,
-    )
+    assert_parity(Lm, batch, layout, loss=loss, shard_batch=p3d.cp.shard_batch, fp32=False, steps=1)
 
 
 def test_a_copy_has_a_state_of_its_own(world) -> None:
     _, parallel = both(world, lambda: Lm().double())
     copied = copy.deepcopy(parallel)
-    ids = on_ranks(world, sample(world, 16))["input_ids"]
-    cut = p3d.cp.shard_batch({"input_ids": ids}, world.mesh)["input_ids"]
+    _, cut = whole_and_cut(world)
     first, second = parallel(cut), copied(cut)
     second.sum().backward()
     first.sum().backward()

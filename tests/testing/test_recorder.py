@@ -10,11 +10,7 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from parallel3d._torch.groups import all_gather_single, reduce_scatter_single
 from parallel3d._util.trace import issuing
@@ -73,14 +69,14 @@ def record_one_of_each() -> list[Collective]:
     return recorder.calls
 
 
-@pytest.mark.parametrize("rank", [0, 5])
-def test_on_a_fake_world(rank: int) -> None:
-    with fake_world(rank, 8):
-        record_one_of_each()
+IN_ONE_PROCESS = pytest.mark.parametrize(
+    "make_world", [lambda: fake_world(0, 8), lambda: fake_world(5, 8), lambda: local_world(8)]
+)
 
 
-def test_on_simulated_ranks() -> None:
-    with local_world(8):
+@IN_ONE_PROCESS
+def test_in_one_process(make_world: Any) -> None:
+    with make_world():
         record_one_of_each()
 
 
@@ -162,7 +158,7 @@ def use_functional(mesh: DeviceMesh) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # the names torch 2.11 has
-@pytest.mark.parametrize("make_world", [lambda: fake_world(1, 8), lambda: local_world(8)])
+@IN_ONE_PROCESS
 def test_functional_collectives(make_world: Any) -> None:
     with make_world():
         mesh = make_mesh()
@@ -179,7 +175,7 @@ def test_functional_collectives(make_world: Any) -> None:
     assert all(call.asynchronous for call in recorder.calls)
 
 
-@pytest.mark.parametrize("make_world", [lambda: fake_world(0, 8), lambda: local_world(8)])
+@IN_ONE_PROCESS
 def test_a_coalesced_call_counts_once(make_world: Any) -> None:
     with make_world():
         mesh = make_mesh()
@@ -220,7 +216,7 @@ def test_sizes_are_of_the_largest_simulated_rank() -> None:
     assert brief(recorder) == [("all_reduce", "b", 48)]
 
 
-@pytest.mark.parametrize("make_world", [lambda: fake_world(2, 8), lambda: local_world(8)])
+@IN_ONE_PROCESS
 def test_collectives_of_distributed_tensors(make_world: Any) -> None:
     with make_world():
         mesh = make_mesh()
@@ -270,11 +266,8 @@ def test_questions_and_table() -> None:
     assert recorder.count("all_gather", axis="tp") == recorder.count(unit="layers.9") == 0
     assert recorder.count(unit="") == 1
     assert recorder.select(axis="tp") == [recorder.calls[2]]
-    assert {unit: len(calls) for unit, calls in recorder.by_unit().items()} == {
-        "layers.0": 1,
-        "layers.1": 1,
-        "": 1,
-    }
+    by_unit = {unit: len(calls) for unit, calls in recorder.by_unit().items()}
+    assert by_unit == {"layers.0": 1, "layers.1": 1, "": 1}
     assert str(recorder).splitlines() == [
         "order  op          axis   unit      bytes  ranks",
         "    0  all_gather  shard  layers.0  4,096      4  async",

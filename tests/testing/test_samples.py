@@ -100,6 +100,9 @@ class Images(nn.Sequential):
         (lambda a, b: None, r"\(a, b\) must take the number of a sample, or nothing"),
         (lambda: of_nothing, "making the batch returned"),
         (lambda sample: (IDS, 3), "of the inputs of sample 0, number 1 is int"),
+        (lambda sample: {"ids": IDS, "mask": None}, "of sample 0, mask is NoneType"),
+        (lambda sample: {}, "are an empty dict"),
+        (lambda sample: 3, "are int"),
     ],
 )
 def test_what_a_batch_can_not_be(batch: Any, says: str) -> None:

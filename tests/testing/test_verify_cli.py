@@ -1,12 +1,12 @@
 """parallel3d audit --relation plain: exit codes, what it prints, and its documentation."""
 
-import itertools
 import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +23,7 @@ from parallel3d import MeshLayout
 from parallel3d.testing import first_difference
 from parallel3d.tools.cli.app import app
 
-INPUT = ["--input", "verify_models:ids"]
+INPUT = "--input verify_models:ids"
 
 
 @pytest.fixture(autouse=True)
@@ -32,8 +32,16 @@ def _own_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path, str(folder)])
 
 
-def run(*words: str) -> Result:
-    return CliRunner(env={"COLUMNS": "100"}).invoke(app, ["audit", "--relation", "plain", *words])
+def run(words: str) -> Result:
+    words = f"audit --relation plain {words}"
+    return CliRunner(env={"COLUMNS": "100"}).invoke(app, words.split())
+
+
+def said(words: str, exit_code: int = 0) -> dict[str, Any]:
+    """What it prints as JSON."""
+    result = run(f"{words} --json")
+    assert result.exit_code == exit_code, result.output
+    return json.loads(result.stdout)
 
 
 def numbers_masked(text: str) -> str:
@@ -51,17 +59,7 @@ def test_docs_show_what_it_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.slow
 def test_json_of_equal_models() -> None:
-    result = run(
-        "--tp",
-        "2",
-        "verify_models:Decoder",
-        *INPUT,
-        "--plan",
-        "verify_models:PLAN",
-        "--json",
-    )
-    assert result.exit_code == 0, result.output
-    data = json.loads(result.stdout)
+    data = said(f"--tp 2 verify_models:Decoder {INPUT} --plan verify_models:PLAN")
     assert data["equal"] and data["difference"] is None
     assert data["layout"] == {"replicate": 1, "shard": 1, "tp": 2}
     assert 0 <= data["largest"]["gradients"]["float64"] < 1e-12
@@ -69,48 +67,26 @@ def test_json_of_equal_models() -> None:
 
 def test_cp() -> None:
     """Each cp rank has its part of the tokens, by a function of the user's."""
-    words = {
-        "--cp": "2",
-        "--input": "_support.cp_axis:batch",
-        "--loss": "_support.cp_axis:loss",
-        "--shard-batch": "_support.cp_axis:shard_batch",
-    }
-    result = run("_support.cp_axis:build", *itertools.chain(*words.items()), "--json")
-    assert result.exit_code == 0, result.output
-    data = json.loads(result.stdout)
+    data = said(
+        "_support.cp_axis:build --cp 2 --input _support.cp_axis:batch --loss _support.cp_axis:loss "
+        "--shard-batch _support.cp_axis:shard_batch"
+    )
     assert data["equal"] and data["layout"] == {"replicate": 1, "shard": 1, "cp": 2, "tp": 1}
     assert 0 < data["largest"]["gradients"]["float64"] < 1e-12
 
 
 def test_cp_of_what_parallelize_made() -> None:
     """Each cp rank has its part of the tokens, by ``p3d.cp.shard_batch``, and keeps what costs most."""
-    result = run(
-        *("_support.cp.models:Lm", "--cp", "2", "--input", "_support.cp.models:samples"),
-        *(
-            "--loss",
-            "_support.cp.models:lm_loss",
-            "--activation-checkpointing",
-            "selective",
-            "--json",
-        ),
-    )
-    assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["equal"]
+    assert said(
+        "_support.cp.models:Lm --cp 2 --input _support.cp.models:samples --loss _support.cp.models:lm_loss "
+        "--activation-checkpointing selective"
+    )["equal"]
 
 
 def test_json_of_a_difference() -> None:
     """A function of the user's that makes the model parallel, and forgets a bias."""
-    result = run(
-        "--tp",
-        "2",
-        "verify_cases:build",
-        *INPUT,
-        "--parallelize",
-        "verify_cases:forgets",
-        "--json",
-    )
-    assert result.exit_code == 1, result.output
-    found = json.loads(result.stdout)["difference"]
+    data = said(f"--tp 2 verify_cases:build {INPUT} --parallelize verify_cases:forgets", 1)
+    found = data["difference"]
     assert (found["module"], found["kind"]) == ("layers.0.mlp.down", "output")
     assert found["difference"] > found["bound"]
 
@@ -118,89 +94,29 @@ def test_json_of_a_difference() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["nowhere:model", *INPUT], "importing 'nowhere' raised ModuleNotFoundError"),
-        (["verify_cases", *INPUT], "must be package.module:name"),
-        (["verify_cases:biuld", *INPUT], "the nearest: build"),
-        (["verify_models:PLAN", *INPUT], "is a dict, which can't be called"),
+        ("nowhere:model", "importing 'nowhere' raised ModuleNotFoundError"),
+        ("verify_cases", "must be package.module:name"),
+        ("verify_cases:biuld", "the nearest: build"),
+        ("verify_models:PLAN", "is a dict, which can't be called"),
+        ("verify_cases:fails", "building the model raised RuntimeError: no such size"),
+        ("verify_cases:number", "is a int, no nn.Module"),
+        ("verify_cases:build --input verify_cases:number", "a tensor, a tuple of tensors"),
+        ("verify_cases:build --tp 0", "--tp 0: a mesh axis has at least 1 rank"),
+        ("verify_cases:build --cp -1", "--cp -1: a mesh axis has at least 1 rank"),
+        ("verify_cases:build --tp 2 --plan verify_models:VOCAB", "a dict of"),
+        ("verify_cases:build --tp 2 --plan verify_cases:WRONG", "matches no"),
+        ("verify_cases:build --tolerance 2", "between 0 and 1"),
+        ("verify_cases:build --steps 0", "at least 1"),
+        ("verify_cases:build --loss verify_cases:vector", "a scalar tensor"),
+        ("verify_cases:build --parallelize verify_cases:nothing", "no nn.Module"),
         (
-            ["verify_cases:fails", *INPUT],
-            "building the model raised RuntimeError: no such size",
-        ),
-        (["verify_cases:number", *INPUT], "is a int, no nn.Module"),
-        (
-            [
-                "verify_cases:build",
-                "--input",
-                "verify_cases:number",
-            ],
-            "a tensor, a tuple of tensors",
-        ),
-        (
-            ["verify_cases:build", *INPUT, "--tp", "0"],
-            "--tp 0: a mesh axis has at least 1 rank",
-        ),
-        (
-            ["verify_cases:build", *INPUT, "--cp", "-1"],
-            "--cp -1: a mesh axis has at least 1 rank",
-        ),
-        (
-            [
-                "verify_cases:build",
-                *INPUT,
-                "--tp",
-                "2",
-                "--plan",
-                "verify_models:VOCAB",
-            ],
-            "a dict of",
-        ),
-        (
-            [
-                "verify_cases:build",
-                *INPUT,
-                "--tp",
-                "2",
-                "--plan",
-                "verify_cases:WRONG",
-            ],
-            "matches no",
-        ),
-        (["verify_cases:build", *INPUT, "--tolerance", "2"], "between 0 and 1"),
-        (["verify_cases:build", *INPUT, "--steps", "0"], "at least 1"),
-        (
-            [
-                "verify_cases:build",
-                *INPUT,
-                "--loss",
-                "verify_cases:vector",
-            ],
-            "a scalar tensor",
-        ),
-        (
-            [
-                "verify_cases:build",
-                *INPUT,
-                "--parallelize",
-                "verify_cases:nothing",
-            ],
-            "no nn.Module",
-        ),
-        (
-            [
-                "verify_cases:build",
-                *INPUT,
-                "--plan",
-                "auto",
-                "--parallelize",
-                "verify_cases:forgets",
-            ],
+            "verify_cases:build --plan auto --parallelize verify_cases:forgets",
             "leave it out with --parallelize",
         ),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_mistakes_are_one_line(words: list[str], message: str) -> None:
-    result = run(*words)
+def test_mistakes_are_one_line(words: str, message: str) -> None:
+    result = run(words if "--input" in words else f"{words} {INPUT}")
     assert result.exit_code == 2, result.output
     assert message in result.stderr and result.stderr.startswith("error: ")
     assert result.stderr.count("\n") == 1 and not result.stdout
@@ -224,26 +140,12 @@ def test_under_torchrun(tmp_path: Path) -> None:
     """Two gloo processes under torchrun; the file is in the current directory."""
     source = Path(verify_cases.__file__)
     (tmp_path / "mine.py").write_text(source.read_text())
-    words = [
-        "--tp",
-        "2",
-        "mine:build",
-        "--input",
-        "mine:batch",
-        "--parallelize",
-        "mine:forgets",
-        "--json",
-    ]
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-    ]
+    words = (
+        "-m torch.distributed.run --standalone --nproc-per-node 2 -m parallel3d audit --relation plain "
+        "--tp 2 mine:build --input mine:batch --parallelize mine:forgets --json"
+    )
     done = subprocess.run(
-        [*torchrun, "-m", "parallel3d", "audit", "--relation", "plain", *words],
+        [sys.executable, *words.split()],
         cwd=tmp_path,
         capture_output=True,
         text=True,

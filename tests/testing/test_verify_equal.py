@@ -154,8 +154,7 @@ SLOW = {
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in CASES],
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in CASES]
 )
 def test_no_false_alarm(name: str) -> None:
     build, batch, sizes, options = CASES[name]

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from parallel3d import MeshLayout, parallelize
-from parallel3d.errors import Parallel3dError
 from parallel3d.testing import Verification, verify
 
 PLAN = {"up": "colwise", "down": "rowwise"}
@@ -74,16 +73,33 @@ def test_the_loss_in_a_dict_is_the_models_own() -> None:
     assert checked(OwnLoss).without_gradient == ("idle.weight", "idle.bias")
 
 
-def test_a_dropout_left_out() -> None:
-    found = checked(Odd, lambda model: setattr(model, "drop", nn.Identity())).difference
-    assert found is not None and (found.module, found.kind) == ("drop", "dropout"), str(found)
-    assert found.what == "it drops nothing, in the plain model 0.3 of the elements"
-
-
-def test_a_dropout_too_many() -> None:
-    found = checked(Odd, lambda model: setattr(model, "extra", nn.Dropout(0.2))).difference
-    assert found is not None and (found.module, found.kind) == ("extra", "dropout"), str(found)
-    assert found.what == "it drops 0.2 of the elements, in the plain model nothing"
+@pytest.mark.parametrize(
+    ("change", "place", "what"),
+    [
+        (
+            lambda model: setattr(model, "drop", nn.Identity()),
+            ("drop", "dropout"),
+            "it drops nothing, in the plain model 0.3 of the elements",
+        ),
+        (
+            lambda model: setattr(model, "extra", nn.Dropout(0.2)),
+            ("extra", "dropout"),
+            "it drops 0.2 of the elements, in the plain model nothing",
+        ),
+        (
+            lambda model: model.eval(),
+            ("", "structure"),
+            "it is in evaluation mode in the parallel model only",
+        ),
+    ],
+    ids=["a dropout left out", "a dropout too many", "in evaluation only in the parallel model"],
+)
+def test_what_a_module_does_in_one_model_only(
+    change: Any, place: tuple[str, str], what: str
+) -> None:
+    found = checked(Odd, change).difference
+    assert found is not None and (found.module, found.kind) == place, str(found)
+    assert found.what == what
 
 
 class Elsewhere(nn.Module):
@@ -99,12 +115,6 @@ def test_a_dropout_in_another_place_is_none_too_many() -> None:
         model.drop, model.extra = nn.Identity(), Elsewhere()
 
     assert checked(Odd, move).difference is None
-
-
-def test_a_module_in_evaluation_only_in_the_parallel_model() -> None:
-    found = checked(Odd, lambda model: model.eval()).difference
-    assert found is not None and (found.module, found.kind) == ("", "structure"), str(found)
-    assert found.what == "it is in evaluation mode in the parallel model only"
 
 
 def test_a_counter_that_was_zero() -> None:
@@ -129,17 +139,3 @@ def test_batch_norms_statistics_are_each_ranks_own() -> None:
     assert checked(lambda: Normed(momentum=None), sizes=(1, 1, 1)).difference is None
     found = checked(lambda: Normed(momentum=None), sizes=(2, 1, 1)).difference
     assert found is not None and found.kind == "buffer"
-
-
-@pytest.mark.parametrize(
-    ("batch", "message"),
-    [
-        ({"x": torch.zeros(1, 4), "mask": None}, "mask is NoneType"),
-        ((torch.zeros(1, 4), 3), "number 1 is int"),
-        ({}, "are an empty dict"),
-        (3, "are int"),
-    ],
-)
-def test_what_is_wrong_with_inputs(batch: Any, message: str) -> None:
-    with pytest.raises(Parallel3dError, match=message):
-        verify(Odd, lambda index: batch, MeshLayout(1, 1, 1))

@@ -14,6 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from parallel3d.audit.findings import gap_between
+
 _SINGLE = 1e-6  # relative differences below this may be float32's rounding
 
 Kind = Literal["whole", "shard", "slices", "partial"]
@@ -56,16 +58,9 @@ class FitGap:
     hint: str = ""
 
 
-def distance(a: Tensor, b: Tensor) -> float:
-    """Returns the largest absolute difference; nan equals nan. It is infinite for different shapes."""
-    if a.shape != b.shape:
-        return math.inf
-    if not a.numel():
-        return 0.0
-    a, b = _doubles(a), _doubles(b)
-    apart = (a - b).abs().masked_fill((a == b) | (a.isnan() & b.isnan()), 0.0)
-    largest = float(apart.max())
-    return math.inf if math.isnan(largest) else largest
+def apart(want: Tensor, got: Tensor, floor: float) -> float:
+    """Returns the largest difference, also of integers; see ``gap_between``."""
+    return gap_between(_doubles(want), _doubles(got), math.inf, floor).difference
 
 
 def take(whole: Tensor, fit: Fit, tp_rank: int) -> Tensor:
@@ -136,12 +131,12 @@ class Comparison:
         if len(first.ranks) > 1:
             if self._gap(Fit("partial")).difference <= self.bound:
                 return "the sum over the tp ranks is the plain model's: a reduction is missing"
-            apart = max(
-                distance(self.parallel[rank], self.parallel[group.ranks[0]])
+            scale = _scale(want, self.floor)
+            if any(
+                apart(self.parallel[group.ranks[0]], self.parallel[rank], scale) > self.bound
                 for group in self.groups
                 for rank in group.ranks[1:]
-            )
-            if apart > self.bound * _scale(want, self.floor):
+            ):
                 return "the ranks of one tp group have different values"
         return ""
 
@@ -162,9 +157,9 @@ class Comparison:
             else:
                 pairs = [(part, take(want, fit, i)) for i, part in enumerate(parts)]
             for rank, (got, expected) in zip(group.ranks, pairs, strict=False):
-                apart = distance(got, expected) / scale
-                if apart > worst.difference:
-                    worst = FitGap(apart, rank)
+                difference = apart(expected, got, scale)
+                if difference > worst.difference:
+                    worst = FitGap(difference, rank)
         return worst
 
     def _candidates(self, kinds: frozenset[str]) -> Iterator[Fit]:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from parallel3d._torch.fully_shard import plain_name
 from parallel3d._torch.simulated import tensors_by_rank
-from parallel3d.testing.differences.fit import Comparison, Fit, FitGap, FitGroup, distance, take
+from parallel3d.testing.differences.fit import Comparison, Fit, FitGap, FitGroup, apart, take
 from parallel3d.testing.differences.forward import Difference, owner_of
 from parallel3d.testing.differences.record import Values
 from parallel3d.testing.parity import shards_of
@@ -178,11 +178,10 @@ class State:
         for group in self.groups:
             for i, rank in enumerate(group.ranks):
                 like = values[first.ranks[i if fit.kind != "whole" else 0]]
-                scale = max(float(like.abs().max()) if like.numel() else 0.0, 1e-30)
-                apart = distance(values[rank].double(), like.double()) / scale
-                if apart > worst.difference:
+                difference = apart(like, values[rank], 1e-30)
+                if difference > worst.difference:
                     hint = "the ranks have different values: it isn't synchronised"
-                    worst = FitGap(apart, rank, hint)
+                    worst = FitGap(difference, rank, hint)
         return worst
 
     # ---- gradients and weights ----
@@ -214,9 +213,9 @@ class State:
         parts = self._parts(whole, part, form)
         worst = FitGap(0.0, self.own[0])
         for rank, _, got, want in parts:
-            apart = distance(got, want) / scale
-            if not apart <= worst.difference:
-                worst = FitGap(apart, rank)
+            difference = apart(want, got, scale)
+            if difference > worst.difference:
+                worst = FitGap(difference, rank)
         if worst.difference <= bound:
             return worst
         return FitGap(worst.difference, worst.rank, self._hint(parts, worst.rank, bound, scale))
@@ -244,15 +243,15 @@ class State:
         hint = Comparison(plain, held, self.groups, bound, scale).hint()
         if hint:
             return hint
-        near = bound * scale * 10
+        near = 10 * bound
         same = {r: got for r, part, got, _ in parts if part == box}
         group = next(group for group in self.groups if rank in group.ranks)
         tp = [same[r] for r in group.ranks if r in same]
-        if len(tp) == len(group.ranks) > 1 and distance(torch.stack(tp).sum(0), want) <= near:
+        if len(tp) == len(group.ranks) > 1 and apart(want, torch.stack(tp).sum(0), scale) <= near:
             return "the sum over the tp ranks is the plain model's: a reduction is missing"
         place = group.ranks.index(rank)
         data = [same[g.ranks[place]] for g in self.groups if g.ranks[place] in same]
-        if len(data) > 1 and distance(torch.stack(data).mean(0), want) <= near:
+        if len(data) > 1 and apart(want, torch.stack(data).mean(0), scale) <= near:
             return "the mean over the data ranks is the plain model's: it isn't reduced over them"
         return ""
 

@@ -222,9 +222,6 @@ class Engine:
 class Plain(Engine):
     """One plain process; the reference."""
 
-    def take_step(self, batches: Sequence[Any]) -> Any:
-        return self.program.plain_step()(self.model, self.optimizer, batches)
-
     def export(self) -> Mapping[str, Any]:
         return self.model.state_dict()
 
@@ -250,15 +247,11 @@ class Ours(Engine):
         self.optimizer = program.optimizer(self.model.parameters())
 
     def batches(self, step: int) -> list[Any]:
-        shard_batch, names = self.program.shard_batch, self.program.samples.names
-        batches = super().batches(step)
+        samples, shard_batch = self.program.samples, self.program.shard_batch
         if shard_batch is None:
-            return batches
-        if names:
-            return [
-                shard_batch(dict(zip(names, batch, strict=True)), self.mesh) for batch in batches
-            ]
-        return [tuple(shard_batch(batch, self.mesh)) for batch in batches]
+            return super().batches(step)
+        cut = [samples.cut(batch, shard_batch, self.mesh) for batch in super().batches(step)]
+        return [batch for (batch,) in cut] if samples.names else cut
 
     def accumulate(self, batches: Sequence[Any]) -> Iterator[Any]:
         yield from accumulate(self.model, batches)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from parallel3d._torch.fully_shard import plain_name
 from parallel3d._util.trees import cast_floats
 from parallel3d.errors import Parallel3dError
 from parallel3d.mesh import MeshLayout
-from parallel3d.testing.samples import LossFn, Samples, errors_named
+from parallel3d.testing.samples import LossFn, Samples, built
 
 MICRO_BATCHES = 2  # samples of a data rank in each step
 
@@ -107,14 +106,7 @@ class Program:
 
     def model(self) -> nn.Module:
         """Returns the plain model in float64, with the same values on every rank."""
-        torch.manual_seed(self.seed)
-        with errors_named("building the model"):
-            model = self.build()
-        if not isinstance(model, nn.Module):
-            raise Parallel3dError(
-                f"the model that was built is a {type(model).__name__}, no nn.Module"
-            )
-        return model.double()
+        return built(self.build, self.seed).double()
 
     def batches(self, step: int, data_rank: int, variant: Variant) -> list[Any]:
         """Returns the micro-batches of one data rank: tuples of inputs."""
@@ -150,21 +142,3 @@ class Program:
         owner = trained[0].rpartition(".")[0] if trained else ""
         first = [name for name in trained if name.rpartition(".")[0] == owner]
         return first if len(first) < len(trained) else []
-
-    def plain_step(self) -> Step:
-        """Returns the step of one process."""
-        return self.step or partial(plain_step, self)
-
-
-def plain_step(
-    program: Program, model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[Any]
-) -> Tensor:
-    """Accumulates the mean loss of the micro-batches in one process, and steps."""
-    total = torch.zeros((), dtype=torch.float64)
-    for inputs in batches:
-        loss = program.loss_of(model, inputs) / len(batches)
-        loss.backward()
-        total += loss.detach()
-    optimizer.step()
-    optimizer.zero_grad()
-    return total

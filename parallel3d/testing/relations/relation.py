@@ -22,14 +22,7 @@ from parallel3d.mesh import MeshLayout
 from parallel3d.testing.gloo_pool import GlooPool
 from parallel3d.testing.parity import ShardBatch, default_shard_batch
 from parallel3d.testing.relations.engines import ENGINES, Engine, Plain
-from parallel3d.testing.relations.program import (
-    MICRO_BATCHES,
-    Program,
-    Result,
-    Step,
-    Variant,
-    sgd,
-)
+from parallel3d.testing.relations.program import MICRO_BATCHES, Program, Result, Step, Variant, sgd
 from parallel3d.testing.samples import LossFn, Samples
 
 BOUND = 1e-9
@@ -156,9 +149,7 @@ RELATIONS: dict[str, Relation] = {
     "accumulation": Relation(f"{MICRO_BATCHES} micro-batches = 1", _BASE, _ACCUMULATED),
     "rotated": Relation("the data ranks' samples change places", _BASE, Variant(rotated=True)),
     "frozen": Relation(
-        "frozen, then thawed, = one process",
-        Variant(plain=True, frozen=True),
-        Variant(frozen=True),
+        "frozen, then thawed, = one process", Variant(plain=True, frozen=True), Variant(frozen=True)
     ),
     "resumed": Relation("resumed = uninterrupted", _BASE, Variant(resumed=True)),
     "norm": Relation("the gradient norm is that of the gradients, on each rank", None),
