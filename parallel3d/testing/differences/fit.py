@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from parallel3d.audit.findings import gap_between
+from parallel3d.audit.findings import gap_between, named
 
 _SINGLE = 1e-6  # relative differences below this may be float32's rounding
 
@@ -185,13 +185,11 @@ class Comparison:
 
 
 def _axes(factor: float, tp: int, data: int) -> str:
-    """Names the axis whose size, or its inverse, is ``factor``."""
-    for name, size in (("tp", tp), ("the number of data ranks", data)):
-        if size > 1 and abs(factor - size) < 1e-6:
-            return f" ({name} is {size})"
-        if size > 1 and abs(factor - 1 / size) < 1e-6:
-            return f" (1 / {name})"
-    return ""
+    """Names the axes whose size, or its inverse, is ``factor``."""
+    text = named(factor, {"tp": tp, "the number of data ranks": data}).removeprefix(" = ")
+    if not text:
+        return ""
+    return f" ({text})" if text.startswith("1 / ") else f" ({text} is {factor:.0f})"
 
 
 def _doubles(tensor: Tensor) -> Tensor:
