@@ -18,9 +18,11 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 from markdown_it import MarkdownIt
+from markdown_it.token import Token
 
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -95,7 +97,7 @@ class Command:
 def parts(page: Path) -> Iterator[Block | Section]:
     """The page's blocks of code and beginnings of sections, in order."""
     not_run, is_output = "", False
-    for token in MarkdownIt("commonmark").parse(page.read_text()):
+    for token in _tokens(page.read_text()):
         if token.map is None:
             continue
         line = token.map[0] + 1
@@ -112,6 +114,12 @@ def parts(page: Path) -> Iterator[Block | Section]:
             language = token.info.split()[0] if token.info else unnamed(token.content)
             yield Block(page, line + fenced, language, token.content, not_run, is_output)
             not_run, is_output = "", False
+
+
+@cache
+def _tokens(text: str) -> list[Token]:
+    """Several test files ask for the same pages."""
+    return MarkdownIt("commonmark").parse(text)
 
 
 def _section(page: Path, line: int, words: str) -> Section:

@@ -60,12 +60,8 @@ class Mutant:
         module = importlib.import_module(self.module)
         source = inspect.getsource(module).splitlines()
         function = _functions(module)[self.function]
-        start = function.__code__.co_firstlineno
-        places = [
-            at
-            for at in range(start - 1, len(source))
-            if _bare(source[at]) == self.line and _within(module, at + 1) == self.function
-        ]
+        lines = dict(_places(module))[self.function]
+        places = [at - 1 for at in lines if _bare(source[at - 1]) == self.line]
         at = places[self.number]
         indent = source[at][: len(source[at]) - len(source[at].lstrip())]
         source[at] = indent + self.becomes
@@ -83,13 +79,12 @@ def mutants() -> list[Mutant]:
     found: list[Mutant] = []
     for name, within in FILES.items():
         module = importlib.import_module(name)
+        places = _places(module)
         for at, text in enumerate(inspect.getsource(module).splitlines(), 1):
             line = _bare(text)
-            function = _within(module, at)
-            if not function or (within and function.split(".")[0] not in within.split()):
-                continue
             becomes = KEPT.get(line) or ("pass" if _is_wait(line) else None)
-            if becomes is not None:
+            function = next((name for name, lines in places if at in lines), "")
+            if becomes and function and (not within or function.split(".")[0] in within.split()):
                 number = sum(
                     m.module == name and m.function == function and m.line == line for m in found
                 )
@@ -102,6 +97,8 @@ def _bare(text: str) -> str:
 
 
 def _is_wait(line: str) -> bool:
+    if not any(name in line for name in WAITS):
+        return False
     try:
         (statement,) = ast.parse(line).body
     except (SyntaxError, ValueError):
@@ -128,13 +125,14 @@ def _functions(module: Any) -> dict[str, FunctionType]:
     return found
 
 
-def _within(module: Any, line: int) -> str:
-    """The qualified name of the function that has this line."""
+def _places(module: Any) -> list[tuple[str, range]]:
+    """The functions' qualified names, and the lines that each has."""
+    found = []
     for name, function in _functions(module).items():
-        lines = [number for _, _, number in function.__code__.co_lines() if number]
-        if lines and function.__code__.co_firstlineno <= line <= max(lines):
-            return name
-    return ""
+        code = function.__code__
+        last = max((number for _, _, number in code.co_lines() if number), default=0)
+        found.append((name, range(code.co_firstlineno, last + 1)))
+    return found
 
 
 def _code_of(code: CodeType, name: str) -> CodeType:
