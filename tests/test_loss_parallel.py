@@ -44,8 +44,12 @@ def no_gather(monkeypatch):
     return losses
 
 
-def layout(sizes: tuple[int, int, int]) -> MeshLayout:
-    return MeshLayout(*sizes)
+def parity(mode, mesh, tied=False, **options) -> None:
+    """One step of a model with this loss, or more."""
+    layers = options.pop("layers", 2)
+    given = {"loss": lm_loss, "tp_plan": LM_PLAN, "steps": 1, "fp32": False, **options}
+    make = functools.partial(build, tied=tied, layers=layers)
+    assert_parity(make, batch, MeshLayout(*mesh), loss_parallel=mode, **given)
 
 
 MESHES = [(1, 1, 2), (1, 2, 2), (2, 1, 2)]
@@ -64,15 +68,7 @@ ORDINARY = [
     ids=str,
 )
 def test_parity(mode, mesh, tied, no_gather):
-    assert_parity(
-        functools.partial(build, tied=tied),
-        batch,
-        layout(mesh),
-        loss=lm_loss,
-        tp_plan=LM_PLAN,
-        loss_parallel=mode,
-        steps=2,
-    )
+    parity(mode, mesh, tied, steps=2, fp32=True)
     assert no_gather
 
 
@@ -96,17 +92,7 @@ ENGINE = {
 )
 def test_chunked_with_the_engine(name, tied, no_gather):
     """The head's weight is read, and its gradient arrives, when its unit's forward is long over."""
-    options = {"tp_plan": LM_PLAN, "mesh": (1, 2, 2), **ENGINE[name]}
-    assert_parity(
-        functools.partial(build, tied=tied, layers=1),
-        batch,
-        layout(options.pop("mesh")),
-        loss=lm_loss,
-        loss_parallel="chunked",
-        steps=1,
-        fp32=False,
-        **options,
-    )
+    parity("chunked", **{"mesh": (1, 2, 2), "tied": tied, "layers": 1, **ENGINE[name]})
     assert no_gather
 
 
@@ -115,17 +101,7 @@ def test_chunked_with_the_engine(name, tied, no_gather):
     [(True, LM_PLAN, False), ("chunked", None, False), ("chunked", LM_PLAN, True)],
 )
 def test_without_tp(mode, plan, tied, no_gather):
-    build_tied = functools.partial(build, tied=tied)
-    assert_parity(
-        build_tied,
-        batch,
-        layout((1, 2, 1)),
-        loss=lm_loss,
-        tp_plan=plan,
-        loss_parallel=mode,
-        steps=1,
-        fp32=False,
-    )
+    parity(mode, (1, 2, 1), tied, tp_plan=plan)
     assert bool(no_gather) == (mode == "chunked")
 
 
@@ -155,16 +131,7 @@ def with_z_loss(model: nn.Module, ids: Tensor) -> Tensor:
 @pytest.mark.parametrize("loss", [two_passes, values_too, with_z_loss])
 @pytest.mark.parametrize(("mode", "tied"), [(True, False), ("chunked", True)])
 def test_other_losses(loss, mode, tied):
-    assert_parity(
-        functools.partial(build, tied=tied),
-        batch,
-        layout((1, 2, 2)),
-        loss=loss,
-        tp_plan=LM_PLAN,
-        loss_parallel=mode,
-        steps=1,
-        fp32=False,
-    )
+    parity(mode, (1, 2, 2), tied, loss=loss)
 
 
 def parallel(mode=True, tp=2, plan=LM_PLAN, model=None, **options):
@@ -285,25 +252,19 @@ def headed(**plan) -> dict:
     return {k: v for k, v in LM_PLAN.items() if k != "head"} | plan
 
 
-@pytest.mark.parametrize(
-    ("model", "plan", "message"),
-    [
+def test_heads_that_are_not_clear():
+    both = headed(head="colwise_gather_output", draft="colwise_gather_output")
+    for model, plan, message in (
         (build, headed(), "no linear layer with the style 'colwise_gather_output'.*'layers.0.up'"),
-        (
-            TwoHeads,
-            headed(head="colwise_gather_output", draft="colwise_gather_output"),
-            "'head' and 'draft' may each be the output head.*get_output_embeddings",
-        ),
+        (TwoHeads, both, "'head' and 'draft' may each be the output head.*get_output_embeddings"),
         (
             Says,
             LM_PLAN,
             "'draft' is the model's output head, but not a linear layer with the style",
         ),
-    ],
-)
-def test_heads_that_are_not_clear(model, plan, message):
-    with fake_world(0, 2), pytest.raises(PlanError, match=message):
-        parallel(True, plan=plan, model=model())
+    ):
+        with fake_world(0, 2), pytest.raises(PlanError, match=message):
+            parallel(True, plan=plan, model=model())
 
 
 def test_the_model_says_which_head_it_is():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import TracebackType
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch.distributed import fsdp as torch_fsdp
@@ -13,7 +13,7 @@ _in_effect: list[use] = []
 _before: list[Any] = []  # what was there before the first of them
 
 
-class use:
+class use(AbstractContextManager["use"]):
     """Gives programs of accelerate this engine wherever they would get torch's ``fully_shard``.
 
     It takes effect when it is called, as ``torch.set_grad_enabled`` does, and nothing else of the program
@@ -51,15 +51,7 @@ class use:
             if not _in_effect:
                 _replace(_before.pop())
 
-    def __enter__(self) -> use:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.undo()
 
 

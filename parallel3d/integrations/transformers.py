@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.data import DataLoader
 
 try:
@@ -34,8 +35,7 @@ from parallel3d import checkpoint
 from parallel3d._util import dry_run
 from parallel3d.errors import CheckpointError, MeshError, Parallel3dError
 from parallel3d.fsdp import FSDPModule
-from parallel3d.fsdp.inspect import unit_of
-from parallel3d.integrations.reference import as_trl_expects
+from parallel3d.fsdp.inspect import note_ignored, unit_of
 from parallel3d.mesh.joined import has_cp
 from parallel3d.optim import clip_grad_norm_
 from parallel3d.optim.accumulate import group_of
@@ -91,7 +91,7 @@ class ParallelMixin:
     def __init__(self, *args: Any, **options: Any) -> None:
         self._rng: Callable[[], None] | None = None
         self._items: _Items | None = None  # the last argument of the compute_loss that runs
-        with as_trl_expects([*args, *options.values()]) as self._settle:
+        with _as_trl_expects([*args, *options.values()]) as self._settle:
             super().__init__(*args, **options)
         if self.label_smoother is not None and _is_causal_lm(unwrap_peft_model(self.model)):
             # Trainer shifts labels for classes that it knows by name, which parallelize has changed.
@@ -517,3 +517,97 @@ def _setter_of_rng() -> Callable[[], None]:
             function(state)
 
     return set_all
+
+
+# What TRL's DPOTrainer does to a parallel model before it trains: it adds an adapter ``ref`` to one with
+# adapters, whose values it copies from ``default``; and for log-probs that are computed before the training
+# it names a file by a hash of all weights.
+
+
+@contextmanager
+def _as_trl_expects(given: Sequence[Any]) -> Iterator[Callable[[], None]]:
+    """A context for the ``__init__`` of a Trainer that is called with the arguments ``given``.
+
+    Yields what is to be called once TRL has copied the values of an adapter: then each rank has it whole, in
+    no unit, as plain parameters that nobody trains.
+
+    Raises:
+        Parallel3dError: TRL adds an adapter to a model with tensor parallelism.
+    """
+    models = [m for m in given if isinstance(m, nn.Module) and unit_of(m) is not None]
+    hashes = any(getattr(each, "precompute_ref_log_probs", False) for each in given)
+    added: list[tuple[nn.Module, str]] = []
+    for model in models:
+        if is_peft_model(model):
+            vars(model)["add_adapter"] = _adder(model, added)
+            # The reference is a forward between another one and its backward, which reads the head's weight
+            # outside of the head: it must find there what its own forward has left.
+            cast(FSDPModule, model).set_keep_between_forwards(True)
+        if hashes:
+            vars(model)["state_dict"] = _digester(model)
+
+    def settle() -> None:
+        while added:
+            module, name = added.pop()
+            local = cast(DTensor, module._parameters[name]).to_local()
+            whole = nn.Parameter(local, requires_grad=False)
+            module._parameters[name] = whole
+            note_ignored([module], {id(whole)})  # peft unfreezes it while the reference is computed
+
+    try:
+        yield settle
+    finally:
+        for model in models:
+            vars(model).pop("add_adapter", None)
+            vars(model).pop("state_dict", None)
+
+
+def _adder(model: Any, added: list[tuple[nn.Module, str]]) -> Callable[..., None]:
+    add = model.add_adapter
+
+    def add_adapter(name: str, config: Any, *args: Any, **options: Any) -> None:
+        """One that was there before ``parallelize`` stays. Parameters of a new one are DTensors until
+        ``settle``, so that TRL can copy to them."""
+        if name in model.peft_config:
+            return
+        default = {k: p for k, p in model.named_parameters() if isinstance(p, DTensor)}
+        sizes = (
+            dict(zip(p.device_mesh.mesh_dim_names or (), p.device_mesh.shape, strict=False))
+            for p in default.values()
+        )
+        if any(size.get("tp", 1) > 1 for size in sizes):
+            raise Parallel3dError(
+                f"the Trainer adds the adapter {name!r}, a copy of 'default', to a model with tensor "
+                "parallelism, which would not split it; use a mesh with tp=1"
+            )
+        add(name, config, *args, **options)
+        for path, param in list(model.named_parameters()):
+            twin = default.get(path.replace(f".{name}.", ".default."))
+            if isinstance(param, DTensor) or twin is None:
+                continue
+            mesh = twin.device_mesh
+            owner, _, attribute = path.rpartition(".")
+            module = model.get_submodule(owner)
+            local = param.detach().to(unit_of(model).policy.param_dtype or twin.dtype)
+            whole = DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
+            module._parameters[attribute] = nn.Parameter(whole, requires_grad=False)
+            added.append((module, attribute))
+
+    return add_adapter
+
+
+def _digester(model: nn.Module) -> Callable[[], dict[str, Tensor]]:
+    def state_dict() -> dict[str, Tensor]:
+        """A hash of all ranks' shards in place of the weights, which no rank has as a whole."""
+        mine = hashlib.sha256()
+        for name, value in sorted(type(model).state_dict(model).items()):
+            local = value.to_local() if isinstance(value, DTensor) else value
+            mine.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+            values = local.detach().cpu().contiguous().flatten().view(torch.uint8)
+            mine.update(values.numpy().tobytes())
+        each: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(each, mine.hexdigest())
+        digest = hashlib.sha256("".join(each).encode()).digest()
+        return {"": torch.tensor(list(digest), dtype=torch.uint8)}
+
+    return state_dict

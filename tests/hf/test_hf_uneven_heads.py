@@ -3,13 +3,11 @@
 import functools
 
 import pytest
-from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
-import torch
 from _support.hf.all_double import AllDouble
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from _support.hf.uneven import batch, loss, uneven_lm
 
 from parallel3d import MeshLayout
 from parallel3d.testing import assert_parity
@@ -29,35 +27,13 @@ GRID = dict.fromkeys(("llama", "qwen2", "qwen3"), GROUPED) | {
 ORDINARY = {"llama": [(6, 3)], "qwen3": [(6, 2)], "gpt_neox": [(6, 6)]}
 
 
-def build(name: str, heads: int, kv: int) -> nn.Module:
-    sizes = {
-        "hidden_size": 24,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv,
-        "intermediate_size": 13,
-        "num_hidden_layers": 2,
-        "vocab_size": 67,
-        "pad_token_id": 0,
-    }
-    config = CONFIG_MAPPING[name](**{**sizes, **SIZES[name]})
-    return AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-
-
-def batch(sample: int) -> Tensor:
-    return torch.randint(67, (2, 5), generator=torch.Generator().manual_seed(sample))
-
-
-def loss(model: nn.Module, ids: Tensor) -> Tensor:
-    return model(input_ids=ids, labels=ids, use_cache=False).loss
-
-
 def parity(name: str, grid: list[tuple[int, int]], mesh: tuple[int, int, int]) -> float:
     """Runs on every rank; returns the largest difference of a gradient."""
     worst = 0.0
     for heads, kv in grid:
         with AllDouble():
             result = assert_parity(
-                functools.partial(build, name, heads, kv),
+                functools.partial(uneven_lm, name, heads, kv, **SIZES[name]),
                 batch,
                 MeshLayout(*mesh),
                 loss=loss,
@@ -87,7 +63,7 @@ def test_all_of_them(gloo_pool, name, mesh):
 
 
 def test_what_the_module_repeats_is_what_its_rank_has():
-    resolved = resolve_plan(build("llama", 8, 2), "auto", 4)
+    resolved = resolve_plan(uneven_lm("llama", 8, 2), "auto", 4)
     values = {(a.module, a.name): (a.whole, a.values) for a in resolved.attributes}
     name = "model.layers.{}.self_attn"
     assert values == {(name.format(i), "num_key_value_groups"): (4, (2, 2, 2, 2)) for i in range(2)}

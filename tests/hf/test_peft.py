@@ -10,8 +10,8 @@ pytest.importorskip("peft")
 
 import torch
 from _support.hf.all_double import AllDouble
+from _support.hf.uneven import batch, loss, uneven_lm
 from peft import IA3Config, LoraConfig, get_peft_model
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from parallel3d import (
     MeshLayout,
@@ -27,41 +27,18 @@ from parallel3d.tp.random import _BITS, _MARK
 
 pytestmark = pytest.mark.ci
 
-CONV = {"n_embd": 24, "n_head": 4, "n_layer": 2, "n_positions": 8, "attn_pdrop": 0.0}
-CONV |= {"embd_pdrop": 0.0, "resid_pdrop": 0.0}
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 SOME = ["q_proj", "down_proj"]
 
 
-def plain(name: str = "llama", heads: int = 4, kv: int = 2, **fields) -> nn.Module:
-    sizes = {
-        "hidden_size": 24,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv,
-        "intermediate_size": 13,
-        "num_hidden_layers": 2,
-    }
-    sizes = CONV if name == "gpt2" else sizes
-    config = CONFIG_MAPPING[name](vocab_size=67, pad_token_id=0, **{**sizes, **fields})
-    return AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-
-
 def build(targets, model: dict, **lora) -> nn.Module:
     config = LoraConfig(r=3, lora_alpha=6, target_modules=targets, **lora)
-    built = get_peft_model(plain(**model), config)
+    built = get_peft_model(uneven_lm(**model), config)
     with torch.no_grad():
         for name, param in built.named_parameters():
             if "lora_" in name:  # B is zero at first, and A's gradient then
                 param.copy_(torch.randn(param.shape) * 0.3)
     return built
-
-
-def batch(sample: int) -> Tensor:
-    return torch.randint(67, (2, 5), generator=torch.Generator().manual_seed(sample))
-
-
-def loss(model: nn.Module, ids: Tensor) -> Tensor:
-    return model(input_ids=ids, labels=ids, use_cache=False).loss
 
 
 def parity(targets, model: dict, lora: dict, mesh: tuple[int, int, int], plan="auto") -> None:
@@ -124,7 +101,7 @@ def test_summary_names_the_layers() -> None:
 def test_adapters_on_meta_are_initialised_as_peft_does() -> None:
     """So that the model is the base model at first, which the base's own ``_init_weights`` would not make."""
     with torch.device("meta"):
-        base = plain()
+        base = uneven_lm()
     model = get_peft_model(base, LoraConfig(target_modules=["q_proj", "embed_tokens"]))
     with fake_world(0, 2):
         mesh = build_mesh(MeshLayout(1, 1, 2), device_type="cpu")
@@ -150,7 +127,7 @@ def test_adapters_on_meta_are_initialised_as_peft_does() -> None:
 def test_adapters_on_meta_that_are_not_known(config) -> None:
     config.init_lora_weights = True  # which peft computes at once, not on meta
     with torch.device("meta"):
-        model = get_peft_model(plain(), config)
+        model = get_peft_model(uneven_lm(), config)
     if isinstance(config, LoraConfig):
         config.init_lora_weights = "pissa"
     with pytest.raises(Parallel3dError, match=r"k_proj.ia3_l.*peft|q_proj.lora_A.*peft"):
@@ -202,9 +179,9 @@ def on_parts() -> bool:
 )
 def test_refused(config, named: str) -> None:
     with pytest.raises(PlanError, match=named):
-        resolve_plan(get_peft_model(plain(), config), "auto", 2)
+        resolve_plan(get_peft_model(uneven_lm(), config), "auto", 2)
     resolve_plan(
-        get_peft_model(plain(), config), {"*.*.model.layers.*.mlp.up_proj": "colwise_rep"}, 2
+        get_peft_model(uneven_lm(), config), {"*.*.model.layers.*.mlp.up_proj": "colwise_rep"}, 2
     )
 
 

@@ -92,37 +92,43 @@ def test_order_of_names_does_not_matter(clients) -> None:
     assert outcome == {0: [None], 1: [None]}
 
 
-@pytest.mark.parametrize("odd", [0, 2, 4])
-def test_odd_rank_is_named_on_every_rank(clients, odd) -> None:
-    values = {rank: {"layout": "tp 2", "equal": "s"} for rank in range(5)}
-    values[odd]["layout"] = "tp 4"
-    text = the_error(play(clients, values, 5))
-    assert f"'plan': rank {odd} differs from the majority" in text
-    assert re.search(rf"layout: tp 2 on ranks .*; tp 4 on rank {odd}", text)
+SAME = {"layout": "tp 2", "equal": "s"}
+DIFFERENCES: dict[str, tuple[list[dict[str, str]], list[str]]] = {
+    **{
+        f"rank {odd}": (
+            [{**SAME, "layout": "tp 4"} if rank == odd else SAME for rank in range(5)],
+            [
+                f"'plan': rank {odd} differs from the majority",
+                rf"layout: tp 2 on ranks .*; tp 4 on rank {odd}",
+            ],
+        )
+        for odd in (0, 2, 4)
+    },
+    "every setting and rank": (
+        [{"a": a, "b": b} for a, b in ("11", "21", "11", "11", "13", "14")],
+        [
+            "ranks 1, 4-5 differ from the majority",
+            "a: 1 on ranks 0, 2-5; 2 on rank 1",
+            "b: 1 on ranks 0-3; 3 on rank 4; 4 on rank 5",
+        ],
+    ),
+    "a setting that only some have": (
+        [{}, {"a": "1"}, {}],
+        [r"a: \(not set\) on ranks 0, 2; 1 on rank 1", "rank 1 differs"],
+    ),
+    "no majority": (
+        [{"a": "1"}, {"a": "2"}],
+        ["no value has a majority", "a: 1 on rank 0; 2 on rank 1"],
+    ),
+}
+
+
+@pytest.mark.parametrize("which", DIFFERENCES)
+def test_differences_are_named_on_every_rank(clients, which: str) -> None:
+    values, says = DIFFERENCES[which]
+    text = the_error(play(clients, dict(enumerate(values)), len(values)))
+    assert all(re.search(each, text) for each in says), text
     assert "equal" not in text
-
-
-def test_every_differing_setting_and_rank_is_named(clients) -> None:
-    values = {rank: {"a": "1", "b": "1"} for rank in range(6)}
-    values[1]["a"] = "2"
-    values[4]["b"] = "3"
-    values[5]["b"] = "4"
-    text = the_error(play(clients, values, 6))
-    assert "ranks 1, 4-5 differ from the majority" in text
-    assert "a: 1 on ranks 0, 2-5; 2 on rank 1" in text
-    assert "b: 1 on ranks 0-3; 3 on rank 4; 4 on rank 5" in text
-
-
-def test_setting_that_only_some_ranks_have(clients) -> None:
-    text = the_error(play(clients, {0: {}, 1: {"a": "1"}, 2: {}}, 3))
-    assert "a: (not set) on ranks 0, 2; 1 on rank 1" in text
-    assert "rank 1 differs" in text
-
-
-def test_no_majority(clients) -> None:
-    text = the_error(play(clients, {0: {"a": "1"}, 1: {"a": "2"}}, 2))
-    assert "no value has a majority" in text
-    assert "a: 1 on rank 0; 2 on rank 1" in text
 
 
 def test_long_values_show_where_they_differ() -> None:

@@ -1,6 +1,7 @@
 """accelerate's FSDP2 path on this engine, and on torch's."""
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,21 +85,15 @@ def compare(replicate: int, options: dict[str, Any]) -> Result:
     return Result(*differences)
 
 
+_PROGRAMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulation, clipping": {"micro_batches": 2, "clip": 0.5},
+    "tied weights": {"tied": True},
+    "activation checkpointing": {"activation_checkpointing": True},
+}
+_row = partial(Row, packages=("accelerate",), lines=1, peer="FSDP2", run=compare)
 ROWS = [
-    Row(
-        f"accelerate: {name}",
-        ("accelerate",),
-        1,
-        (replicate, 4 // replicate, 1),
-        "FSDP2",
-        compare,
-        (replicate, options),
-    )
-    for name, options in {
-        "plain": {},
-        "accumulation, clipping": {"micro_batches": 2, "clip": 0.5},
-        "tied weights": {"tied": True},
-        "activation checkpointing": {"activation_checkpointing": True},
-    }.items()
-    for replicate in (1, 2)
+    _row(f"accelerate: {name}", mesh=(n, 4 // n, 1), arguments=(n, options))
+    for name, options in _PROGRAMS.items()
+    for n in (1, 2)
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -202,24 +203,13 @@ ROWS = [
     for family in ("llama", "qwen3", "gemma", "gpt2", "bert", "t5")
     for mesh in MESHES
 ]
+_qlora = partial(Row, lines=1, mesh=(1, 2, 1), peer="FSDP2", run=qlora)
 ROWS += [
-    Row(
-        "PEFT: QLoRA, NF4 of torchao",
-        ("peft", "torchao"),
-        1,
-        (1, 2, 1),
-        "FSDP2",
-        qlora,
-        (nf4, torch.float64),
-    ),
-    Row(
+    _qlora("PEFT: QLoRA, NF4 of torchao", ("peft", "torchao"), arguments=(nf4, torch.float64)),
+    _qlora(
         "PEFT: QLoRA, Linear4bit of bitsandbytes",
         ("peft", "bitsandbytes"),
-        1,
-        (1, 2, 1),
-        "FSDP2",
-        qlora,
-        (bnb4, torch.float32),
-        "float32",
+        arguments=(bnb4, torch.float32),
+        dtype="float32",
     ),
 ]

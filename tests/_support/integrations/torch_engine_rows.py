@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -109,15 +110,13 @@ _PROGRAMS: tuple[
     ("sequence parallel", lm, SEQUENCE_PLAN, ((1, 2, 2), (1, 1, 4))),
 )
 
+_row = partial(Row, lines=1, peer='engine="torch"', run=run)
 ROWS = [
-    Row(
+    _row(
         f'torch: parallelize(engine="torch"), {name}',
-        ("torch", "transformers") if plan == "auto" else ("torch",),
-        1,
-        sizes,
-        'engine="torch"',
-        run,
-        (build, sizes, plan),
+        packages=("torch", "transformers") if plan == "auto" else ("torch",),
+        mesh=sizes,
+        arguments=(build, sizes, plan),
     )
     for name, build, plan, meshes in _PROGRAMS
     for sizes in meshes

@@ -276,52 +276,24 @@ def _row(name: str, run: Any, mesh: tuple[int, int, int], *arguments: Any, **mor
 
 
 _MESH = (1, 2, 1)
+_ENDS = "FSDP2 ends the process (pytorch/ao 3983)"
+_ROUNDED, _SWAPPED = (
+    "weights are rounded to the nearest in all three runs",
+    "with `module_swap=True`",
+)
+_TP = {"lines": 1, "peer": "parallelize_module"}
+_LLAMA = {"packages": ("torchao", "transformers"), "lines": 1, "peer": "FSDP2 without tp"}
 ROWS = [
     _row("float8 gathers", float8, _MESH, _SIZES, True, False, True),
     _row("float8 gathers, scales computed before", float8, _MESH, _SIZES, True, True, True),
-    _row(
-        "float8 gathers, uneven",
-        float8,
-        (1, 4, 1),
-        (32, 17, 9),
-        True,
-        False,
-        False,
-        note="FSDP2 ends the process (pytorch/ao 3983)",
-    ),
-    _row(
-        "float8 under tp",
-        float8,
-        (1, 1, 2),
-        _SIZES,
-        False,
-        False,
-        True,
-        lines=1,
-        peer="parallelize_module",
-    ),
-    _row(
-        "float8 Llama, gathers, scales computed before",
-        float8_llama,
-        (1, 2, 2),
-        packages=("torchao", "transformers"),
-        lines=1,
-        peer="FSDP2 without tp",
-    ),
+    _row("float8 gathers, uneven", float8, (1, 4, 1), (32, 17, 9), True, False, False, note=_ENDS),
+    _row("float8 under tp", float8, (1, 1, 2), _SIZES, False, False, True, **_TP),
+    _row("float8 Llama, gathers, scales computed before", float8_llama, (1, 2, 2), **_LLAMA),
     *(
         _row(f"{cls.__name__}, aligned shards", low_bit, _MESH, _ALIGNED, cls)
         for cls in (AdamW8bit, AdamW4bit, AdamWFp8)
     ),
-    _row(
-        "int8 weights",
-        quantized_training,
-        _MESH,
-        _SIZES,
-        "int8",
-        note="weights are rounded to the nearest in all three runs",
-    ),
-    _row(
-        "int8 matmuls", quantized_training, _MESH, _SIZES, "mixed", note="with `module_swap=True`"
-    ),
+    _row("int8 weights", quantized_training, _MESH, _SIZES, "int8", note=_ROUNDED),
+    _row("int8 matmuls", quantized_training, _MESH, _SIZES, "mixed", note=_SWAPPED),
     _row("BitNet", quantized_training, _MESH, _SIZES, "bitnet"),
 ]

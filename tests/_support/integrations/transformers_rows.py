@@ -2,6 +2,7 @@
 
 import math
 import tempfile
+from functools import partial
 from typing import Any
 
 from torch.distributed.fsdp import FSDPModule
@@ -50,27 +51,21 @@ def train(trainer: type, model: Any, data_ranks: int, **changes: Any) -> Run:
 
 def compare(sizes: Sizes) -> Result:
     import transformers
+    from accelerate.utils import ParallelismConfig
 
     from parallel3d.integrations.transformers import Trainer
 
     with accelerate_state(alone=True):
         plain = train(transformers.Trainer, tiny_model(), 1)
     with accelerate_state():
-        ours = train(Trainer, *parallel_model(sizes, tiny_model()))
-    peers = None
-    if sizes[2] == 1:
-        from accelerate.utils import ParallelismConfig
-
-        mesh = ParallelismConfig(dp_replicate_size=sizes[0], dp_shard_size=sizes[1])
-        with accelerate_state(fsdp=True):
-            peers = train(
-                transformers.Trainer,
-                tiny_model(),
-                sizes[0] * sizes[1],
-                **FSDP2,
-                parallelism_config=mesh if sizes[0] > 1 else None,
-            )
-    return Result(difference(ours, plain), None if peers is None else difference(peers, plain))
+        ours = difference(train(Trainer, *parallel_model(sizes, tiny_model())), plain)
+    if sizes[2] > 1:
+        return Result(ours, None)
+    mesh = ParallelismConfig(dp_replicate_size=sizes[0], dp_shard_size=sizes[1])
+    options = {**FSDP2, "parallelism_config": mesh if sizes[0] > 1 else None}
+    with accelerate_state(fsdp=True):
+        peers = train(transformers.Trainer, tiny_model(), sizes[0] * sizes[1], **options)
+    return Result(ours, difference(peers, plain))
 
 
 def lora_model() -> Any:
@@ -99,31 +94,11 @@ def lora(sizes: Sizes) -> Result:
     return Result(difference(ours, plain), difference(peers, plain))
 
 
+_row = partial(Row, packages=("transformers", "accelerate"), lines=3, peer="FSDP2", run=compare)
+_MESHES = {"FSDP": (1, 4, 1), "FSDP and TP": (1, 2, 2), "HSDP": (2, 2, 1), "HSDP and TP": (2, 1, 2)}
 ROWS = [
-    Row(
-        f"Trainer: {what}, accumulation, clipping",
-        ("transformers", "accelerate"),
-        3,
-        sizes,
-        "FSDP2",
-        compare,
-        (sizes,),
-    )
-    for what, sizes in {
-        "FSDP": (1, 4, 1),
-        "FSDP and TP": (1, 2, 2),
-        "HSDP": (2, 2, 1),
-        "HSDP and TP": (2, 1, 2),
-    }.items()
+    _row(name=f"Trainer: {what}, accumulation, clipping", mesh=sizes, arguments=(sizes,))
+    for what, sizes in _MESHES.items()
 ]
-ROWS.append(
-    Row(
-        "Trainer: LoRA",
-        ("transformers", "peft"),
-        3,
-        (1, 2, 2),
-        "FSDP2 on (1, 4, 1)",
-        lora,
-        ((1, 2, 2),),
-    )
-)
+_lora = {"packages": ("transformers", "peft"), "peer": "FSDP2 on (1, 4, 1)", "run": lora}
+ROWS.append(_row(name="Trainer: LoRA", mesh=(1, 2, 2), arguments=((1, 2, 2),), **_lora))

@@ -1,6 +1,7 @@
 """TRL's SFTTrainer on models of ``parallelize``, and on torch's FSDP2."""
 
 import tempfile
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,25 +55,17 @@ def compare(sizes: Sizes) -> Result:
     with accelerate_state(alone=True):
         plain = train(trl.SFTTrainer, model(), 1)
     with accelerate_state():
-        ours = train(SFTTrainer, *parallel_model(sizes, model()))
-    peers = None
-    if sizes[2] == 1:
-        with accelerate_state(fsdp=True):
-            peers = train(trl.SFTTrainer, model(), sizes[1], **FSDP2, gradient_checkpointing=False)
-    return Result(difference(ours, plain), None if peers is None else difference(peers, plain))
+        ours = difference(train(SFTTrainer, *parallel_model(sizes, model())), plain)
+    if sizes[2] > 1:
+        return Result(ours, None)
+    with accelerate_state(fsdp=True):
+        peers = train(trl.SFTTrainer, model(), sizes[1], **FSDP2, gradient_checkpointing=False)
+    return Result(ours, difference(peers, plain))
 
 
+_row = partial(Row, packages=("trl", "transformers"), lines=3, peer="FSDP2", run=compare)
+_loss = {"dtype": "float32", "note": "TRL computes the loss in float32"}
 ROWS = [
-    Row(
-        f"SFTTrainer: {what}",
-        ("trl", "transformers"),
-        3,
-        sizes,
-        "FSDP2",
-        compare,
-        (sizes,),
-        "float32",
-        "TRL computes the loss in float32",
-    )
+    _row(name=f"SFTTrainer: {what}", mesh=sizes, arguments=(sizes,), **_loss)
     for what, sizes in {"FSDP": (1, 2, 1), "FSDP and TP": (1, 2, 2)}.items()
 ]
