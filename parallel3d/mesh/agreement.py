@@ -19,8 +19,7 @@ from torch import distributed as dist
 from parallel3d._torch.groups import group_timeout
 from parallel3d.errors import AgreementError, PeerFailureError, StateError
 from parallel3d.mesh.exchange import StoreExchange
-from parallel3d.mesh.failures import FailedAlone
-from parallel3d.mesh.printing import print_once
+from parallel3d.mesh.failures import FailedAlone, print_once
 from parallel3d.mesh.store import Late, next_table, others, ranks_are_played
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)

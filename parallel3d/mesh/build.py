@@ -21,9 +21,9 @@ from parallel3d.errors import MeshError, PeerFailureError
 from parallel3d.mesh.agreement import DEFAULT_TIMEOUT, check_agreement, name_ranks
 from parallel3d.mesh.axes import AXES, axis_named, guess, listed
 from parallel3d.mesh.exchange import StoreExchange
+from parallel3d.mesh.failures import print_once
 from parallel3d.mesh.joined import axis_sizes, joined_mesh
 from parallel3d.mesh.layout import MeshLayout
-from parallel3d.mesh.printing import print_once
 from parallel3d.mesh.store import fresh_store, next_table, others, outlives_ranks
 
 _AGAIN = timedelta(seconds=30)  # a rank that came just in time gets to report

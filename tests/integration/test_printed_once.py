@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import parallel3d as p3d
-from parallel3d.mesh import printing
+from parallel3d.mesh import failures
 
 
 class Scale(nn.Module):
@@ -34,7 +34,7 @@ class Scale(nn.Module):
 
 def attempt(name, action):
     torch.distributed.barrier()
-    printing._KEY = name
+    failures._KEY = name
     try:
         action()
     except (Exception, KeyboardInterrupt) as error:
@@ -70,7 +70,7 @@ attempt("own", lambda: on_second(p3d.StateError("of one rank")))
 attempt("interrupt", interrupted)
 attempt("meta", lambda: scale(torch.ones(4)))
 torch.distributed.barrier()
-printing._KEY = "last"
+failures._KEY = "last"
 p3d.build_mesh(p3d.MeshLayout(tp=5), device_type="cpu")
 """
 

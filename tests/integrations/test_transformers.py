@@ -1,5 +1,6 @@
 """transformers' Trainer for models of ``parallelize``: what docs/integrations.md has no row for."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,15 @@ def make(sizes: Sizes | None, folder: Any, *, model: Any = None, **changes: Any)
     return recording(trainer)(model, given, **options)
 
 
+def plain_and_parallel(sizes: Sizes, run: Callable[[Sizes | None], Any]) -> list[Any]:
+    """What ``run`` returns in a plain process, and on the mesh."""
+    found = []
+    for mesh in (None, sizes):
+        with accelerate_state(alone=mesh is None):
+            found.append(run(mesh))
+    return found
+
+
 def lora_model(*, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
     """The tiny model with peft's LoRA, of which fields of the config may be given."""
     return adapted(model=tiny_model(dtype=dtype), **changes).to(dtype)
@@ -81,23 +91,14 @@ def assert_logs(got: list[dict[str, float]], want: list[dict[str, float]]) -> No
 
 def logs_are_those_of_one_process(sizes: Sizes, folder: Path) -> None:
     def run(sizes: Sizes | None) -> Any:
-        evaluation = {"eval_dataset": tiny_rows(12, seed=5)}
-        options = {**evaluation, "compute_metrics": lambda p: {"rows": len(p.label_ids)}}
-        trainer = make(
-            sizes,
-            folder,
-            eval_strategy="steps",
-            eval_steps=5,
-            include_num_input_tokens_seen="all",
-            options=options,
-        )
+        metrics = {"compute_metrics": lambda p: {"rows": len(p.label_ids)}}
+        options = {"eval_dataset": tiny_rows(12, seed=5), **metrics}
+        evaluation = {"eval_strategy": "steps", "eval_steps": 5, "options": options}
+        trainer = make(sizes, folder, include_num_input_tokens_seen="all", **evaluation)
         trainer.train()
         return trainer, trainer.predict(tiny_rows(10, seed=6))
 
-    with accelerate_state(alone=True):
-        plain, want = run(None)
-    with accelerate_state():
-        trainer, predictions = run(sizes)
+    (plain, want), (trainer, predictions) = plain_and_parallel(sizes, run)
     assert_logs(logged(trainer), logged(plain))
     assert predictions.predictions.shape == (10, LENGTH, VOCAB)
     torch.testing.assert_close(
@@ -134,10 +135,7 @@ def mean_losses(sizes: Sizes, folder: Path) -> None:
         trainer.train()
         return trainer, trainer.evaluate()["eval_loss"]
 
-    with accelerate_state(alone=True):
-        plain, want = run(None)
-    with accelerate_state():
-        trainer, got = run(sizes)
+    (plain, want), (trainer, got) = plain_and_parallel(sizes, run)
     assert trainer.losses == pytest.approx(plain.losses, rel=1e-9), (trainer.losses, plain.losses)
     assert got == pytest.approx(want, rel=1e-9)
     for name, weight in whole_weights(plain.model).items():
@@ -166,19 +164,14 @@ def test_a_last_batch_that_is_not_full(gloo_pool: GlooPool, tmp_path: Path) -> N
 
 
 def smoothed(sizes: Sizes, folder: Path, make_model: Any) -> None:
-    runs = []
-    for mesh in (None, sizes):
-        with accelerate_state(alone=mesh is None):
-            trainer = make(
-                mesh,
-                folder,
-                model=make_model(dtype=torch.float32),
-                label_smoothing_factor=0.2,
-                options={"compute_loss_func": None},
-            )
-            trainer.train()
-            runs.append(trainer.losses)
-    assert runs[0] == pytest.approx(runs[1], rel=1e-5)
+    def run(mesh: Sizes | None) -> list[float]:
+        own = {"label_smoothing_factor": 0.2, "options": {"compute_loss_func": None}}
+        trainer = make(mesh, folder, model=make_model(dtype=torch.float32), **own)
+        trainer.train()
+        return trainer.losses
+
+    plain, losses = plain_and_parallel(sizes, run)
+    assert plain == pytest.approx(losses, rel=1e-5)
 
 
 @pytest.mark.parametrize("make_model", [tiny_model, lora_model])
@@ -229,19 +222,14 @@ def lora_dropout_model() -> Any:
     return adapted(model=dropout_model(), lora_dropout=0.1).double()
 
 
+ADAMW = {"optim": "adamw_torch", "learning_rate": 0.01}
+
+
 def saving(sizes: Sizes, folder: Path, make_model: Any, **changes: Any) -> list[float]:
     """Trains, saving after 3 and 6 steps; returns the losses."""
     with accelerate_state():
-        trainer = make(
-            sizes,
-            folder,
-            model=make_model(),
-            optim="adamw_torch",
-            learning_rate=0.01,
-            save_strategy="steps",
-            save_steps=3,
-            **changes,
-        )
+        saves = {"save_strategy": "steps", "save_steps": 3, **ADAMW, **changes}
+        trainer = make(sizes, folder, model=make_model(), **saves)
         trainer.train()
         torch.save(whole_weights(trainer.model), folder / f"weights-{dist.get_rank()}")
         return trainer.losses
@@ -251,13 +239,7 @@ def resuming(
     sizes: Sizes, folder: Path, at: str, want: list[float], make_model: Any, exact: bool
 ) -> None:
     with accelerate_state():
-        trainer = make(
-            sizes,
-            folder,
-            model=make_model(),
-            optim="adamw_torch",
-            learning_rate=0.01,
-        )
+        trainer = make(sizes, folder, model=make_model(), **ADAMW)
         torch.rand(3)
         trainer.train(resume_from_checkpoint=str(folder / at))
         weights = torch.load(folder / f"weights-{dist.get_rank() % 2}")
