@@ -9,8 +9,6 @@ from typing import Any
 
 from parallel3d._torch.groups import abort_communicator, communicators
 from parallel3d._util.arguments import text_of
-from parallel3d.errors import PeerFailureError
-from parallel3d.mesh.agreement import name_ranks
 
 LOAD_AGAIN = (
     "A collective that is aborted ends without an error and leaves a part of its result. Optimizer steps "
@@ -87,15 +85,3 @@ def all_communicators(groups: Sequence[Any]) -> list[Any]:
             continue
         found |= {id(backend): backend for backend in backends}
     return list(found.values())
-
-
-def refusal(cause: PeerFailureError, abort: Abort, rank: int, what: str) -> PeerFailureError:
-    """Returns the error of rank ``rank``, which does not go on after ``abort``.
-
-    Args:
-        cause: names the rank that failed first and its error.
-        what: what this rank was about to do, and whether it was done.
-    """
-    return PeerFailureError(
-        f"{cause}\n{name_ranks([rank]).capitalize()}: {abort}. {what}. {LOAD_AGAIN}.", cause.ranks
-    )

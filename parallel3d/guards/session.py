@@ -28,7 +28,7 @@ from parallel3d._util.arguments import text_of
 from parallel3d._util.trace import issuing
 from parallel3d.errors import Parallel3dError, PeerFailureError, StateError
 from parallel3d.guards import timeouts as _timeouts
-from parallel3d.guards.aborting import Abort, all_communicators, refusal
+from parallel3d.guards.aborting import LOAD_AGAIN, Abort, all_communicators
 from parallel3d.guards.board import Board, Note, Pulse
 from parallel3d.guards.timeouts import Schedule, Timeouts, check_duration, here, stack_of
 from parallel3d.mesh.agreement import name_ranks, ranks_by_value, seconds
@@ -514,7 +514,8 @@ class Session:
             if error is None or not is_of_communication(error):
                 error = dist.DistBackendError("aborted by guards.watch")
             self._cause = find_cause(monitor, error, str(here), self.last_known)
-        return refusal(self._cause, abort, monitor.rank, what)
+        text = f"{self._cause}\nRank {monitor.rank}: {abort}. {what}. {LOAD_AGAIN}."
+        return PeerFailureError(text, self._cause.ranks)
 
     def close(self, error: BaseException | None) -> PeerFailureError | None:
         """Ends the watch, whose body raised ``error``. Returns the error to raise instead, if any."""

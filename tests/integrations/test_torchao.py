@@ -117,8 +117,10 @@ def test_qlora_trains_as_the_plain_model(gloo_pool) -> None:
     gloo_pool.run(qlora, world_size=2)
 
 
-def same_values(sizes, features, gathers: bool, scales: bool) -> None:
-    result = float8(sizes, features, gathers, scales, peer=False)
+def same_values(gloo_pool, sizes, features, gathers: bool, scales: bool) -> None:
+    (result, *_) = gloo_pool.run(
+        float8, sizes, features, gathers, scales, False, world_size=math.prod(sizes)
+    )
     # Bit for bit on two ranks; on more the mean's rounding differs.
     assert result.ours.weights <= (0 if sizes[1] <= 2 else 1e-6) and result.ours.loss < 1e-6, result
 
@@ -126,20 +128,20 @@ def same_values(sizes, features, gathers: bool, scales: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("gathers", "scales"), [(False, False), (True, False), (True, True)])
 def test_float8_training_is_the_plain_models(gloo_pool, gathers, scales) -> None:
-    gloo_pool.run(same_values, (1, 2, 1), (32, 64, 32), gathers, scales, world_size=2)
+    same_values(gloo_pool, (1, 2, 1), (32, 64, 32), gathers, scales)
 
 
 @pytest.mark.parametrize("scales", [False, True])
 def test_float8_on_uneven_shards(gloo_pool, scales) -> None:
     """torch's engine ends the process there: pytorch/ao 3983."""
-    gloo_pool.run(same_values, (1, 2, 1), (32, 17, 9), True, scales, world_size=2)
+    same_values(gloo_pool, (1, 2, 1), (32, 17, 9), True, scales)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scales", [False, True])
 @pytest.mark.parametrize("features", [(32, 18, 16), (32, 17, 9)])  # 9 rows: none on the last rank
 def test_float8_on_four_uneven_shards(gloo_pool, features, scales) -> None:
-    gloo_pool.run(same_values, (1, 4, 1), features, True, scales, world_size=4)
+    same_values(gloo_pool, (1, 4, 1), features, True, scales)
 
 
 @pytest.mark.slow
@@ -180,32 +182,30 @@ def test_precomputed_scales_are_those_of_whole_weights(gloo_pool, sizes) -> None
 
 def float8_under_tp(sizes, features, power: bool, limit: float) -> None:
     """By powers of two the ranks' sums are exact, and so are the weights, but for the data ranks' mean."""
-
-    def build() -> nn.Module:
-        return converted(stack(*features), power=power)
-
-    result = both(sizes, build, sgd, peer=False)
+    result = both(sizes, lambda: converted(stack(*features), power=power), sgd, peer=False)
     assert max(result.ours) <= limit, result
 
 
-def test_float8_under_tp(gloo_pool) -> None:
-    gloo_pool.run(float8_under_tp, (1, 1, 2), (32, 17, 32), True, 1e-6, world_size=2)
+slow = pytest.mark.slow
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("sizes", "power"), [((1, 2, 2), True), ((1, 1, 4), True), ((1, 2, 2), False)]
+    ("sizes", "features", "power", "limit"),
+    [
+        ((1, 1, 2), (32, 17, 32), True, 1e-6),
+        pytest.param((1, 2, 2), (32, 64, 32), True, 5e-6, marks=slow),
+        pytest.param((1, 1, 4), (32, 64, 32), True, 5e-6, marks=slow),
+        pytest.param((1, 2, 2), (32, 64, 32), False, 5e-6, marks=slow),
+    ],
 )
-def test_float8_under_tp_and_shard(gloo_pool, sizes, power) -> None:
-    gloo_pool.run(float8_under_tp, sizes, (32, 64, 32), power, 5e-6, world_size=4)
+def test_float8_under_tp(gloo_pool, sizes, features, power, limit) -> None:
+    world_size = math.prod(sizes)
+    gloo_pool.run(float8_under_tp, sizes, features, power, limit, world_size=world_size)
 
 
 def scaled_by_rows(sizes, recipe: str) -> None:
     config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True)
-
-    def build() -> nn.Module:
-        return convert_to_float8_training(stack(32, 64, 32), config=config)
-
+    build = lambda: convert_to_float8_training(stack(32, 64, 32), config=config)  # noqa: E731
     result = both(sizes, build, sgd, peer=False)
     assert max(result.ours) <= 1e-6, result
 
@@ -216,17 +216,15 @@ def test_scales_of_rows_under_tp(gloo_pool, recipe) -> None:
     gloo_pool.run(scaled_by_rows, (1, 1, 2), recipe, world_size=2)
 
 
-def gathered_without_scales() -> None:
-    """Each tp rank's part has a scale of its own then, as on torch's engine: other float8 numbers."""
-    result = float8((1, 1, 2), (32, 64, 32), True, False, peer=False)
-    assert 1e-6 < result.ours.weights < 2e-2, result
-    result = float8((1, 1, 2), (32, 64, 32), True, True, peer=False)
-    assert max(result.ours) <= 1e-6, result
-
-
 @pytest.mark.slow
 def test_float8_gathers_under_tp_need_precomputed_scales(gloo_pool) -> None:
-    gloo_pool.run(gathered_without_scales, world_size=2)
+    """Each tp rank's part has a scale of its own without, as on torch's engine: other float8 numbers."""
+    without, precomputed = (
+        gloo_pool.run(float8, (1, 1, 2), (32, 64, 32), True, scales, False, world_size=2)[0]
+        for scales in (False, True)
+    )
+    assert 1e-6 < without.ours.weights < 2e-2, without
+    assert max(precomputed.ours) <= 1e-6, precomputed
 
 
 def quantized_stack(config) -> nn.Sequential:
@@ -278,42 +276,34 @@ def test_tp_refuses_a_head_under_loss_parallel_and_shared_keys() -> None:
             parallelize(model, mesh, "auto", loss_parallel=True)
 
 
-def low_bit_as_plain(cls) -> None:
-    """Each shard has 4096 elements or more, and is of whole blocks: the plain states, bit for bit."""
-    result = low_bit((1, 2, 1), (64, 256, 64), cls)
-    assert result.ours.weights == result.peers.weights == 0
+OPTIMIZERS = {AdamW8bit: 0.046, AdamW4bit: 0.27, AdamWFp8: 0.072}
+"""How far the weights are from the plain ones where states are quantized in other blocks."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cls", [AdamW8bit, AdamW4bit, AdamWFp8])
+@pytest.mark.parametrize("cls", OPTIMIZERS)
 def test_low_bit_optimizers_step_as_plain_where_shards_are_aligned(gloo_pool, cls) -> None:
-    gloo_pool.run(low_bit_as_plain, cls, world_size=2)
+    """Each shard has 4096 elements or more, and is of whole blocks: the plain states, bit for bit."""
+    for result in gloo_pool.run(low_bit, (1, 2, 1), (64, 256, 64), cls, world_size=2):
+        assert result.ours.weights == result.peers.weights == 0
 
 
-def low_bit_as_theirs(cls, measured: float) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("cls", OPTIMIZERS)
+def test_low_bit_optimizers_step_as_on_torchs_engine_elsewhere(gloo_pool, cls) -> None:
     """Shards of fewer than 4096 elements are not quantized: other weights than the plain ones, by nature, and
     on torch's engine alike."""
-    result = low_bit((1, 3, 1), (96, 128, 96), cls)
-    assert result.ours.weights == pytest.approx(measured, rel=0.5), result
-    assert result.ours.weights == pytest.approx(result.peers.weights, rel=0.01)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("cls", "measured"), [(AdamW8bit, 0.046), (AdamW4bit, 0.27), (AdamWFp8, 0.072)]
-)
-def test_low_bit_optimizers_step_as_on_torchs_engine_elsewhere(gloo_pool, cls, measured) -> None:
-    gloo_pool.run(low_bit_as_theirs, cls, measured, world_size=3)
-
-
-def compiled_low_bit() -> None:
-    result = low_bit((1, 2, 1), (64, 128), AdamW8bit, compiled=True)
-    assert result.ours.weights <= 1e-6, result
+    for result in gloo_pool.run(low_bit, (1, 3, 1), (96, 128, 96), cls, world_size=3):
+        assert result.ours.weights == pytest.approx(OPTIMIZERS[cls], rel=0.5), result
+        assert result.ours.weights == pytest.approx(result.peers.weights, rel=0.01)
 
 
 @pytest.mark.slow
 def test_low_bit_optimizers_compile_their_step(gloo_pool) -> None:
-    gloo_pool.run(compiled_low_bit, world_size=2, timeout=300)
+    for result in gloo_pool.run(
+        low_bit, (1, 2, 1), (64, 128), AdamW8bit, True, world_size=2, timeout=300
+    ):
+        assert result.ours.weights <= 1e-6, result
 
 
 @pytest.mark.parametrize("said", [{"elementwise": True}, {"matrix": True}])
@@ -325,15 +315,13 @@ def test_low_bit_optimizers_are_not_for_local(said) -> None:
         optimizer.step()
 
 
-def quantized_on_uneven(kind: str) -> None:
-    result = quantized_training((1, 2, 1), (32, 17, 32), kind, peer=False)
-    assert result.ours.weights == 0 and result.ours.loss < 1e-6, result
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", "mixed"])
 def test_quantized_training_on_uneven_shards(gloo_pool, kind) -> None:
-    gloo_pool.run(quantized_on_uneven, kind, world_size=2)
+    for result in gloo_pool.run(
+        quantized_training, (1, 2, 1), (32, 17, 32), kind, False, world_size=2
+    ):
+        assert result.ours.weights == 0 and result.ours.loss < 1e-6, result
 
 
 def bitnet_on_uneven() -> None:
@@ -399,7 +387,7 @@ def test_float8_weights_in_a_checkpoint(gloo_pool, tmp_path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cls", [AdamW8bit, AdamW4bit, AdamWFp8])
+@pytest.mark.parametrize("cls", OPTIMIZERS)
 def test_quantized_states_are_in_no_checkpoint(tmp_path, cls) -> None:
     """They have no memory of their own: the process ended where it was read."""
     with fake_world(0, 1), mock.patch.object(torch, "compile", lambda function, **_: function):
