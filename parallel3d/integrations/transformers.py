@@ -87,6 +87,7 @@ class ParallelMixin:
     lr_scheduler: Any
     state: Any
     label_smoother: Any
+    gather_function: Any
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self._rng: Callable[[], None] | None = None
