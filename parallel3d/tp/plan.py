@@ -22,12 +22,12 @@ from parallel3d._util.quantised import packed_kind
 from parallel3d._util.replaced_params import marking_replaced
 from parallel3d._util.rollback import unchanged_on_error
 from parallel3d.errors import MeshError, PlanError, StateError
-from parallel3d.tp.auto.heads import align_heads
+from parallel3d.tp.auto.heads import resolve
 from parallel3d.tp.collectives import SequenceLength, TpAxis, copy_by_rank
 from parallel3d.tp.local_attributes import PlannedAttribute, describe_attributes
 from parallel3d.tp.parts import watch_parts
 from parallel3d.tp.random import can_drop, install_random, refuse_later_dropout
-from parallel3d.tp.resolve import Plan, PlanSource, Resolution, check_plan_type, numberless
+from parallel3d.tp.resolve import Plan, PlanSource, check_plan_type, numberless
 from parallel3d.tp.styles import Style
 from parallel3d.tp.styles.base import ParamRule, StyleTraffic, own_params
 
@@ -392,14 +392,7 @@ def resolve_plan(
     else:
         plan_source = PlanSource(plan)
     from_user = not plan_source.origin
-    resolution = Resolution(model, tp_size)
-    resolution.notes += plan_source.notes
-    resolution.add_plan(plan_source, strict=strict and from_user)
-    resolution.add_tied_embeddings()
-    resolution.leave_fast_paths()
-    align_heads(resolution)
-    resolution.add_adapters()
-    resolution.finish()
+    resolution = resolve(model, plan_source, tp_size, strict=strict and from_user)
     unchecked = list(plan_source.unproven)
     if not resolution.problems and from_user:
         # Imported when needed. An "auto" plan is proven, or written for the model's family.

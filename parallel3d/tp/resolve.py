@@ -265,7 +265,7 @@ class Resolution:
         rules: the rules of their own parameters, by the same key; set by ``finish``.
         problems, notes: messages about what is wrong, and about what was done that the plan doesn't contain.
         attributes: the values of modules' attributes on each rank.
-        attentions: the attention layers that the plan splits, as ``align_heads`` found them.
+        attentions: the attention layers that the plan splits, as ``auto/heads.py`` found them.
         local_sizes: paths of the modules to which the plan gives ``LocalSizes``.
     """
 

@@ -365,7 +365,7 @@ class PlanCheck:
         """Adds a problem, unless the plan has the group's sizes, its heads are known, or it is likely
         elementwise."""
         layer, described = self.attention_of(group), _describe(group)
-        # The styles in the plan, before ``align_heads`` changed them.
+        # The styles in the plan, before ``resolve`` changed them.
         styles: list[Style] = [self.ups[n] for n in group.ups]
         if layer is not None:
             styles = [p.ruled.style for p in layer.inputs]

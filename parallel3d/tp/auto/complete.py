@@ -18,13 +18,12 @@ from parallel3d._trace.copies import NotCopied
 from parallel3d.errors import PlanError
 from parallel3d.tp.auto.check import PlanCheck
 from parallel3d.tp.auto.derive import DidNotRun, Group, Kinds, default_settings, run_once
-from parallel3d.tp.auto.heads import align_heads
+from parallel3d.tp.auto.heads import resolve
 from parallel3d.tp.auto.prove import NotEqual, NotProven, Proof
 from parallel3d.tp.auto.trace import OUTPUT, Layer, Trace, common_path, find_layers, inside, join
 from parallel3d.tp.parts import hooks_on_parts, refused_hook
 from parallel3d.tp.resolve import (
     PlanSource,
-    Resolution,
     Rule,
     is_in,
     matches,
@@ -43,16 +42,6 @@ class _Fault:
 
     text: str
     block: str
-
-
-def _resolved(model: nn.Module, rules: Rules, tp: int) -> Resolution:
-    resolution = Resolution(model, tp)
-    resolution.add_plan(PlanSource(rules), strict=False)
-    resolution.add_tied_embeddings()
-    resolution.leave_fast_paths()
-    align_heads(resolution)
-    resolution.finish()
-    return resolution
 
 
 @dataclass
@@ -81,7 +70,7 @@ class _Completion:
 
     def _step(self) -> bool:
         """Corrects one thing; whether there was one."""
-        resolution = _resolved(self.model, self.rules, self.tp)
+        resolution = resolve(self.model, PlanSource(self.rules), self.tp, strict=False)
         if resolution.ruled.keys() - resolution.rules.keys():
             return False  # styles that don't fit their modules, which ``resolve_plan`` reports
         check = PlanCheck(self.model, resolution)
@@ -210,7 +199,8 @@ class _Completion:
         noted = len(self.notes)
         added = self._added(check, group, cut)
         if added:
-            trial = PlanCheck(self.model, _resolved(self.model, {**self.rules, **added}, self.tp))
+            source = PlanSource({**self.rules, **added})
+            trial = PlanCheck(self.model, resolve(self.model, source, self.tp, strict=False))
             if not trial.resolution.problems and isinstance(self._proof(trial, group), Proof):
                 return added
         del self.notes[noted:]
@@ -262,7 +252,7 @@ def complete(model: nn.Module, rules: Rules, tp: int, example: Any = None) -> Pl
     Raises:
         PlanError: an error lies in no block that could be left whole, or in every layer's.
     """
-    ruled = _resolved(model, rules, tp).ruled_in_order()
+    ruled = resolve(model, PlanSource(rules), tp, strict=False).ruled_in_order()
     named = dict(model.named_modules())
     # One operation is what is ruled, or plain: a router puts out something else than a linear layer does.
     known = {one.name for one in ruled} | {name for name, m in named.items() if _is_plain(m)}

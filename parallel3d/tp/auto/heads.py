@@ -22,7 +22,15 @@ from parallel3d._layout.heads import attended_heads, share_out
 from parallel3d._layout.packing import Packing, cut_sections
 from parallel3d.errors import PlanError
 from parallel3d.tp.local_attributes import local_attributes, reads_of, width_attributes
-from parallel3d.tp.resolve import Attention, Projection, Resolution, Role, RuledModule, numberless
+from parallel3d.tp.resolve import (
+    Attention,
+    PlanSource,
+    Projection,
+    Resolution,
+    Role,
+    RuledModule,
+    numberless,
+)
 from parallel3d.tp.styles import (
     Colwise,
     LocalParams,
@@ -163,14 +171,29 @@ def _numbers(module: nn.Module, names: tuple[str, ...]) -> Iterator[int]:
                 yield value
 
 
-def align_heads(resolution: Resolution) -> None:
-    """Changes the styles of attention layers so that no head is split, and plans their attributes."""
-    if resolution.tp == 1:
-        return
-    for layer in find_attention(resolution.ruled, resolution.modules):
+def resolve(
+    model: nn.Module, source: PlanSource, tp: int, *, strict: bool, tied: bool = True
+) -> Resolution:
+    """Resolves the rules of ``source`` against ``model``, with whole heads for every rank; what is wrong is
+    among the result's problems.
+
+    Args:
+        strict: whether a rule that matches nothing is a problem, or a note.
+        tied: whether modules tied to one that splits the vocabulary get its style.
+    """
+    resolution = Resolution(model, tp)
+    resolution.notes += source.notes
+    resolution.add_plan(source, strict=strict)
+    if tied:
+        resolution.add_tied_embeddings()
+    resolution.leave_fast_paths()
+    for layer in find_attention(resolution.ruled, resolution.modules) if tp > 1 else ():
         resolution.attentions.append(layer)
         with suppress(PlanError):  # a style that doesn't fit its module: ``finish`` reports it
             _Alignment(resolution, layer).run()
+    resolution.add_adapters()
+    resolution.finish()
+    return resolution
 
 
 def _whole(style: Style) -> Style | None:

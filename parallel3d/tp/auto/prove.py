@@ -23,11 +23,11 @@ from parallel3d._trace.copies import copy_with, left_by_forward, map_once, rando
 from parallel3d._trace.record import Operations
 from parallel3d._util.trees import map_tensors, tensors_in
 from parallel3d.errors import PlanError
-from parallel3d.tp.auto.heads import align_heads
+from parallel3d.tp.auto.heads import resolve
 from parallel3d.tp.auto.trace import FirstCall
 from parallel3d.tp.collectives import SequenceLength, TpAxis
 from parallel3d.tp.local_attributes import PlannedAttribute
-from parallel3d.tp.resolve import PlanSource, Resolution
+from parallel3d.tp.resolve import PlanSource
 from parallel3d.tp.styles import Style
 from parallel3d.tp.styles.base import ParamRule, is_plain, own_params
 
@@ -161,11 +161,7 @@ class Split:
 
 def resolve_split(module: nn.Module, styles: Mapping[str, Style], tp: int) -> Split:
     """Resolves a plan of ``styles``, by path in ``module``; raises PlanError with its first problem."""
-    resolution = Resolution(module, tp)
-    resolution.add_plan(PlanSource(styles), strict=True)
-    resolution.leave_fast_paths()
-    align_heads(resolution)
-    resolution.finish()
+    resolution = resolve(module, PlanSource(styles), tp, strict=True, tied=False)
     if resolution.problems:
         raise PlanError(resolution.problems[0])
     ruled = resolution.ruled_in_order()
