@@ -594,11 +594,12 @@ def _view(func: Any, input: VocabLogits, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented
     # Without memory along the classes, where its stride is 0.
     whole = view.index_of_rows().unsqueeze(view.at).expand(view.shape)
-    place = torch.empty_strided(whole.shape, whole.stride(), dtype=view.dtype, device="meta")
-    try:
-        made = func(place, *args, **kwargs)
-    except RuntimeError:  # classes and rows in one dim, or what the plain logits refuse too
-        return NotImplemented
+    with torch.inference_mode(False):  # where a tensor shows that it is a view
+        place = torch.empty_strided(whole.shape, whole.stride(), dtype=view.dtype, device="meta")
+        try:
+            made = func(place, *args, **kwargs)
+        except RuntimeError:  # classes and rows in one dim, or what the plain logits refuse too
+            return NotImplemented
     if made is place:
         return input
     if made._base is None:  # a copy, as no view has this shape
