@@ -16,11 +16,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from parallel3d._torch.simulated import call_by_rank
 from parallel3d._util.recompute import kept
+from parallel3d.cp.choose import Share, share_heads
 from parallel3d.cp.collectives import HeadLayout, Rotation, gather_positions, to_heads, to_positions
 from parallel3d.cp.partial import Partial, add_blocks, gradients, sinks_gradient, wide
 from parallel3d.cp.rules import Rules
 from parallel3d.cp.sequence import Part
-from parallel3d.cp.shares import Share, share_heads
 
 Masks = Tensor | None
 Shares = tuple[Share, ...] | None

@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from parallel3d.cp.choose import bytes_per_layer, choose
-from parallel3d.cp.shares import share_heads
+from parallel3d.cp.choose import bytes_per_layer, choose, share_heads
 from parallel3d.mesh import MeshLayout
 from parallel3d.planner.heads import HeadShare, local_heads
 from parallel3d.planner.model_spec import AttentionSpec, ModelSpec

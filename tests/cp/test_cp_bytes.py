@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from parallel3d.cp import CpAxis, Sequence, attention, bytes_per_layer, choose
-from parallel3d.cp.shares import share_heads
+from parallel3d.cp.choose import share_heads
 from parallel3d.errors import PlanError
 from parallel3d.testing import record_collectives
 from parallel3d.testing.worlds import fake_world, local_world

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from parallel3d.cp import CpAxis, Sequence
+from parallel3d.cp.choose import share_heads
 from parallel3d.cp.collectives import HeadLayout, Rotation, gather_positions, to_heads, to_positions
-from parallel3d.cp.shares import share_heads
 from parallel3d.testing import GlooPool
 from parallel3d.testing.worlds import local_world
 
