@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from parallel3d import audit as audit
     from parallel3d import checkpoint as checkpoint
     from parallel3d import cp as cp
+    from parallel3d import ep as ep
     from parallel3d import fsdp as fsdp
     from parallel3d import guards as guards
     from parallel3d import integrations as integrations
@@ -51,7 +52,7 @@ else:
         __name__,
         {
             ".": (
-                "activations audit checkpoint cp fsdp guards integrations mesh observability optim "
+                "activations audit checkpoint cp ep fsdp guards integrations mesh observability optim "
                 "planner testing tp"
             ),
             ".activations": "ActivationOffload",

@@ -35,6 +35,7 @@ from parallel3d.activations.kinds import (
 from parallel3d.audit.training import attach, skeleton_of
 from parallel3d.cp.batch import cp_axis
 from parallel3d.cp.model import ContextParallel, CpPlan, check_options, plan_cp
+from parallel3d.ep.experts import EpPlan, plan_ep, take_rules
 from parallel3d.errors import (
     AgreementError,
     MeshError,
@@ -57,7 +58,7 @@ from parallel3d.mesh import check_agreement
 from parallel3d.mesh.agreement import name_ranks
 from parallel3d.mesh.build import name_axes
 from parallel3d.mesh.failures import tells_others
-from parallel3d.mesh.joined import joined_mesh
+from parallel3d.mesh.joined import expert_view, joined_mesh
 from parallel3d.tp import ResolvedPlan, resolve_plan
 from parallel3d.tp.resolve import Plan, check_plan_type
 from parallel3d.tp.same_batch import check_first_batch
@@ -91,7 +92,7 @@ class Checks:
             ``tp.check_same_batch`` checks every forward.
         audit: compare the first training step with the plain computation, unit by unit, on its batch and
             device, and raise AuditError on all ranks if something differs (``docs/audit.md``); None: where cp
-            is more than 1, or tp is and ``tp_plan`` is no ``"auto"``, or not all of it could be proven.
+            or ep is more than 1, or tp is and ``tp_plan`` is no ``"auto"``, or not all of it could be proven.
         example: ``(args, kwargs)`` of a small batch for the model's forward, with which a plan is derived or
             checked, and what mixes positions is found; needed where no input can be guessed.
         timeout: how long ranks wait for one that has not come, say because it still loads its model; by
@@ -155,9 +156,9 @@ def parallelize(
     engine: Literal["parallel3d", "torch"] = "parallel3d",
     **old: Any,
 ) -> ModelT:
-    """Makes ``model`` train with tensor parallelism, FSDP and HSDP on ``mesh``.
+    """Makes ``model`` train with tensor, expert and context parallelism, FSDP and HSDP on ``mesh``.
 
-    validate -> tensor parallel -> context parallel -> activation checkpointing -> compile per unit -> shard
+    validate -> tensor parallel -> expert parallel -> context parallel -> activation checkpointing -> compile per unit -> shard
     the units bottom-up -> root. A model on the meta device stays there; initialize it with ``materialize``.
 
     Args:
@@ -166,7 +167,8 @@ def parallelize(
             ``dp_shard``. Parameters lie on ``mesh.joined.joined_mesh(mesh)``, where shard and cp are one.
         tp_plan: pattern -> style, see ``parallel3d.tp.resolve_plan``, or ``"auto"``: the model's own plan
             (Hugging Face's models have one) or one derived from it, see ``parallel3d.tp.auto_plan``.
-            Required if tp > 1.
+            Required if tp > 1. On a mesh with ep the modules that hold experts are found, and divided over ep
+            instead of tp; ``parallel3d.ep.Experts()`` as a rule names others.
         fsdp: False asserts that gradients need no reduction: replicate = shard = cp = 1. A ``Sharding`` has
             more to say. A ``ShardingStrategy`` of FSDP1 must fit the mesh, and says whether blocks are
             resharded after forward.
@@ -223,6 +225,7 @@ def parallelize(
     problem: Exception | None = None
     whole = mesh
     cp_plan: CpPlan | None = None
+    ep_plan: EpPlan | None = None
     try:
         # The mesh first: joining shard and cp may make process groups, for which all ranks are needed.
         if not isinstance(mesh, DeviceMesh):
@@ -242,13 +245,18 @@ def parallelize(
         _check_options(whole, tp_plan, fsdp, policy)
         cp_options = check_options(context_parallel)
         reshard = _reshard(mesh, fsdp, sharding.reshard_after_forward)
+        tp_plan, declared = take_rules(tp_plan)
+        ep_plan = plan_ep(model, expert_view(whole), declared)
         if tp_plan is not None:  # with tp = 1 too: a wrong plan is wrong on every mesh
             tp = data_axes(mesh).size(data_axes(mesh).tp)
             plan = resolve_plan(model, tp_plan, tp, strict=checks.strict, example=checks.example)
+            plan = plan if ep_plan is None else ep_plan.without_experts(plan)
         if cp_axis(whole) is not None:
             cp_plan = plan_cp(model, cp_options, checks.example)
             _check_compiled_selection(whole, compile, activation_checkpointing)
         found = find_units(model, units)
+        if ep_plan is not None:
+            found = found.with_inner(ep_plan.modules)
         plan = _plan_loss(model, plan, found, loss_parallel)
         _check_chunks(plan, found, compile)
         if other is not None:
@@ -263,10 +271,12 @@ def parallelize(
         settings = _settings(model, plan, found, whole, policy)
         switches |= {"fsdp": bool(fsdp), "reshard_after_forward": reshard}
         switches |= {"context_parallel": cp_options} if cp_plan is not None else {}
+        switches |= {"ep": ep_plan.view.ep.size()} if ep_plan is not None else {}
         switches |= {"activation_checkpointing": name_of(activation_checkpointing)}
         by_hand, split = isinstance(tp_plan, Mapping), plan is not None and plan.tp_size > 1
         unproven = plan is not None and split and (by_hand or bool(plan.unchecked))
-        audit = (cp_plan is not None or unproven) if audit is None else audit
+        by_default = cp_plan is not None or ep_plan is not None or unproven
+        audit = by_default if audit is None else audit
         audit = audit and other is None
         switches |= {
             "audit": audit,
@@ -291,6 +301,10 @@ def parallelize(
         # Tensor parallelism first: what it leaves on each rank is what the engine shards.
         if plan is not None:
             plan.apply(model, mesh)
+        if ep_plan is not None:
+            axes_by_role = data_axes(mesh)
+            tp_alone = axes_by_role.size(axes_by_role.tp) == 1
+            ep_plan.apply(None if tp_alone else mesh[(mesh.mesh_dim_names or ())[-1]])
         cp_mesh = cp_axis(whole)
         if cp_plan is not None and cp_mesh is not None:
             cp_plan.apply(model, cp_mesh)
@@ -307,8 +321,18 @@ def parallelize(
         # What is moved is what the compiler has decided to save.
         attach_offload = move_activations(blocks, activation_checkpointing)
         # Units bottom-up, so that each takes what no unit inside it has; the root takes the rest.
-        for module in [*(inner for _, inner in found.inner), *blocks]:
-            shard(module, reshard_after_forward=reshard)
+        for name, module in [*found.inner, *found.blocks]:
+            if ep_plan is not None and name in ep_plan.modules:
+                # Casts nothing: what the block gives it is what it would have without ep.
+                shard(
+                    module,
+                    mesh=ep_plan.view.data,
+                    mp_policy=replace(policy, cast_forward_inputs=False),
+                    shard_placement_fn=ep_plan.placement_of,
+                    reshard_after_forward=reshard,
+                )
+            else:
+                shard(module, reshard_after_forward=reshard)
         for _, embedding in found.embeddings:
             shard(embedding, reshard_after_forward=True)
             # Its backward doesn't read the table.

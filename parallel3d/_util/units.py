@@ -8,7 +8,7 @@ import inspect
 import sys
 import types
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from itertools import chain
@@ -40,6 +40,14 @@ class Units(NamedTuple):
         """The modules of each unit."""
         alone = [[module] for _, module in (*self.inner, *self.blocks, *self.embeddings)]
         return [*alone, [module for _, module in self.final_norm_and_head]]
+
+    def with_inner(self, modules: Mapping[str, tuple[nn.Module, Any]]) -> Units:
+        """Returns these units and the modules (name -> (module, ...)), which lie inside blocks, or the
+        root."""
+        known = {id(module) for _, module in self.inner}
+        more = [(name, each[0]) for name, each in modules.items() if id(each[0]) not in known]
+        inner = sorted([*self.inner, *more], key=lambda each: -each[0].count("."))
+        return self._replace(inner=inner)
 
 
 def find_units(model: nn.Module, patterns: Sequence[str] | None = None) -> Units:

@@ -344,7 +344,7 @@ class Bucket:
     def divisor(self) -> float:
         """What the sum of the ranks' gradients is divided by."""
         factor = self.settings.divide_factor
-        return self.axes.data_size if factor is None else factor
+        return (self.axes.mean_over or self.axes.data_size) if factor is None else factor
 
     @property
     def reduced_zero_copy(self) -> int:

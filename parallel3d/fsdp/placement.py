@@ -34,10 +34,11 @@ from parallel3d._torch.fully_shard import DataParallelMeshDims, ShardPlacementRe
 from parallel3d.errors import MeshError, Parallel3dError, RefusedError, UnnamedAxesError
 from parallel3d.fsdp.layout import ceil_div, is_exact
 from parallel3d.mesh.axes import Role, names_of
-from parallel3d.mesh.joined import joined_mesh, kept_with
+from parallel3d.mesh.joined import expert_view, joined_mesh, kept_with
 
 _REPLICATE, _SHARD = names_of(Role.REPLICATED), names_of(Role.SHARDED)
 _TP = names_of(Role.TENSOR_PARALLEL)
+_EFSDP = "efsdp"  # of the experts' view
 _NEVER = ("pp", "ep")  # their ranks hold different parameters
 
 
@@ -68,6 +69,8 @@ class DataAxes:
             replicate (``dp_mesh_dims``), the first one represents them.
         spmd: set by ``dp_mesh_dims``, else None.
         over_replicate: whether parameters at rest are sharded over replicate too; see ``HybridBucket``.
+        mean_over: the number of ranks that gradients are averaged over, if it is not ``data_size``: those of
+            experts have been summed over ep by the exchange of tokens.
     """
 
     mesh: DeviceMesh
@@ -76,6 +79,7 @@ class DataAxes:
     tp: int | None
     spmd: Spmd | None = None
     over_replicate: bool = False
+    mean_over: int | None = None
 
     def size(self, axis: int | None) -> int:
         """Returns the number of ranks on ``axis``; 1 for None."""
@@ -127,7 +131,7 @@ class DataAxes:
 
     @cached_property
     def data_size(self) -> int:
-        """Number of ranks that gradients are averaged over."""
+        """Number of ranks that gradients are summed over."""
         return self.size(self.replicate) * self.size(self.shard)
 
 
@@ -173,7 +177,8 @@ def _axes_without_cp(mesh: DeviceMesh) -> DataAxes:
         _fail(mesh, "shard comes before replicate")
     if tp is not None and tp != mesh.ndim - 1:
         _fail(mesh, "tp is not the innermost axis")
-    return DataAxes(mesh, replicate, shard, tp)
+    view = expert_view(mesh) if _EFSDP in names else None
+    return DataAxes(mesh, replicate, shard, tp, mean_over=None if view is None else view.mean_over)
 
 
 def checked_mesh(mesh: DeviceMesh | None) -> DeviceMesh:

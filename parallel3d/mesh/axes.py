@@ -21,6 +21,8 @@ class Role(Enum):
     """The samples, of which each holds a part of every sequence; parameters are sharded over it too."""
     TENSOR_PARALLEL = "tensor-parallel"
     """Each layer's computation, and the samples."""
+    EXPERT = "expert-parallel"
+    """Nothing but a copy of the model: each holds other experts, and exchanges tokens for them."""
 
 
 @dataclass(frozen=True)
@@ -51,16 +53,23 @@ class Axis:
 
 
 # shard_cp: the axes shard and cp as one, over which parameters are sharded; see ``fsdp.placement``.
+# efsdp: what ep leaves of shard, cp and tp, over which experts are sharded; see ``mesh.joined``.
 TABLE = (
     Axis("replicate", Role.REPLICATED, ("dp_replicate",), ("repl", "ddp")),
-    Axis("shard", Role.SHARDED, ("dp_shard", "shard_cp", "dp_shard_cp"), ()),
+    Axis("shard", Role.SHARDED, ("dp_shard", "shard_cp", "dp_shard_cp", "efsdp"), ()),
     Axis("cp", Role.CONTEXT, (), ("cp", "context", "seq"), in_mesh_if_one=False),
     Axis("tp", Role.TENSOR_PARALLEL, (), ("tp", "tensor", "model")),
 )
 """Outermost first: neighbours on the last axis have consecutive ranks."""
 
+EXPERT = Axis("ep", Role.EXPERT, (), ("expert", "moe"), in_mesh_if_one=False)
+"""An axis of a second view of the same ranks: it divides shard x cp x tp, and is innermost there."""
+
+EXPERT_OF = ("shard", "cp", "tp")
+"""The axes whose ranks ``EXPERT`` divides."""
+
 AXES = tuple(axis.name for axis in TABLE)
-"""Names of all axes, outermost first."""
+"""Names of the axes of a mesh, outermost first."""
 
 DATA_AXES = tuple(axis.name for axis in TABLE if axis.reads_other_samples)
 """Names of the axes whose ranks read different samples."""
@@ -68,7 +77,7 @@ DATA_AXES = tuple(axis.name for axis in TABLE if axis.reads_other_samples)
 TOKEN_AXES = tuple(axis.name for axis in TABLE if axis.has_other_tokens)
 """Names of the axes whose ranks compute different tokens: gradients are averaged over these."""
 
-_BY_NAME = {name: axis for axis in TABLE for name in (axis.name, *axis.other_names)}
+_BY_NAME = {name: axis for axis in (*TABLE, EXPERT) for name in (axis.name, *axis.other_names)}
 
 
 def axis_named(name: str) -> Axis | None:
@@ -90,13 +99,13 @@ def is_data_axis(name: str | None) -> bool:
 def moves_activations(name: str | None) -> bool:
     """Whether the ranks of the axis exchange activations, which are waited for in each layer."""
     axis = _BY_NAME.get(name or "")
-    return axis is not None and axis.role in (Role.CONTEXT, Role.TENSOR_PARALLEL)
+    return axis is not None and axis.role in (Role.CONTEXT, Role.TENSOR_PARALLEL, Role.EXPERT)
 
 
 def guess(name: str) -> str:
     """Returns the axis that an unknown ``name`` may mean."""
     low = name.lower()
-    for axis in reversed(TABLE):
+    for axis in reversed((*TABLE, EXPERT)):
         if any(hint in low for hint in axis.hints):
             return axis.name
     return next(axis.name for axis in TABLE if axis.role is Role.SHARDED)

@@ -22,7 +22,7 @@ from parallel3d.mesh.agreement import DEFAULT_TIMEOUT, check_agreement, name_ran
 from parallel3d.mesh.axes import AXES, axis_named, guess, listed
 from parallel3d.mesh.exchange import StoreExchange
 from parallel3d.mesh.failures import print_once
-from parallel3d.mesh.joined import axis_sizes, joined_mesh
+from parallel3d.mesh.joined import axis_sizes, expert_view, joined_mesh, make_expert_view
 from parallel3d.mesh.layout import MeshLayout
 from parallel3d.mesh.store import fresh_store, next_table, others, outlives_ranks
 
@@ -42,7 +42,8 @@ def build_mesh(
 ) -> DeviceMesh:
     """Builds the DeviceMesh of ``layout``: axes ``("replicate", "shard", "tp")``, ``"cp"`` before tp if > 1.
 
-    With cp the process groups of shard x cp, which parameters are sharded over, are made too.
+    With cp the process groups of shard x cp, which parameters are sharded over, are made too; with ep those
+    of the view (replicate, efsdp, ep), see ``mesh.joined.ExpertView``.
 
     Before any group is made, all ranks compare layout, device type and the versions of torch,
     parallel3d and Python; and, for a warning only, their ``NCCL_*``, ``TORCH_*`` and ``GLOO_*``
@@ -113,7 +114,9 @@ def read_layout(mesh: DeviceMesh) -> MeshLayout:
         )
     if names != sorted(set(names), key=AXES.index):
         raise MeshError(f"the mesh has the axes {mesh.mesh_dim_names}. {rule}, each at most once.")
-    return MeshLayout(**dict(zip(names, sizes.values(), strict=True)))
+    view = expert_view(mesh)
+    ep = 1 if view is None else view.ep.size()
+    return MeshLayout(**dict(zip(names, sizes.values(), strict=True)), ep=ep)
 
 
 def name_axes(mesh: DeviceMesh, axes: Mapping[str, str] | None = None) -> DeviceMesh:
@@ -184,6 +187,10 @@ def _init_mesh(layout: MeshLayout, device_type: str) -> DeviceMesh:
     warm_up(mesh)
     if layout.cp > 1:  # now, as making groups is collective
         warm_up(joined_mesh(mesh)["shard_cp"])
+    if layout.ep > 1:
+        view = make_expert_view(mesh, layout.ep)
+        warm_up(view.ep)
+        warm_up(view.data)
     return mesh
 
 

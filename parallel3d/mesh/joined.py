@@ -1,17 +1,26 @@
-"""joined_mesh: the mesh on which parameters lie, shard and cp as one axis; what is made for a mesh once."""
+"""joined_mesh: the mesh on which parameters lie, shard and cp as one axis; ExpertView: that of experts."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from math import prod
 from typing import Any, TypeVar
 
 from torch import distributed as dist
 from torch.distributed import DeviceMesh
 
-from parallel3d._torch.dtensor import concatenate_meshes, flatten_axes, root_axes, root_mesh
+from parallel3d._torch.dtensor import (
+    concatenate_meshes,
+    flatten_axes,
+    root_axes,
+    root_mesh,
+    unflatten_mesh,
+)
 from parallel3d.errors import MeshError
-from parallel3d.mesh.axes import Role, axis_named, listed, names_of
+from parallel3d.mesh.axes import EXPERT, Role, axis_named, listed, names_of
 
 _CP, _SHARD = names_of(Role.CONTEXT), names_of(Role.SHARDED)
+_TP, _REPLICATE = names_of(Role.TENSOR_PARALLEL), names_of(Role.REPLICATED)
 _ATTRIBUTE = "_parallel3d_cache"  # of root meshes
 T = TypeVar("T")
 
@@ -74,6 +83,68 @@ def axis_sizes(mesh: DeviceMesh) -> dict[str, int]:
         return dict(zip(names, mesh.shape, strict=True))
     known: Any = root.mesh_dim_names
     return {known[i]: root.size(i) for axis in positions for i in axis}
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertView:
+    """The ranks of a mesh as (replicate, efsdp, ep): what experts lie on.
+
+    Attributes:
+        data: the axes (replicate, efsdp), without replicate where the mesh has none.
+        ep: the axis of expert parallelism, innermost: its ranks hold other experts.
+        mean_over: the number of ranks with other tokens, replicate x shard x cp, that experts' gradients are
+            averaged over: each rank of ``data`` has the sum over all tokens that came to it.
+    """
+
+    data: DeviceMesh
+    ep: DeviceMesh
+    mean_over: int
+
+
+_VIEW = "experts"
+
+
+def make_expert_view(mesh: DeviceMesh, ep: int) -> ExpertView:
+    """Makes the view of ``mesh`` in which ``ep`` neighbours share the experts, and keeps it with the mesh.
+
+    ``build_mesh(MeshLayout(..., ep=...))`` does it; this is for other meshes. It makes process groups: all
+    ranks must call it.
+
+    Args:
+        mesh: a mesh with names that ``parallelize`` takes.
+        ep: divides shard x cp x tp.
+
+    Raises:
+        MeshError: it doesn't, or the mesh has another view already.
+    """
+    names = mesh.mesh_dim_names or ()
+    inner = tuple(name for name in names if name in (*_SHARD, *_CP, *_TP))
+    ranks = prod(mesh.size(names.index(name)) for name in inner)
+    if type(ep) is not int or ep < 1 or ranks % ep:
+        raise MeshError(
+            f"ep={ep!r} doesn't divide {' x '.join(inner) or 'the axes shard, cp and tp'} = {ranks} of the "
+            f"mesh {names}; it may be {', '.join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)}"
+        )
+
+    def make() -> ExpertView:
+        one = flatten_axes(mesh, inner) if len(inner) > 1 else mesh[inner[0]]
+        both = unflatten_mesh(one, (ranks // ep, ep), ("efsdp", EXPERT.name))
+        data = [mesh[name] for name in names if name in _REPLICATE] + [both["efsdp"]]
+        tokens = prod(mesh.size(names.index(n)) for n in names if n not in _TP)
+        return ExpertView(
+            concatenate_meshes(data) if len(data) > 1 else data[0], both[EXPERT.name], tokens
+        )
+
+    view = kept_with(mesh, _VIEW, make)
+    if view.ep.size() != ep:
+        raise MeshError(f"ep={ep}, but the mesh {names} has a view with ep={view.ep.size()}")
+    return view
+
+
+def expert_view(mesh: DeviceMesh) -> ExpertView | None:
+    """Returns the view of the experts that was made of ``mesh``, or of a slice of the same root; or None."""
+    cache = vars(root_mesh(mesh)).get(_ATTRIBUTE)
+    return cache.get(_VIEW) if type(cache) is _Cache else None
 
 
 def _join(mesh: DeviceMesh, names: tuple[str, ...], cp: int) -> DeviceMesh:

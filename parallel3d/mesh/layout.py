@@ -8,7 +8,7 @@ from itertools import product
 from math import log, prod
 
 from parallel3d.errors import MeshError, WrongTypeError
-from parallel3d.mesh.axes import AXES, DATA_AXES, TABLE
+from parallel3d.mesh.axes import AXES, DATA_AXES, EXPERT, EXPERT_OF, TABLE
 
 _INFER = -1
 
@@ -27,12 +27,16 @@ class MeshLayout:
         tp: ranks that share each layer's computation; all of them read the same samples.
         cp: ranks that share each sequence (context parallelism): they read the same samples, and each
             computes a part of the tokens. Parameters are sharded over shard x cp. By keyword only.
+        ep: ranks that share the experts of one copy (expert parallelism), neighbours of shard x cp x tp,
+            which it divides: a second view (replicate, efsdp, ep) of the same ranks, with efsdp =
+            shard x cp x tp / ep. It changes neither the world nor who reads what. By keyword only.
 
     Give sizes by keyword; replicate, shard and tp can also be given by position, in this order. At most one
-    of them may be ``-1``: it is inferred from the world size, see :meth:`resolve`.
+    of them, but not ep, may be ``-1``: it is inferred from the world size, see :meth:`resolve`.
 
     Raises:
-        MeshError: a size is not an int, zero or below -1, or two sizes are -1.
+        MeshError: a size is not an int, zero or below -1, two sizes are -1, or ep doesn't divide
+            shard x cp x tp.
         WrongTypeError: a name that is no axis, or a fourth size by position.
     """
 
@@ -40,9 +44,10 @@ class MeshLayout:
     shard: int = 1
     tp: int = 1
     cp: int = field(default=1, kw_only=True)
+    ep: int = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
-        for axis in AXES:
+        for axis in (*AXES, EXPERT.name):
             size = getattr(self, axis)
             if type(size) is not int:
                 raise MeshError(
@@ -60,6 +65,18 @@ class MeshLayout:
                 f"{_join(inferred, 'and')} are -1: only one axis can be inferred from the world size. "
                 f"Give all but one of them a size, for example {inferred[-1]}=1."
             )
+        if self.ep == _INFER:
+            raise MeshError(
+                "ep is -1: it can't be inferred, as it is no factor of the world size. Give it a divisor of "
+                "shard x cp x tp, such as the ranks of a machine."
+            )
+        if not inferred and self.ranks_of_a_copy % self.ep:
+            sizes = {axis: getattr(self, axis) for axis in EXPERT_OF}
+            raise MeshError(
+                f"ep={self.ep} doesn't divide {' x '.join(f'{a} {n}' for a, n in sizes.items())} = "
+                f"{self.ranks_of_a_copy}, whose ranks share the experts; it may be "
+                f"{_join(_divisors(self.ranks_of_a_copy), 'or')}."
+            )
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -71,9 +88,16 @@ class MeshLayout:
         """The sizes of ``axes`` as given, possibly with one -1: the shape of the mesh."""
         return tuple(getattr(self, axis) for axis in self.axes)
 
-    def as_dict(self) -> dict[str, int]:
-        """Returns ``axes`` and ``sizes``: ``{"replicate": 2, "shard": 4, "tp": 1}``."""
-        return dict(zip(self.axes, self.sizes, strict=True))
+    def as_dict(self, *, views: bool = False) -> dict[str, int]:
+        """Returns ``axes`` and ``sizes``: ``{"replicate": 2, "shard": 4, "tp": 1}``; with ``views`` also ep,
+        unless it is 1: the arguments that make this layout."""
+        more = {EXPERT.name: self.ep} if views and self.ep != 1 else {}
+        return dict(zip(self.axes, self.sizes, strict=True)) | more
+
+    @property
+    def ranks_of_a_copy(self) -> int:
+        """The number of ranks that share one copy's parameters: ``shard * cp * tp``; ep divides it."""
+        return prod(getattr(self, axis) for axis in EXPERT_OF)
 
     @property
     def is_resolved(self) -> bool:
@@ -156,6 +180,8 @@ class MeshLayout:
         Raises:
             MeshError: an unknown axis, or an axis that is still -1.
         """
+        if axis == EXPERT.name:
+            return 1
         if axis not in AXES:
             raise MeshError(_no_axis(axis))
         self._require_resolved()
@@ -165,7 +191,7 @@ class MeshLayout:
         """Returns the groups of ranks of ``axis``, which differ in this coordinate only.
 
         Args:
-            axis: ``"replicate"``, ``"shard"``, ``"cp"`` or ``"tp"``.
+            axis: ``"replicate"``, ``"shard"``, ``"cp"``, ``"tp"`` or ``"ep"``.
 
         Returns:
             ``world_size / size of axis`` tuples of ranks, each in the order of the axis, sorted by
@@ -192,10 +218,12 @@ class MeshLayout:
         return number
 
     def __repr__(self) -> str:
-        return f"MeshLayout({', '.join(f'{axis}={size}' for axis, size in self.as_dict().items())})"
+        sizes = self.as_dict(views=True)
+        return f"MeshLayout({', '.join(f'{axis}={size}' for axis, size in sizes.items())})"
 
     def __str__(self) -> str:
-        return f"{_times(self)} = {_count(prod(self.sizes))}" if self.is_resolved else _times(self)
+        text = f"{_times(self)} = {_count(prod(self.sizes))}" if self.is_resolved else _times(self)
+        return text if self.ep == 1 else f"{text}, ep {self.ep}"
 
     def _require_resolved(self) -> None:
         if not self.is_resolved:
@@ -239,13 +267,13 @@ _set_sizes = MeshLayout.__init__
 def _init(self: MeshLayout, *args: int, **sizes: int) -> None:
     by_position = [each.name for each in fields(MeshLayout) if not each.kw_only]
     if len(args) > len(by_position):
-        rest = [axis for axis in AXES if axis not in by_position]
+        rest = [axis for axis in (*AXES, EXPERT.name) if axis not in by_position]
         raise WrongTypeError(
             f"MeshLayout was given {len(args)} sizes by position, and takes {_join(by_position, 'and')} so: "
             f"give {_join([f'{axis}=' for axis in rest], 'and')} by keyword, best all of them"
         )
     for name in sizes:
-        if name not in AXES:
+        if name not in (*AXES, EXPERT.name):
             raise WrongTypeError(_no_axis(name))
     _set_sizes(self, *args, **sizes)
 
@@ -254,9 +282,10 @@ MeshLayout.__init__ = _init  # type: ignore[method-assign]
 
 
 def _no_axis(name: str) -> str:
-    near = get_close_matches(str(name), AXES, n=1)
+    known = (*AXES, EXPERT.name)
+    near = get_close_matches(str(name), known, n=1)
     meant = f"; did you mean {near[0]}?" if near else "."
-    return f"{name} is no axis{meant} The axes are {', '.join(AXES)}"
+    return f"{name} is no axis{meant} The axes are {', '.join(known)}"
 
 
 def _nearest_layouts(
@@ -293,4 +322,4 @@ def _join(items: Sequence[object], word: str) -> str:
     return f"{', '.join(head)} {word} {last}" if head else last
 
 
-assert {f.name for f in fields(MeshLayout)} == set(AXES)
+assert {f.name for f in fields(MeshLayout)} == {*AXES, EXPERT.name}

@@ -22,6 +22,8 @@ from parallel3d._util.trees import cast_floats
 from parallel3d.audit.findings import Gap, gap_between
 from parallel3d.fsdp import FSDPModule
 from parallel3d.mesh import MeshLayout, build_mesh
+from parallel3d.mesh.axes import EXPERT
+from parallel3d.mesh.joined import expert_view
 from parallel3d.optim import accumulate
 from parallel3d.parallelize import parallelize
 from parallel3d.testing.samples import LossFn, Samples
@@ -409,9 +411,16 @@ def shards_of(tensor: torch.Tensor) -> Iterator[tuple[int, tuple[slice, ...], to
 
 def _coordinates(mesh: DeviceMesh) -> dict[int, list[int]]:
     """Returns each rank's coordinates on the axes of ``mesh``, also for ranks in its sibling submeshes."""
-    root, positions = root_mesh(mesh), root_axes(mesh)
+    root, view = root_mesh(mesh), expert_view(mesh)
     ranks = root.mesh.flatten().tolist()
     places = dict(zip(ranks, map(list, itertools.product(*map(range, root.shape))), strict=True))
+    if view is not None and (mesh.mesh_dim_names or ())[-1] == EXPERT.name:
+        # The innermost axes of the root, cut another way.
+        copy, ep = mesh.size() // mesh.size(0) if mesh.ndim == 3 else mesh.size(), view.ep.size()
+        return {
+            rank: [i // copy, i % copy // ep, i % ep][-mesh.ndim :] for i, rank in enumerate(ranks)
+        }
+    positions = root_axes(mesh)
     if positions is None:
         return places
     strides = [

@@ -1,0 +1,361 @@
+"""Expert parallelism of a model: which modules hold experts, what becomes of them, their forward."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh
+from torch.distributed.tensor import Shard
+
+from parallel3d._layout.packing import pick_by_rank
+from parallel3d._layout.param_layout import ParamLayout, local_chunk, set_param_layout
+from parallel3d._torch.dtensor import make_dtensor, make_spec
+from parallel3d._torch.simulated import call_by_rank, inner_tensors, ranks_are_simulated
+from parallel3d._util.forwards import as_if, wrap_forward
+from parallel3d._util.replaced_params import marking_replaced
+from parallel3d._util.rollback import unchanged_on_error
+from parallel3d.ep.exchange import (
+    Combine,
+    Dispatch,
+    EpAxis,
+    Lengths,
+    Untouched,
+    exchange,
+    exchange_counts,
+)
+from parallel3d.ep.routes import Division, Routes, capacities, destinations, routes
+from parallel3d.errors import PlanError, StateError
+from parallel3d.mesh.joined import ExpertView
+from parallel3d.tp import ResolvedPlan, TpAxis, gather_from_tp, split_to_tp
+
+Call = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Says of a module that it holds experts, in a plan: ``tp_plan={"layers.*.moe.experts": ep.Experts()}``.
+
+    Every parameter of the module has the experts as its first dim, and it is called with the hidden states
+    (T, H), the experts of each token (T, K), integers, and their weights (T, K); it returns (T, H), the sum
+    over each token's experts. transformers' modules of this kind are found without a rule.
+
+    Attributes:
+        call: ``call(module, hidden, index, weights)``, which computes the same from this rank's experts, whose
+            numbers begin with 0; by default the module's own forward.
+    """
+
+    call: Call | None = None
+
+
+@dataclass
+class _State:
+    """The data of an experts module's forward.
+
+    Attributes:
+        inner: the forward that the module had, a function of the module and its arguments.
+        names: the names of its three arguments.
+        tp: the tp axis, whose ranks have the same tokens; None without.
+        capacity: room of a message relative to what uniform routing sends; None: what is needed.
+        dropped: pairs that found no room, since ``ep.stats`` read them; a tensor on the device.
+    """
+
+    axis: EpAxis
+    division: Division
+    inner: Call
+    names: tuple[str, ...]
+    tp: TpAxis | None
+    capacity: float | None = None
+    dropped: Any = field(default=None, repr=False)
+
+
+_ATTRIBUTE = "_parallel3d_ep"
+
+
+def state_of(module: nn.Module) -> _State | None:
+    """Returns the state of an experts module that ``parallelize`` has divided; None of others."""
+    return vars(module).get(_ATTRIBUTE)
+
+
+def experts_of(module: nn.Module) -> int:
+    """Returns the number of experts that a module holds in parameters of its own, each with the experts as
+    its first dim; 0 if it is no such module."""
+    own = [param for param in module._parameters.values() if param is not None]
+    firsts = {param.shape[0] if param.dim() else 0 for param in own}
+    stacked = any(param.dim() == 3 for param in own)
+    inside = any(True for child in module.children() for _ in child.parameters())
+    return firsts.pop() if stacked and len(firsts) == 1 and not inside else 0
+
+
+def _takes_routes(module: nn.Module) -> bool:
+    """Whether the forward takes hidden states, the experts of each token, and their weights."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    given = [p for p in inspect.signature(module.forward).parameters.values() if p.kind in kinds]
+    words = [p.name for p in given]
+    return len(words) == 3 and any(
+        "ind" in word or "expert" in word or "selected" in word for word in words[1:2]
+    )
+
+
+def find_experts(model: nn.Module) -> dict[str, nn.Module]:
+    """Returns name -> module of those that hold stacked experts and are called as :class:`Experts` says."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if experts_of(module) > 1 and _takes_routes(module)
+    }
+
+
+@dataclass(frozen=True)
+class EpPlan:
+    """Expert parallelism of one model.
+
+    Attributes:
+        view: what the experts lie on.
+        modules: name -> (module, its declaration).
+    """
+
+    view: ExpertView
+    modules: Mapping[str, tuple[nn.Module, Experts]]
+
+    def has(self, name: str) -> bool:
+        """Whether ``name`` is an experts module's, or one's inside."""
+        return any(name == own or name.startswith(f"{own}.") for own in self.modules)
+
+    def without_experts(self, plan: ResolvedPlan) -> ResolvedPlan:
+        """Returns a tensor-parallel plan that leaves the experts alone."""
+        return replace(
+            plan,
+            modules=tuple(each for each in plan.modules if not self.has(each.name)),
+            attributes=tuple(each for each in plan.attributes if not self.has(each.module)),
+        )
+
+    def apply(self, tp: DeviceMesh | None) -> None:
+        """Divides the experts over ep: each becomes a DTensor on ep, of which this rank has its experts.
+
+        Args:
+            tp: the tp axis of the mesh, whose ranks have the same tokens; None: one rank.
+        """
+        axis = EpAxis(self.view.ep)
+        tp_axis = None if tp is None or tp.size() == 1 else TpAxis(tp)
+        for module, declared in self.modules.values():
+            division = Division(experts_of(module), axis.size)
+            own = {name: p for name, p in module._parameters.items() if p is not None}
+            new = {name: _divided(param, axis) for name, param in own.items()}
+            with unchanged_on_error(module), marking_replaced(module):
+                module._parameters.update(new)
+                for name, value in list(vars(module).items()):
+                    if type(value) is int and value == division.experts and "experts" in name:
+                        setattr(module, name, _here(division, axis))
+                names = tuple(inspect.signature(module.forward).parameters)
+                inner = wrap_forward(module, functools.partial(as_if, _forward), _forward)
+                state = _State(axis, division, declared.call or inner, names[:3], tp_axis)
+                vars(module)[_ATTRIBUTE] = state
+
+    def placement_of(self, param: nn.Parameter) -> Shard | None:
+        """Returns the dim over which efsdp shards a divided parameter: the first that it divides, the experts
+        before others. None: the engine's default."""
+        local = (-(-param.shape[0] // self.view.ep.size()), *param.shape[1:])
+        ranks = self.view.data.size(self.view.data.ndim - 1)
+        return next((Shard(dim) for dim, size in enumerate(local) if size % ranks == 0), None)
+
+
+def _here(division: Division, axis: EpAxis) -> int:
+    by_rank = division.by_rank
+    return by_rank[0] if len(set(by_rank)) == 1 else pick_by_rank(by_rank, axis.rank)
+
+
+def _divided(param: nn.Parameter, axis: EpAxis) -> nn.Parameter:
+    """Returns the parameter as a DTensor on ep, of which this rank holds its experts."""
+    local = local_chunk(param.detach(), 0, axis.size, axis.rank)
+    spec = make_spec(axis.mesh, (Shard(0),), param.shape, param.dtype)
+    new = nn.Parameter(make_dtensor(local, spec), requires_grad=param.requires_grad)
+    new.__dict__.update(param.__dict__)  # users' attributes
+    set_param_layout(new, ParamLayout("local", "whole"))
+    return new
+
+
+def take_rules(plan: Any) -> tuple[Any, dict[str, Experts]]:
+    """Returns a plan without the rules of experts, and those: pattern -> declaration."""
+    if not isinstance(plan, Mapping):
+        return plan, {}
+    declared = {name: style for name, style in plan.items() if isinstance(style, Experts)}
+    rest = {name: style for name, style in plan.items() if name not in declared}
+    return (rest or None) if declared else plan, declared
+
+
+def plan_ep(
+    model: nn.Module, view: ExpertView | None, declared: Mapping[str, Experts]
+) -> EpPlan | None:
+    """Returns what expert parallelism makes of ``model``; None where the mesh has no ep. Changes nothing.
+
+    Raises:
+        PlanError: no module holds experts, one holds fewer than ep has ranks, or a rule names another module.
+    """
+    named = dict(model.named_modules())
+    modules = {name: (module, Experts()) for name, module in find_experts(model).items()}
+    for pattern, each in declared.items():
+        matched = [name for name in named if _matches(name, pattern)]
+        if not matched:
+            raise PlanError(
+                f"ep: the rule {pattern!r} matches no module; there are {', '.join(list(named)[1:9])}, ..."
+            )
+        for name in matched:
+            if not experts_of(named[name]):
+                raise PlanError(_why_not(name, named[name]))
+            modules[name] = named[name], each
+    if view is None:
+        return None
+    ep = view.ep.size()
+    if not modules:
+        kinds = [name for name, m in named.items() if "expert" in name.rpartition(".")[2].lower()]
+        near = f": {_why_not(kinds[0], named[kinds[0]])}" if kinds else ""
+        raise PlanError(
+            f"the mesh has ep={ep}, but no module of {type(model).__name__} is known to hold experts{near}. "
+            'Name it, tp_plan={"layers.*.moe.experts": parallel3d.ep.Experts()}, or use ep=1'
+        )
+    for name, (module, _) in modules.items():
+        count = experts_of(module)
+        if count < ep:
+            fitting = [n for n in range(1, count + 1) if ep % n == 0]
+            raise PlanError(
+                f"{name} holds {count} experts, fewer than ep={ep} ranks: some would have none. Use ep="
+                f"{fitting[-1]}"
+            )
+    users = [id(p) for m in model.modules() for p in m._parameters.values() if p is not None]
+    for name, (module, _) in modules.items():
+        tied = [
+            n for n, p in module._parameters.items() if p is not None and users.count(id(p)) > 1
+        ]
+        if tied:
+            raise PlanError(f"{name}.{tied[0]} is shared with another module; ep can't divide it")
+    return EpPlan(view, modules)
+
+
+def _why_not(name: str, module: nn.Module) -> str:
+    shapes = {n: tuple(p.shape) for n, p in module.named_parameters()}
+    shown = ", ".join(f"{n} {shape}" for n, shape in list(shapes.items())[:3]) or "no parameters"
+    return (
+        f"{name} ({type(module).__name__}) has {shown}; ep divides parameters of the module's own, all with "
+        "the experts as their first dim, one of them of three dims, in a module called with (hidden states, "
+        "experts of each token, their weights). Stack experts that are modules in a list"
+    )
+
+
+def _matches(name: str, pattern: str) -> bool:
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+
+
+# -- the forward -----------------------------------------------------------------------------------------
+
+
+def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    state: _State = vars(self)[_ATTRIBUTE]
+    given = dict(zip(state.names, args, strict=False)) | kwargs
+    if len(args) > 3 or set(given) != set(state.names):
+        raise StateError(
+            f"{type(self).__name__} on ep was called with {sorted(given)}; it takes {state.names}: hidden "
+            "states (T, H), the experts of each token (T, K), and their weights (T, K)"
+        )
+    hidden, index, weights = (given[name] for name in state.names)
+    _check(self, hidden, index, weights)
+    if state.tp is None:
+        return _on_ep(self, state, hidden, index, weights)
+    tokens, tp = hidden.shape[0], state.tp
+    part = _on_ep(
+        self,
+        state,
+        split_to_tp(hidden, 0, tp),
+        local_chunk(index, 0, tp.size, tp.rank),
+        split_to_tp(weights, 0, tp),
+    )
+    return gather_from_tp(part, 0, tokens, tp)
+
+
+def _check(module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> None:
+    shapes = tuple(hidden.shape), tuple(index.shape), tuple(weights.shape)
+    if (
+        index.is_floating_point()
+        or hidden.dim() != 2
+        or index.shape != weights.shape
+        or index.dim() != 2
+    ):
+        raise StateError(
+            f"{type(module).__name__} on ep got {shapes[0]}, {shapes[1]} of {index.dtype} and {shapes[2]}; it "
+            "takes hidden states (T, H), the experts of each token (T, K), integers, and their weights (T, K)"
+        )
+
+
+def _on_ep(module: Any, state: _State, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """Returns (T, H), the sum over each token's experts, wherever they are."""
+    axis = state.axis
+    way, by_row, by_pair, taken = _ways(state, index)
+    rows = hidden[way.token_of_row]
+    weights = weights.flatten()[way.pair_of] * way.filled.to(weights.dtype)
+    rows, weights = Dispatch.apply(rows, weights, by_row, by_pair, axis)
+    meta = torch.stack([way.expert, way.row], 1)
+    expert, row = exchange(meta, by_pair, axis, "pairs").long().unbind(1)
+    row = row + call_by_rank(_first_rows, taken, expert)
+    if sum(by_pair.taken) == 0:
+        used = [p for p in module._parameters.values() if p is not None]
+        outputs: Tensor = Untouched.apply(rows, weights, *used)
+    else:
+        y = state.inner(module, rows[row], expert.unsqueeze(1), weights.unsqueeze(1))
+        outputs = torch.zeros_like(rows, dtype=y.dtype).index_add(0, row, y)
+    back = Combine.apply(outputs, by_row, axis)
+    return torch.zeros_like(hidden, dtype=back.dtype).index_add(0, way.token_of_row, back)
+
+
+def _ways(state: _State, index: Tensor) -> tuple[Routes, Lengths, Lengths, Tensor]:
+    """Returns what this rank sends, how many rows and pairs are in each message, and the numbers of those
+    that come, (ranks, 2), on the device."""
+    axis, division = state.axis, state.division
+    if state.capacity is not None:
+        room = capacities(*index.shape, division, state.capacity)
+        way, *lengths = _equal_ways(state, index, room)
+        dropped = way.dropped if state.dropped is None else state.dropped + way.dropped
+        state.dropped = dropped.detach()
+        return way, *lengths
+    counts = call_by_rank(_counts, index, division)  # (ranks, 2): rows, pairs
+    if ranks_are_simulated():  # these compute with tensors of one size only
+        longest = torch.stack([each.max(0).values for each in inner_tensors(counts)]).max(0).values
+        return _equal_ways(state, index, tuple(longest.tolist()))
+    taken = exchange_counts(counts, axis)
+    # The layer's one host sync: sizes of the messages.
+    sent, got = torch.stack([counts, taken]).tolist()
+    by_row, by_pair = (Lengths([n[i] for n in sent], [n[i] for n in got]) for i in (0, 1))
+    starts = (counts.cumsum(0) - counts).unbind(1)
+    room = index.shape[0], index.numel()
+    way = routes(index, division, (sum(by_row.sent), sum(by_pair.sent)), starts, room)
+    return way, by_row, by_pair, taken
+
+
+def _equal_ways(
+    state: _State, index: Tensor, room: tuple[int, int]
+) -> tuple[Routes, Lengths, Lengths, Tensor]:
+    """The same where every message has ``room`` for so many rows and pairs."""
+    size = state.axis.size
+    ranks = torch.arange(size, device=index.device)
+    sizes = room[0] * size, room[1] * size
+    starts = [ranks * each for each in room]
+    way = Routes(*call_by_rank(routes, index, state.division, sizes, starts, room))
+    by_row, by_pair = (Lengths([each] * size, [each] * size, equal=True) for each in room)
+    return way, by_row, by_pair, torch.stack([torch.full_like(ranks, each) for each in room], 1)
+
+
+def _counts(index: Tensor, division: Division) -> Tensor:
+    by_token, by_pair = destinations(index, division)
+    return torch.stack([by_token.sum(1), by_pair.sum(1)], 1)
+
+
+def _first_rows(taken: Tensor, expert: Tensor) -> Tensor:
+    """Returns for each pair that came where its message begins among the rows that came."""
+    rows, pairs = taken.unbind(1)
+    return torch.repeat_interleave(rows.cumsum(0) - rows, pairs, output_size=expert.shape[0])
