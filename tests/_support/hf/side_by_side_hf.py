@@ -22,7 +22,7 @@ from parallel3d.testing.parity import shards_of
 Sizes = tuple[int, ...]
 
 # What each family is run as: the variant of its tiny config, and the sizes of the mesh, (replicate, shard,
-# tp) or (replicate, shard, cp, tp).
+# tp), (replicate, shard, cp, tp) or (replicate, shard, cp, tp, ep).
 CASES: tuple[tuple[str, Sizes], ...] = (
     ("base", (1, 1, 2)),
     ("odd", (1, 1, 2)),
@@ -31,6 +31,12 @@ CASES: tuple[tuple[str, Sizes], ...] = (
 )
 
 CP_CASE: tuple[str, Sizes] = ("base", (1, 1, 2, 1))
+
+EP_CASES: tuple[tuple[str, Sizes], ...] = (
+    ("base", (1, 4, 1, 1, 2)),
+    ("base", (1, 2, 1, 2, 4)),
+    ("odd", (2, 2, 1, 1, 2)),
+)
 
 # Everything is float64 (AllDouble), so equal means equal but for the order of sums. Each tensor is
 # held to its own largest value; the second term is for tensors that would be zero exactly.
@@ -88,7 +94,9 @@ def refused_families(file: str = "refused.txt") -> dict[str, str]:
 def _outcome(case: Case, plan: Plan, meshes: dict[Sizes, DeviceMesh]) -> Outcome:
     name, variant, sizes = case
     try:
-        layout = MeshLayout(*sizes[:2], sizes[-1], cp=sizes[2] if len(sizes) == 4 else 1)
+        replicate, shard, *more = sizes
+        cp, tp, ep = (1, *more, 1) if len(more) == 1 else (*more, 1)[:3]
+        layout = MeshLayout(replicate, shard, tp, cp=cp, ep=ep)
         if sizes not in meshes:
             meshes[sizes] = build_mesh(layout, device_type="cpu")
         return _compare(name, variant, layout, meshes[sizes], plan)
