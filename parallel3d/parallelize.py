@@ -158,8 +158,9 @@ def parallelize(
 ) -> ModelT:
     """Makes ``model`` train with tensor, expert and context parallelism, FSDP and HSDP on ``mesh``.
 
-    validate -> tensor parallel -> expert parallel -> context parallel -> activation checkpointing -> compile per unit -> shard
-    the units bottom-up -> root. A model on the meta device stays there; initialize it with ``materialize``.
+    validate -> tensor parallel -> expert parallel -> context parallel -> activation checkpointing -> compile
+    per unit -> shard the units bottom-up -> root. A model on the meta device stays there; initialize it with
+    ``materialize``.
 
     Args:
         model: a plain module; changed in place.

@@ -23,7 +23,7 @@ LAYERS: list[set[str]] = [
     {"_layout", "mesh", "_trace"},
     {"guards"},
     {"fsdp", "tp"},
-    {"cp", "activations", "audit", "_play"},
+    {"cp", "ep", "activations", "audit", "_play"},
     {"optim", "parallelize", "materialize"},
     {"checkpoint", "observability", "testing", "planner", "integrations"},
     {"tools", "doctor", "dryrun", "launch"},

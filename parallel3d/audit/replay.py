@@ -4,7 +4,7 @@ The skeleton's own code runs once, from its inputs to its outputs. Each unit ins
 parallel unit was given, gathered, and computes from it; what it returns and the gradients that reach it
 are compared, and then the code around it goes on with what the parallel unit has returned. So a difference
 is that of the unit, or the code between units, in which it begins. Memory: one unit whole, and its
-activations of the whole sequence.
+activations of the whole sequence; those of all units where a tensor leaves one by another way, see ``run``.
 
 The loss of a step is the mean over the ranks of cp, so the gradients of parts are those of the plain model
 times cp.
@@ -12,7 +12,7 @@ times cp.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -84,9 +84,32 @@ class Replay:
         # Inputs that ``shard_batch`` gives the ranks of cp in their share.
         self.scaled = {".1.num_items_in_batch"}
         self._places = _places(skeleton, modules)
+        self._recorded = recording.calls
+        self._keeps = False  # whether the graphs of units are kept until the end
+        self._later: list[Callable[[], None]] = []  # what is compared and collected then
 
     def run(self, args: Any, kwargs: Any) -> None:
-        """Runs the model on its whole inputs."""
+        """Runs the model on its whole inputs.
+
+        Where a tensor leaves a unit by another way than its output (the routers' logits that transformers
+        collects for a loss that balances experts), the code around the unit has gradients for it too: the
+        graphs of all units are kept then, and their gradients are compared at the end.
+        """
+        compared = dict(self.report.compared)
+        try:
+            self._run(args, kwargs)
+        except RuntimeError as error:
+            if "backward through the graph a second time" not in str(error):
+                raise
+            self.calls = {name: list(calls) for name, calls in self._recorded.items()}
+            self.report.compared = compared
+            self.findings, self.grads, self._keeps = [], {}, True
+            self.unknown, self._drawing, self._broken = set(), set(), set()
+            self._run(args, kwargs)
+            for each in self._later:
+                each()
+
+    def _run(self, args: Any, kwargs: Any) -> None:
         with ExitStack() as stack:
             for name, module in self.modules.items():
                 if name:
@@ -120,7 +143,8 @@ class Replay:
             if found is not None:
                 if compares:
                     self.compare(name, f"input{_word(path)}", tensor, found, around=True)
-                if found.is_floating_point():
+                # Numbers that were drawn, such as the experts of a token, are those of the step.
+                if found.is_floating_point() or not compares:
                     given[path] = found
         with torch.set_grad_enabled(self.backward):
             mine = {
@@ -137,8 +161,7 @@ class Replay:
             got = self._gathered_grad(name, what, call.input_grads.get(path), leaf)
             if got is not None:
                 if ran.known:
-                    want = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-                    self.compare(name, what, want, got)
+                    self._at_the_end(partial(self._compare_grad, name, what, leaf, got))
                 grads[path] = got
         outputs = ran.outputs | {
             path: tensor.detach() for path, tensor in ran.plain.items() if path not in ran.outputs
@@ -233,13 +256,26 @@ class Replay:
                 grads.append(grad.to(tensor.dtype))
         if not roots or not known:
             return known
-        torch.autograd.backward(roots, grads)
+        torch.autograd.backward(roots, grads, retain_graph=self._keeps)
+        self._at_the_end(partial(self._collect, parameters))
+        return True
+
+    def _at_the_end(self, action: Callable[[], None]) -> None:
+        """Calls ``action`` when all gradients have come: now, unless graphs are kept."""
+        if self._keeps:
+            self._later.append(action)
+        else:
+            action()
+
+    def _collect(self, parameters: Mapping[str, Tensor]) -> None:
         for own, value in parameters.items():
             if value.grad is not None:
                 before = self.grads.get(own)
                 self.grads[own] = value.grad if before is None else before + value.grad
                 value.grad = None
-        return True
+
+    def _compare_grad(self, name: str, what: str, leaf: Tensor, got: Tensor) -> None:
+        self.compare(name, what, torch.zeros_like(leaf) if leaf.grad is None else leaf.grad, got)
 
     @contextmanager
     def _entered(self, name: str) -> Iterator[dict[str, Tensor]]:

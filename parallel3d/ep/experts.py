@@ -47,7 +47,7 @@ class Experts:
     over each token's experts. transformers' modules of this kind are found without a rule.
 
     Attributes:
-        call: ``call(module, hidden, index, weights)``, which computes the same from this rank's experts, whose
+        call: ``call(module, hidden, index, weights)`` computes the same from this rank's experts, whose
             numbers begin with 0; by default the module's own forward.
     """
 
@@ -288,7 +288,7 @@ def _check(module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) ->
         or index.dim() != 2
     ):
         raise StateError(
-            f"{type(module).__name__} on ep got {shapes[0]}, {shapes[1]} of {index.dtype} and {shapes[2]}; it "
+            f"{type(module).__name__} on ep got {shapes[0]}, {shapes[1]} of {index.dtype}, {shapes[2]}; it "
             "takes hidden states (T, H), the experts of each token (T, K), integers, and their weights (T, K)"
         )
 
@@ -318,15 +318,16 @@ def _ways(state: _State, index: Tensor) -> tuple[Routes, Lengths, Lengths, Tenso
     that come, (ranks, 2), on the device."""
     axis, division = state.axis, state.division
     if state.capacity is not None:
-        room = capacities(*index.shape, division, state.capacity)
-        way, *lengths = _equal_ways(state, index, room)
-        dropped = way.dropped if state.dropped is None else state.dropped + way.dropped
-        state.dropped = dropped.detach()
-        return way, *lengths
+        room = capacities(index.shape[0], index.shape[1], division, state.capacity)
+        ways = _equal_ways(state, index, room)
+        dropped = ways[0].dropped
+        state.dropped = dropped if state.dropped is None else state.dropped + dropped
+        return ways
     counts = call_by_rank(_counts, index, division)  # (ranks, 2): rows, pairs
     if ranks_are_simulated():  # these compute with tensors of one size only
         longest = torch.stack([each.max(0).values for each in inner_tensors(counts)]).max(0).values
-        return _equal_ways(state, index, tuple(longest.tolist()))
+        rows, pairs = longest.tolist()
+        return _equal_ways(state, index, (rows, pairs))
     taken = exchange_counts(counts, axis)
     # The layer's one host sync: sizes of the messages.
     sent, got = torch.stack([counts, taken]).tolist()

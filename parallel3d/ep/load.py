@@ -111,8 +111,9 @@ def balance(model: nn.Module, rate: float = 1e-3) -> None:
 
     The balancing without an auxiliary loss of DeepSeek-V3 (arXiv 2412.19437, section 2.1.2). The load is
     summed over all data ranks, so the biases are the same on every mesh. Call it after ``optimizer.step()``,
-    on all ranks; ``count(model)`` must have been called. The bias is the buffer or parameter with an entry for
-    each expert, of the module around the experts, whose name ends in ``correction_bias`` or ``expert_bias``.
+    on all ranks; ``count(model)`` must have been called. The bias is the buffer or parameter with an entry
+    for each expert, of the module around the experts, whose name ends in ``correction_bias`` or
+    ``expert_bias``.
 
     Raises:
         Parallel3dError: ``rate`` is no positive number.

@@ -1,4 +1,4 @@
-"""Routes: where the tokens of a call go, and where what came back belongs. Index arithmetic, without autograd.
+"""Routes: where the tokens of a call go, and where what came back belongs. Index arithmetic only.
 
 A *pair* is a token and one of the experts that it was given to. A *row* is a token's vector in a message: a
 token goes to a rank once, however many of its experts are there, and the pairs say which experts compute it.

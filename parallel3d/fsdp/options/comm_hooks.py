@@ -270,6 +270,11 @@ def check_hook(bucket: Bucket, state: Any, hook: Any) -> None:
             f"the gradients of {label} are divided by {bucket.settings.divide_factor}, but a hook divides by "
             "itself; call set_gradient_divide_factor(None) first"
         )
+    elif bucket.axes.mean_over is not None:
+        conflict = (
+            f"the gradients of {label}, which holds experts, are a sum over ep already, and are divided by "
+            f"{bucket.divisor}; a hook would divide by its own number of ranks. Register it for other units"
+        )
     elif custom_reduce_scatter(bucket) is not None:
         conflict = (
             f"{label} has a custom reduce-scatter; call set_custom_reduce_scatter(None) first"
