@@ -159,11 +159,13 @@ class EpPlan:
                 vars(module)[_ATTRIBUTE] = state
 
     def placement_of(self, param: nn.Parameter) -> Shard | None:
-        """Returns the dim over which efsdp shards a divided parameter: the first that it divides, the experts
-        before others. None: the engine's default."""
-        local = (-(-param.shape[0] // self.view.ep.size()), *param.shape[1:])
-        ranks = self.view.data.size(self.view.data.ndim - 1)
-        return next((Shard(dim) for dim, size in enumerate(local) if size % ranks == 0), None)
+        """Returns the dim over which efsdp shards a divided parameter: the first that it divides, so that
+        nothing is padded, the experts before others. None: the engine's default."""
+        experts, *sizes = param.shape
+        ranks, ep = self.view.data.size(self.view.data.ndim - 1), self.view.ep.size()
+        if experts % (ep * ranks) == 0:
+            return Shard(0)
+        return next((Shard(dim) for dim, size in enumerate(sizes, 1) if size % ranks == 0), None)
 
 
 def _here(division: Division, axis: EpAxis) -> int:
@@ -303,7 +305,7 @@ def _on_ep(module: Any, state: _State, hidden: Tensor, index: Tensor, weights: T
     meta = torch.stack([way.expert, way.row], 1)
     expert, row = exchange(meta, by_pair, axis, "pairs").long().unbind(1)
     row = row + call_by_rank(_first_rows, taken, expert)
-    if sum(by_pair.taken) == 0:
+    if sum(by_pair.taken) == 0 or _has_none(state):
         used = [p for p in module._parameters.values() if p is not None]
         outputs: Tensor = Untouched.apply(rows, weights, *used)
     else:
@@ -311,6 +313,17 @@ def _on_ep(module: Any, state: _State, hidden: Tensor, index: Tensor, weights: T
         outputs = torch.zeros_like(rows, dtype=y.dtype).index_add(0, row, y)
     back = Combine.apply(outputs, by_row, axis)
     return torch.zeros_like(hidden, dtype=back.dtype).index_add(0, way.token_of_row, back)
+
+
+def _has_none(state: _State) -> bool:
+    """Whether this rank holds no expert, as the last ones may where ep doesn't divide their number."""
+    last, rank = state.division.by_rank[-1], state.axis.rank
+    if not last and isinstance(rank, torch.SymInt):
+        raise StateError(
+            f"{state.division.experts} experts on ep={state.axis.size} leave ranks without any, which can't be "
+            "simulated in one process; compare on real processes"
+        )
+    return not last and not state.division.by_rank[rank]
 
 
 def _ways(state: _State, index: Tensor) -> tuple[Routes, Lengths, Lengths, Tensor]:

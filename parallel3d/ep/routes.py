@@ -136,7 +136,7 @@ def routes(
     pair_of = scattered(pair_place, numbers, sizes[1])
     filled = scattered(pair_place, torch.ones_like(numbers), sizes[1])
     rank_of = torch.bucketize(
-        torch.arange(sizes[1], device=index.device), starts[1], right=True
+        torch.arange(sizes[1], device=index.device), starts[1].contiguous(), right=True
     ).sub_(1)
     token_of = pair_of // top_k
     row = at_row[rank_of, token_of] * filled
