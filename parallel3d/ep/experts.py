@@ -320,8 +320,8 @@ def _has_none(state: _State) -> bool:
     last, rank = state.division.by_rank[-1], state.axis.rank
     if not last and isinstance(rank, torch.SymInt):
         raise StateError(
-            f"{state.division.experts} experts on ep={state.axis.size} leave ranks without any, which can't be "
-            "simulated in one process; compare on real processes"
+            f"{state.division.experts} experts on ep={state.axis.size} leave ranks without any, which "
+            "can't be simulated in one process; compare on real processes"
         )
     return not last and not state.division.by_rank[rank]
 

@@ -43,7 +43,7 @@ def test_the_table_is_what_layouts_have() -> None:
 
 
 def test_roles() -> None:
-    assert names_of(Role.SHARDED) == ("shard", "dp_shard", "shard_cp", "dp_shard_cp")
+    assert names_of(Role.SHARDED) == ("shard", "dp_shard", "shard_cp", "dp_shard_cp", "efsdp")
     data = ("replicate", "dp_shard", "dp", "shard_cp")
     assert all(map(is_data_axis, data)) and not any(map(is_data_axis, ("cp", "tp", None, "pp")))
     named = {"tensor_parallel": "tp", "ddp": "replicate", "data": "shard", "context_parallel": "cp"}
@@ -75,7 +75,9 @@ def test_cp_is_given_by_name_and_lies_between_shard_and_tp() -> None:
     assert (mesh.data_size, mesh.data_rank(9), mesh.data_rank(23)) == (4, 1, 3)
     assert MeshLayout(2, cp=-1, tp=2).resolve(24) == MeshLayout(2, cp=6, tp=2)
     assert MeshLayout(2, cp=-1, tp=2).resolve(4) == MeshLayout(2, tp=2)
-    with pytest.raises(WrongTypeError, match=r"given 4 .* replicate, shard and tp so: give cp= by"):
+    with pytest.raises(
+        WrongTypeError, match=r"given 4 .* replicate, shard and tp so: give cp= and ep= by"
+    ):
         MeshLayout(2, 2, 2, 3)  # type: ignore[misc]
     with pytest.raises(MeshError, match=r"Nearest that fit: replicate 1 x shard 1 x cp 2 x tp 1"):
         MeshLayout(cp=3).resolve(2)
@@ -290,7 +292,9 @@ def test_a_misspelt_axis_is_told_the_nearest(name: str, meant: str) -> None:
     with pytest.raises(WrongTypeError) as caught:
         MeshLayout(**{name: 2})
     assert isinstance(caught.value, TypeError)
-    assert str(caught.value) == f"{name} is no axis{meant} The axes are replicate, shard, cp, tp"
+    assert (
+        str(caught.value) == f"{name} is no axis{meant} The axes are replicate, shard, cp, tp, ep"
+    )
     assert [*inspect.signature(MeshLayout).parameters] == ["replicate", "shard", "tp", "cp"]
     assert pickle.loads(pickle.dumps(MeshLayout(2, tp=3))) == MeshLayout(replicate=2, tp=3)
 
@@ -298,10 +302,25 @@ def test_a_misspelt_axis_is_told_the_nearest(name: str, meant: str) -> None:
 def test_unknown_axis() -> None:
     with pytest.raises(MeshError, match=r"^shards is no axis; did you mean shard\?"):
         MeshLayout().groups("shards")
-    with pytest.raises(MeshError, match=r"^pp is no axis\. The axes are replicate, shard, cp, tp$"):
+    with pytest.raises(
+        MeshError, match=r"^pp is no axis\. The axes are replicate, shard, cp, tp, ep$"
+    ):
         MeshLayout().groups("pp")
 
 
 def test_errors_are_value_errors() -> None:
     assert issubclass(MeshError, Parallel3dError)
     assert issubclass(MeshError, ValueError)
+
+
+def test_ep_is_a_second_view_of_the_ranks() -> None:
+    layout = MeshLayout(replicate=2, shard=4, tp=2, ep=4)
+    assert layout.as_dict() == {"replicate": 2, "shard": 4, "tp": 2}
+    assert layout.as_dict(views=True) == {"replicate": 2, "shard": 4, "tp": 2, "ep": 4}
+    assert (layout.world_size, layout.data_size, layout.ranks_of_a_copy) == (16, 8, 8)
+    assert layout.groups("ep") == [tuple(range(i, i + 4)) for i in (0, 4, 8, 12)]
+    assert str(layout) == "replicate 2 x shard 4 x tp 2 = 16 ranks, ep 4"
+    assert eval(repr(layout)) == layout
+    assert MeshLayout(shard=-1, ep=2).resolve(4) == MeshLayout(shard=4, ep=2)
+    with pytest.raises(MeshError, match=r"ep=2 doesn't divide shard 3 x cp 1 x tp 1"):
+        MeshLayout(shard=-1, ep=2).resolve(3)
