@@ -295,7 +295,7 @@ def test_a_misspelt_axis_is_told_the_nearest(name: str, meant: str) -> None:
     assert (
         str(caught.value) == f"{name} is no axis{meant} The axes are replicate, shard, cp, tp, ep"
     )
-    assert [*inspect.signature(MeshLayout).parameters] == ["replicate", "shard", "tp", "cp"]
+    assert [*inspect.signature(MeshLayout).parameters] == ["replicate", "shard", "tp", "cp", "ep"]
     assert pickle.loads(pickle.dumps(MeshLayout(2, tp=3))) == MeshLayout(replicate=2, tp=3)
 
 
