@@ -223,25 +223,38 @@ def test_shared_parameters(on_ranks) -> None:
     on_ranks(shared)
 
 
-class Quantized(nn.Module):
-    """A frozen weight of bytes beside a trained linear."""
+CODES = {
+    torch.uint8: lambda: torch.arange(12 * 12, dtype=torch.uint8).view(12, 12),
+    torch.int64: lambda: torch.arange(12 * 12).view(12, 12) - 9,
+    torch.bool: lambda: torch.arange(12 * 12).view(12, 12) % 3 == 0,
+}
 
-    def __init__(self) -> None:
+
+class Quantized(nn.Module):
+    """A frozen table of codes beside a trained linear."""
+
+    def __init__(self, codes: torch.Tensor) -> None:
         super().__init__()
-        values = torch.arange(12 * 12, dtype=torch.uint8).view(12, 12)
-        self.bytes = nn.Parameter(values, requires_grad=False)
+        self.codes = nn.Parameter(codes, requires_grad=False)
         self.linear = nn.Linear(12, 12)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x @ (self.bytes.to(x.dtype) / 255 - 0.3))
+        return self.linear(x @ (self.codes.to(x.dtype) / 255 - 0.3))
 
 
 def non_float(engine) -> None:
-    twins = train(
-        Quantized(), lambda m: engine.fully_shard(m, mesh=device_mesh()), mean_square, floats
+    """Also where a policy casts what is floating."""
+    codes = CODES[torch.uint8]
+    train(
+        Quantized(codes()), lambda m: engine.fully_shard(m, mesh=device_mesh()), mean_square, floats
     )
-    assert twins.sharded.bytes.dtype == torch.uint8
-    assert torch.equal(full(twins.sharded.bytes), twins.plain.bytes)
+    policy = engine.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for dtype, codes in CODES.items():
+        model = engine.fully_shard(Quantized(codes()), mesh=device_mesh(), mp_policy=policy)
+        for _ in range(2):
+            mean_square(model, floats(0)).backward()
+        assert model.codes.grad is None and model.codes.dtype == dtype
+        assert torch.equal(full(model.codes), codes())
 
 
 @pytest.mark.parity("behaviour: non-float parameters")

@@ -4,22 +4,17 @@ import pytest
 import torch
 from _support.fsdp.beside_plain import Net, Trial
 from _support.fsdp.wrapped import shard_blocks
-from torch import distributed as dist
 from torch import nn
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
-from torch.distributed.tensor import Shard
 
 from parallel3d import MeshLayout, build_mesh
 from parallel3d.errors import Parallel3dError, StateError
-from parallel3d.fsdp import ShardPlacementResult, fully_shard
+from parallel3d.fsdp import fully_shard
 from parallel3d.fsdp.inspect import get_unit, units_of
 from parallel3d.fsdp.options import comm_hooks
-from parallel3d.fsdp.reduction import DEFAULT_REDUCER
 from parallel3d.testing import fake_world, local_world
 
 parity = pytest.mark.parity
 FROM_GROUP = "set_allocate_memory_from_process_group_for_comm"
-SYMMETRIC = "set_symm_mem_for_comm"
 CUSTOM = ["set_custom_all_gather", "set_custom_reduce_scatter"]
 
 
@@ -91,31 +86,6 @@ def symmetric(monkeypatch) -> Allocator:
     noted("all_gather_single")
     noted("reduce_scatter_single")
     return allocator
-
-
-def refused_on_gloo() -> list[str]:
-    model = small_model()
-    messages = []
-    for method, args in ((FROM_GROUP, (True,)), (SYMMETRIC, ())):
-        try:
-            getattr(model, method)(*args)
-        except Parallel3dError as error:
-            messages.append(str(error))
-    model.set_allocate_memory_from_process_group_for_comm(False)  # it is off already
-    assert all(
-        b.settings.gather_comm is None and b.settings.reducer is DEFAULT_REDUCER
-        for b in get_unit(model).group.buckets
-    )
-    return messages
-
-
-@parity("method: set_allocate_memory_from_process_group_for_comm")
-@parity("method: set_symm_mem_for_comm")
-def test_a_backend_without_them_says_so(gloo_pool):
-    """torch 2.13 takes memory of the default allocator, silently; symmetric memory fails deep inside."""
-    for from_group, symmetric in gloo_pool.run(refused_on_gloo, world_size=2):
-        assert "'gloo' has no allocator" in from_group and "NCCL" in from_group
-        assert "'gloo' on 'cpu'" in symmetric and "NCCL" in symmetric
 
 
 class TestGroupMemory:
@@ -227,25 +197,3 @@ class TestSymmetricMemory:
             assert {
                 b.settings.max_inputs for u in units_of(model, True) for b in u.group.buckets
             } == {1}
-
-
-@parity("method: set_custom_all_gather")
-@parity("method: set_custom_reduce_scatter")
-@parity("method: set_all_reduce_hook")
-@pytest.mark.parametrize("method", [*CUSTOM, "set_all_reduce_hook"])
-def test_a_unit_on_several_meshes_is_refused(method):
-    """As torch does, with a ValueError: whose group would it be?"""
-    with fake_world(0, 4):
-        mesh = build_mesh(MeshLayout(2, 2, 1), device_type="cpu")
-        whole = dist.init_device_mesh("cpu", (4,))
-        linear = nn.Linear(4, 4)
-
-        def place(param):
-            return ShardPlacementResult(
-                Shard(0), FSDPMeshInfo(mesh["shard"] if param.ndim > 1 else whole, shard_mesh_dim=0)
-            )
-
-        fully_shard(linear, mesh=whole, shard_placement_fn=place)
-        assert len(get_unit(linear).group.buckets) == 2
-        with pytest.raises(ValueError, match="several meshes"):
-            getattr(linear, method)(Custom())

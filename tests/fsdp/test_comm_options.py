@@ -1,9 +1,6 @@
 """The methods about what communication computes: what divides the sum, and what is done to it."""
 
-import copy
-
 import pytest
-import torch
 from _support.fsdp.beside_plain import Net, Trial
 from _support.fsdp.counted_collectives import Scatter
 from _support.fsdp.wrapped import buckets, on_every_unit, shard_blocks
@@ -19,19 +16,6 @@ FSDP, HSDP = MeshLayout(1, 4, 1), MeshLayout(2, 2, 1)
 
 
 class TestDivideFactor:
-    @parity("method: set_gradient_divide_factor")
-    @pytest.mark.parametrize("layout", [FSDP, HSDP], ids=str)
-    def test_sum_over_ranks_is_divided_by_it(self, layout):
-        with local_world(4) as world:
-            trial = Trial(world, layout, shard_blocks)
-            on_every_unit(trial.model, "set_gradient_divide_factor", 3)
-            trial.backward(0)
-            trial.check([0], factor=3)
-            on_every_unit(trial.model, "set_gradient_divide_factor", None)
-            trial.model.zero_grad()
-            trial.backward(1)
-            trial.check([1])
-
     @parity("method: set_gradient_divide_factor")
     @pytest.mark.parametrize("layout", [FSDP, HSDP], ids=str)
     def test_whatever_waits(self, layout):
@@ -86,44 +70,12 @@ class TestDivideFactor:
                 None
             }
 
-    @parity("method: set_reduce_scatter_divide_factor")
-    def test_old_name(self):
-        with fake_world(0, 2):
-            model = shard_blocks(Net(), build_mesh(MeshLayout(1, 2, 1), device_type="cpu"))
-            with pytest.warns(DeprecationWarning, match="set_gradient_divide_factor"):
-                model.set_reduce_scatter_divide_factor(3.0)
-            assert get_unit(model).group.buckets[0].divisor == 3.0
-
     @pytest.mark.parametrize("wrong", [0, -1, float("nan"), float("inf"), True, "2"])
     def test_no_number(self, wrong):
         with fake_world(0, 2):
             model = shard_blocks(Net(), build_mesh(MeshLayout(1, 2, 1), device_type="cpu"))
             with pytest.raises(Parallel3dError, match="positive number"):
                 model.set_gradient_divide_factor(wrong)
-
-
-def divided_on_gloo(dtype: torch.dtype) -> float:
-    """The largest difference between a gradient and the sum over ranks / 3."""
-    mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
-    torch.manual_seed(0)
-    plain = Net().to(dtype)
-    model = shard_blocks(copy.deepcopy(plain), mesh)
-    on_every_unit(model, "set_gradient_divide_factor", 3)
-    inputs = [torch.randn(2, 6, dtype=dtype) for _ in range(2)]
-    model(inputs[dist.get_rank()]).square().mean().backward()
-    sum(plain(x).square().mean() for x in inputs).backward()
-    return max(
-        float((p.grad.full_tensor() - q.grad / 3).abs().max())
-        for p, q in zip(model.parameters(), plain.parameters(), strict=True)
-    )
-
-
-@parity("behaviour: gradient divide on gloo")
-@parity("method: set_force_sum_reduction_for_comms")
-def test_divide_factor_on_gloo(gloo_pool):
-    """torch 2.13: "Cannot use ReduceOp.PREMUL_SUM with Gloo", unless sums are forced."""
-    for difference in gloo_pool.run(divided_on_gloo, torch.float64, world_size=2):
-        assert difference < 1e-14
 
 
 class TestForceSum:
@@ -180,26 +132,6 @@ class TestAllReduceHook:
             trial.backward(1)
             trial.check([0, 1], factor=2)
             assert len(calls) == len(buckets(trial.model))
-
-    @parity("behaviour: own HSDP by set_all_reduce_hook")
-    @parity("method: set_all_reduce_hook")
-    def test_own_hsdp(self):
-        """FSDP over one axis of a mesh, and the user's all-reduce over the other."""
-        with local_world(4) as world:
-
-            def wrap(model, mesh):
-                return shard_blocks(model, mesh["shard"])
-
-            trial = Trial(world, HSDP, wrap)
-            group = trial.mesh["replicate"].get_group()
-
-            def average(grad):
-                dist.all_reduce(grad, group=group)
-                grad.div_(2)
-
-            on_every_unit(trial.model, "set_all_reduce_hook", average)
-            trial.backward(0)
-            trial.check([0])
 
     @parity("method: set_all_reduce_hook")
     def test_stream_with_hsdp_is_refused(self):

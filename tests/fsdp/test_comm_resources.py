@@ -3,7 +3,6 @@
 import pickle
 
 import pytest
-import torch
 from _support.fsdp.beside_plain import Net, Trial
 from _support.fsdp.counted_collectives import Gather, Memory, Scatter
 from _support.fsdp.wrapped import buckets, on_every_unit, shard_blocks
@@ -55,39 +54,8 @@ class TestInputBuffers:
             trial.model.set_reduce_scatter_max_input_buffers(2)
             assert comm.max_inputs == 2
 
-    @parity("method: set_reduce_scatter_max_input_buffers")
-    @pytest.mark.parametrize("wrong", [0, -1, True, 1.5])
-    def test_no_number_of_buffers(self, wrong):
-        with fake_world(0, 2):
-            model = shard_blocks(Net(), build_mesh(MeshLayout(1, 2, 1), device_type="cpu"))
-            with pytest.raises(Parallel3dError, match="1 or more"):
-                model.set_reduce_scatter_max_input_buffers(wrong)
-
-
-def separate_group_on_gloo() -> tuple[int, bool]:
-    """(number of groups made, whether gradients are those of the shared group) on a (2, 2) mesh."""
-    mesh = build_mesh(HSDP, device_type="cpu")
-    grads = []
-    for separate in (True, False):
-        torch.manual_seed(0)
-        model = shard_blocks(Net(), mesh)
-        if separate:
-            model.set_separate_reduce_scatter_group()
-            groups = {id(b.scatter_group) for b in buckets(model) if b.shard_group is not None}
-            assert all(
-                b.scatter_group is not b.shard_group for b in buckets(model) if b.num_shards > 1
-            )
-        torch.manual_seed(dist.get_rank())
-        model(torch.randn(2, 6)).square().mean().backward()
-        grads.append([p.grad.full_tensor() for p in model.parameters()])
-    return len(groups), all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
-
 
 class TestSeparateGroup:
-    @parity("method: set_separate_reduce_scatter_group")
-    def test_on_processes(self, gloo_pool):
-        assert gloo_pool.run(separate_group_on_gloo, world_size=4) == [(1, True)] * 4
-
     @parity("method: set_separate_reduce_scatter_group")
     def test_on_simulated_ranks_and_back(self):
         with local_world(4) as world:
@@ -113,31 +81,7 @@ class TestSeparateGroup:
             assert pickle.loads(pickle.dumps(mesh)) == mesh
 
 
-def custom_on_gloo() -> tuple[float, int, int]:
-    """(largest difference from the default's gradients, gathers, reductions)."""
-    mesh = build_mesh(FSDP, device_type="cpu")
-    gather, scatter = Gather(), Scatter()
-    grads = []
-    for custom in (True, False):
-        torch.manual_seed(0)
-        model = shard_blocks(Net().double(), mesh)
-        if custom:
-            model.layers[0].set_custom_all_gather(gather)
-            model.layers[0].set_custom_reduce_scatter(scatter)
-        torch.manual_seed(dist.get_rank())
-        model(torch.randn(2, 6, dtype=torch.float64)).square().mean().backward()
-        grads.append([p.grad.full_tensor() for p in model.parameters()])
-    worst = max(float((a - b).abs().max()) for a, b in zip(*grads, strict=True))
-    return worst, len(gather.ops), len(scatter.ops)
-
-
 class TestCustomCollectives:
-    @parity("method: set_custom_all_gather")
-    @parity("method: set_custom_reduce_scatter")
-    def test_on_processes(self, gloo_pool):
-        for worst, gathers, scatters in gloo_pool.run(custom_on_gloo, world_size=4):
-            assert worst < 1e-14 and (gathers, scatters) == (2, 1)
-
     @parity("method: set_custom_all_gather")
     @parity("method: set_custom_reduce_scatter")
     def test_on_simulated_ranks_and_back(self):

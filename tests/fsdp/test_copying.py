@@ -9,7 +9,6 @@ import torch
 from _support.fsdp.wrapped import at_rest, build, shard_blocks
 from _support.models import LM_PLAN, Lm, lm_loss, tokens
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from parallel3d import MeshLayout, build_mesh, parallelize
 from parallel3d._torch.simulated import inner_tensors
@@ -49,23 +48,6 @@ def test_copy_trains_on_its_own(mesh_shape):
             assert not torch.equal(q.full_tensor(), old)
         step(twin)
         assert at_rest(twin) and at_rest(model)
-
-
-@parity("fault n: copy.deepcopy")
-def test_averaged_model():
-    with local_world(2):
-        model, _ = build()
-        ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-        start = [p.full_tensor().clone() for p in model.parameters()]
-        ema.update_parameters(model)  # the first takes the weights
-        step(model)
-        torch.optim.SGD(model.parameters(), lr=1.0).step()
-        ema.update_parameters(model)
-        for old, now, mean in zip(start, model.parameters(), ema.parameters(), strict=True):
-            torch.testing.assert_close(mean.full_tensor(), (old + now.full_tensor()) / 2)
-        with torch.no_grad():
-            assert lm_loss(ema, tokens(0)) != lm_loss(model, tokens(0))
-        assert at_rest(ema)
 
 
 class TiedHead(nn.Module):

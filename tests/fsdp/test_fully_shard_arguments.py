@@ -180,21 +180,6 @@ class TestPolicies:
             model = fully_shard(Block(), mesh=data_mesh(), offload_policy=offload)
             assert [b.offload.policy for b in unit_of(model).group.buckets] == [offload]
 
-    @pytest.mark.parity("argument: torch's own policy objects")
-    def test_ours_are_torchs(self) -> None:
-        assert OffloadPolicy is torch_fsdp.OffloadPolicy
-        assert CPUOffloadPolicy is torch_fsdp.CPUOffloadPolicy
-        assert issubclass(MixedPrecisionPolicy, torch_fsdp.MixedPrecisionPolicy)
-        ours, theirs = map(
-            dataclasses.fields, (MixedPrecisionPolicy, torch_fsdp.MixedPrecisionPolicy)
-        )
-        same = [(f.name, f.default) for f in ours][: len(theirs)]  # and some of ours behind them
-        assert same == [(f.name, f.default) for f in theirs]
-        with fake_world(0, 2):  # and torch takes ours
-            torch_fsdp.fully_shard(
-                Block(), mesh=data_mesh(), mp_policy=MixedPrecisionPolicy(torch.bfloat16)
-            )
-
     @pytest.mark.parametrize("made_by", [MixedPrecisionPolicy, torch_fsdp.MixedPrecisionPolicy])
     @pytest.mark.parametrize(
         "wrong", [{"param_dtype": torch.int8}, {"reduce_dtype": "bf16"}, {"cast_forward_inputs": 1}]
@@ -315,40 +300,6 @@ class TestModules:
         with fake_world(0, 2):
             model = fully_shard(Chain([nn.Linear(4, 4), nn.Linear(4, 2)]), mesh=data_mesh())
             assert model(torch.zeros(3, 4)).shape == (3, 2)
-
-    @pytest.mark.parity("argument: module")
-    def test_slices_of_a_container_are_plain(self) -> None:
-        with fake_world(0, 2):
-            model = fully_shard(
-                nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), mesh=data_mesh()
-            )
-            part = model[:2]
-            assert type(part) is nn.Sequential and part[0] is model[0]
-
-    @pytest.mark.parity("argument: ignored_params")
-    def test_ignored_parameters_stay_where_they_are(self) -> None:
-        with fake_world(0, 2):
-            model = Block()
-            kept = model.norm.weight
-            fully_shard(model, mesh=data_mesh(), ignored_params={kept})
-            assert model.norm.weight is kept
-            assert all(
-                kept is not p.sharded for b in unit_of(model).group.buckets for p in b.params
-            )
-
-
-def test_names_are_the_same_as_torchs() -> None:
-    """Every argument, in order, with its default."""
-    import inspect
-
-    ours, theirs = (inspect.signature(f).parameters for f in (fully_shard, torch_fsdp.fully_shard))
-    since_2_12 = ["dp_mesh_dims"] if "dp_mesh_dims" not in theirs else []
-    assert list(ours) == [*theirs, *since_2_12, "shard_optimizer_over_replicate"]
-    for name in theirs:
-        argument = ours[name]
-        assert argument.kind == theirs[name].kind
-        same = argument.default == theirs[name].default
-        assert same or isinstance(argument.default, type(theirs[name].default)), name
 
 
 def test_fallbacks_for_torch_2_11_are_like_the_real_ones() -> None:

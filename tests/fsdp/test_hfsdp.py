@@ -58,11 +58,6 @@ class TestParity:
     def test_simulated_ranks(self, mesh, options) -> None:
         assert parity(mesh, **options)["float64"] < 1e-12
 
-    @pytest.mark.slow  # test_equals_hsdp_in_bfloat16 has it on processes
-    def test_gloo(self, gloo_pool) -> None:
-        for grads in gloo_pool.run(parity, (2, 2, 1), world_size=4):
-            assert grads["float64"] < 1e-12
-
 
 def made(layout: MeshLayout, sizes: dict | None = None, **options):
     """(model, mesh) within a world."""

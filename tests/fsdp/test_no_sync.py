@@ -1,7 +1,5 @@
 """no_sync(): backwards that reduce nothing, and switches that are put back."""
 
-import functools
-
 import pytest
 import torch
 from _support.models import LM_PLAN, Lm, lm_loss, tokens
@@ -10,7 +8,7 @@ from torch import nn
 
 from parallel3d import MeshLayout, build_mesh, parallelize
 from parallel3d.fsdp.inspect import units_of
-from parallel3d.testing import fake_world, local_world, record_collectives, shards_of
+from parallel3d.testing import fake_world, local_world, shards_of
 
 
 def plain_grads(samples: list[int], data_size: int) -> dict[str, torch.Tensor]:
@@ -90,16 +88,3 @@ def test_switches_are_put_back_as_they_were() -> None:
         assert [(unit.sync, unit.all_reduce) for unit in units] == before
         with model.layers[0].no_sync():  # of an inner unit: its own alone
             assert [unit.sync for unit in units].count(False) == 1
-
-
-def test_nothing_is_communicated_over_data_axes() -> None:
-    with fake_world(0, 4):
-        mesh = build_mesh(MeshLayout(2, 2, 1), device_type="cpu")
-        model = parallelize(Lm(), mesh)
-        backward = functools.partial(lm_loss, model, tokens(0))
-        with record_collectives(mesh) as recorder:
-            with model.no_sync():
-                backward().backward()
-            assert recorder.count("reduce_scatter") == recorder.count("all_reduce") == 0
-            backward().backward()
-            assert recorder.count("reduce_scatter") == recorder.count("all_reduce") == 4

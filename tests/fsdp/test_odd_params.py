@@ -8,9 +8,9 @@ from _support.fsdp.wrapped import shard_blocks
 from _support.models import Block, Lm, lm_loss, tokens
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate
 
-from parallel3d import MeshLayout, MixedPrecisionPolicy
+from parallel3d import MeshLayout
 from parallel3d.fsdp import fully_shard
 from parallel3d.fsdp.inspect import unit_of
 from parallel3d.testing import assert_parity, fake_world, local_world
@@ -77,20 +77,6 @@ def test_scalar_alone() -> None:
 
 
 @pytest.mark.parity("fault n: non-contiguous parameters")
-def test_non_contiguous() -> None:
-    """torch: "FSDP does not support non-contiguous parameters yet"."""
-
-    def build() -> nn.Module:
-        model = Block()
-        model.up.weight = nn.Parameter(torch.randn(12, 20).t())
-        model.down.bias = nn.Parameter(torch.randn(24)[::2])
-        assert not model.up.weight.is_contiguous() and not model.down.bias.is_contiguous()
-        return model
-
-    parity(build)
-
-
-@pytest.mark.parity("fault n: non-contiguous parameters")
 def test_channels_last() -> None:
     class Images(nn.Sequential):
         def __init__(self) -> None:
@@ -141,87 +127,6 @@ def test_no_elements(shape) -> None:
             return self.inner(super().forward(x))
 
     parity(Outer, apply=apply)
-
-
-CODES = {
-    torch.uint8: lambda: torch.arange(35, dtype=torch.uint8).view(7, 5),
-    torch.int64: lambda: torch.arange(35).view(7, 5) - 9,
-    torch.bool: lambda: torch.arange(35).view(7, 5) % 3 == 0,
-}
-
-
-class Quantized(nn.Module):
-    """A frozen table of codes, that forward turns into weights."""
-
-    def __init__(self, codes: torch.Tensor, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        self.block = Block()
-        self.codes = nn.Parameter(codes, requires_grad=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        assert not self.codes.dtype.is_floating_point
-        return self.block(x) * self.codes.to(x.dtype).mean()
-
-
-@pytest.mark.parametrize("dtype", CODES, ids=str)
-@pytest.mark.parity("behaviour: non-float parameters")
-def test_non_float(dtype) -> None:
-    parity(lambda: Quantized(CODES[dtype]()))
-
-
-def non_float_on_ranks(dtype: torch.dtype) -> None:
-    """Also where a policy casts what is floating."""
-    torch.manual_seed(0)
-    codes = CODES[dtype]()
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = fully_shard(Quantized(codes), mesh=data_mesh(), mp_policy=policy)
-    model(torch.randn(2, 12)).square().mean().backward()
-    assert model.codes.dtype == dtype and model.codes.grad is None
-    assert torch.equal(model.codes.full_tensor(), codes)
-    assert model.block.up.weight.grad.dtype == torch.float32
-
-
-@pytest.mark.smoke
-@pytest.mark.parity("behaviour: non-float parameters")
-def test_non_float_on_real_ranks(gloo_pool) -> None:
-    for dtype in CODES:
-        gloo_pool.run(non_float_on_ranks, dtype, world_size=2)
-
-
-class Mixed(nn.Module):
-    """A float64 block, a float32 and a bfloat16 linear, all trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = Block().double()
-        self.b = nn.Linear(12, 12)
-        self.c = nn.Linear(12, 5).bfloat16()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.b(self.a(x.double()).float())
-        return self.c(x.bfloat16())
-
-
-@pytest.mark.parity("fault h: mixed dtypes in one unit")
-def test_mixed_dtypes() -> None:
-    """torch: "FSDP expects uniform original parameter dtype", an AssertionError at the first forward."""
-    torch.manual_seed(0)
-    plain = Mixed()
-    x = torch.randn(2, 12)
-    plain(x).float().square().sum().backward()
-    with local_world(2) as world:
-        torch.manual_seed(0)
-        with world.paused():
-            model = Mixed()
-        model = fully_shard(model, mesh=data_mesh())
-        same = world.map(lambda _: x)
-        model(same).float().square().sum().backward()
-        for (name, want), got in zip(plain.named_parameters(), model.parameters(), strict=True):
-            assert got.dtype == got.grad.dtype == want.dtype, name
-            for whole in world.per_rank(got.grad.full_tensor()):
-                assert torch.allclose(whole, want.grad, rtol=1e-2 if "c." in name else 1e-5), name
-        dtypes = [bucket.dtype for bucket in unit_of(model).group.buckets]
-        assert dtypes == [torch.float64, torch.float32, torch.bfloat16]
 
 
 @pytest.mark.parity("behaviour: shared parameters")
@@ -277,12 +182,3 @@ def test_meta_beside_real_values() -> None:
         )
         assert not model.up.weight.is_meta
         assert model(torch.randn(2, 12)).shape == (2, 12)
-
-
-@pytest.mark.parity("behaviour: uneven sharding")
-@pytest.mark.parametrize("ranks", [3, 4, 5])
-def test_uneven_rows(ranks: int) -> None:
-    parity(lambda: Block(dim=12, hidden=7), layout=MeshLayout(1, ranks, 1))
-    with fake_world(ranks - 1, ranks):
-        model = fully_shard(Block(dim=12, hidden=7), mesh=data_mesh(ranks))
-        assert model.up.weight.placements == (Shard(0),)

@@ -10,7 +10,7 @@ from _support.fsdp.beside_plain import Net, Trial
 from _support.fsdp.noted_streams import Device, find, happens_before, note
 from _support.fsdp.wrapped import shard_blocks
 from _support.models import Lm, lm_loss, tokens
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh
 from parallel3d.fsdp import bucket as bucket_module
@@ -38,26 +38,6 @@ def wrap(model, mesh, **options):
 
 def buckets(model):
     return [b for m in [*model.layers, model] for b in get_unit(m).group.buckets]
-
-
-@parity("argument: offload_policy=CPUOffloadPolicy()")
-@parity("argument: offload_policy=CPUOffloadPolicy(pin_memory=False)")
-@parity("argument: offload_policy=OffloadPolicy()")
-@parity("behaviour: CPU offload without a device")
-@pytest.mark.parametrize(
-    "policy", [CPUOffloadPolicy(), CPUOffloadPolicy(pin_memory=False), OffloadPolicy()], ids=str
-)
-def test_on_a_cpu_mesh_there_is_nothing_to_do(policy):
-    """torch 2.13: CPUOffloadPolicy() fails on a CPU mesh, as it pins memory for a device that isn't there."""
-    with local_world(2) as world:
-        trial = Trial(
-            world,
-            MeshLayout(1, 2, 1),
-            lambda model, mesh: shard_blocks(model, mesh, offload_policy=policy),
-        )
-        trial.backward(0)
-        trial.check([0])
-        assert not any(bucket.reads_host or bucket.pin for bucket in buckets(trial.model))
 
 
 @pytest.mark.parametrize("policy", [CPUOffloadPolicy(), CPUOffloadPolicy(pin_memory=False)])

@@ -201,16 +201,3 @@ CASES = [
 def test_simulated_ranks(case, sizes) -> None:
     with local_world(4) as world:
         case(world, MeshLayout(*sizes))
-
-
-def all_cases(sizes):
-    for case in CASES:
-        case(None, MeshLayout(*sizes))
-
-
-@pytest.mark.parametrize(
-    "sizes", [pytest.param(LAYOUTS[0], marks=pytest.mark.full), LAYOUTS[1]], ids=str
-)
-@pytest.mark.slow  # every case is run on simulated ranks above
-def test_gloo(gloo_pool, sizes) -> None:
-    gloo_pool.run(all_cases, sizes, world_size=4)

@@ -3,9 +3,7 @@
 import functools
 
 import pytest
-import torch
 from _support.models import LM_PLAN, Lm, lm_loss, tokens
-from torch import distributed as dist
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
 
@@ -160,17 +158,3 @@ def test_parity(strategy, tp) -> None:
     layout = strategy_layout(strategy, 4, tp=tp, shard=2 if strategy is HYBRID else None)
     apply = functools.partial(with_tp if tp > 1 else by_strategy, strategy)
     assert_parity(Lm, tokens, layout, loss=lm_loss, steps=2, fp32=False, apply=apply)
-
-
-def of_a_job(strategies: list[ShardingStrategy]) -> None:
-    for strategy in strategies:
-        shard = 2 if strategy in (HYBRID, ZERO2) else None
-        layout = strategy_layout(strategy, dist.get_world_size(), shard=shard)
-        apply = functools.partial(by_strategy, strategy)
-        torch.manual_seed(0)
-        assert_parity(Lm, tokens, layout, loss=lm_loss, steps=2, fp32=False, apply=apply)
-
-
-@pytest.mark.slow
-def test_on_processes(gloo_pool) -> None:
-    gloo_pool.run(of_a_job, [FULL, GRAD_OP, NO, HYBRID, ZERO2], world_size=4)

@@ -1,41 +1,16 @@
 """What torch 2.15's ``fully_shard`` has and 2.13's has not: ours on every torch, or refused."""
 
-import dataclasses
-import inspect
-
 import pytest
 import torch
 from torch import nn
-from torch.distributed import fsdp as torch_fsdp
 
 from parallel3d import MeshLayout, Parallel3dError, build_mesh
 from parallel3d._torch.autograd import follows_grad_dtype
-from parallel3d.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from parallel3d.fsdp import MixedPrecisionPolicy, fully_shard
 from parallel3d.fsdp.inspect import units_of
 from parallel3d.testing import fake_world
 
 BF16, FP32 = torch.bfloat16, torch.float32
-
-
-def names_of(policy: type) -> set[str]:
-    return {field.name for field in dataclasses.fields(policy)}
-
-
-def test_every_public_name_of_the_torch_that_runs_is_ours() -> None:
-    """Methods of FSDPModule, arguments of fully_shard, fields of the policies."""
-    for name, value in vars(torch_fsdp.FSDPModule).items():
-        if callable(value) and name[0] != "_":
-            owner = next(cls for cls in FSDPModule.__mro__ if name in vars(cls))
-            assert owner.__module__.startswith("parallel3d"), name
-            expected, given = (
-                inspect.signature(each).parameters for each in (value, getattr(owner, name))
-            )
-            assert set(expected) <= set(given), name
-    ours, torchs = (inspect.signature(f).parameters for f in (fully_shard, torch_fsdp.fully_shard))
-    assert set(torchs) <= set(ours)
-    assert names_of(torch_fsdp.MixedPrecisionPolicy) <= names_of(MixedPrecisionPolicy)
-    assert OffloadPolicy is torch_fsdp.OffloadPolicy
-    assert names_of(torch_fsdp.CPUOffloadPolicy) == {"pin_memory"}
 
 
 class Net(nn.Module):

@@ -4,16 +4,13 @@ import copy
 
 import pytest
 import torch
-from _support.fsdp.wrapped import at_rest, build, held_bytes
+from _support.fsdp.wrapped import at_rest, build
 from _support.models import Block, lm_loss, tokens
 from torch import nn
-from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor
 
 from parallel3d import MeshLayout, build_mesh
-from parallel3d.errors import StateError
-from parallel3d.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method, share_comm_ctx
-from parallel3d.fsdp.group import ShardedState
+from parallel3d.fsdp import fully_shard, register_fsdp_forward_method, share_comm_ctx
 from parallel3d.fsdp.inspect import get_unit, unit_of
 from parallel3d.testing import local_world, record_collectives
 
@@ -26,27 +23,6 @@ def gathers(recorder):
 
 def mesh_of(shard=2, replicate=1):
     return build_mesh(MeshLayout(replicate, shard, 1), device_type="cpu")
-
-
-@parity("function: every name of torch's FSDPModule is overridden")
-def test_every_name_of_torchs_class_is_ours():
-    inherited = set(dir(nn.Module)) | set(dir(object))
-    names = {name for name in dir(TorchFSDPModule) if name not in inherited} | {"__new__", "_apply"}
-    for name in names - {"_orig_cls_mro_index"}:  # read by torch's own __new__ only
-        owners = [cls for cls in FSDPModule.__mro__ if name in vars(cls)]
-        assert owners and owners[0].__module__.startswith("parallel3d"), name
-
-
-@parity("function: isinstance of torch's FSDPModule")
-def test_isinstance_and_slicing():
-    with local_world(2):
-        model = fully_shard(
-            nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 2)), mesh=mesh_of()
-        )
-        assert isinstance(model, TorchFSDPModule) and isinstance(model, nn.Sequential)
-        assert type(model).__name__ == "FSDPSequential"
-        part = model[:2]
-        assert type(part) is nn.Sequential and len(part) == 2
 
 
 class TestStayingGathered:
@@ -91,28 +67,6 @@ class TestStayingGathered:
             lm_loss(model, tokens(0))
             assert at_rest(model)
 
-    @parity("method: unshard", "method: reshard")
-    def test_unshard_shows_until_reshard(self):
-        with local_world(2):
-            model, mesh = build()
-            block = model.layers[0]
-            plain = {n: p.full_tensor() for n, p in block.named_parameters()}
-            block.set_reshard_after_forward(False)
-            block.unshard()
-            shown = dict(block.named_parameters())
-            assert not any(isinstance(p, DTensor) for p in shown.values())
-            for name, value in plain.items():
-                torch.testing.assert_close(shown[name], value)
-            with record_collectives(mesh) as recorder:
-                loss = lm_loss(model, tokens(0))
-            assert "layers.0" not in [event.unit for event in gathers(recorder)]
-            assert not isinstance(block.up.weight, DTensor)  # as torch's schedules expect
-            loss.backward()
-            assert at_rest(model)
-            block.unshard()
-            block.reshard()
-            assert at_rest(model)
-
     @parity("method: unshard")
     def test_a_kept_unit_is_gathered_anew_after_a_step(self):
         with local_world(2), torch.no_grad():
@@ -128,29 +82,6 @@ class TestStayingGathered:
 
 
 class TestPrefetchLists:
-    @parity("method: set_modules_to_forward_prefetch", "method: set_modules_to_backward_prefetch")
-    def test_units_in_the_list_are_gathered_at_once(self):
-        with local_world(2):
-            model, _ = build()
-            first, second = model.layers
-            seen = []
-
-            def look(where):
-                states = [unit_of(m).group.state for m in (first, second)]
-                seen.append((where, *(s is not ShardedState.SHARDED for s in states)))
-
-            model.set_modules_to_forward_prefetch([first, second])
-            second.set_modules_to_backward_prefetch([first])
-            model.embed.register_forward_hook(lambda *_: look("embed"))
-            loss = lm_loss(model, tokens(0))
-            assert seen == [("embed", True, True)]
-            second.down.register_full_backward_pre_hook(lambda *_: look("backward"))
-            loss = lm_loss(model, tokens(0))
-            seen.clear()
-            loss.backward()
-            assert seen == [("backward", True, True)]
-            assert at_rest(model)
-
     @parity("method: set_modules_to_forward_prefetch")
     def test_what_is_no_unit_is_refused(self):
         with local_world(2):
@@ -159,53 +90,6 @@ class TestPrefetchLists:
                 model.set_modules_to_forward_prefetch([model.norm])
             with pytest.raises(ValueError, match="takes a list of units"):
                 model.set_modules_to_backward_prefetch(model.layers[0])
-
-
-class Branches(nn.Module):
-    """Which branch runs is the caller's choice."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(12, 12), nn.Linear(12, 12)
-
-    def forward(self, x, branch):
-        return x + getattr(self, branch)(x)
-
-
-@parity("method: set_reduce_scatter_unused_params")
-def test_unused_parameters_get_zeros_and_the_order_is_fixed():
-    with local_world(2):
-        mesh = mesh_of()
-        torch.manual_seed(0)
-        model = nn.ModuleList([Branches(), Branches()])
-        for each in model:
-            fully_shard(each, mesh=mesh)
-
-        class Root(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.parts = model
-
-            def forward(self, x, *branches):
-                for part, branch in zip(self.parts, branches, strict=True):
-                    x = part(x, branch)
-                return x
-
-        root = fully_shard(Root(), mesh=mesh)
-        root.set_reduce_scatter_unused_params(True)
-        x = torch.randn(2, 12)
-        orders = []
-        for branches in (("a", "a"), ("b", "a"), ("a", "b")):
-            root.zero_grad()
-            with record_collectives(mesh) as recorder:
-                root(x, *branches).sum().backward()
-            orders.append([(e.unit, e.bytes) for e in recorder.select("reduce_scatter")])
-            for part, branch in zip(root.parts, branches, strict=True):
-                other = "b" if branch == "a" else "a"
-                assert getattr(part, branch).weight.grad.full_tensor().abs().sum() > 0
-                assert getattr(part, other).weight.grad.full_tensor().abs().sum() == 0
-        assert orders[0] == orders[1] == orders[2]
-        assert [unit for unit, _ in orders[0]] == ["parts.1", "parts.0"]
 
 
 class Recursive(nn.Module):
@@ -274,86 +158,6 @@ class TestForwardMethods:
             with pytest.raises(RuntimeError, match="as planned"):
                 model.fail(torch.randn(3, 12))
             assert at_rest(model)
-
-
-@parity("function: share_comm_ctx")
-def test_shared_comm():
-    with local_world(2):
-        first, _ = build()
-        second, _ = build()
-        share_comm_ctx([first, second])
-        loss = lm_loss(first, tokens(0)) + lm_loss(second, tokens(1))
-        loss.backward()
-        assert unit_of(first).context.comm is unit_of(second).context.comm
-        alone, _ = build()
-        lm_loss(alone, tokens(1)).backward()
-        for p, q in zip(second.parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(p.grad.full_tensor(), q.grad.full_tensor())
-        assert at_rest(first) and at_rest(second)
-        with pytest.raises(ValueError, match="which is not a unit"):
-            share_comm_ctx([nn.Linear(2, 2)])
-
-
-@parity("method: set_is_last_backward")
-def test_reductions_are_waited_for_in_the_last_backward():
-    with local_world(4):
-        model, _ = build((2, 2, 1))
-        reference, _ = build((2, 2, 1))
-        model.set_is_last_backward(False)
-        lm_loss(model, tokens(0)).backward()
-        model.set_is_last_backward(True)
-        lm_loss(model, tokens(1)).backward()
-        for index in range(2):
-            lm_loss(reference, tokens(index)).backward()
-        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(p.grad.full_tensor(), q.grad.full_tensor())
-
-
-@parity("argument: reshard_after_forward=int", "fault a: reshard to a smaller world with Shard(1)")
-@pytest.mark.parametrize("mesh_shape, parts", [((1, 4, 1), 2), ((2, 4, 1), 2), ((1, 6, 1), 3)])
-def test_reshard_to_fewer_ranks(mesh_shape, parts):
-    """torch: IndexError with Shard(1). Here the dim doesn't matter: what is kept are whole segments."""
-    size = mesh_shape[0] * mesh_shape[1]
-    with local_world(size):
-        model, mesh = build(mesh_shape, reshard_after_forward=parts)
-        reference, _ = build(mesh_shape)
-        for _ in range(2):  # the second also prefetches
-            loss = lm_loss(model, tokens(0))
-            assert all(isinstance(p, DTensor) for p in model.parameters())
-            bucket = unit_of(model.layers[0]).group.buckets[0]
-            assert bucket.post_forward_shard is not None
-            with record_collectives(mesh) as recorder:
-                loss.backward()
-            small = [event for event in gathers(recorder) if event.unit.startswith("layers")]
-            assert len(small) == 2
-            assert at_rest(model) and bucket.post_forward_shard is None
-            lm_loss(reference, tokens(0)).backward()
-        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(p.grad.full_tensor(), q.grad.full_tensor())
-
-
-@parity("method: reset_iter_state")
-def test_reset_is_for_the_root():
-    with local_world(2):
-        model, _ = build()
-        model.reset_iter_state()
-        with pytest.raises(StateError, match="outermost unit"):
-            model.layers[0].reset_iter_state()
-
-
-@parity("reliability: exception in forward, reset_iter_state")
-def test_reset_drops_what_waits():
-    with local_world(2):
-        model, _ = build()
-        model.set_requires_gradient_sync(False)
-        lm_loss(model, tokens(0)).backward()
-        assert model.head.weight.grad is not None
-        model.reset_iter_state()
-        assert all(p.grad is None for p in model.parameters())
-        assert at_rest(model)
-        assert not any(
-            held_bytes(b.precision.gathered) for b in unit_of(model.layers[0]).group.buckets
-        )
 
 
 def test_one_module_of_a_list_alone_sees_new_weights():
