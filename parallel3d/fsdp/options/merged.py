@@ -270,7 +270,8 @@ class RegisteredByRoot(Option):
             group.adopt()
             if group.on_meta:
                 group.check_has_values()
-            group.count_trainable()
+            if torch.is_grad_enabled():  # else a backward may still come, of what was trained before
+                group.count_trainable()
             group.note_changes()
             group.register_unsharded()
             unit.registrar = self
