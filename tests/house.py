@@ -32,7 +32,7 @@ LAYERS: list[set[str]] = [
 
 FSDP_LAYERS: list[set[str]] = [
     {"api", "layout", "schedule", "placement", "param", "collectives"},
-    {"bucket", "records", "gradients", "reduction", "comm"},
+    {"bucket", "records", "gradients", "reduction", "comm", "streams", "coalesced"},
     {"group", "members", "watch", "same_order"},
     {"unit", "context", "events"},
     {"options"},

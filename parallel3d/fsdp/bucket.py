@@ -26,7 +26,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import chain, count
 from operator import attrgetter, is_
 from typing import Any
@@ -43,12 +42,12 @@ from parallel3d._torch.autograd import (
     torch_function_off,
 )
 from parallel3d._torch.dtensor import local_tensor_of
-from parallel3d._torch.kernels import foreach_copy_, split_copy, views_like
+from parallel3d._torch.kernels import foreach_copy_, views_like
 from parallel3d._torch.simulated import inner_tensors
 from parallel3d._util.storage import with_own_storage
 from parallel3d.errors import Parallel3dError
 from parallel3d.fsdp.api import MixedPrecisionPolicy
-from parallel3d.fsdp.collectives import all_gather, has_streams
+from parallel3d.fsdp.collectives import all_gather
 from parallel3d.fsdp.comm import Comm
 from parallel3d.fsdp.gradients import BucketGradients
 from parallel3d.fsdp.layout import bucket_order
@@ -60,7 +59,7 @@ from parallel3d.fsdp.param import (
     zero_copy_bytes,
 )
 from parallel3d.fsdp.placement import DataAxes, post_forward_mesh
-from parallel3d.fsdp.records import BufferLayout, Precision
+from parallel3d.fsdp.records import BufferLayout, Precision, plan_copy
 from parallel3d.fsdp.reduction import DEFAULT_REDUCER, AllReduce, BucketSettings, Stage
 
 
@@ -479,39 +478,6 @@ class Bucket:
             self.precision.post_forward.drop()
             self.post_forward_shard = None
             self.gather_group = self.shard_group
-
-
-def plan_copy(
-    rows: torch.Tensor, buckets: Sequence[Bucket], since: Sequence[int]
-) -> Callable[[], Any]:
-    """Returns a function that copies what was gathered to the unsharded parameters.
-
-    On an accelerator it is one kernel, if each parameter's part of a row lies in ``unsharded`` as it does in
-    the row. (``_foreach_copy_`` would launch one for each parameter there: its own kernel wants pairs that
-    are dense and of equal strides. On the CPU, which launches nothing, it takes less time.)
-
-    Args:
-        rows: (n, ...), a row from each shard rank: the segments of the parameters of each of ``buckets`` from
-            its index in ``since`` on.
-    """
-    pairs = [*zip(buckets, since, strict=True)]
-    params = [param for bucket, first in pairs for param in bucket.params[first:]]
-    if has_streams(rows.device.type) and all(p.geometry.lies_as_sent for p in params):
-        with torch.inference_mode(False), torch.no_grad():
-            regions = [region for bucket, first in pairs for region in bucket._regions()[first:]]
-            views = [region.view(rows.shape[0], -1) for region in regions if region.numel()]
-        sizes = [param.geometry.padded_numel for param in params if param.geometry.padded_numel]
-        return partial(split_copy, rows, sizes, dim=1, out=views)
-    targets: list[torch.Tensor] = []
-    sources: list[torch.Tensor] = []
-    with torch.inference_mode(False), torch.no_grad():
-        widths = [sum(bucket.layout.segment_sizes[first:]) for bucket, first in pairs]
-        columns = rows.split(widths, dim=1)
-    for (bucket, first), column in zip(pairs, columns, strict=True):
-        unsharded, gathered = bucket.copy_pairs(column, since=first)
-        targets += unsharded
-        sources += gathered
-    return partial(foreach_copy_, targets, sources)
 
 
 class PostForwardGroup:

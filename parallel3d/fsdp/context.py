@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
-from operator import attrgetter, is_
 from threading import get_ident
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 
 from parallel3d._torch.autograd import (
     backward_id,
@@ -23,232 +20,25 @@ from parallel3d._torch.autograd import (
     queue_backward_callback,
     untraced,
 )
-from parallel3d._torch.fully_shard import FULLY_SHARD_KEYS
 from parallel3d._util import scopes
-from parallel3d._util.reachable import PLAIN_TYPES, tensors_with_graph
 from parallel3d._util.trace import issuing
-from parallel3d._util.trees import map_tensors, tensors_in
-from parallel3d.errors import StateError
+from parallel3d._util.trees import tensors_in
 from parallel3d.fsdp.api import input_dtype
-from parallel3d.fsdp.bucket import Bucket
-from parallel3d.fsdp.comm import make_comm
 from parallel3d.fsdp.events import ContextUnit, Option
-from parallel3d.fsdp.group import Retain, ShardedState
-from parallel3d.fsdp.members import (
-    UNIT_ATTRIBUTE,
-    check_loose,
-    class_name,
-    hook_error,
-    unit_of,
-    units_modules,
-    units_of,
+from parallel3d.fsdp.group import (
+    DeferredPrefetch,
+    Retain,
+    ShardedState,
+    UnitsToGather,
+    bucket_to_count,
+    check_registered,
 )
+from parallel3d.fsdp.members import check_settings_of_root, class_name, hook_error, unit_of
 from parallel3d.fsdp.same_order import SameOrder
 from parallel3d.fsdp.schedule import GatherSchedule, PrefetchSettings
-from parallel3d.fsdp.watch import check_inputs, explain
-from parallel3d.guards.nan_losses import nan_losses
+from parallel3d.fsdp.streams import make_comm
 
 _LOGGER = logging.getLogger(__name__)
-
-# Every call of autograd's engine. Hooks on tensors see a backward only when it comes to them. That
-# sharded Parameters were given as its ``inputs``, which no graph leads to, and what its error was,
-# is known where the engine is called alone.
-
-
-def run_backward(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What ``watch`` puts around the engine."""
-    inputs = args[4] if len(args) > 4 else kwargs.get("inputs")
-    if inputs:
-        check_inputs(args[0], inputs)
-    loss: Any = next(iter(args[0]), None)
-    before = issuing.backwards
-    # Fake and simulated tensors are of other types; on an accelerator nobody waits for the value.
-    looks = nan_losses.looks and type(loss) is torch.Tensor and loss.numel() == 1
-    if looks and loss.device.type == "cpu" and (value := loss.item()) != value:
-        nan_losses.post(issuing.forwards)
-    try:
-        result = run(*args, **kwargs)
-    except RuntimeError as error:
-        message = explain(error, args[0])
-        if message is None:
-            raise
-        raise StateError(message) from error
-    if issuing.backwards != before:
-        if not nan_losses.looks:
-            nan_losses.say()
-        elif looks and loss.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-            nan_losses.look_later(loss)
-    if issuing.after_backward is not None and not in_backward_pass():
-        then, issuing.after_backward = issuing.after_backward, None
-        then()
-    return result
-
-
-# What is registered in a root's modules: compared with what was there in the last forward, by
-# identity and within C; only if that differs are the modules walked, see ``members.check_loose``.
-# This rests on no event, so that none can be missed.
-
-REGISTERED_ATTRIBUTE = "_parallel3d_registered"  # of a root's first module: a ``_Registered``
-_CONTAINERS = attrgetter("_modules", "_parameters")
-_IS_TRAINABLE = attrgetter("requires_grad")
-
-
-class _Registered:
-    """The modules and parameters that were registered in the modules of one root at its last forward.
-
-    It is an attribute of the root's first module, and refers to what is below that module alone.
-    """
-
-    def __init__(self, root: ContextUnit, modules: Sequence[nn.Module]) -> None:
-        loose = list(check_loose(root, modules))
-        tops = set(map(id, modules))
-        inside = {id(each): each for module in modules for each in module.modules()}
-        self._below = [
-            module
-            for key, module in inside.items()
-            if key not in tops and all(isinstance(each, dict) for each in _CONTAINERS(module))
-        ]
-        self._found = list(self._read(modules))
-        # Nobody ignored them; they were frozen.
-        self._frozen = [param for param in loose if not param.requires_grad]
-
-    def _read(self, modules: Iterable[nn.Module]) -> Iterable[Any]:
-        containers = chain.from_iterable(map(_CONTAINERS, chain(modules, self._below)))
-        return chain.from_iterable(map(dict.values, containers))
-
-    def is_of(self, modules: Sequence[nn.Module]) -> bool:
-        """Whether ``modules`` still have the same ones, and what was frozen still is."""
-        now = list(self._read(modules))
-        return (
-            len(now) == len(self._found)
-            and all(map(is_, now, self._found))
-            and not any(map(_IS_TRAINABLE, self._frozen))
-        )
-
-
-def check_registered(root: ContextUnit) -> None:
-    """Takes over what was registered in the modules of ``root`` since its last forward.
-
-    Raises:
-        Parallel3dError: a trainable parameter in its modules is of no unit, and was not ignored.
-    """
-    modules = root.modules
-    registered = vars(modules[0]).get(REGISTERED_ATTRIBUTE)
-    if registered is None or not registered.is_of(modules):
-        vars(modules[0]).pop(REGISTERED_ATTRIBUTE, None)
-        for unit in root.context.units:  # also those that this forward does not come to
-            if not unit.group.is_registered and not unit.group.is_in_other_form:
-                unit.group.adopt_replaced()
-        vars(modules[0])[REGISTERED_ATTRIBUTE] = _Registered(root, modules)
-
-
-# The tensors that a forward of a unit leaves on its modules' attributes.
-
-_OURS = UNIT_ATTRIBUTE, REGISTERED_ATTRIBUTE
-_STANDARD = frozenset((*vars(nn.Module()), *FULLY_SHARD_KEYS, *_OURS))
-
-
-class Attributes:
-    """The attributes of a unit's modules, without those that ``nn.Module`` has by itself.
-
-    They are read after each forward, so what is to be read is listed once.
-    """
-
-    def __init__(self, tops: Iterable[weakref.ref[nn.Module]]) -> None:
-        self._tops = list(tops)  # weakly: they have the unit, which has this
-        self._modules: list[weakref.ref[nn.Module]] = []
-        self._names: list[list[str]] = []
-        self._sizes: list[int] = []
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """The tensors that were computed with autograd's record: on attributes, and in what lies there."""
-        dicts = [vars(module) for ref in self._modules if (module := ref()) is not None]
-        if not dicts or _sizes_of(dicts) != self._sizes:
-            dicts = self._list()
-        try:
-            values = self._read(dicts)
-        except KeyError:  # one was deleted, and another added
-            dicts = self._list()
-            values = self._read(dicts)
-        for attributes in dicts:
-            if buffers := attributes["_buffers"]:
-                values += [b for b in buffers.values() if b is not None and b.requires_grad]
-        return tensors_with_graph(values) if values else iter(())
-
-    def _list(self) -> list[dict[str, Any]]:
-        modules = list(units_modules([m for ref in self._tops if (m := ref()) is not None]))
-        self._modules = [weakref.ref(module) for module in modules]
-        dicts = [vars(module) for module in modules]
-        self._sizes = _sizes_of(dicts)
-        self._names = [[n for n in attributes if n not in _STANDARD] for attributes in dicts]
-        return dicts
-
-    def _read(self, dicts: list[dict[str, Any]]) -> list[Any]:
-        return [
-            value
-            for attributes, names in zip(dicts, self._names, strict=True)
-            for name in names
-            if type(value := attributes[name]) not in PLAIN_TYPES
-        ]
-
-
-def _sizes_of(dicts: list[dict[str, Any]]) -> list[int]:
-    """Numbers that differ where a module or an attribute was added."""
-    return [*map(len, dicts), *(len(attributes["_modules"]) for attributes in dicts)]
-
-
-# Deferred prefetch: where a unit's backward gathers the unit before it, if it has large gradients.
-#
-# The usual place is the backward's beginning. But then the memory at its end is two gathered
-# units, a unit's gradients, and the input of the last reduction, which nothing needs that long.
-# The link carries that reduction first in any case; so the next gather is issued when half of the
-# gradients are there, and the reduction's input is freed then: what it took, the gather takes.
-# Half a backward overlaps the one, half the other.
-
-
-def bucket_to_count(unit: ContextUnit) -> Bucket | None:
-    """The bucket whose gradients say when half of the backward is over; None where that is not worth it."""
-    if unit.backward_prefetch is not None or unit.reduce_unused or not unit.sync:
-        return None
-    for bucket in unit.group.buckets:
-        if (
-            bucket.reduced_zero_copy
-            and not bucket.layout.small_grads[0]
-            and bucket.settings.max_inputs == 1
-        ):
-            return bucket if bucket.precision.compute_params[0].requires_grad else None
-    return None
-
-
-class DeferredPrefetch:
-    """Counts the gradients that a deferred all-gather waits for.
-
-    Attributes:
-        unit: the unit whose gradients they are.
-        awaited: how many elements of large gradients must still arrive before the all-gather is issued.
-    """
-
-    def __init__(self, bucket: Bucket, unit: ContextUnit, context: RunContext) -> None:
-        self.bucket = weakref.ref(bucket)  # which holds this: no cycle
-        self.unit = unit.ref
-        self.context = weakref.ref(context)
-        self.awaited = sum(bucket.layout.segment_sizes[: bucket.reduced_zero_copy]) / 2
-        bucket.grads.on_large = self.count
-
-    def count(self, index: int) -> None:
-        """Called when the gradient of the zero-copy parameter ``index`` has arrived."""
-        bucket, context = self.bucket(), self.context()
-        assert bucket is not None
-        self.awaited -= bucket.layout.segment_sizes[index]
-        if self.awaited <= 0 and context is not None:
-            context.comm.free_inputs()
-            context.issue_deferred()
-
-    def drop(self) -> None:
-        """Stops counting."""
-        bucket = self.bucket()
-        if bucket is not None:
-            bucket.grads.on_large = None
 
 
 @dataclass(eq=False)
@@ -297,7 +87,7 @@ class RunContext:
         self._root = root.ref
         self.comm = root.shared_comm or make_comm(root.device_type)
         self._units: list[weakref.ref] = []
-        self.schedule = GatherSchedule(_Units(), root.prefetch or PrefetchSettings())
+        self.schedule = GatherSchedule(UnitsToGather(), root.prefetch or PrefetchSettings())
         self.backward: RootBackward | None = None
         self.backward_id = -1
         self._thread = get_ident()
@@ -483,7 +273,11 @@ class RunContext:
         self._drop_deferred()
         bucket, backward = None, self.backward
         assert backward is not None
-        if self.schedule.settings == _USUAL and self.comm.holding and backward.may_defer:
+        if (
+            self.schedule.settings == PrefetchSettings()
+            and self.comm.holding
+            and backward.may_defer
+        ):
             bucket = bucket_to_count(unit)
         if bucket is not None:
             backward.deferred = DeferredPrefetch(bucket, unit, self)
@@ -613,67 +407,3 @@ class RunContext:
             for option in self.options:
                 option.abandon_root(self)
             issuing.unit = ""
-
-
-_USUAL = PrefetchSettings()
-
-
-class _Units:
-    """Answers the schedule's questions about units, which it knows by weak references."""
-
-    def is_gathering(self, unit: Hashable) -> bool:
-        found = unit()  # type: ignore[operator]
-        return found is not None and found.group.state is ShardedState.GATHERING
-
-    def may_be_next(self, unit: Hashable) -> bool:
-        found = unit()  # type: ignore[operator]
-        return found is not None and bool(found.group.buckets) and not found.backward_begun
-
-    def is_read_in_backward(self, unit: Hashable) -> bool:
-        found = unit()  # type: ignore[operator]
-        return found is not None and found.unshard_in_backward
-
-    def named_in_forward(self, unit: Hashable) -> Sequence[Hashable] | None:
-        return unit().forward_prefetch  # type: ignore[operator]
-
-    def named_in_backward(self, unit: Hashable) -> Sequence[Hashable] | None:
-        found = unit()  # type: ignore[operator]
-        return None if found is None else found.backward_prefetch
-
-
-def check_settings_of_root(root: ContextUnit) -> None:
-    """Raises StateError if a unit inside ``root`` has settings that only the outermost one may have."""
-    for module in root.modules:
-        for unit in units_of(module, recurse=True):
-            if unit is root:
-                continue
-            if unit.prefetch is not None:
-                raise StateError(
-                    f"{unit.label!r} was given a schedule of gathers (set_backward_prefetch, "
-                    f"set_forward_prefetch or set_limit_all_gathers), but it is inside {root.label!r}; call "
-                    "the methods on the outermost unit"
-                )
-            if unit.manual_finalization:
-                raise StateError(
-                    f"set_manual_backward_finalization(True) was called on {unit.label!r}, which is inside "
-                    f"{root.label!r}; call it on the outermost unit"
-                )
-
-
-def cast_inputs(unit: Any, module: nn.Module, inputs: tuple[tuple, dict]) -> tuple[tuple, dict]:
-    """Returns (args, kwargs) as the forward of ``module`` sees them in a unit that casts inputs."""
-    lower = unit.input_dtype
-    assert lower is not None
-    if isinstance(module, unit.policy.full_precision_modules):
-        return inputs  # it casts them itself, to its own dtype
-    if not unit.group.own_dtype:
-        args, kwargs = inputs
-        if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:  # as of most blocks
-            if args[0].dtype == lower or not args[0].is_floating_point():
-                return inputs
-            return (args[0].to(lower),), kwargs
-        return map_tensors(lambda t: t.to(lower) if t.is_floating_point() else t, inputs)
-    own = unit.group.dtype
-    if own is None or own == lower:
-        return inputs
-    return map_tensors(lambda t: t.to(own) if t.dtype == lower else t, inputs)

@@ -15,8 +15,7 @@ from torch import nn
 
 from parallel3d.errors import StateError
 from parallel3d.fsdp.bucket import Bucket
-from parallel3d.fsdp.context import REGISTERED_ATTRIBUTE
-from parallel3d.fsdp.group import ParamGroup
+from parallel3d.fsdp.group import REGISTERED_ATTRIBUTE, ParamGroup
 from parallel3d.fsdp.members import UNIT_ATTRIBUTE, get_unit, params_of
 from parallel3d.fsdp.options.finalization import is_finalized
 from parallel3d.fsdp.options.precision import set_up_precision

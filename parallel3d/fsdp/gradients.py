@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import repeat
 from operator import attrgetter, is_
 from typing import Any, Protocol
@@ -33,7 +33,7 @@ from parallel3d._torch.dtensor import get_local_tensor, make_dtensor, new_dtenso
 from parallel3d._torch.kernels import chunk_cat
 from parallel3d.fsdp.param import ShardedParam
 from parallel3d.fsdp.placement import DataAxes
-from parallel3d.fsdp.records import Precision
+from parallel3d.fsdp.records import AccumulatedGradients, Precision
 from parallel3d.fsdp.reduction import Reduced, Reduction, Stage, divisor_before_sum, stages_of
 
 
@@ -459,74 +459,6 @@ class BucketGradients:
 def waits_for_reduction(grad: torch.Tensor | None) -> bool:
     """Returns whether ``grad`` is an accumulated sum that is not reduced over all data axes yet."""
     return isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements)
-
-
-class AccumulatedGradients:
-    """Gradients of a bucket, accumulated in the sharded parameters' ``.grad``, waiting for a reduction.
-
-    Attributes:
-        flat: the buffer of the sums.
-        views: for each parameter a view of it: shaped as by ``Geometry.by_rank`` if it is unsharded, of
-            ``local_shape`` if it is reduce-scattered.
-        grads: for each parameter the DTensor on the same memory that ``.grad`` is set to.
-        placed: indices of the parameters whose ``.grad`` was set to it.
-        with_reduced: those of them whose sum includes a reduced gradient.
-        tp_partial: indices of the parameters whose sum is partial over tp, as autograd has brought it.
-    """
-
-    def __init__(self, flat: torch.Tensor, views: list[torch.Tensor], grads: list) -> None:
-        self.flat = flat
-        self.views = views
-        self.grads = grads
-        self.placed: set[int] = set()
-        self.with_reduced: set[int] = set()
-        self.tp_partial: set[int] = set()
-
-    def make_tp_partial(self, index: int, param: ShardedParam) -> None:
-        """Makes the sum of parameter ``index`` partial over tp: each tp rank keeps an equal share."""
-        self.tp_partial.add(index)
-        self.views[index].div_(param.tp_size)
-        old = self.grads[index]
-        spec = param.unreduced_spec(old.dtype, over_shard=True, tp_partial=True)
-        self.grads[index] = make_dtensor(get_local_tensor(old), spec)
-        if param.sharded.grad is old:
-            set_grad(param.sharded, self.grads[index])
-
-    def attach(self, index: int, param: torch.nn.Parameter) -> torch.Tensor | None:
-        """Sets ``param.grad`` to the sum of parameter ``index``; returns another gradient that was there.
-
-        A sum that is no longer in ``.grad`` was cleared by the user. It begins anew.
-        """
-        before = param.grad
-        if before is self.grads[index]:
-            return None
-        if index in self.placed:
-            self.reset(index)
-        self.placed.add(index)
-        set_grad(param, self.grads[index])
-        return before
-
-    def reset(self, index: int) -> None:
-        """Sets the sum of parameter ``index`` to zero."""
-        self.views[index].zero_()
-        self.placed.discard(index)
-        self.with_reduced.discard(index)
-
-    def take(self, params: list[torch.nn.Parameter]) -> list[int]:
-        """Sets ``.grad`` to None where it is the sum, and the sums that the user has cleared to zero. Returns
-        the indices of the parameters whose ``.grad`` was the sum."""
-        indices = []
-        for index in list(self.placed):
-            if params[index].grad is self.grads[index]:
-                params[index].grad = None
-                indices.append(index)
-            else:
-                self.reset(index)
-        return indices
-
-    def is_in_grad(self, indices: Iterable[int], params: list[torch.nn.Parameter]) -> bool:
-        """Returns whether ``.grad`` of one of the parameters ``indices`` is still the sum."""
-        return any(params[index].grad is self.grads[index] for index in indices)
 
 
 class ReduceInput:

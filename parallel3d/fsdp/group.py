@@ -1,26 +1,28 @@
-"""ParamGroup: one unit's parameters through SHARDED -> GATHERING -> UNSHARDED -> SHARDED."""
+"""ParamGroup: one unit's parameters through SHARDED -> GATHERING -> UNSHARDED -> SHARDED; and its modules."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from enum import Enum, auto
 from functools import partial
 from itertools import chain
-from operator import call, is_
+from operator import attrgetter, call, is_
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
+from torch.utils.hooks import RemovableHandle
 
 from parallel3d._torch.autograd import set_grad_dtype, untraced
 from parallel3d._torch.dtensor import keep_partial_gradients
+from parallel3d._torch.fully_shard import FULLY_SHARD_KEYS
+from parallel3d._util.reachable import PLAIN_TYPES, tensors_with_graph
 from parallel3d.errors import StateError
-from parallel3d.fsdp.bucket import Bucket, allocate, plan_copy
-from parallel3d.fsdp.collectives import all_gather
+from parallel3d.fsdp.bucket import Bucket
+from parallel3d.fsdp.coalesced import CoalescedGather, plan_gathers
 from parallel3d.fsdp.comm import Comm
-from parallel3d.fsdp.members import missing_values
+from parallel3d.fsdp.members import UNIT_ATTRIBUTE, check_loose, missing_values, units_modules
 from parallel3d.fsdp.param import lost_write
 
 # An attribute of unsharded parameters: a weak reference to the unit that the gradient hook calls.
@@ -467,95 +469,244 @@ def _take_gradient(unit: weakref.ref, bucket: weakref.ref, index: int, param: An
         alive.take_gradient(its_bucket, index, grad)
 
 
-# -- all-gathers of several buckets by one call ---------------------------------------------------------
+# What is registered in a root's modules: compared with what was there in the last forward, by
+# identity and within C; only if that differs are the modules walked, see ``members.check_loose``.
+# This rests on no event, so that none can be missed.
+
+REGISTERED_ATTRIBUTE = "_parallel3d_registered"  # of a root's first module: a ``_Registered``
+_CONTAINERS = attrgetter("_modules", "_parameters")
+_IS_TRAINABLE = attrgetter("requires_grad")
 
 
-class CoalescedGather:
-    """One all-gather for several buckets of a unit, such as a frozen one and its adapters'.
+class _Registered:
+    """The modules and parameters that were registered in the modules of one root at its last forward.
 
-    The buckets compute in one dtype and are sharded over one group; they are apart for the sake of their
-    gradients. This has the methods of a ``Bucket`` that a ``Comm`` calls to gather it.
-
-    Attributes:
-        packed: elements that a rank contributes of the parameters that are not zero-copy.
-        unit: name of the unit, for the recorder.
-        gathering: the all-gather under way; see ``Bucket``.
+    It is an attribute of the root's first module, and refers to what is below that module alone.
     """
 
-    reads_host = False
+    def __init__(self, root: Any, modules: Sequence[nn.Module]) -> None:
+        loose = list(check_loose(root, modules))
+        tops = set(map(id, modules))
+        inside = {id(each): each for module in modules for each in module.modules()}
+        self._below = [
+            module
+            for key, module in inside.items()
+            if key not in tops and all(isinstance(each, dict) for each in _CONTAINERS(module))
+        ]
+        self._found = list(self._read(modules))
+        # Nobody ignored them; they were frozen.
+        self._frozen = [param for param in loose if not param.requires_grad]
 
-    def __init__(self, buckets: Sequence[Bucket]) -> None:
-        self.buckets = list(buckets)
-        self.shard_group: ProcessGroup | None = buckets[0].shard_group
-        self.packed = sum(bucket.layout.packed for bucket in buckets)
-        self.unit = buckets[0].unit
-        self.gathering: Any = None
-        self._output: torch.Tensor | None = None
+    def _read(self, modules: Iterable[nn.Module]) -> Iterable[Any]:
+        containers = chain.from_iterable(map(_CONTAINERS, chain(modules, self._below)))
+        return chain.from_iterable(map(dict.values, containers))
 
-    def start_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
-        """Issues the all-gather; returns the work to wait for, or None."""
-        assert self.shard_group is not None
-        return all_gather(outputs, inputs, self.shard_group, unit=self.unit)
-
-    def gather_buffers(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Returns the outputs and inputs of the all-gather, in compute dtype.
-
-        They are those of the buckets' zero-copy parameters, and one of each for all others together.
-        """
-        first = self.buckets[0]
-        outputs, inputs, packed = [], [], []
-        for bucket in self.buckets:
-            if bucket.layout.zero_copy:
-                allocate(bucket.precision.unsharded)
-            shards = bucket.members(bucket.flat.to(first.precision.compute_dtype))
-            inputs += shards[: bucket.layout.zero_copy]
-            packed += shards[bucket.layout.zero_copy :]
-            outputs += bucket.precision.gather_outputs[: bucket.layout.zero_copy]
-        if packed:
-            inputs.append(torch.cat(packed))
-            self._output = inputs[-1].new_empty(first.num_shards * self.packed)
-            outputs.append(self._output)
-        return outputs, inputs
-
-    def copy_out(self) -> None:
-        """Copies what was gathered to the unsharded parameters, after the all-gather."""
-        if self._output is None:
-            return
-        for bucket in self.buckets:
-            if not bucket.layout.zero_copy:
-                allocate(bucket.precision.unsharded)
-        with torch.inference_mode(False), torch.no_grad():  # in whichever mode it was issued
-            rows = self._output.view(-1, self.packed)
-        plan_copy(rows, self.buckets, [bucket.layout.zero_copy for bucket in self.buckets])()
-
-    def unshard_without_gather(self) -> None:
-        """There is nothing to do: its buckets are sharded."""
-
-    def free_gathered(self) -> None:
-        """Frees the output, after ``copy_out``."""
-        self._output = None
-
-    def free_unsharded(self) -> None:
-        """Frees the unsharded parameters."""
-        for bucket in self.buckets:
-            bucket.free_unsharded()
-
-
-def plan_gathers(buckets: Sequence[Bucket]) -> list[Bucket | CoalescedGather]:
-    """Returns what is gathered by one call each: buckets that can be coalesced are, in order of the first."""
-    coalesced: dict[object, list[Bucket]] = {}
-    for bucket in buckets:
-        alone = (
-            not bucket.gathers_shards
-            or bucket.shard_group is None
-            or bucket.settings.gather_comm is not None
-            or bucket.post_forward_shard is not None
-            or bucket.reads_host
+    def is_of(self, modules: Sequence[nn.Module]) -> bool:
+        """Whether ``modules`` still have the same ones, and what was frozen still is."""
+        now = list(self._read(modules))
+        return (
+            len(now) == len(self._found)
+            and all(map(is_, now, self._found))
+            and not any(map(_IS_TRAINABLE, self._frozen))
         )
-        key = (
-            id(bucket)
-            if alone
-            else (bucket.precision.compute_dtype, bucket.shard_group, bucket.device)
-        )
-        coalesced.setdefault(key, []).append(bucket)
-    return [b[0] if len(b) == 1 else CoalescedGather(b) for b in coalesced.values()]
+
+
+def check_registered(root: Any) -> None:
+    """Takes over what was registered in the modules of ``root`` since its last forward.
+
+    Raises:
+        Parallel3dError: a trainable parameter in its modules is of no unit, and was not ignored.
+    """
+    modules = root.modules
+    registered = vars(modules[0]).get(REGISTERED_ATTRIBUTE)
+    if registered is None or not registered.is_of(modules):
+        vars(modules[0]).pop(REGISTERED_ATTRIBUTE, None)
+        for unit in root.context.units:  # also those that this forward does not come to
+            if not unit.group.is_registered and not unit.group.is_in_other_form:
+                unit.group.adopt_replaced()
+        vars(modules[0])[REGISTERED_ATTRIBUTE] = _Registered(root, modules)
+
+
+# The tensors that a forward of a unit leaves on its modules' attributes.
+
+_OURS = UNIT_ATTRIBUTE, REGISTERED_ATTRIBUTE
+_STANDARD = frozenset((*vars(nn.Module()), *FULLY_SHARD_KEYS, *_OURS))
+
+
+class Attributes:
+    """The attributes of a unit's modules, without those that ``nn.Module`` has by itself.
+
+    They are read after each forward, so what is to be read is listed once.
+    """
+
+    def __init__(self, tops: Iterable[weakref.ref[nn.Module]]) -> None:
+        self._tops = list(tops)  # weakly: they have the unit, which has this
+        self._modules: list[weakref.ref[nn.Module]] = []
+        self._names: list[list[str]] = []
+        self._sizes: list[int] = []
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """The tensors that were computed with autograd's record: on attributes, and in what lies there."""
+        dicts = [vars(module) for ref in self._modules if (module := ref()) is not None]
+        if not dicts or _sizes_of(dicts) != self._sizes:
+            dicts = self._list()
+        try:
+            values = self._read(dicts)
+        except KeyError:  # one was deleted, and another added
+            dicts = self._list()
+            values = self._read(dicts)
+        for attributes in dicts:
+            if buffers := attributes["_buffers"]:
+                values += [b for b in buffers.values() if b is not None and b.requires_grad]
+        return tensors_with_graph(values) if values else iter(())
+
+    def _list(self) -> list[dict[str, Any]]:
+        modules = list(units_modules([m for ref in self._tops if (m := ref()) is not None]))
+        self._modules = [weakref.ref(module) for module in modules]
+        dicts = [vars(module) for module in modules]
+        self._sizes = _sizes_of(dicts)
+        self._names = [[n for n in attributes if n not in _STANDARD] for attributes in dicts]
+        return dicts
+
+    def _read(self, dicts: list[dict[str, Any]]) -> list[Any]:
+        return [
+            value
+            for attributes, names in zip(dicts, self._names, strict=True)
+            for name in names
+            if type(value := attributes[name]) not in PLAIN_TYPES
+        ]
+
+
+def _sizes_of(dicts: list[dict[str, Any]]) -> list[int]:
+    """Numbers that differ where a module or an attribute was added."""
+    return [*map(len, dicts), *(len(attributes["_modules"]) for attributes in dicts)]
+
+
+class Members:
+    """The modules of one unit. They hold the unit, which refers to them weakly.
+
+    Attributes:
+        handles: by id of a module, the unit's hooks before a forward, after it, and after a load.
+        attributes: see ``Attributes``.
+    """
+
+    def __init__(self) -> None:
+        self._modules: list[weakref.ref[nn.Module]] = []
+        self.handles: dict[int, list[RemovableHandle]] = {}
+        self._tops: set[int] | None = None
+        self.attributes = Attributes(())
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules given to ``fully_shard``."""
+        return [module for ref in self._modules if (module := ref()) is not None]
+
+    @property
+    def tops(self) -> set[int]:
+        """Ids of those modules that are not inside another one of the unit."""
+        if self._tops is None:  # found in the first forward: looked for with each, many take long
+            modules = self.modules
+            inside = {id(m) for outer in modules for m in outer.modules() if m is not outer}
+            self._tops = {id(m) for m in modules} - inside
+        return self._tops
+
+    def attach(self, module: nn.Module, unit: Any) -> None:
+        """Adds ``module``, with the hooks of ``unit``."""
+        self._modules.append(weakref.ref(module))
+        self._tops, self.attributes = None, Attributes(self._modules)
+        vars(module)[UNIT_ATTRIBUTE] = unit
+        self.handles[id(module)] = [
+            module.register_forward_pre_hook(unit.pre_forward, prepend=True, with_kwargs=True),
+            module.register_forward_hook(unit.post_forward),
+            module.register_load_state_dict_post_hook(unit.after_load),
+        ]
+
+    def detach(self) -> list[nn.Module]:
+        """Removes all modules and the hooks on them; returns the modules."""
+        modules = self.modules
+        for module in modules:
+            for handle in self.handles[id(module)]:
+                handle.remove()
+        self._modules, self.handles = [], {}
+        return modules
+
+    def hook_ids(self, module: nn.Module) -> list[int]:
+        """Keys of the unit's hooks in ``module``'s dicts of hooks."""
+        return [handle.id for handle in self.handles[id(module)]]
+
+
+class UnitsToGather:
+    """Answers the schedule's questions about units, which it knows by weak references."""
+
+    def is_gathering(self, unit: Hashable) -> bool:
+        found = unit()  # type: ignore[operator]
+        return found is not None and found.group.state is ShardedState.GATHERING
+
+    def may_be_next(self, unit: Hashable) -> bool:
+        found = unit()  # type: ignore[operator]
+        return found is not None and bool(found.group.buckets) and not found.backward_begun
+
+    def is_read_in_backward(self, unit: Hashable) -> bool:
+        found = unit()  # type: ignore[operator]
+        return found is not None and found.unshard_in_backward
+
+    def named_in_forward(self, unit: Hashable) -> Sequence[Hashable] | None:
+        return unit().forward_prefetch  # type: ignore[operator]
+
+    def named_in_backward(self, unit: Hashable) -> Sequence[Hashable] | None:
+        found = unit()  # type: ignore[operator]
+        return None if found is None else found.backward_prefetch
+
+
+# Deferred prefetch: where a unit's backward gathers the unit before it, if it has large gradients.
+#
+# The usual place is the backward's beginning. But then the memory at its end is two gathered
+# units, a unit's gradients, and the input of the last reduction, which nothing needs that long.
+# The link carries that reduction first in any case; so the next gather is issued when half of the
+# gradients are there, and the reduction's input is freed then: what it took, the gather takes.
+# Half a backward overlaps the one, half the other.
+
+
+def bucket_to_count(unit: Any) -> Bucket | None:
+    """The bucket whose gradients say when half of the backward is over; None where that is not worth it."""
+    if unit.backward_prefetch is not None or unit.reduce_unused or not unit.sync:
+        return None
+    for bucket in unit.group.buckets:
+        if (
+            bucket.reduced_zero_copy
+            and not bucket.layout.small_grads[0]
+            and bucket.settings.max_inputs == 1
+        ):
+            return bucket if bucket.precision.compute_params[0].requires_grad else None
+    return None
+
+
+class DeferredPrefetch:
+    """Counts the gradients that a deferred all-gather waits for.
+
+    Attributes:
+        unit: the unit whose gradients they are.
+        awaited: how many elements of large gradients must still arrive before the all-gather is issued.
+    """
+
+    def __init__(self, bucket: Bucket, unit: Any, context: Any) -> None:
+        self.bucket = weakref.ref(bucket)  # which holds this: no cycle
+        self.unit = unit.ref
+        self.context = weakref.ref(context)
+        self.awaited = sum(bucket.layout.segment_sizes[: bucket.reduced_zero_copy]) / 2
+        bucket.grads.on_large = self.count
+
+    def count(self, index: int) -> None:
+        """Called when the gradient of the zero-copy parameter ``index`` has arrived."""
+        bucket, context = self.bucket(), self.context()
+        assert bucket is not None
+        self.awaited -= bucket.layout.segment_sizes[index]
+        if self.awaited <= 0 and context is not None:
+            context.comm.free_inputs()
+            context.issue_deferred()
+
+    def drop(self) -> None:
+        """Stops counting."""
+        bucket = self.bucket()
+        if bucket is not None:
+            bucket.grads.on_large = None

@@ -28,9 +28,10 @@ from parallel3d._torch.fully_shard import FSDPState, enter_module_state, fully_s
 from parallel3d._util.forwards import set_class
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.api import MixedPrecisionPolicy
-from parallel3d.fsdp.comm import Comm, make_comm
+from parallel3d.fsdp.comm import Comm
 from parallel3d.fsdp.members import get_unit, unit_of
 from parallel3d.fsdp.param import ShardedParam
+from parallel3d.fsdp.streams import make_comm
 from parallel3d.fsdp.unit import Unit
 from parallel3d.fsdp.watch import DDP_REFUSED
 

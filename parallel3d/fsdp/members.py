@@ -250,6 +250,25 @@ def _check_bitsandbytes(name: str, param: Any) -> None:
         )
 
 
+def check_settings_of_root(root: Any) -> None:
+    """Raises StateError if a unit inside ``root`` has settings that only the outermost one may have."""
+    for module in root.modules:
+        for unit in units_of(module, recurse=True):
+            if unit is root:
+                continue
+            if unit.prefetch is not None:
+                raise StateError(
+                    f"{unit.label!r} was given a schedule of gathers (set_backward_prefetch, "
+                    f"set_forward_prefetch or set_limit_all_gathers), but it is inside {root.label!r}; call "
+                    "the methods on the outermost unit"
+                )
+            if unit.manual_finalization:
+                raise StateError(
+                    f"set_manual_backward_finalization(True) was called on {unit.label!r}, which is inside "
+                    f"{root.label!r}; call it on the outermost unit"
+                )
+
+
 def check_module(module: object) -> None:
     """Raises Parallel3dError unless ``module`` is an ``nn.Module``."""
     if not isinstance(module, nn.Module):
@@ -333,9 +352,8 @@ def _joined(prefix: str, name: str) -> str:
 
 
 # What was put into a root's modules after sharding is looked for when the root's forward begins, see
-# ``context.check_registered``; Parameters that are assigned, ``watch`` takes at once. A trainable parameter
-# that no unit has, and nobody has ignored, is an error there: no rank would average its gradient with the
-# others'.
+# ``check_registered``; Parameters that are assigned, ``watch`` takes at once. A trainable parameter that no
+# unit has, and nobody has ignored, is an error there: no rank would average its gradient with the others'.
 
 _IGNORED = "_parallel3d_ignored"  # attribute of a module: names of its ignored parameters
 

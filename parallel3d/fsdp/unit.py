@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from parallel3d._torch.autograd import (
     before_changes,
     functorch_is_active,
+    in_backward_pass,
     next_backward_order,
     no_frame_of_its_own,
     untraced,
@@ -31,12 +31,13 @@ from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.api import MixedPrecisionPolicy, input_dtype
 from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.comm import Comm
-from parallel3d.fsdp.context import Attributes, RunContext, cast_inputs, run_backward
+from parallel3d.fsdp.context import RunContext
 from parallel3d.fsdp.events import Option, Registrar
-from parallel3d.fsdp.group import ParamGroup, Registered, Retain
+from parallel3d.fsdp.group import Members, ParamGroup, Registered, Retain
 from parallel3d.fsdp.members import UNIT_ATTRIBUTE, class_name, unit_around
 from parallel3d.fsdp.schedule import PrefetchSettings
-from parallel3d.fsdp.watch import explain_call, watch_torch
+from parallel3d.fsdp.watch import check_inputs, explain, explain_call, watch_torch
+from parallel3d.guards.nan_losses import nan_losses
 
 
 class UnitModule:
@@ -581,59 +582,6 @@ class Unit:
             self.group.adopt(partly=len(self.modules) > 1)
 
 
-class Members:
-    """The modules of one unit. They hold the unit, which refers to them weakly.
-
-    Attributes:
-        handles: by id of a module, the unit's hooks before a forward, after it, and after a load.
-        attributes: see ``Attributes``.
-    """
-
-    def __init__(self) -> None:
-        self._modules: list[weakref.ref[nn.Module]] = []
-        self.handles: dict[int, list[RemovableHandle]] = {}
-        self._tops: set[int] | None = None
-        self.attributes = Attributes(())
-
-    @property
-    def modules(self) -> list[nn.Module]:
-        """The modules given to ``fully_shard``."""
-        return [module for ref in self._modules if (module := ref()) is not None]
-
-    @property
-    def tops(self) -> set[int]:
-        """Ids of those modules that are not inside another one of the unit."""
-        if self._tops is None:  # found in the first forward: looked for with each, many take long
-            modules = self.modules
-            inside = {id(m) for outer in modules for m in outer.modules() if m is not outer}
-            self._tops = {id(m) for m in modules} - inside
-        return self._tops
-
-    def attach(self, module: nn.Module, unit: Unit) -> None:
-        """Adds ``module``, with the hooks of ``unit``."""
-        self._modules.append(weakref.ref(module))
-        self._tops, self.attributes = None, Attributes(self._modules)
-        vars(module)[UNIT_ATTRIBUTE] = unit
-        self.handles[id(module)] = [
-            module.register_forward_pre_hook(unit.pre_forward, prepend=True, with_kwargs=True),
-            module.register_forward_hook(unit.post_forward),
-            module.register_load_state_dict_post_hook(unit.after_load),
-        ]
-
-    def detach(self) -> list[nn.Module]:
-        """Removes all modules and the hooks on them; returns the modules."""
-        modules = self.modules
-        for module in modules:
-            for handle in self.handles[id(module)]:
-                handle.remove()
-        self._modules, self.handles = [], {}
-        return modules
-
-    def hook_ids(self, module: nn.Module) -> list[int]:
-        """Keys of the unit's hooks in ``module``'s dicts of hooks."""
-        return [handle.id for handle in self.handles[id(module)]]
-
-
 _WATCHERS = "_parallel3d_watchers"  # of a tensor on an attribute: the units that its gradient tells
 
 
@@ -783,3 +731,55 @@ class _Watched(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         return None if tangents[1] is None else _Watched.apply(ctx.call, tangents[1])
+
+
+def cast_inputs(unit: Unit, module: nn.Module, inputs: tuple[tuple, dict]) -> tuple[tuple, dict]:
+    """Returns (args, kwargs) as the forward of ``module`` sees them in a unit that casts inputs."""
+    lower = unit.input_dtype
+    assert lower is not None
+    if isinstance(module, unit.policy.full_precision_modules):
+        return inputs  # it casts them itself, to its own dtype
+    if not unit.group.own_dtype:
+        args, kwargs = inputs
+        if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:  # as of most blocks
+            if args[0].dtype == lower or not args[0].is_floating_point():
+                return inputs
+            return (args[0].to(lower),), kwargs
+        return map_tensors(lambda t: t.to(lower) if t.is_floating_point() else t, inputs)
+    own = unit.group.dtype
+    if own is None or own == lower:
+        return inputs
+    return map_tensors(lambda t: t.to(own) if t.dtype == lower else t, inputs)
+
+
+# Hooks on tensors see a backward only when it comes to them. That sharded Parameters were given as its
+# ``inputs``, which no graph leads to, and what its error was, is known where the engine is called alone.
+
+
+def run_backward(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What ``watch`` puts around autograd's engine."""
+    inputs = args[4] if len(args) > 4 else kwargs.get("inputs")
+    if inputs:
+        check_inputs(args[0], inputs)
+    loss: Any = next(iter(args[0]), None)
+    before = issuing.backwards
+    # Fake and simulated tensors are of other types; on an accelerator nobody waits for the value.
+    looks = nan_losses.looks and type(loss) is torch.Tensor and loss.numel() == 1
+    if looks and loss.device.type == "cpu" and (value := loss.item()) != value:
+        nan_losses.post(issuing.forwards)
+    try:
+        result = run(*args, **kwargs)
+    except RuntimeError as error:
+        message = explain(error, args[0])
+        if message is None:
+            raise
+        raise StateError(message) from error
+    if issuing.backwards != before:
+        if not nan_losses.looks:
+            nan_losses.say()
+        elif looks and loss.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+            nan_losses.look_later(loss)
+    if issuing.after_backward is not None and not in_backward_pass():
+        then, issuing.after_backward = issuing.after_backward, None
+        then()
+    return result

@@ -1,6 +1,6 @@
 """What the engine watches of torch and of the user's program, in this process as a whole: all of it is here.
 
-- Autograd's engine, each call of it from Python (``context.run_backward``): sharded Parameters as ``inputs``
+- Autograd's engine, each call of it from Python (``unit.run_backward``): sharded Parameters as ``inputs``
   of a backward, and a loss that is nan on some ranks only. In errors it names units: whose weights have
   changed since the forward, or which a backward reads while they are freed.
 - Parameters that are registered in modules: one that replaces a unit's gives it its values at once.
@@ -117,8 +117,8 @@ def _count_step(optimizer: Optimizer, *_: Any) -> None:
 
 # Parameters that are assigned where a unit has one (``module.weight = nn.Parameter(...)``,
 # ``register_parameter``, ``load_state_dict(assign=True)``): an optimizer made from ``model.parameters()``
-# afterwards trains what forward computes with. What else was put into modules, ``context.check_registered``
-# looks for when the root's forward begins.
+# afterwards trains what forward computes with. What else was put into modules, ``check_registered`` looks for
+# when the root's forward begins.
 
 
 def _take_assigned(module: nn.Module, name: str, given: nn.Parameter) -> nn.Parameter | None:
@@ -167,7 +167,7 @@ def _write_data(param: torch.Tensor, value: Any) -> bool:
     return True
 
 
-# Errors of a backward, see ``context.run_backward``.
+# Errors of a backward, see ``unit.run_backward``.
 
 
 def explain(error: RuntimeError, outputs: Sequence[Any]) -> str | None:

@@ -24,8 +24,7 @@ from torch import nn
 
 from parallel3d._util.recorder import op_of
 from parallel3d._util.trees import tensors_in
-from parallel3d.fsdp import bucket, comm, reduction
-from parallel3d.fsdp import group as param_group
+from parallel3d.fsdp import bucket, coalesced, reduction, streams
 from parallel3d.fsdp.options import gather_extension, hfsdp, offload
 
 MOST_SIZES = 24  # of freed memory that is filled
@@ -169,9 +168,9 @@ def disturb_engine(disturber: Disturber) -> Iterator[None]:
 
     operations: list[tuple[Any, str]] = [
         (bucket.Bucket, "gather_buffers"),  # casts shards, on gather, and fetches them, on fetch
-        (param_group.CoalescedGather, "gather_buffers"),
+        (coalesced.CoalescedGather, "gather_buffers"),
         (bucket, "all_gather"),
-        (param_group, "all_gather"),
+        (coalesced, "all_gather"),
         (hfsdp, "all_gather"),
         (bucket.Bucket, "copy_out"),
         (reduction.Reducer, "reduce_scatter"),
@@ -182,9 +181,9 @@ def disturb_engine(disturber: Disturber) -> Iterator[None]:
     frees: list[tuple[Any, str]] = [
         (bucket, "release"),
         (gather_extension, "release"),
-        (comm.StreamComm, "finish_gather"),
-        (comm.StreamComm, "_wait_for"),
-        (comm.StreamComm, "_free_inputs"),
+        (streams.StreamComm, "finish_gather"),
+        (streams.StreamComm, "_wait_for"),
+        (streams.StreamComm, "_free_inputs"),
     ]
     with ExitStack() as stack:
         for wrap, places in ((around, operations), (then_poison, frees)):

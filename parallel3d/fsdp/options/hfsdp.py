@@ -21,12 +21,13 @@ from torch.distributed import ProcessGroup
 
 from parallel3d._torch.dtensor import get_local_tensor, make_dtensor
 from parallel3d._torch.kernels import foreach_copy_
-from parallel3d.fsdp.bucket import Bucket, allocate, plan_copy
+from parallel3d.fsdp.bucket import Bucket, allocate
 from parallel3d.fsdp.collectives import all_gather
-from parallel3d.fsdp.gradients import AccumulatedGradients, BucketGradients
+from parallel3d.fsdp.gradients import BucketGradients
 from parallel3d.fsdp.options.gather_extension import is_extended
 from parallel3d.fsdp.param import ShardedParam
 from parallel3d.fsdp.placement import ParamAxes, RequestedPlacement
+from parallel3d.fsdp.records import AccumulatedGradients, plan_copy
 from parallel3d.fsdp.reduction import DEFAULT_REDUCER, Lane, Reduction, Stage
 
 if TYPE_CHECKING:

@@ -270,7 +270,9 @@ class RegisteredByRoot(Option):
             group.adopt()
             if group.on_meta:
                 group.check_has_values()
-            if torch.is_grad_enabled():  # else a backward may still come, of what was trained before
+            if (
+                torch.is_grad_enabled()
+            ):  # else a backward may still come, of what was trained before
                 group.count_trainable()
             group.note_changes()
             group.register_unsharded()

@@ -12,7 +12,8 @@ from types import CodeType, FunctionType
 from typing import Any
 
 FILES = {
-    "parallel3d.fsdp.comm": "StreamComm Comm _InFlight _On",
+    "parallel3d.fsdp.comm": "Comm",
+    "parallel3d.fsdp.streams": "StreamComm _InFlight _On",
     "parallel3d.fsdp.reduction": "AllReduce ReduceScatter sum_over_tp",
     "parallel3d.fsdp.collectives": "ScatterWork",
     "parallel3d.fsdp.options.hfsdp": "",
