@@ -1,14 +1,11 @@
 """Every argument of ``fully_shard`` but the policies: numbers equal the plain model's."""
 
-import copy
-
 import pytest
 import torch
 from _support.engine.twins import (
     Twins,
     device_mesh,
     floats,
-    full,
     mean_square,
     same,
     shard_layers,
@@ -18,7 +15,7 @@ from _support.models import Block, Lm, lm_loss, tokens
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from parallel3d.testing import fake_world, record_collectives
 
@@ -322,57 +319,6 @@ def ignored_params(engine) -> None:
 @pytest.mark.parity("argument: ignored_params")
 def test_ignored_params(on_ranks) -> None:
     on_ranks(ignored_params)
-
-
-def distribute(model: nn.Module, mesh, tp: str | None) -> None:
-    """Parameters become DTensors on the whole mesh, replicated on the data axes, weights cut over ``tp``."""
-    for module in model.modules():
-        for name, p in list(module.named_parameters(recurse=False)):
-            cut = name == "weight" and p.ndim == 2
-            placements = [Shard(0) if cut and n == tp else Replicate() for n in mesh.mesh_dim_names]
-            module.register_parameter(name, nn.Parameter(distribute_tensor(p, mesh, placements)))
-
-
-def spmd(engine, shape, names, dims, tp: str | None) -> None:
-    mesh = device_mesh(*shape, names=names)
-    data = [Replicate() if n == tp else Shard(0) for n in names]  # the batch's placements
-    rank = 0  # among the data ranks
-    for axis, n in enumerate(names):
-        rank = rank if n == tp else rank * shape[axis] + mesh.get_local_rank(axis)
-    ranks = dist.get_world_size() // (shape[names.index(tp)] if tp else 1)
-
-    plain = Experts().double()
-    sharded = copy.deepcopy(plain)
-    distribute(sharded, mesh, tp)
-    dims = engine.DataParallelMeshDims(**dims)
-    shard_layers(engine, sharded, mesh, dp_mesh_dims=dims)
-    for index in range(2):
-        plain.zero_grad()
-        sharded.zero_grad()
-        for r in range(ranks):
-            (mean_square(plain, floats(index * ranks + r)) / ranks).backward()
-        x = DTensor.from_local(floats(index * ranks + rank), mesh, data)
-        sharded(x).redistribute(placements=data).to_local().square().mean().backward()
-        for (name, want), got in zip(plain.named_parameters(), sharded.parameters(), strict=True):
-            same(full(got), want, name)
-            same(full(got.grad), want.grad, f"{name}.grad")
-
-
-@pytest.mark.parity("argument: dp_mesh_dims: shard")
-@pytest.mark.parametrize("tp", [None, "tp"])
-def test_dp_mesh_dims_shard(on_ranks, tp) -> None:
-    shape, names = ((2, 2), ("fsdp", "tp")) if tp else ((4,), ("fsdp",))
-    on_ranks(spmd, shape, names, {"shard": "fsdp"}, tp, size=4)
-
-
-@pytest.mark.parity("argument: dp_mesh_dims: shard and replicate")
-def test_dp_mesh_dims_replicate(on_ranks) -> None:
-    on_ranks(spmd, (2, 2), ("ddp", "fsdp"), {"shard": "fsdp", "replicate": "ddp"}, None, size=4)
-
-
-@pytest.mark.parity("argument: dp_mesh_dims: tuple of axes")
-def test_dp_mesh_dims_tuple(on_ranks) -> None:
-    on_ranks(spmd, (2, 2), ("fsdp", "cp"), {"shard": ("fsdp", "cp")}, None, size=4)
 
 
 @pytest.mark.parity("argument: dp_mesh_dims: shard")

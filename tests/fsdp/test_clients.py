@@ -23,7 +23,6 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
 )
 
 from parallel3d import (
-    MeshError,
     MeshLayout,
     Parallel3dError,
     StateError,
@@ -266,12 +265,6 @@ class TestSaved:
             assert kept_with(twin, "group", lambda: dist.group.WORLD) is dist.group.WORLD
             assert kept_with(twin, "group", lambda: "again") is dist.group.WORLD
             pickle.dumps(twin)  # a process group can't be
-
-
-def test_two_axes_without_names_are_refused() -> None:
-    """torch asserts; which of them replicates is a guess."""
-    with fake_world(0, 4), pytest.raises(MeshError, match=r"no names.*build_mesh"):
-        fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2, 2)))
 
 
 def test_wrong_types_are_type_errors_too() -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from _support.fsdp.counted_collectives import Gather
 from _support.fsdp.wrapped import at_rest, held_bytes
 from _support.models import Block
 
@@ -46,16 +47,6 @@ def test_apart_where_one_has_its_own_collective():
     with local_world(2):
         block, mesh = build()
         buckets = unit_of(block).group.buckets
-
-        class Gather:
-            def allocate(self, size, *, dtype, device):
-                return torch.empty(size, dtype=dtype, device=device)
-
-            def __call__(self, output_tensor, input_tensor, group, async_op=False):
-                return torch.distributed.all_gather_into_tensor(
-                    output_tensor, input_tensor, group=group, async_op=async_op
-                )
-
         buckets[0].change(gather_comm=Gather())
         with record_collectives(mesh) as recorder, torch.no_grad():
             block(torch.randn(3, 12))

@@ -6,6 +6,7 @@ import functools
 import pytest
 import torch
 from _support.fsdp.beside_plain import Net, Trial
+from _support.fsdp.counted_collectives import Scatter
 from _support.fsdp.noted_streams import Device, find, happens_before, note
 from _support.fsdp.wrapped import shard_blocks
 from _support.models import LM_PLAN, Lm, lm_loss, tokens
@@ -75,17 +76,6 @@ def test_with_the_optimizer_sharded_over_replicate(layout):
 Even = functools.partial(Lm, vocab=20)
 
 
-def on_gloo(sizes: tuple[int, int, int], defer: str) -> float:
-    options = {"defer": defer, "micro_batches": 2, "steps": 2, "fp32": False}
-    layout = MeshLayout(*sizes)
-    return assert_parity(Lm, tokens, layout, loss=lm_loss, apply=hooked, **options).grads["float64"]
-
-
-@pytest.mark.slow  # a compressing hook runs there in any case
-def test_on_processes(gloo_pool):
-    assert max(gloo_pool.run(on_gloo, (2, 2, 1), "all_reduce", world_size=4)) < 1e-12
-
-
 @pytest.mark.parametrize("layout", [HSDP, MeshLayout(4, 1, 1), MeshLayout(1, 2, 1)], ids=str)
 def test_sums_that_wait_for_every_switch(layout):
     """A reduced gradient, a scattered one and own sums, folded into each other."""
@@ -93,16 +83,7 @@ def test_sums_that_wait_for_every_switch(layout):
         trial = Trial(world, layout, shard_blocks)
         hook = allreduce_hook if layout.shard == 1 else reduce_scatter_hook
         trial.model.register_comm_hook(CommHookState(), hook)
-        trial.backward(0)
-        trial.model.set_requires_all_reduce(False)
-        trial.backward(1)
-        trial.model.set_requires_gradient_sync(False)
-        trial.backward(2)
-        trial.model.set_requires_gradient_sync(True)
-        trial.model.set_requires_all_reduce(False)
-        trial.backward(3)
-        trial.model.set_requires_all_reduce(True)
-        trial.backward(4)
+        trial.play("0 -all 1 -sync 2 +sync -all 3 +all 4")
         trial.check([0, 1, 2, 3, 4])
 
 
@@ -258,32 +239,6 @@ def test_float16_neither_overflows_nor_underflows(factor):
     assert (state.gradient_predivide_factor, state.gradient_postdivide_factor) == (2, 2)
 
 
-def float16_on_gloo(factor: float | None) -> list[float]:
-    """Through the engine: a scalar of each kind, which are all-reduced by gloo in float16."""
-    mesh = build_mesh(FSDP, device_type="cpu")
-    model = fsdp.fully_shard(nn.Sequential(Pair()), mesh=mesh)
-    state = CommHookState(mesh, gradient_predivide_factor=factor)
-    model.register_comm_hook(state, fp16_compress_hook)
-    model(torch.tensor([LARGE, SMALL])).backward()
-    return [p.grad.full_tensor().item() for p in model.parameters()]
-
-
-class Pair(nn.Module):
-    """Two scalars whose gradients are the inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Parameter(torch.zeros(())), nn.Parameter(torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.a * x[0] + self.b * x[1]
-
-
-@pytest.mark.parametrize("factor", EXPECTED)
-def test_float16_on_processes(gloo_pool, factor):
-    assert gloo_pool.run(float16_on_gloo, factor, world_size=4) == [list(EXPECTED[factor])] * 4
-
-
 def with_torchs_hook() -> float:
     """FSDP1's own hook and state; the largest difference from the usual reduction."""
     mesh = build_mesh(FSDP, device_type="cpu")
@@ -336,16 +291,6 @@ def test_what_is_refused(layout):
             _ = CommHookState().world_size
 
 
-class OwnScatter:
-    """A custom reduce-scatter."""
-
-    def allocate(self, size, *, dtype, device):
-        return torch.empty(size, dtype=dtype, device=device)
-
-    def __call__(self, **_):
-        return None
-
-
 def test_what_divides_or_reduces_beside_a_hook_is_refused():
     with fake_world(0, 4):
         model = shard_blocks(Lm(), build_mesh(HSDP, device_type="cpu"))
@@ -354,7 +299,7 @@ def test_what_divides_or_reduces_beside_a_hook_is_refused():
         with pytest.raises(StateError, match="divided by 3"):
             model.register_comm_hook(CommHookState(), reduce_scatter_hook)
         block.set_gradient_divide_factor(None)
-        block.set_custom_reduce_scatter(OwnScatter())
+        block.set_custom_reduce_scatter(Scatter())
         with pytest.raises(StateError, match="custom reduce-scatter"):
             model.register_comm_hook(CommHookState(), reduce_scatter_hook)
         block.set_custom_reduce_scatter(None)
@@ -362,7 +307,7 @@ def test_what_divides_or_reduces_beside_a_hook_is_refused():
         with pytest.raises(StateError, match="divides its gradients by itself"):
             block.set_gradient_divide_factor(3)
         with pytest.raises(StateError, match="reduces and"):
-            block.set_custom_reduce_scatter(OwnScatter())
+            block.set_custom_reduce_scatter(Scatter())
         with pytest.raises(StateError, match="reduces and"):
             block.set_allocate_memory_from_process_group_for_comm(True)
         model.set_requires_all_reduce(False)

@@ -23,25 +23,14 @@ class TestDivideFactor:
         with local_world(4) as world:
             trial = Trial(world, layout, shard_blocks)
             on_every_unit(trial.model, "set_gradient_divide_factor", 5.0)
-            trial.backward(0)
-            trial.model.set_requires_gradient_sync(False)
-            trial.backward(1)
-            trial.model.set_requires_gradient_sync(True)
-            trial.model.set_requires_all_reduce(False)
-            trial.backward(2)
-            trial.model.set_requires_gradient_sync(False)
-            trial.backward(3)
-            trial.model.set_requires_gradient_sync(True)
-            trial.backward(4)
+            trial.play("0 -sync 1 +sync -all 2 -sync 3 +sync 4")
             trial.check([0, 1, 2, 3, 4], factor=5.0)
 
     def test_known_at_the_last_micro_batch_only(self):
         """As with a loss per token: own sums are divided when they are reduced."""
         with local_world(2) as world:
             trial = Trial(world, MeshLayout(1, 2, 1), shard_blocks)
-            trial.model.set_requires_gradient_sync(False)
-            trial.backward(0)
-            trial.model.set_requires_gradient_sync(True)
+            trial.play("-sync 0 +sync")
             on_every_unit(trial.model, "set_gradient_divide_factor", 7)
             trial.backward(1)
             trial.check([0, 1], factor=7)

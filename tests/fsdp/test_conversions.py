@@ -8,12 +8,10 @@ from torch import nn
 
 from parallel3d import (
     MeshLayout,
-    MixedPrecisionPolicy,
     Parallel3dError,
     build_mesh,
     parallelize,
 )
-from parallel3d.fsdp import fully_shard
 from parallel3d.fsdp.inspect import unit_of
 from parallel3d.testing import fake_world, local_world, shards_of
 
@@ -79,26 +77,6 @@ class TestConversions:
             for got in world.per_rank(model.layers[1].up.weight.data):
                 assert torch.equal(got, state["layers.1.up.weight"])
             model.layers[1].reshard()
-
-
-class TestMixedPrecision:
-    def test_output_in_containers(self) -> None:
-        class Out(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.lin = nn.Linear(4, 4)
-
-            def forward(self, x, *, extra):
-                return {"a": self.lin(x), "b": (self.lin(extra["x"]), 3)}
-
-        policy = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)
-        with fake_world(0, 2):
-            mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
-            model = fully_shard(Out(), mesh=mesh, mp_policy=policy)
-            out = model(torch.randn(2, 4), extra={"x": torch.randn(2, 4), "n": 1})
-            assert out["a"].dtype == out["b"][0].dtype == torch.float32 and out["b"][1] == 3
-            (out["a"].sum() + out["b"][0].sum()).backward()
-            assert at_rest(model)
 
 
 @pytest.mark.parametrize("with_gradient", [False, True])

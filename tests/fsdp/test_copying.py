@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from _support.fsdp.wrapped import at_rest, build, shard_blocks
+from _support.fsdp.wrapped import at_rest, build
 from _support.models import LM_PLAN, Lm, lm_loss, tokens
 from torch import nn
 
@@ -135,16 +135,6 @@ def test_inside_a_forward_is_refused():
         model.layers[0].register_forward_hook(lambda *_: copy.deepcopy(model) and None)
         with pytest.raises(ValueError, match="between steps"):
             lm_loss(model, tokens(0))
-
-
-def test_of_one_block():
-    with local_world(2):
-        mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
-        model = shard_blocks(Lm(layers=1), mesh)
-        block = copy.deepcopy(model.layers[0])
-        x = torch.randn(2, 3, 12)
-        with torch.no_grad():
-            torch.testing.assert_close(block(x), model.layers[0](x))
 
 
 @pytest.mark.parametrize("copied", ["", "embed", "head"])

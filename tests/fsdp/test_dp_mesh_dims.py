@@ -208,32 +208,6 @@ def test_four_axes_are_laid_out_as_torch_does(key) -> None:
                 assert torch.equal(mine.to_local(), other.to_local())
 
 
-@pytest.mark.parametrize(
-    "key", [pytest.param("hsdp, tp", marks=pytest.mark.full), "two shard axes, tp"]
-)
-def test_on_simulated_ranks(key) -> None:
-    """Eight of them; every rank's gradient against the plain model's."""
-    names, _, dims, tp = MESHES[key]
-    shape = (2, 2, 2)
-    ranks = torch.Size(shape).numel() // 2
-    torch.manual_seed(0)
-    plain = Mlp().double()
-    sum(plain(sample(rank)).square().mean() / ranks for rank in range(ranks)).backward()
-    with local_world(2 * ranks) as world:
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-        model = distribute(copy.deepcopy(plain), mesh, tp)
-        fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(**dims))
-        placements = [Replicate() if name == tp else Shard(0) for name in names]
-        batch = world.map(lambda rank: sample(rank // 2))
-        out = model(DTensor.from_local(batch, mesh, placements, run_check=False))
-        out.redistribute(placements=placements).to_local().square().mean().backward()
-        for (name, want), got in zip(plain.named_parameters(), model.parameters(), strict=True):
-            for whole in world.per_rank(got.full_tensor()):
-                assert torch.equal(whole, want), name
-            for whole in world.per_rank(got.grad.full_tensor()):
-                assert torch.allclose(whole, want.grad, rtol=0, atol=1e-12), name
-
-
 def small_world(key: str) -> None:
     names, shape, dims, tp = MESHES[key]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)

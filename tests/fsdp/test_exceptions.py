@@ -6,14 +6,12 @@ import pytest
 import torch
 from _support.fsdp.breakages import BACKWARD, FORWARD, Boom, Net, Place, loss_of
 from _support.fsdp.wrapped import at_rest, shard_blocks
-from _support.models import lm_loss, tokens
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from parallel3d import MeshLayout, StateError, build_mesh
+from parallel3d import MeshLayout, build_mesh
 from parallel3d._torch.dtensor import get_local_tensor
-from parallel3d.fsdp import FSDPModule
-from parallel3d.testing import Recorder, assert_parity, fake_world, record_collectives
+from parallel3d.testing import Recorder, fake_world, record_collectives
 
 HSDP = MeshLayout(2, 2, 1)
 ALL = {f"forward: {name}": place for name, place in FORWARD.items()} | {
@@ -151,23 +149,6 @@ def test_on_real_ranks(gloo_pool, places) -> None:
     gloo_pool.run(on_gloo, places, world_size=4, timeout=60.0)
 
 
-@pytest.mark.parity("reliability: exception in forward, reset_iter_state")
-@pytest.mark.parity("reliability: exception in backward, reset_iter_state")
-def test_every_step_has_an_exception_before_it() -> None:
-    """Simulated ranks against the plain model, with AdamW."""
-    places = iter(["forward: inside an inner unit", "backward: autograd Function"])
-
-    def loss(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-        if isinstance(model, FSDPModule):
-            with ALL[next(places)](model), pytest.raises(Boom):
-                lm_loss(model, ids).backward()
-            model.reset_iter_state()
-        return lm_loss(model, ids)
-
-    layout = MeshLayout(1, 2, 1)
-    assert_parity(Net, tokens, layout, loss=loss, apply=shard_blocks, steps=2, fp32=False)
-
-
 @pytest.mark.parity("method: reset_iter_state")
 class TestReset:
     """The method itself."""
@@ -176,11 +157,6 @@ class TestReset:
     def model(self):
         with fake_world(0, 4):
             yield shard_blocks(Net(), build_mesh(HSDP, device_type="cpu"))
-
-    def test_is_the_roots(self, model) -> None:
-        step(model)
-        with pytest.raises(StateError, match=r"layers\.1.*outermost"):
-            model.layers[1].reset_iter_state()
 
     def test_before_the_first_forward_and_at_rest(self, model) -> None:
         model.reset_iter_state()

@@ -14,7 +14,7 @@ from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh, materialize
 from parallel3d.errors import MeshError, Parallel3dError, RefusedError
 from parallel3d.fsdp import fully_shard
 from parallel3d.fsdp.inspect import ExtensionBucket, unit_of
-from parallel3d.testing import fake_world, local_world, record_collectives
+from parallel3d.testing import fake_world, local_world
 
 
 def wrap(model: nn.Module, shape=(1, 2, 1), **options) -> nn.Module:
@@ -261,16 +261,6 @@ class TestMemory:
             model[0].weight.requires_grad_()
             step(model)
             assert model[0].weight.grad is not None
-
-    def test_one_gather_and_one_reduction_for_all(self) -> None:
-        """Of one dtype; ordinary parameters have theirs."""
-        with fake_world(0, 2):
-            model = wrap(extend(mlp(8), Int8))
-            kinds = [type(bucket) for bucket in unit_of(model).group.buckets]
-            assert kinds.count(ExtensionBucket) == 1 and len(kinds) == 2
-            with record_collectives() as recorder:
-                step(model)
-            assert recorder.count("all_gather") == recorder.count("reduce_scatter") == 2
 
 
 class Careless(Bf16):

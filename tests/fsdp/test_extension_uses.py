@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from _support.extended import Bf16, Int8, Wrapped, extend, mlp, plain_twin
+from _support.fsdp.counted_collectives import Gather
 from _support.fsdp.noted_streams import Device, find, happens_before, note
 from _support.fsdp.wrapped import at_rest, held_bytes
 from torch import nn
@@ -13,7 +14,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from parallel3d import MeshLayout, build_mesh
-from parallel3d._torch.groups import all_gather_single
 from parallel3d.fsdp import DataParallelMeshDims, fully_shard
 from parallel3d.fsdp.inspect import ExtensionBucket, unit_of
 from parallel3d.testing import LocalWorld, fake_world, local_world, record_collectives
@@ -104,20 +104,6 @@ def test_reshard_to_fewer_ranks(kind) -> None:
         assert bucket.post_forward_shard is None and at_rest(model)
 
 
-class CountingGather:
-    """An all-gather of the user's, with memory of its own."""
-
-    def __init__(self) -> None:
-        self.dtypes: list[torch.dtype] = []
-
-    def allocate(self, size, *, dtype, device):
-        self.dtypes.append(dtype)
-        return torch.empty(size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor, input_tensor, group, async_op=False):
-        return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
-
-
 @pytest.mark.parity("method: set_custom_all_gather")
 @pytest.mark.parametrize("kind", [Bf16, Int8], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("reshard", [True, 2])
@@ -125,10 +111,10 @@ def test_custom_all_gather(kind, reshard) -> None:
     with local_world(4) as world:
         model = extend(mlp(8), kind)
         fully_shard(model, mesh=mesh_of(1, 4, 1), reshard_after_forward=reshard)
-        gather = CountingGather()
+        gather = Gather()
         model.set_custom_all_gather(gather)
         step(model)
-        assert gather.dtypes.count(torch.uint8) == 2
+        assert [made.dtype for made in gather.made].count(torch.uint8) == 2
         check_gradients(world, model, kind, 8)
         assert at_rest(model)
 

@@ -163,10 +163,7 @@ def test_of_sums_over_shard_alone() -> None:
 def test_what_was_put_off_before_it_was_manual(layout) -> None:
     with local_world(layout.world_size) as world:
         trial = Trial(world, layout, shard_blocks)
-        trial.backward(0)
-        trial.model.set_requires_gradient_sync(False)
-        trial.backward(1)
-        trial.model.set_requires_gradient_sync(True)
+        trial.play("0 -sync 1 +sync")
         trial.model.set_manual_backward_finalization(True)
         trial.model.finalize_backward()
         trial.check([0, 1])

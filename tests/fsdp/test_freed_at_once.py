@@ -2,7 +2,9 @@
 
 import contextlib
 import copy
+import weakref
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -68,6 +70,17 @@ class Checkpointed(Lm):
         return self.head(self.norm(x))
 
 
+class Buffered(Lm):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(12))
+
+
+class WithMethod(Lm):
+    def embed_only(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.embed(ids)
+
+
 def lora() -> nn.Module:
     model = Lm()
     for name, p in model.named_parameters():
@@ -75,176 +88,100 @@ def lora() -> nn.Module:
     return model
 
 
-class Buffered(Lm):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("scale", torch.ones(12))
+def modules_as_one_unit() -> nn.Module:
+    model = Lm()
+    mesh = build_mesh(FSDP, device_type="cpu")
+    fsdp.fully_shard([model.norm, model.head], mesh=mesh, reshard_after_forward=False)
+    return shard_blocks(model, mesh)
 
 
-def constructed() -> References:
-    return references(sharded())
+def root_only() -> nn.Module:
+    return fsdp.fully_shard(Lm(), mesh=build_mesh(FSDP, device_type="cpu"))
 
 
-def constructed_with_a_buffer() -> References:
-    return references(sharded(build=Buffered))
+# What is done to a model, whose references are taken afterwards. May return references to more.
 
 
-def after_forward() -> References:
-    model = sharded()
-    loss_of(model)
-    return references(model)
-
-
-def between_forward_and_backward() -> References:
-    """The graph goes with the loss."""
-    model = sharded()
-    loss = loss_of(model)
-    found = references(model)
-    del model
-    loss.backward()
-    return found
-
-
-def after_forward_without_grad() -> References:
-    model = sharded()
-    with torch.no_grad():
-        loss_of(model)
-    return references(model)
-
-
-def after_steps() -> References:
+def train(model: nn.Module) -> None:
     """The second step prefetches."""
-    model = sharded()
     for index in range(2):
         loss_of(model, index).backward()
-    return references(model)
 
 
-def after_optimizer_steps() -> References:
-    model = sharded()
+def without_grad(model: nn.Module) -> None:
+    with torch.no_grad():
+        loss_of(model)
+
+
+def optimizer_steps(model: nn.Module) -> References:
     optimizer = torch.optim.AdamW(model.parameters())
     for index in range(2):
         loss_of(model, index).backward()
         clip_grad_norm_(model, 1.0)
         optimizer.step()
-    state = {
-        f"{key} of {i}": value
+    return {
+        f"{key} of {i}": weakref.ref(value)
         for i, values in enumerate(optimizer.state.values())
         for key, value in values.items()
     }
-    return references(model, **state)
 
 
-def with_an_optimizer_on_the_shards_only() -> References:
-    model = sharded()
+def optimizer_that_is_gone(model: nn.Module) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     loss_of(model).backward()
     optimizer.step()
     optimizer.zero_grad()
-    del optimizer
-    return references(model)
 
 
-def mixed_precision() -> References:
-    model = sharded(mp_policy=MIXED)
-    loss_of(model).backward()
-    return references(model)
-
-
-def frozen_parts() -> References:
-    model = sharded(build=lora)
-    loss_of(model).backward()
-    return references(model)
-
-
-def tied() -> References:
-    model = sharded(build=lambda: Lm(tied=True))
-    loss_of(model).backward()
-    return references(model)
-
-
-def with_all_reduce_put_off() -> References:
-    model = sharded()
+def all_reduce_put_off(model: nn.Module) -> None:
     model.set_requires_all_reduce(False)
-    loss_of(model).backward()
-    return references(model)
+    train(model)
 
 
-def with_sync_put_off() -> References:
-    model = sharded()
+def sync_put_off(model: nn.Module) -> None:
     model.set_requires_gradient_sync(False)
-    loss_of(model).backward()
-    return references(model)
+    train(model)
 
 
-def with_a_hook_and_a_schedule() -> References:
+def hook_and_schedule(model: nn.Module) -> None:
     """Also prefetches that were put off, in a forward whose backward doesn't come."""
-    model = sharded(build=lambda: Lm(layers=4))
     model.register_comm_hook(CommHookState(), bf16_compress_hook)
     model.set_limit_all_gathers(1)
     model.set_backward_prefetch(BackwardPrefetch.BACKWARD_POST)
     model.layers[0].set_modules_to_forward_prefetch(list(model.layers[1:]))
-    model.layers[3].set_modules_to_backward_prefetch(list(model.layers[:3]))
-    for index in range(2):
-        loss_of(model, index).backward()
+    model.layers[-1].set_modules_to_backward_prefetch(list(model.layers[:-1]))
+    train(model)
     loss_of(model)
-    return references(model)
 
 
-def half_way_through_accumulate() -> References:
-    model = sharded()
+def half_way_through_accumulate(model: nn.Module) -> None:
     batches = accumulate(model, range(3))
     loss_of(model, next(batches)).backward()
     batches.close()
-    return references(model)
 
 
-def unsharded_by_hand() -> References:
-    model = sharded()
+def unshard(model: nn.Module) -> None:
     model.unshard()
     model.layers[0].unshard(async_op=True)
-    return references(model)
 
 
-def root_only() -> References:
-    model = fsdp.fully_shard(Lm(), mesh=build_mesh(FSDP, device_type="cpu"))
-    loss_of(model).backward()
-    return references(model)
-
-
-def modules_as_one_unit() -> References:
-    model = Lm()
-    mesh = build_mesh(FSDP, device_type="cpu")
-    fsdp.fully_shard([model.norm, model.head], mesh=mesh, reshard_after_forward=False)
-    shard_blocks(model, mesh)
-    loss_of(model).backward()
-    return references(model)
-
-
-def a_block_run_alone() -> References:
-    model = sharded()
+def block_alone(model: nn.Module) -> None:
     model.layers[0](torch.randn(2, 12)).sum().backward()
-    loss_of(model).backward()
-    return references(model)
+    train(model)
 
 
-def after_conversion() -> References:
-    model = sharded()
-    loss_of(model).backward()
+def convert(model: nn.Module) -> None:
+    train(model)
     model.double()
-    loss_of(model).backward()
-    return references(model)
+    train(model)
 
 
-def after_loading() -> References:
-    model = sharded()
+def load(model: nn.Module) -> None:
     model.load_state_dict(model.state_dict(), assign=True)
-    loss_of(model).backward()
-    return references(model)
+    train(model)
 
 
-def after_full_params_and_state_dicts() -> References:
-    model = sharded()
+def whole_tensors(model: nn.Module) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     loss_of(model).backward()
     with fsdp.full_params(model, with_grads=True):
@@ -254,155 +191,111 @@ def after_full_params_and_state_dicts() -> References:
         model.load_state_dict(model.state_dict())
         fsdp.load_optim_state_dict(model, optimizer, fsdp.optim_state_dict(model, optimizer))
     fsdp.set_state_dict_type(model, fsdp.StateDictType.LOCAL_STATE_DICT)
-    return references(model)
 
 
-def after_an_exception_in_forward() -> References:
-    model = sharded()
-    fail_in_forward(model)
-    return references(model)
-
-
-def after_an_exception_in_backward() -> References:
-    model = sharded()
-    fail_in_backward(model)
-    return references(model)
-
-
-def after_reset_iter_state() -> References:
-    model = sharded()
+def reset(model: nn.Module) -> None:
     fail_in_backward(model)
     model.reset_iter_state()
-    loss_of(model).backward()
-    return references(model)
+    train(model)
 
 
-def checkpointed() -> References:
-    model = sharded(build=Checkpointed)
-    loss_of(model).backward()
-    return references(model)
-
-
-def parallelized() -> References:
-    model = tensor_parallel()
-    loss_of(model).backward()
-    return references(model)
-
-
-def parallelized_with_checkpointing() -> References:
-    model = tensor_parallel(activation_checkpointing=True)
-    loss_of(model).backward()
-    return references(model)
-
-
-def with_prefetch_lists() -> References:
-    """They point at each other."""
-    model = sharded()
-    first, second = model.layers
-    first.set_modules_to_forward_prefetch([second])
-    second.set_modules_to_backward_prefetch([first])
-    loss_of(model).backward()
-    return references(model)
-
-
-def with_an_all_reduce_hook() -> References:
-    model = sharded(FSDP)
+def all_reduce_hook(model: nn.Module) -> None:
     model.layers[0].set_all_reduce_hook(lambda gradient: None)
-    loss_of(model).backward()
-    return references(model)
+    train(model)
 
 
-def with_a_forward_method() -> References:
-    model = sharded(build=WithMethod)
+def forward_method(model: nn.Module) -> None:
     fsdp.register_fsdp_forward_method(model, "embed_only")
     model.embed_only(tokens(0)).sum().backward()
-    loss_of(model).backward()
-    return references(model)
+    train(model)
 
 
-class WithMethod(Lm):
-    def embed_only(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.embed(ids)
+def shared_context(model: nn.Module) -> References:
+    second = sharded()
+    fsdp.share_comm_ctx([model, second])
+    train(model)
+    train(second)
+    return {f"second's {name}": ref for name, ref in references(second).items()}
 
 
-def with_a_shared_context() -> References:
-    first, second = sharded(), sharded()
-    fsdp.share_comm_ctx([first, second])
-    loss_of(first).backward()
-    loss_of(second).backward()
-    found = references(first)
-    return found | {f"second's {name}": ref for name, ref in references(second).items()}
-
-
-def resharded_to_a_smaller_world() -> References:
-    model = sharded(FSDP, reshard_after_forward=2)
-    loss_of(model).backward()
-    return references(model)
-
-
-def offloaded() -> References:
-    model = sharded(offload_policy=fsdp.CPUOffloadPolicy(pin_memory=False))
-    loss_of(model).backward()
-    return references(model)
-
-
-def copied() -> References:
-    """Original and copy, an EMA's way to make one."""
-    model = sharded()
-    loss_of(model).backward()
+def copied(model: nn.Module) -> References:
+    """An EMA's way to make one."""
+    train(model)
     average = copy.deepcopy(model)
-    loss_of(average).backward()
-    found = references(model)
-    return found | {f"copy's {name}": ref for name, ref in references(average).items()}
+    train(average)
+    return {f"copy's {name}": ref for name, ref in references(average).items()}
 
 
-LIVES = [
-    constructed,
-    constructed_with_a_buffer,
-    after_forward,
-    between_forward_and_backward,
-    after_forward_without_grad,
-    after_steps,
-    after_optimizer_steps,
-    with_an_optimizer_on_the_shards_only,
-    mixed_precision,
-    frozen_parts,
-    tied,
-    with_all_reduce_put_off,
-    with_sync_put_off,
-    with_a_hook_and_a_schedule,
-    half_way_through_accumulate,
-    unsharded_by_hand,
-    root_only,
-    modules_as_one_unit,
-    a_block_run_alone,
-    after_conversion,
-    after_loading,
-    after_full_params_and_state_dicts,
-    after_an_exception_in_forward,
-    after_an_exception_in_backward,
-    after_reset_iter_state,
-    checkpointed,
-    parallelized,
-    parallelized_with_checkpointing,
-    with_prefetch_lists,
-    with_an_all_reduce_hook,
-    with_a_forward_method,
-    with_a_shared_context,
-    resharded_to_a_smaller_world,
-    offloaded,
-    copied,
-]
+def made(**options) -> Callable[[], nn.Module]:
+    return partial(sharded, **options)
+
+
+Act = Callable[[nn.Module], object]
+LIVES: dict[str, tuple[Callable[[], nn.Module], Act]] = {
+    "constructed": (sharded, lambda model: None),
+    "constructed with a buffer": (made(build=Buffered), lambda model: None),
+    "forward": (sharded, loss_of),
+    "forward without grad": (sharded, without_grad),
+    "steps": (sharded, train),
+    "optimizer steps": (sharded, optimizer_steps),
+    "optimizer that is gone": (sharded, optimizer_that_is_gone),
+    "mixed precision": (made(mp_policy=MIXED), train),
+    "frozen parts": (made(build=lora), train),
+    "tied": (made(build=partial(Lm, tied=True)), train),
+    "all-reduce put off": (sharded, all_reduce_put_off),
+    "sync put off": (sharded, sync_put_off),
+    "a hook and a schedule": (made(build=partial(Lm, layers=4)), hook_and_schedule),
+    "half-way through accumulate": (sharded, half_way_through_accumulate),
+    "unsharded by hand": (sharded, unshard),
+    "root only": (root_only, train),
+    "modules as one unit": (modules_as_one_unit, train),
+    "a block run alone": (sharded, block_alone),
+    "conversion": (sharded, convert),
+    "loading": (sharded, load),
+    "full_params and state dicts": (sharded, whole_tensors),
+    "an exception in forward": (sharded, fail_in_forward),
+    "an exception in backward": (sharded, fail_in_backward),
+    "reset_iter_state": (sharded, reset),
+    "checkpointed": (made(build=Checkpointed), train),
+    "parallelized": (tensor_parallel, train),
+    "parallelized, checkpointed": (partial(tensor_parallel, activation_checkpointing=True), train),
+    "an all-reduce hook": (made(layout=FSDP), all_reduce_hook),
+    "a forward method": (made(build=WithMethod), forward_method),
+    "a shared context": (sharded, shared_context),
+    "resharded to a smaller world": (made(layout=FSDP, reshard_after_forward=2), train),
+    "offloaded": (made(offload_policy=fsdp.CPUOffloadPolicy(pin_memory=False)), train),
+    "copied": (sharded, copied),
+}
+
+
+def check_gone(found: References) -> None:
+    left = [name for name, reference in found.items() if reference() is not None]
+    assert not left, f"{len(left)} of {len(found)} are alive: {', '.join(left[:12])}, ..."
 
 
 @pytest.mark.parity("reliability: everything freed at once")
-@pytest.mark.parametrize("life", LIVES, ids=lambda life: life.__name__)
-def test_freed_at_once(life: Callable[[], References]) -> None:
+@pytest.mark.parametrize("life", LIVES)
+def test_freed_at_once(life: str) -> None:
     """Modules, Parameters, buffers, gradients, units and storage, as soon as the model's name is gone."""
+    make, act = LIVES[life]
     with fake_world(0, 4), collector_off():
-        found = life()
-        left = [name for name, reference in found.items() if reference() is not None]
-        assert not left, f"{len(left)} of {len(found)} are alive: {', '.join(left[:12])}, ..."
+        model = make()
+        more = act(model)
+        found = references(model) | (more if isinstance(more, dict) else {})
+        del model, more
+        check_gone(found)
+
+
+def test_between_forward_and_backward() -> None:
+    """The graph goes with the loss."""
+    with fake_world(0, 4), collector_off():
+        model = sharded()
+        loss = loss_of(model)
+        found = references(model)
+        del model
+        loss.backward()
+        del loss
+        check_gone(found)
 
 
 def test_an_exception_that_is_kept_keeps_the_model_and_no_longer() -> None:
@@ -418,4 +311,4 @@ def test_an_exception_that_is_kept_keeps_the_model_and_no_longer() -> None:
         del model
         assert any(reference() is not None for reference in found.values())
         kept.__traceback__ = None
-        assert [name for name, reference in found.items() if reference() is not None] == []
+        check_gone(found)

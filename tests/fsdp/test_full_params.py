@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from parallel3d import MeshLayout, Parallel3dError, StateError, build_mesh, parallelize
 from parallel3d.fsdp import full_params, fully_shard
 from parallel3d.testing import (
-    assert_parity,
     fake_world,
     local_world,
     record_collectives,
@@ -62,23 +61,6 @@ def test_reads_and_writes(shape) -> None:
             model.norm.bias.data.fill_(7)  # is not kept
         with full_params(model, writeback=False, offload_to_cpu=True):
             equal_on_ranks(world, named(model), named(plain))
-
-
-@pytest.mark.parametrize("shape", [(2, 2, 1), (1, 2, 2)], ids=str)
-def test_a_model_given_its_values_trains_as_the_plain_one(shape) -> None:
-    def apply(model: nn.Module, mesh) -> nn.Module:
-        values = {name: p.detach().clone() for name, p in model.named_parameters()}
-        parallelize(model, mesh, LM_PLAN if shape[2] > 1 else None)
-        with torch.no_grad():
-            for p in model.parameters():
-                p.zero_()
-            with full_params(model):
-                for name, p in model.named_parameters():
-                    p.copy_(values[name])
-        return model
-
-    build = lambda: Lm(layers=1, tied=True)  # noqa: E731
-    assert_parity(build, tokens, MeshLayout(*shape), loss=lm_loss, apply=apply, steps=2, fp32=False)
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 1), (1, 2, 2)], ids=str)
@@ -140,27 +122,6 @@ def test_one_all_gather_per_bucket_and_axis() -> None:
             ("broadcast", "replicate"),
             ("broadcast", "tp"),
         }
-
-
-class TestHybrid:
-    """shard_optimizer_over_replicate: parts over replicate x shard, and a copy that must be renewed."""
-
-    def test_reads_and_writes(self) -> None:
-        torch.manual_seed(0)
-        plain = Lm(dim=16, hidden=24, layers=1, vocab=20).double()
-        with local_world(4) as world:
-            mesh = build_mesh(MeshLayout(2, 2, 1), device_type="cpu")
-            model = shard_blocks(copy.deepcopy(plain), mesh, shard_optimizer_over_replicate=True)
-            lm_loss(model, world.map(lambda r: tokens(0))).backward()
-            with full_params(model, with_grads=True):
-                equal_on_ranks(world, named(model), named(plain))
-                model.head.weight.data.mul_(2)
-            with world.paused():
-                plain.head.weight.data.mul_(2)
-                want = lm_loss(plain, tokens(0))
-            got = lm_loss(model, world.map(lambda r: tokens(0)))
-            for value in world.per_rank(got.detach()):
-                torch.testing.assert_close(value, want.detach())
 
 
 class TestWhatIsShown:

@@ -70,17 +70,6 @@ class TestMesh:
         assert type(model) is nn.Linear and type(model.weight) is nn.Parameter
         assert not dist.is_initialized()
 
-    @pytest.mark.parity("argument: mesh of more axes, by name", "fault i: mesh order by name")
-    def test_names_decide(self) -> None:
-        """torch takes axis 0 for replicate whatever its name, and refuses three axes."""
-        with fake_world(0, 8):
-            mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("shard", "replicate"))
-            with pytest.raises(MeshError, match="shard comes before replicate"):
-                fully_shard(Block(), mesh=mesh)
-            mesh = build_mesh(MeshLayout(2, 2, 2), device_type="cpu")
-            model = fully_shard(Block(), mesh=mesh)
-            assert model.up.weight.placements == (Replicate(), Shard(0), Replicate())
-
     def test_a_rank_outside_the_mesh(self) -> None:
         with fake_world(5, 6):
             mesh = torch.distributed.DeviceMesh("cpu", [0, 1, 2])
@@ -165,20 +154,6 @@ class TestPolicies:
             for wrong in ({"mp_policy": OffloadPolicy}, {"offload_policy": int}):
                 with pytest.raises(Parallel3dError, match="must be"):
                     fully_shard(nn.Linear(4, 6), **wrong)
-
-    @pytest.mark.parity("argument: torch's own policy objects")
-    def test_torchs_are_taken(self) -> None:
-        policy = torch_fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-        with fake_world(0, 2):
-            model = fully_shard(Block(), mesh=data_mesh(), mp_policy=policy)
-            # Torch keeps none.
-            own = MixedPrecisionPolicy(torch.bfloat16, full_precision_modules=())
-            assert unit_of(model).policy == own
-            assert model(torch.zeros(2, 12)).dtype == torch.bfloat16
-            parallelize(Lm(), build_mesh(MeshLayout(shard=2), device_type="cpu"), mp_policy=policy)
-            offload = torch_fsdp.CPUOffloadPolicy(pin_memory=False)
-            model = fully_shard(Block(), mesh=data_mesh(), offload_policy=offload)
-            assert [b.offload.policy for b in unit_of(model).group.buckets] == [offload]
 
     @pytest.mark.parametrize("made_by", [MixedPrecisionPolicy, torch_fsdp.MixedPrecisionPolicy])
     @pytest.mark.parametrize(

@@ -119,23 +119,6 @@ def test_copies_are_independent(model):
     assert (torch.load(file) == 7.0).all()
 
 
-def test_a_backward_after_an_exception_brings_all(model):
-    backward(model)
-    model.zero_grad()
-
-    def explode(*_: Any) -> None:
-        raise KeyError("the user's own")
-
-    hook = model.layers[0].register_full_backward_pre_hook(explode)
-    with pytest.raises(KeyError):
-        backward(model)
-    hook.remove()
-    model.reset_iter_state()
-    model.zero_grad()
-    backward(model)
-    assert all(p.grad is not None for p in model.parameters())
-
-
 def test_an_update_in_backward_frees_them_at_once(model):
     gone: list[bool] = []
     step_in_backward(model, lambda params: torch.optim.SGD(params, lr=0.1))

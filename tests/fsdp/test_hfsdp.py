@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from _support.fsdp.accumulation_run import Run
-from _support.fsdp.beside_plain import Net, Trial
+from _support.fsdp.beside_plain import Net, Run, Trial
 from _support.fsdp.noted_streams import Device, find, happens_before, note
 from _support.fsdp.wrapped import held_bytes
 from _support.models import LM_PLAN, SEQUENCE_PLAN, Lm, lm_loss, tokens
@@ -21,7 +20,6 @@ from parallel3d.fsdp import DataParallelMeshDims, fully_shard
 from parallel3d.fsdp.inspect import get_unit
 from parallel3d.optim import accumulate, clip_grad_norm_
 from parallel3d.testing import (
-    LocalWorld,
     assert_parity,
     fake_world,
     local_world,
@@ -378,36 +376,15 @@ class TestWaitingSums:
     def test_switched_scaled_and_cleared(self, layout, plan) -> None:
         """Reduced, partial and unsharded sums in turn; ``.grad`` is all there is."""
         with local_world(4) as world:
-            run = Waiting(world, layout, plan)
-            run.backward(0)
-            run.model.set_requires_all_reduce(False)
-            run.backward(1)
+            run = Run(world, layout, plan, shard_optimizer_over_replicate=True)
+            run.play("0 -all 1")
             grad = run.model.layers[0].up.weight.grad
             assert grad.placements[0] == Partial()
-            run.model.set_requires_gradient_sync(False)
-            run.backward(2)
-            run.model.set_requires_gradient_sync(True)
-            run.model.set_requires_all_reduce(False)
-            run.backward(3)
+            run.play("-sync 2 +sync -all 3")
             for param in run.model.parameters():
                 param.grad.mul_(2.0)
             run.model.set_requires_all_reduce(True)
             run.backward(4)
             run.check([0, 0, 1, 1, 2, 2, 3, 3, 4])
-            run.model.set_requires_all_reduce(False)
-            run.model.zero_grad()
-            run.backward(5)
-            run.model.zero_grad()
-            run.model.set_requires_all_reduce(True)
-            run.backward(6)
+            run.play("-all clear 5 clear +all 6")
             run.check([6])
-
-
-class Waiting(Run):
-    def __init__(self, world: LocalWorld, layout: MeshLayout, plan: dict | None) -> None:
-        self.plan = plan
-        super().__init__(world, layout)
-
-    def parallel(self, model: Lm) -> nn.Module:
-        mesh = build_mesh(self.layout, device_type="cpu")
-        return parallelize(model, mesh, self.plan, shard_optimizer_over_replicate=True)

@@ -59,12 +59,7 @@ def test_comm_hooks(trial, hook, tolerance) -> None:
     run.model.register_comm_hook(CommHookState(), hook)
     run.backward(0)
     run.check([0], tolerance=tolerance)
-    run.model.set_requires_all_reduce(False)
-    run.backward(1)
-    run.model.set_requires_gradient_sync(False)
-    run.backward(2)
-    run.model.set_requires_gradient_sync(True)
-    run.backward(3)
+    run.play("-all 1 -sync 2 +sync 3")
     run.check([0, 1, 2, 3], tolerance=tolerance)
 
 

@@ -74,22 +74,6 @@ class TestStateWhileShown:
             assert not isinstance(next(model.parameters()), DTensor)
 
 
-@pytest.mark.parity("method: set_is_last_backward")
-def test_what_zero_grad_clears_stays_cleared():
-    with local_world(2):
-        model, _ = build()
-        model.set_is_last_backward(False)
-        lm_loss(model, tokens(0)).backward()
-        assert all(p.grad is not None for p in model.parameters())
-        model.zero_grad()
-        model.set_is_last_backward(True)
-        lm_loss(model, tokens(1)).backward()
-        reference, _ = build()
-        lm_loss(reference, tokens(1)).backward()
-        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(p.grad.full_tensor(), q.grad.full_tensor())
-
-
 class Mirror(nn.Linear):
     """Computes with what its ``__setattr__`` has noted, as ``nn.LSTM`` does."""
 

@@ -5,46 +5,12 @@ import torch
 from _support.fsdp.beside_plain import Trial
 from _support.fsdp.wrapped import shard_blocks
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy
 
 from parallel3d import MeshLayout
 from parallel3d.errors import StateError
-from parallel3d.fsdp.options import offload as offload_module
 from parallel3d.testing import local_world
 
-parity = pytest.mark.parity
 FSDP, HSDP = MeshLayout(1, 2, 1), MeshLayout(2, 2, 1)
-
-
-class TestNotTheLastBackward:
-    """``set_is_last_backward(False)`` beside the other switches."""
-
-    @parity("method: set_is_last_backward")
-    @pytest.mark.parametrize("offload", [False, True], ids=["", "offload"])
-    def test_with_sums_that_wait(self, offload, monkeypatch):
-        """The order of a reduced, a partial and a whole sum is that of the backwards, not of their ends."""
-        if offload:
-            cpu = torch.device("cpu")
-            places = (torch.device("cpu", 0), cpu, False)
-            monkeypatch.setattr(offload_module.CpuOffload, "places", lambda *_: places)
-        with local_world(4) as world:
-            trial = Trial(
-                world,
-                HSDP,
-                lambda m, mesh: shard_blocks(m, mesh, offload_policy=CPUOffloadPolicy()),
-            )
-            model = trial.model
-            model.set_is_last_backward(False)
-            trial.backward(0)
-            model.set_requires_all_reduce(False)
-            trial.backward(1)
-            model.set_requires_gradient_sync(False)
-            trial.backward(2)
-            model.set_requires_gradient_sync(True)
-            trial.backward(3)
-            model.set_is_last_backward(True)
-            trial.backward(4)
-            trial.check([0, 1, 2, 3, 4])
 
 
 def test_waiting_sums_are_dropped_by_reset_and_reduced_ones_stay():
@@ -59,9 +25,7 @@ def test_waiting_sums_are_dropped_by_reset_and_reduced_ones_stay():
         after = {n: p.grad for n, p in trial.model.named_parameters()}
         assert all(g is None for n, g in after.items() if n.startswith("layers"))
         assert after["head.weight"] is before["head.weight"]
-        trial.model.zero_grad()
-        trial.model.set_requires_gradient_sync(True)
-        trial.backward(2)
+        trial.play("clear +sync 2")
         trial.check([2])
 
 

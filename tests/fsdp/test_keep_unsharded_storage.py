@@ -5,11 +5,12 @@ from typing import ClassVar
 
 import pytest
 import torch
-from _support.fsdp.beside_plain import Trial, loss
-from _support.fsdp.wrapped import at_rest, buckets, held_bytes, shard_blocks
+from _support.fsdp.beside_plain import Trial
+from _support.fsdp.each_unit import buckets
+from _support.fsdp.wrapped import at_rest, held_bytes, shard_blocks
 from torch import nn
 
-from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh, fsdp
+from parallel3d import MeshLayout, MixedPrecisionPolicy
 from parallel3d.errors import StateError
 from parallel3d.fsdp import fully_shard
 from parallel3d.testing import local_world
@@ -141,7 +142,7 @@ def test_what_is_kept_is_free_to_autograd() -> None:
         trial.forward(0)
         assert all(held(trial.model))
         with pytest.raises(StateError, match="reads parameters of the unit while they are freed"):
-            loss(Hoarder.hoard.pop()).backward()
+            Hoarder.hoard.pop().square().mean().backward()
 
 
 def shard_hoarder(model: nn.Module, mesh) -> nn.Module:
@@ -177,36 +178,3 @@ def test_a_copy_keeps_its_own() -> None:
         assert all(held(other))
         assert not set(map(tuple, before)) & set(map(tuple, addresses(other)))
         assert all(held(original))  # so that no memory of it was given to the copy
-
-
-@parity
-def test_on_processes(on_ranks) -> None:
-    on_ranks(train_at_one_address)
-
-
-def train_at_one_address(engine) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(600, 600), nn.Linear(600, 3))  # one in place, one packed
-    plain = nn.Sequential(nn.Linear(600, 600), nn.Linear(600, 3))
-    plain.load_state_dict(model.state_dict())
-    mesh = build_mesh(FSDP, device_type="cpu")
-    for layer in model:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    model.set_keep_unsharded_storage(True)
-    seen = [[] for _ in model]
-    for layer, noted in zip(model, seen, strict=True):
-        layer.register_forward_pre_hook(
-            lambda module, _, noted=noted: noted.append(module.weight.data_ptr())
-        )
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
-    for step in range(3):
-        x = torch.randn(2, 600, generator=torch.Generator().manual_seed(step))
-        for each, optimizer in zip((model, plain), optimizers, strict=True):
-            each(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert all(len(set(noted)) == 1 for noted in seen)
-    with fsdp.full_params(model):
-        for got, want in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(got.detach(), want.detach())

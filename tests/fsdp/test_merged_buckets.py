@@ -108,18 +108,3 @@ def test_in_mixed_precision() -> None:
         block, head = numels(model)[0], numels(model)[-1]
         assert sizes(model) == [3 * block + head]
         assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
-
-
-def test_gradients_of_one_backward_after_the_other() -> None:
-    """The second backward adds to the first one's gradients, in place."""
-    with local_world(2) as world:
-        with world.paused():
-            expected = plain()
-            for _ in range(2):
-                for rank in range(2):
-                    (expected(batch(rank)).sum() / 2).backward()
-            batches = [batch(rank) for rank in range(2)]
-        model = wrapped(2)
-        for _ in range(2):
-            model(world.map(lambda r: batches[r])).sum().backward()
-        check(model, expected)

@@ -6,11 +6,11 @@ Each is the plain model's numbers, or an error that names the unit; never other 
 import copy
 from collections import UserDict, deque
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
+from _support.fsdp.random_models import OUTPUTS as RETURNED
+from _support.fsdp.random_models import WRAPS, held_in
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -26,58 +26,8 @@ def mesh_of(shard=2, replicate=1):
     return build_mesh(MeshLayout(replicate, shard, 1), device_type="cpu")
 
 
-@dataclass
-class Fields:
-    loss: Any
-
-
-class Slots:
-    __slots__ = ("loss",)
-
-    def __init__(self, loss):
-        self.loss = loss
-
-
-class Object:
-    def __init__(self, loss):
-        self.loss = loss
-
-
-def items(loss):
-    yield loss
-
-
-ATTRIBUTES = {
-    "tensor": lambda t: t,
-    "list": lambda t: [t],
-    "dict": lambda t: {"aux": (t,)},
-    "deque": lambda t: deque([t]),
-    "dataclass": Fields,
-    "slots": Slots,
-    "object": lambda t: Object([t]),
-}
-OUTPUTS = {
-    **ATTRIBUTES,
-    "object in an object": lambda t: Object(Object(Slots(t))),
-    "mapping": lambda t: UserDict(aux=t),
-    "closure": lambda t: lambda: t,
-    "generator": items,
-    "set": lambda t: {t},
-    "iterator": lambda t: iter([t]),
-}
-
-
-def first_tensor(value):
-    """The one tensor in any of these."""
-    if isinstance(value, torch.Tensor):
-        return value
-    if callable(value):
-        return value()
-    if hasattr(value, "loss"):
-        return first_tensor(value.loss)
-    if isinstance(value, (dict, UserDict)):
-        value = value.values()
-    return first_tensor(next(iter(value)))
+ATTRIBUTES = WRAPS | {"deque": lambda t: deque([t])}
+OUTPUTS = ATTRIBUTES | RETURNED | {"mapping": lambda t: UserDict(held=t), "set": lambda t: {t}}
 
 
 class Block(nn.Module):
@@ -122,7 +72,7 @@ class Model(nn.Module):
         for block, found in zip(self.blocks, self.found, strict=True):
             if block.where == "attribute":
                 found = block.aux
-            loss = loss + 10 * first_tensor(LOST.pop(0) if block.where == "lost" else found)
+            loss = loss + 10 * held_in(LOST.pop(0) if block.where == "lost" else found)
         return loss
 
 

@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from parallel3d import MeshLayout, Parallel3dError, StateError, build_mesh, materialize, parallelize
-from parallel3d._torch.dtensor import get_local_tensor
 from parallel3d.fsdp import FSDPModule, fully_shard
 from parallel3d.fsdp.inspect import unit_of
 from parallel3d.testing import assert_parity, fake_world, local_world, record_collectives
@@ -48,44 +47,6 @@ class Stack(nn.Module):
 
 def mean_square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).square().mean()
-
-
-class Boom(Exception):
-    pass
-
-
-def explode(*_: object) -> None:
-    raise Boom
-
-
-class TestExceptions:
-    @pytest.mark.parametrize("how", ["no backward", "exception"])
-    def test_unfinished_forward_then_new_weights(self, how) -> None:
-        """What was kept or prefetched is not used after the weights have changed."""
-        torch.manual_seed(0)
-        plain = Lm(layers=3).double()
-        model = copy.deepcopy(plain)
-        with local_world(2) as world:
-            mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
-            parallelize(model, mesh)
-            ids = world.map(lambda r: tokens(0))
-            lm_loss(model, ids).backward()  # teaches the order, for prefetch
-            if how == "exception":
-                handle = model.layers[1].up.register_forward_pre_hook(explode)
-                with pytest.raises(Boom):
-                    model(ids)
-                handle.remove()
-            else:
-                lm_loss(model, ids)
-            with torch.no_grad():
-                # As foreach and fused optimizers do: no version counter of a DTensor sees it.
-                torch._foreach_mul_([get_local_tensor(p) for p in model.parameters()], 0.5)
-            got = lm_loss(model, ids).detach()
-            with world.paused():
-                for p in plain.parameters():
-                    p.data.mul_(0.5)
-                want = lm_loss(plain, tokens(0)).detach()
-            assert all(torch.allclose(value, want) for value in world.per_rank(got))
 
 
 class TestFrozen:
@@ -297,19 +258,6 @@ class TestModules:
 
         parity(Model, loss=mean_square, batch=floats)
 
-    def test_first_forward_in_inference_mode(self) -> None:
-        """The buffers stay those of fully_shard, and can be trained."""
-        with fake_world(0, 2):
-            mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
-            model = shard_blocks(Stack(), mesh)
-            buffers = [b.flat for m in model.layers for b in unit_of(m).group.buckets]
-            with torch.inference_mode():
-                model(floats(0))
-            after = [b.flat for m in model.layers for b in unit_of(m).group.buckets]
-            assert all(a is b for a, b in zip(buffers, after, strict=True))
-            model(floats(0)).sum().backward()
-            torch.optim.SGD(model.parameters(), lr=0.1).step()
-
     @pytest.mark.parametrize("how", ["fully_shard", "parallelize", "convert", "materialize"])
     def test_made_sharded_and_run_in_inference_mode(self, how) -> None:
         """A state dict can be made there, and the model trained later."""
@@ -475,14 +423,6 @@ class TestHooksAndCopies:
             fully_shard(block, mesh=build_mesh(MeshLayout(), device_type="cpu"))
             assert torch.equal(block(floats(0)), want)
             assert block.up.weight.scale == 3.0
-
-    def test_converting_a_part_of_a_unit(self) -> None:
-        with fake_world(0, 2):
-            mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
-            block = fully_shard(Block(), mesh=mesh)
-            block.up.bfloat16()
-            with pytest.raises(Parallel3dError, match="convert the whole unit"):
-                block(floats(0))
 
     @pytest.mark.parametrize("view", [False, True])
     def test_returning_a_parameter_is_an_error(self, view) -> None:

@@ -59,14 +59,7 @@ def test_gradients_are_at_home_and_the_plain_models(elsewhere, layout):
     with local_world(layout.world_size) as world:
         trial = Trial(world, layout, wrap)
         assert all(bucket.reads_host for bucket in buckets(trial.model))
-        trial.backward(0)
-        trial.model.set_requires_gradient_sync(False)
-        trial.backward(1)
-        trial.model.set_requires_gradient_sync(True)
-        trial.model.set_requires_all_reduce(False)
-        trial.backward(2)
-        trial.model.set_requires_all_reduce(True)
-        trial.backward(3)
+        trial.play("0 -sync 1 +sync -all 2 +all 3")
         trial.check([0, 1, 2, 3])
 
 

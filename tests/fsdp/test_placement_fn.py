@@ -1,11 +1,10 @@
 """shard_placement_fn: a dim, and a mesh, for each parameter."""
 
-import functools
-
 import pytest
 import torch
-from _support.fsdp.wrapped import Holder, shard_blocks, tp_param
-from _support.models import Block, Lm, lm_loss, tokens
+from _support.fsdp.sharded_params import Holder, tp_param
+from _support.fsdp.wrapped import shard_blocks
+from _support.models import Block, Lm
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
@@ -22,29 +21,7 @@ def data_mesh(size: int):
     return init_device_mesh("cpu", (size,))
 
 
-def last_dim(param: nn.Parameter) -> Shard:
-    return Shard(-1)
-
-
 class TestDims:
-    @pytest.mark.parity(
-        "fault n: uneven Shard(1)",
-        "behaviour: uneven Shard(1)",
-        "argument: shard_placement_fn: dim",
-    )
-    @pytest.mark.parametrize("layout", [MeshLayout(1, 3, 1), MeshLayout(2, 2, 1)], ids=str)
-    def test_uneven_last_dim(self, layout) -> None:
-        """torch: "FSDP does not support uneven sharding on dim 1"."""
-        assert_parity(
-            functools.partial(Lm, dim=10, hidden=7, layers=1),
-            tokens,
-            layout,
-            loss=lm_loss,
-            apply=functools.partial(shard_blocks, shard_placement_fn=last_dim),
-            steps=2,
-            fp32=False,
-        )
-
     def test_uneven_middle_dim(self) -> None:
         class Net(nn.Module):
             def __init__(self) -> None:

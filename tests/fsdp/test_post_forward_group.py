@@ -8,7 +8,6 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh
-from parallel3d.errors import Parallel3dError
 from parallel3d.fsdp import fully_shard
 from parallel3d.fsdp.inspect import get_unit
 from parallel3d.testing import fake_world, local_world, record_collectives
@@ -149,32 +148,3 @@ def test_mesh_without_names(rank):
             if b.precision.post_forward is not None
         )
         assert (small.group.size(), small.rank) == (4, rank % 4)
-
-
-@parity("argument: reshard_after_forward=int")
-def test_other_numbers_are_refused():
-    with fake_world(0, 8):
-        mesh = build_mesh(MeshLayout(1, 8, 1), device_type="cpu")
-        for wrong in (3, 0, 16, -2):
-            with pytest.raises(Parallel3dError, match="2, 4"):
-                fully_shard(nn.Linear(3, 3), mesh=mesh, reshard_after_forward=wrong)
-
-
-def on_gloo() -> list[float]:
-    """One backward with parts and one without; the largest difference of each gradient."""
-    torch.manual_seed(0)
-    grads = []
-    for k in (2, True):
-        torch.manual_seed(0)
-        mesh = build_mesh(MeshLayout(1, 4, 1), device_type="cpu")
-        model = wrap_over(k, shard_placement_fn=cut_columns)(Net().double(), mesh)
-        torch.manual_seed(torch.distributed.get_rank())
-        model(torch.randn(2, 6, dtype=torch.float64)).square().mean().backward()
-        grads.append([p.grad.full_tensor() for p in model.parameters()])
-    return [float((a - b).abs().max()) for a, b in zip(*grads, strict=True)]
-
-
-@parity("fault a: reshard to a smaller world with Shard(1)")
-def test_on_processes(gloo_pool):
-    for differences in gloo_pool.run(on_gloo, world_size=4):
-        assert differences and max(differences) < 1e-14

@@ -8,7 +8,6 @@ import torch
 from _support.fsdp.noted_streams import Device, find, happens_before, note
 from _support.fsdp.wrapped import held_bytes, shard_blocks
 from _support.models import LM_PLAN, Lm, lm_loss, tokens
-from torch import distributed as dist
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch as TorchBackwardPrefetch
 
@@ -74,28 +73,6 @@ def test_the_numbers_are_the_plain_models(layout, name):
     build = functools.partial(Lm, layers=3)
     result = assert_parity(build, tokens, layout, loss=lm_loss, apply=apply, steps=2, fp32=False)
     assert result.grads["float64"] < 1e-12
-
-
-def on_gloo(name: str) -> tuple[float, list]:
-    """The gradients' difference, and the collectives of a second step."""
-    layout = MeshLayout(2, 2, 1)
-    apply = functools.partial(scheduled, **SCHEDULES[name])
-    build = functools.partial(Lm, layers=4)
-    result = assert_parity(build, tokens, layout, loss=lm_loss, apply=apply, steps=2, fp32=False)
-    mesh = build_mesh(layout, device_type="cpu")
-    model = apply(build(), mesh)
-    for _ in range(2):
-        with record_collectives(mesh) as recorder:
-            lm_loss(model, tokens(dist.get_rank())).backward()
-    return result.grads["float64"], [(call.op, call.axis, call.unit) for call in recorder.calls]
-
-
-@pytest.mark.parametrize("name", ["none", "post, limit"])
-def test_on_processes(gloo_pool, name):
-    """And ranks issue the same in the same order."""
-    results = gloo_pool.run(on_gloo, name, world_size=4)
-    assert all(grads < 1e-12 for grads, _ in results)
-    assert all(calls == results[0][1] for _, calls in results)
 
 
 # ---- what happens when ----

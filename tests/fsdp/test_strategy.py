@@ -1,15 +1,12 @@
 """ShardingStrategy: the mesh and reshard policy that say the same."""
 
-import functools
-
 import pytest
-from _support.models import LM_PLAN, Lm, lm_loss, tokens
-from torch import nn
+from _support.models import Lm, lm_loss, tokens
 from torch.distributed import fsdp as torch_fsdp
 
 from parallel3d import MeshError, MeshLayout, Parallel3dError, build_mesh, parallelize
 from parallel3d.fsdp import ShardingStrategy, fully_shard, strategy_layout, strategy_options
-from parallel3d.testing import assert_parity, fake_world, record_collectives
+from parallel3d.testing import fake_world, record_collectives
 
 FULL, GRAD_OP, NO = (
     ShardingStrategy.FULL_SHARD,
@@ -140,21 +137,3 @@ def test_parallelize_takes_one() -> None:
             with pytest.raises(error, match=match):
                 parallelize(plain, mesh, **options)
             assert type(plain) is Lm
-
-
-def by_strategy(strategy: ShardingStrategy, model: nn.Module, mesh) -> nn.Module:
-    options = strategy_options(strategy, mesh)
-    for layer in model.layers:
-        fully_shard(layer, **options)
-    return fully_shard(model, mesh=mesh)
-
-
-def with_tp(strategy: ShardingStrategy, model: nn.Module, mesh) -> nn.Module:
-    return parallelize(model, tp_plan=LM_PLAN, **strategy_options(strategy, mesh))
-
-
-@pytest.mark.parametrize(("strategy", "tp"), [(FULL, 2), (HYBRID, 1)])
-def test_parity(strategy, tp) -> None:
-    layout = strategy_layout(strategy, 4, tp=tp, shard=2 if strategy is HYBRID else None)
-    apply = functools.partial(with_tp if tp > 1 else by_strategy, strategy)
-    assert_parity(Lm, tokens, layout, loss=lm_loss, steps=2, fp32=False, apply=apply)

@@ -3,9 +3,11 @@
 import copy
 import gc
 import weakref
+from functools import partial
 
 import pytest
 import torch
+from _support.fsdp.beside_plain import Trial
 from _support.fsdp.wrapped import at_rest, build, shard_blocks
 from _support.models import Lm, lm_loss, tokens
 from torch import nn
@@ -18,36 +20,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_sta
 from parallel3d import MeshLayout, StateError, build_mesh
 from parallel3d.fsdp import FSDPModule, fully_shard
 from parallel3d.fsdp.inspect import unit_of
-from parallel3d.testing import LocalWorld, fake_world, local_world, shards_of
+from parallel3d.testing import LocalWorld, fake_world, local_world
 
 
-class Run:
-    """A model on two simulated ranks, which read the same samples."""
-
-    def __init__(self, world: LocalWorld, **options) -> None:
-        self.world = world
-        with world.paused():
-            torch.manual_seed(0)
-            model = Lm(layers=2).double()
-        self.model = shard_blocks(
-            model, build_mesh(MeshLayout(1, 2, 1), device_type="cpu"), **options
-        )
-
-    def loss(self, sample: int) -> torch.Tensor:
-        with self.world.paused():
-            ids = tokens(sample)
-        return lm_loss(self.model, self.world.map(lambda _: ids))
-
-    def check(self, samples: list[int]) -> None:
-        """Every rank's gradient shards against the plain model's sum over ``samples``."""
-        with self.world.paused():
-            torch.manual_seed(0)
-            plain = Lm(layers=2).double()
-            for sample in samples:
-                lm_loss(plain, tokens(sample)).backward()
-            for (name, p), q in zip(self.model.named_parameters(), plain.parameters(), strict=True):
-                for rank, box, local in shards_of(p.grad):
-                    torch.testing.assert_close(local, q.grad[box], msg=f"{name} on rank {rank}")
+def run_of(world: LocalWorld, **options) -> Trial:
+    """A model on two simulated ranks."""
+    wrap = partial(shard_blocks, **options)
+    return Trial(world, MeshLayout(1, 2, 1), wrap, partial(Lm, layers=2), tokens, lm_loss)
 
 
 def end_step(model: nn.Module) -> None:
@@ -138,27 +117,27 @@ class TestState:
 class TestPostBackward:
     def test_sums_over_micro_batches_are_reduced(self) -> None:
         with local_world(2) as world:
-            run = Run(world)
+            run = run_of(world)
             start_step(run.model)
             for sample in (1, 2, 3):
-                run.loss(sample).backward()
+                run.backward(sample)
             end_step(run.model)
             assert at_rest(run.model)
             run.check([1, 2, 3])
-            run.loss(4).backward()
+            run.backward(4)
             run.check([1, 2, 3, 4])
 
     def test_gradients_put_there_by_hand_are_taken(self) -> None:
         """Beside those that a backward has brought, as zero-bubble schedules do."""
         with local_world(2) as world:
-            run = Run(world, reshard_after_forward=False)
+            run = run_of(world, reshard_after_forward=False)
             start_step(run.model)
-            run.loss(1).backward()
+            run.backward(1)
             for module in run.model.modules():
                 if isinstance(module, FSDPModule):
                     module.unshard()
             for sample in (2, 3):
-                loss = run.loss(sample)
+                loss = run.forward(sample)
                 shown = list(run.model.parameters())
                 for p, grad in zip(shown, torch.autograd.grad(loss, shown), strict=True):
                     p.grad = grad if p.grad is None else p.grad + grad
@@ -248,9 +227,9 @@ class TestPrivateNames:
     def test_zero_bubble_steps_of_other_programs(self) -> None:
         """They fold sums by torch's methods before post_backward."""
         with local_world(2) as world:
-            run = Run(world)
+            run = run_of(world)
             start_step(run.model)
-            run.loss(1).backward()
+            run.backward(1)
             run.model.set_requires_gradient_sync(True)
             state = torch_fsdp.fully_shard.state(run.model)
             for each in state._state_ctx.all_states:
@@ -292,11 +271,11 @@ class TestMemoryTracker:
 
     def test_nothing_of_it_stays(self) -> None:
         with local_world(2) as world:
-            run, other = Run(world), Run(world)
+            run, other = run_of(world), run_of(world)
             with FSDPMemTracker(run.model):
                 pass
             for each in (run, other):
-                each.loss(1).backward()
+                each.backward(1)
                 each.check([1])
             for module in run.model.modules():
                 unit = unit_of(module)

@@ -55,18 +55,6 @@ def test_gradients_are_the_plain_models(layout, defer):
     assert result.grads["float64"] < 1e-12
 
 
-def on_gloo(defer: str) -> float:
-    options = {"defer": defer, "micro_batches": 2, "steps": 2, "fp32": False}
-    layout = MeshLayout(1, 2, 2)
-    return assert_parity(build, batch, layout, loss=lm_loss, apply=apply, **options).grads[
-        "float64"
-    ]
-
-
-def test_on_processes(gloo_pool):
-    assert max(gloo_pool.run(on_gloo, "sync", world_size=4)) < 1e-12
-
-
 @pytest.mark.parametrize("sync", [True, False])
 def test_one_collective_per_bucket_in_the_reduce_dtype(sync):
     """Of shards, after the reduce-scatter; none for a micro-batch whose reduction is put off."""

@@ -26,29 +26,6 @@ def mesh_of(shard=2, replicate=1):
 
 
 class TestStayingGathered:
-    @parity("method: set_reshard_after_backward")
-    def test_next_micro_batch_does_not_gather_and_next_step_does(self):
-        with local_world(2):
-            model, mesh = build()
-            model.set_reshard_after_backward(False)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-            lm_loss(model, tokens(0)).backward()
-            assert all(isinstance(p, DTensor) for p in model.parameters())
-            with record_collectives(mesh) as recorder:
-                loss = lm_loss(model, tokens(1))
-            assert not gathers(recorder)
-            loss.backward()
-            optimizer.step()
-            reference, _ = build()
-            reference.load_state_dict(model.state_dict())
-            with torch.no_grad():
-                torch.testing.assert_close(
-                    lm_loss(model, tokens(2)), lm_loss(reference, tokens(2)), rtol=0, atol=0
-                )
-            model.set_reshard_after_backward(True)
-            lm_loss(model, tokens(1)).backward()
-            assert at_rest(model)
-
     @parity("method: set_reshard_after_forward")
     def test_evaluation_without_gathers_until_the_weights_change(self):
         with local_world(2), torch.no_grad():

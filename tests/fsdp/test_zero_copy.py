@@ -3,7 +3,8 @@
 import pytest
 import torch
 from _support.fsdp.beside_plain import Layer, Trial
-from _support.fsdp.lifetimes import deep_model
+from _support.fsdp.counted_collectives import Gather
+from _support.fsdp.peak_bytes import deep_model
 from _support.fsdp.wrapped import at_rest
 from _support.models import LM_PLAN, Lm, lm_loss, tokens
 from torch import nn
@@ -11,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh
 from parallel3d._torch.autograd import TorchDispatchMode
-from parallel3d._torch.groups import all_gather_single
 from parallel3d.fsdp import fully_shard, param
 from parallel3d.fsdp.comm import CpuComm
 from parallel3d.fsdp.inspect import get_unit
@@ -54,16 +54,6 @@ def buckets_of(layer):
 
 def two_linears():
     return nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
-
-
-class Gather:
-    def allocate(self, size, *, dtype, device):
-        return torch.empty(size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor, input_tensor, group, async_op=False):
-        return all_gather_single(
-            output_tensor, input_tensor.clone(), group=group, async_op=async_op
-        )
 
 
 def trial(world, layout, **options):

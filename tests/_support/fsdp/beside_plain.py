@@ -2,12 +2,17 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
-from parallel3d import MeshLayout, build_mesh
+from _support.models import LM_PLAN, Lm, lm_loss, tokens
+from parallel3d import MeshLayout, build_mesh, parallelize
 from parallel3d.testing import LocalWorld, shards_of
+
+__all__ = ["Net", "Run", "Trial"]
 
 
 class Layer(nn.Module):
@@ -37,6 +42,15 @@ class Net(nn.Module):
         return self.head(x)
 
 
+def features(sample: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sample)
+    return torch.randn(2, 6, generator=generator, dtype=torch.float64)
+
+
+def mean_square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
 class Trial:
     """Both models; data rank r of batch i reads sample ``100 * i + r``."""
 
@@ -46,30 +60,43 @@ class Trial:
         layout: MeshLayout,
         wrap: Callable[..., nn.Module],
         build: Callable[[], nn.Module] = Net,
+        sample: Callable[[int], torch.Tensor] = features,
+        loss: Callable[[nn.Module, torch.Tensor], torch.Tensor] = mean_square,
     ) -> None:
-        self.world, self.layout = world, layout
+        self.world, self.layout, self.loss = world, layout, loss
+        self.sample = sample
         with world.paused():
             torch.manual_seed(0)
             self.plain = build().double()
             model = copy.deepcopy(self.plain)
         self.mesh = build_mesh(layout, device_type="cpu")
-        self.model = wrap(model, self.mesh)
-
-    def sample(self, batch: int, data_rank: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(100 * batch + data_rank)
-        return torch.randn(2, 6, generator=generator, dtype=torch.float64)
+        self.model: Any = wrap(model, self.mesh)
 
     def forward(self, batch: int) -> torch.Tensor:
         with self.world.paused():
-            samples = [
-                self.sample(batch, self.layout.data_rank(rank))
-                for rank in range(self.layout.world_size)
-            ]
-        return loss(self.model(self.world.map(lambda rank: samples[rank])))
+            ranks = map(self.layout.data_rank, range(self.layout.world_size))
+            samples = [self.sample(100 * batch + rank) for rank in ranks]
+        return self.loss(self.model, self.world.map(lambda rank: samples[rank]))
 
     def backward(self, *batches: int) -> None:
         for batch in batches:
             self.forward(batch).backward()
+
+    def play(self, script: str) -> None:
+        """A number is a backward of that batch. Words: ``-sync`` and ``+sync`` turn gradient synchronisation
+        off and on, ``-all`` and ``+all`` the all-reduce; ``clear`` clears gradients, ``step`` is one of SGD.
+        """
+        model = self.model
+        words = {
+            "-sync": partial(model.set_requires_gradient_sync, False),
+            "+sync": partial(model.set_requires_gradient_sync, True),
+            "-all": partial(model.set_requires_all_reduce, False),
+            "+all": partial(model.set_requires_all_reduce, True),
+            "clear": model.zero_grad,
+            "step": self.step,
+        }
+        for word in script.split():
+            self.backward(int(word)) if word.isdigit() else words[word]()
 
     def plain_grads(
         self, batches: list[int], factor: float | None = None
@@ -78,18 +105,25 @@ class Trial:
         self.plain.zero_grad()
         for batch in batches:
             for rank in range(self.layout.data_size):
-                loss(self.plain(self.sample(batch, rank))).backward()
+                self.loss(self.plain, self.sample(100 * batch + rank)).backward()
         grads = {n: p.grad for n, p in self.plain.named_parameters() if p.grad is not None}
         for grad in grads.values():
             grad.div_(self.layout.data_size if factor is None else factor)
         return grads
 
     def check(
-        self, batches: list[int], factor: float | None = None, tolerance: float = 1e-12
+        self,
+        batches: list[int],
+        factor: float | None = None,
+        tolerance: float = 1e-12,
+        but: dict[str, list[int]] | None = None,
     ) -> None:
-        """Every rank's shards of the gradients against the plain ones."""
+        """Every rank's shards of the gradients against the plain ones; ``but``: batches of parameters."""
         with self.world.paused():
-            expected = self.plain_grads(batches, factor)
+            others = {
+                name: self.plain_grads(b, factor)[name].clone() for name, b in (but or {}).items()
+            }
+            expected = self.plain_grads(batches, factor) | others
             for name, p in self.model.named_parameters():
                 for rank, box, local in shards_of(p.grad):
                     torch.testing.assert_close(
@@ -107,5 +141,13 @@ class Trial:
             model.zero_grad()
 
 
-def loss(output: torch.Tensor) -> torch.Tensor:
-    return output.square().mean()
+class Run(Trial):
+    """A small language model by ``parallelize``."""
+
+    def __init__(
+        self, world: LocalWorld, layout: MeshLayout, plan: dict | None = LM_PLAN, **options: Any
+    ) -> None:
+        def wrap(model: nn.Module, mesh: Any) -> nn.Module:
+            return parallelize(model, mesh, plan, **options)
+
+        super().__init__(world, layout, wrap, partial(Lm, layers=1), tokens, lm_loss)

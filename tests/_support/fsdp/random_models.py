@@ -1,7 +1,7 @@
 """Random models as data, the modules that the data describes, and how they are made parallel."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -173,7 +173,7 @@ def held_in(value: Any) -> torch.Tensor:
         return value()
     if hasattr(value, "held"):
         return held_in(value.held)
-    return held_in(next(iter(value.values() if isinstance(value, dict) else value)))
+    return held_in(next(iter(value.values() if isinstance(value, Mapping) else value)))
 
 
 def linear(width_in: int, width_out: int, *, bias: bool = True) -> nn.Linear:

@@ -1,4 +1,4 @@
-"""Models whose units are replicated units, and what their gradients must be."""
+"""Plain models, and copies whose units are not sharded, and what the gradients of these must be."""
 
 import torch
 from torch import nn
@@ -12,24 +12,30 @@ WIDTH = 6
 
 
 class Block(nn.Module):
-    """Recomputes a submodule, which is no unit, in backward; notes its output."""
+    """Notes its output; ``recomputes``: a submodule, which is no unit, in backward; ``first`` is called
+    before all else."""
 
-    def __init__(self) -> None:
+    def __init__(self, recomputes: bool = True) -> None:
         super().__init__()
         self.norm, self.up = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.recomputes = recomputes
+        self.first = lambda: None
         self.seen = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen = x + torch.tanh(checkpoint(self.up, self.norm(x), use_reentrant=False))
+        self.first()
+        y = self.norm(x)
+        up = checkpoint(self.up, y, use_reentrant=False) if self.recomputes else self.up(y)
+        self.seen = x + torch.tanh(up)
         return self.seen
 
 
 class Model(nn.Module):
     """``skip``: leaves the second block out; ``twice``: runs the first one again."""
 
-    def __init__(self) -> None:
+    def __init__(self, recomputes: bool = True) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Block(recomputes) for _ in range(3))
         self.head = nn.Linear(WIDTH, 2)
 
     def forward(self, x: torch.Tensor, *, skip: bool = False, twice: bool = False) -> torch.Tensor:
@@ -38,9 +44,9 @@ class Model(nn.Module):
         return self.head(self.blocks[0](x) if twice else x)
 
 
-def plain() -> Model:
+def plain(recomputes: bool = True) -> Model:
     torch.manual_seed(0)
-    return Model().double()
+    return Model(recomputes).double()
 
 
 def wrapped(ranks: int, model: Model | None = None) -> Model:
@@ -61,13 +67,3 @@ def check(model: nn.Module, expected: nn.Module) -> None:
         if param.grad is not None:
             for _, _, local in shards_of(param.grad):
                 torch.testing.assert_close(local, other.grad, rtol=0, atol=1e-12, msg=name)
-
-
-USES = {
-    "all": lambda model, x: model(x).sum(),
-    "a block left out": lambda model, x: model(x, skip=True).sum(),
-    "a block twice": lambda model, x: model(x, twice=True).sum(),
-    "noted only": lambda model, x: (model(x), model.blocks[1].seen.sum())[1],
-    "a block alone": lambda model, x: model.blocks[1](x).sum(),
-    "two forwards": lambda model, x: model(x).sum() + model(2 * x).sum(),
-}
