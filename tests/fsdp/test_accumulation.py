@@ -3,10 +3,11 @@
 import pytest
 import torch
 from _support.fsdp.beside_plain import Run
+from _support.fsdp.wrapped import cpu_mesh
 from _support.models import Lm, lm_loss, tokens
 from torch.distributed.tensor import Partial, Shard
 
-from parallel3d import MeshLayout, StateError, build_mesh, parallelize
+from parallel3d import MeshLayout, StateError, parallelize
 from parallel3d.optim import accumulate, clip_grad_norm_
 from parallel3d.testing import fake_world, local_world, record_collectives
 
@@ -64,7 +65,7 @@ class TestSyncPutOff:
 
     def test_nothing_is_communicated_over_data_axes(self) -> None:
         with fake_world(0, 4):
-            mesh = build_mesh(MeshLayout(2, 2, 1), device_type="cpu")
+            mesh = cpu_mesh(2, 2)
             model = parallelize(Lm(layers=1), mesh)
             model.set_requires_gradient_sync(False)
             with record_collectives(mesh) as recorder:
@@ -75,7 +76,7 @@ class TestSyncPutOff:
 class TestAccumulate:
     def test_all_reduces_once(self) -> None:
         with fake_world(0, 4):
-            mesh = build_mesh(MeshLayout(2, 2, 1), device_type="cpu")
+            mesh = cpu_mesh(2, 2)
             model = parallelize(Lm(layers=1), mesh)
             counts = []
             for ids in accumulate(model, [tokens(i) for i in range(4)]):
@@ -87,7 +88,7 @@ class TestAccumulate:
 
     def test_an_exception_puts_the_switch_back(self) -> None:
         with fake_world(0, 4):
-            mesh = build_mesh(MeshLayout(2, 2, 1), device_type="cpu")
+            mesh = cpu_mesh(2, 2)
             model = parallelize(Lm(layers=1), mesh)
             iterator = accumulate(model, [tokens(i) for i in range(4)])
             next(iterator)

@@ -6,10 +6,10 @@ import weakref
 import pytest
 import torch
 from _support.fsdp.precision_twins import DIM, Net, rows, wrap
-from _support.fsdp.wrapped import at_rest
+from _support.fsdp.wrapped import at_rest, cpu_mesh
 from torch import nn
 
-from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh, parallelize
+from parallel3d import MixedPrecisionPolicy, parallelize
 from parallel3d.fsdp import fully_shard
 from parallel3d.testing import fake_world
 
@@ -22,8 +22,7 @@ class TestBuffers:
         with fake_world(0, 2):
             model = Net()
             model.layers[1].gain = model.layers[0].gain
-            mesh = build_mesh(MeshLayout(shard=2), device_type="cpu")
-            parallelize(model, mesh, mp_policy=MixedPrecisionPolicy(FP64, buffer_dtype=FP64))
+            parallelize(model, cpu_mesh(), mp_policy=MixedPrecisionPolicy(FP64, buffer_dtype=FP64))
             seen = []
             for layer in model.layers:
                 layer.norm.register_forward_pre_hook(
@@ -45,7 +44,7 @@ class TestBuffers:
     def test_a_module_of_several_units(self) -> None:
         """A table that all layers look things up in is cast until the last of them is through."""
         with fake_world(0, 2):
-            mesh = build_mesh(MeshLayout(shard=2), device_type="cpu")
+            mesh = cpu_mesh()
             model = nn.Sequential(nn.Linear(DIM, 4), nn.Linear(DIM, 4))
             table = model[0].table = model[1].table = nn.Module()
             table.register_buffer("values", torch.ones(3))

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from _support.fsdp.wrapped import cpu_mesh
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from parallel3d import MeshError, MeshLayout, Parallel3dError, build_mesh
+from parallel3d import MeshError, Parallel3dError
 from parallel3d._torch.dtensor import StridedShard
 from parallel3d.fsdp import chunk, gather
 from parallel3d.testing import fake_world, local_world, record_collectives
@@ -45,7 +46,7 @@ def has_rows_of(world, tensor: DTensor, expected: torch.Tensor, axis: int, cut) 
 def test_three_axes(rows) -> None:
     whole = torch.arange(rows * 12.0).view(rows, 12)
     with local_world(8) as world:
-        mesh = build_mesh(MeshLayout(2, 2, 2), device_type="cpu")
+        mesh = cpu_mesh(2, 2, 2)
         for layout in LAYOUTS:
             with record_collectives(mesh) as recorder:
                 cut = chunk(whole, mesh, layout)
@@ -73,7 +74,7 @@ def test_from_a_tensor_parallel_one(sizes, rows) -> None:
     whole = torch.arange(rows * 12.0).view(rows, 12)
     shard, tp = sizes
     with local_world(shard * tp) as world:
-        mesh = build_mesh(MeshLayout(1, shard, tp), device_type="cpu")
+        mesh = cpu_mesh(1, shard, tp)
         for own in (R, Shard(0), Shard(1)):
             part = chunk(whole, mesh["tp"], [own])
             for layout in (
@@ -97,7 +98,7 @@ def test_cuts_too_uneven_for_full_tensor(sizes, rows) -> None:
     whole = torch.arange(rows * 2.0).view(rows, 2)
     _, shard, tp = sizes
     with local_world(8) as world:
-        mesh = build_mesh(MeshLayout(*sizes), device_type="cpu")
+        mesh = cpu_mesh(*sizes)
         for layout in (
             (R, StridedShard(0, split_factor=tp), Shard(0)),
             (StridedShard(0, split_factor=shard * tp), Shard(0), Shard(1)),
@@ -115,7 +116,7 @@ def test_cuts_too_uneven_for_full_tensor(sizes, rows) -> None:
 
 def test_refusals() -> None:
     with fake_world(0, 4):
-        mesh = build_mesh(MeshLayout(1, 2, 2), device_type="cpu")
+        mesh = cpu_mesh(1, 2, 2)
         whole = torch.zeros(4, 3)
         partial = DTensor.from_local(whole, mesh, [R, Partial(), R], run_check=False)
         with pytest.raises(Parallel3dError, match="reduce partial values first"):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from _support.fsdp.wrapped import at_rest, build, shard_blocks
+from _support.fsdp.wrapped import at_rest, build, cpu_mesh, shard_blocks
 from _support.models import Lm, lm_loss, tokens
 from torch import distributed as dist
 from torch import nn
@@ -23,10 +23,8 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
 )
 
 from parallel3d import (
-    MeshLayout,
     Parallel3dError,
     StateError,
-    build_mesh,
     fully_shard,
     materialize,
     parallelize,
@@ -173,7 +171,7 @@ class TestMeta:
                 fully_shard([model.norm, model.head], mesh=named_mesh())
                 shard_blocks(model, named_mesh())
             else:
-                parallelize(model, build_mesh(MeshLayout(shard=2), device_type="cpu"))
+                parallelize(model, cpu_mesh())
             objects = [id(p) for p in model.parameters()]
             for times in (1, 2):
                 state = {
@@ -227,7 +225,7 @@ class TestSaved:
             if how == "fully_shard":
                 model, _ = build()
             else:
-                model = parallelize(Lm(), build_mesh(MeshLayout(shard=2), device_type="cpu"))
+                model = parallelize(Lm(), cpu_mesh())
             lm_loss(model, tokens(0)).backward()
             file = self.saved(model)
             loaded = torch.load(file, weights_only=True)

@@ -3,17 +3,16 @@
 import pytest
 import torch
 from _support.fsdp.counted_collectives import Gather
-from _support.fsdp.wrapped import at_rest, held_bytes
+from _support.fsdp.wrapped import at_rest, cpu_mesh, held_bytes
 from _support.models import Block
 
-from parallel3d import MeshLayout, build_mesh
 from parallel3d.fsdp import MixedPrecisionPolicy, fully_shard
 from parallel3d.fsdp.inspect import unit_of
 from parallel3d.testing import local_world, record_collectives
 
 
 def build(**options):
-    mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
+    mesh = cpu_mesh()
     torch.manual_seed(0)
     block = Block()
     block.up.requires_grad_(False)

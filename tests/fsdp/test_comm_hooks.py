@@ -7,7 +7,7 @@ import pytest
 import torch
 from _support.fsdp.beside_plain import Net, Trial
 from _support.fsdp.counted_collectives import Scatter
-from _support.fsdp.noted_streams import Device, find, happens_before, note
+from _support.fsdp.noted_streams import find, happens_before
 from _support.fsdp.wrapped import shard_blocks
 from _support.models import LM_PLAN, Lm, lm_loss, tokens
 from torch import distributed as dist
@@ -356,10 +356,8 @@ def test_a_hook_has_the_reduce_dtype_and_tp_is_summed_in_it():
         assert all(p.grad.dtype is torch.float32 for p in model.parameters())
 
 
-def test_streams(monkeypatch):
+def test_streams(device):
     """It runs where the collective would, after the gradients are there, and before the optimizer."""
-    device = Device()
-    note(device, monkeypatch)
 
     def hook(state, grad, output=None):
         device.now.put("all-reduce" if output is None else "scatter")

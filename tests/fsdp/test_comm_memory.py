@@ -3,10 +3,10 @@
 import pytest
 import torch
 from _support.fsdp.beside_plain import Net, Trial
-from _support.fsdp.wrapped import shard_blocks
+from _support.fsdp.wrapped import cpu_mesh, shard_blocks
 from torch import nn
 
-from parallel3d import MeshLayout, build_mesh
+from parallel3d import MeshLayout
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp import fully_shard
 from parallel3d.fsdp.inspect import get_unit, units_of
@@ -28,7 +28,7 @@ class Custom:
 
 
 def small_model(shard: int = 2) -> nn.Module:
-    return shard_blocks(Net(), build_mesh(MeshLayout(1, shard, 1), device_type="cpu"))
+    return shard_blocks(Net(), cpu_mesh(1, shard))
 
 
 def each_unit(model, method, *args):

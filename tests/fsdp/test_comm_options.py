@@ -3,7 +3,8 @@
 import pytest
 from _support.fsdp.beside_plain import Net, Trial
 from _support.fsdp.counted_collectives import Scatter
-from _support.fsdp.wrapped import buckets, on_every_unit, shard_blocks
+from _support.fsdp.each_unit import buckets, on_every_unit
+from _support.fsdp.wrapped import cpu_mesh, shard_blocks
 from torch import distributed as dist
 
 from parallel3d import MeshLayout, build_mesh
@@ -52,7 +53,7 @@ class TestDivideFactor:
     @parity("method: set_gradient_divide_factor")
     def test_not_recursive(self):
         with fake_world(0, 2):
-            model = shard_blocks(Net(), build_mesh(MeshLayout(1, 2, 1), device_type="cpu"))
+            model = shard_blocks(Net(), cpu_mesh())
             model.set_gradient_divide_factor(3)
             assert {b.settings.divide_factor for b in get_unit(model).group.buckets} == {3}
             assert {b.settings.divide_factor for b in get_unit(model.layers[0]).group.buckets} == {
@@ -62,7 +63,7 @@ class TestDivideFactor:
     @pytest.mark.parametrize("wrong", [0, -1, float("nan"), float("inf"), True, "2"])
     def test_no_number(self, wrong):
         with fake_world(0, 2):
-            model = shard_blocks(Net(), build_mesh(MeshLayout(1, 2, 1), device_type="cpu"))
+            model = shard_blocks(Net(), cpu_mesh())
             with pytest.raises(Parallel3dError, match="positive number"):
                 model.set_gradient_divide_factor(wrong)
 

@@ -5,7 +5,8 @@ import pickle
 import pytest
 from _support.fsdp.beside_plain import Net, Trial
 from _support.fsdp.counted_collectives import Gather, Memory, Scatter
-from _support.fsdp.wrapped import buckets, on_every_unit, shard_blocks
+from _support.fsdp.each_unit import buckets, on_every_unit
+from _support.fsdp.wrapped import cpu_mesh, shard_blocks
 from torch import distributed as dist
 
 from parallel3d import MeshLayout, build_mesh
@@ -133,7 +134,7 @@ class TestCustomCollectives:
     @pytest.mark.parametrize("method", ["set_custom_all_gather", "set_custom_reduce_scatter"])
     def test_what_is_no_collective_is_refused(self, method):
         with fake_world(0, 2):
-            model = shard_blocks(Net(), build_mesh(MeshLayout(1, 2, 1), device_type="cpu"))
+            model = shard_blocks(Net(), cpu_mesh())
             for wrong in (1, dist.all_reduce, Memory()):
                 with pytest.raises(Parallel3dError, match="allocate"):
                     getattr(model, method)(wrong)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from _support.fsdp.wrapped import cpu_mesh
 from _support.models import LM_PLAN, Block, Lm, lm_loss, tokens
 from torch import distributed as dist
 from torch import nn
@@ -15,7 +16,7 @@ from torch._dynamo.utils import counters
 from torch.distributed import DeviceMesh
 from torch.nn import functional as F
 
-from parallel3d import MeshLayout, build_mesh, parallelize
+from parallel3d import parallelize
 from parallel3d._torch.autograd import untraced
 from parallel3d._torch.dtensor import get_local_tensor
 from parallel3d.fsdp import MixedPrecisionPolicy, fully_shard
@@ -112,7 +113,7 @@ def compare(case: Case) -> None:
     torch._inductor.config.cpp.vec_isa_ok = False
     torch._inductor.config.compile_threads = 1
     tolerance = 0.0 if case.backend == "aot_eager" else 1e-12
-    mesh = build_mesh(MeshLayout(1, 2, case.tp), device_type="cpu")
+    mesh = cpu_mesh(1, 2, case.tp)
     models = [case.build(mesh, compiled=compiled) for compiled in (True, False)]
 
     def same(pairs: list[list[torch.Tensor]]) -> None:

@@ -2,14 +2,12 @@
 
 import pytest
 import torch
-from _support.fsdp.wrapped import at_rest, build
+from _support.fsdp.wrapped import at_rest, build, cpu_mesh
 from _support.models import Lm, lm_loss, tokens
 from torch import nn
 
 from parallel3d import (
-    MeshLayout,
     Parallel3dError,
-    build_mesh,
     parallelize,
 )
 from parallel3d.fsdp.inspect import unit_of
@@ -33,8 +31,7 @@ class TestConversions:
     def test_a_unit_of_several_modules(self) -> None:
         """They are converted one after the other: norm and head of ``parallelize`` share a buffer."""
         with fake_world(0, 2):
-            mesh = build_mesh(MeshLayout(shard=2), device_type="cpu")
-            model = parallelize(Lm(), mesh)
+            model = parallelize(Lm(), cpu_mesh())
             before = [p.to_local().clone() for p in model.parameters()]
             model.double()
             assert unit_of(model.norm) is unit_of(model.head)

@@ -6,11 +6,11 @@ import weakref
 
 import pytest
 import torch
-from _support.fsdp.wrapped import at_rest, build
+from _support.fsdp.wrapped import at_rest, build, cpu_mesh
 from _support.models import LM_PLAN, Lm, lm_loss, tokens
 from torch import nn
 
-from parallel3d import MeshLayout, build_mesh, parallelize
+from parallel3d import parallelize
 from parallel3d._torch.simulated import inner_tensors
 from parallel3d.fsdp import fully_shard
 from parallel3d.fsdp.inspect import get_unit, unit_of
@@ -63,9 +63,8 @@ class TiedHead(nn.Module):
 
 def test_unit_of_two_modules_and_ties_are_copied_together():
     with local_world(2):
-        mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
         model = TiedHead()
-        fully_shard([model.embed, model.head], mesh=mesh)
+        fully_shard([model.embed, model.head], mesh=cpu_mesh())
         twin = copy.deepcopy(model)
         assert twin.embed.weight is twin.head.weight is not model.embed.weight
         assert unit_of(twin.embed) is unit_of(twin.head) is not unit_of(model.embed)
@@ -101,9 +100,8 @@ def test_settings_are_copied():
 
 def test_parallelized_model_with_tp():
     with local_world(4) as world:
-        mesh = build_mesh(MeshLayout(1, 2, 2), device_type="cpu")
         torch.manual_seed(0)
-        model = parallelize(Lm(layers=1), mesh, LM_PLAN, activation_checkpointing=True)
+        model = parallelize(Lm(layers=1), cpu_mesh(1, 2, 2), LM_PLAN, activation_checkpointing=True)
         ids = world.map(lambda rank: tokens(rank // 2))  # ranks of one tp group read the same
         twin = copy.deepcopy(model)
         with torch.no_grad():
@@ -153,7 +151,7 @@ def test_of_a_unit_inside_another_that_a_tie_has_joined(copied):
             return self.head(self.block(self.embed(ids)))
 
     with local_world(2):
-        mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
+        mesh = cpu_mesh()
         model = Tied()
         for unit in (model.embed, model.block, model):
             fully_shard(unit, mesh=mesh)

@@ -4,10 +4,11 @@ import copy
 import inspect
 
 import pytest
+from _support.fsdp.wrapped import cpu_mesh
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from parallel3d import MeshLayout, build_mesh, parallelize
+from parallel3d import parallelize
 from parallel3d.errors import Parallel3dError
 from parallel3d.fsdp import fully_shard
 from parallel3d.fsdp.inspect import explain_mixed
@@ -16,8 +17,7 @@ from parallel3d.testing.worlds import fake_world
 
 def sharded(sizes: tuple[int, int, int]) -> nn.Module:
     plan = {"0": "colwise", "1": "rowwise"} if sizes[2] > 1 else None
-    mesh = build_mesh(MeshLayout(*sizes), device_type="cpu")
-    return parallelize(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh, plan)
+    return parallelize(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), cpu_mesh(*sizes), plan)
 
 
 @pytest.mark.parametrize("sizes", [(1, 2, 1), (2, 1, 1), (1, 1, 2)], ids=str)

@@ -6,10 +6,10 @@ import pytest
 import torch
 from _support.extended import Bf16, extend
 from _support.fsdp.precision_twins import DIM, Net, rows, wrap
-from _support.fsdp.wrapped import at_rest, held_bytes
+from _support.fsdp.wrapped import at_rest, cpu_mesh, held_bytes
 from torch import nn
 
-from parallel3d import MeshLayout, MixedPrecisionPolicy, StateError, build_mesh, parallelize
+from parallel3d import MixedPrecisionPolicy, StateError, parallelize
 from parallel3d.fsdp.inspect import get_unit
 from parallel3d.testing import fake_world, local_world, record_collectives
 
@@ -126,9 +126,8 @@ class TestFullPrecisionInEval:
     def test_a_frozen_part_within_a_model_in_training(self) -> None:
         """Its inputs come in the lower dtype of the units around it."""
         with fake_world(0, 2):
-            mesh = build_mesh(MeshLayout(shard=2), device_type="cpu")
             policy = MixedPrecisionPolicy(BF16, buffer_dtype=BF16, full_precision_in_eval=True)
-            model = parallelize(Net(), mesh, mp_policy=policy)
+            model = parallelize(Net(), cpu_mesh(), mp_policy=policy)
             model.layers[1].eval()
             model(rows(0)).sum().backward()
             assert [layer.seen[0][:2] for layer in model.layers] == [(BF16, BF16), (FP32, FP32)]
@@ -137,7 +136,7 @@ class TestFullPrecisionInEval:
     def test_a_backward_gathers_what_its_forward_computed_with(self, limit) -> None:
         """Also where the mode has changed since, and whatever says what is gathered ahead."""
         with fake_world(0, 2):
-            mesh = build_mesh(MeshLayout(shard=2), device_type="cpu")
+            mesh = cpu_mesh()
             policy = MixedPrecisionPolicy(BF16, buffer_dtype=BF16, full_precision_in_eval=True)
             model = parallelize(Net(), mesh, mp_policy=policy)
             model.set_limit_all_gathers(limit)

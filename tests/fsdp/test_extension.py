@@ -6,11 +6,11 @@ import pytest
 import torch
 from _support.extended import Aliased, Bf16, Int8, Wrapped, extend, mlp, plain_twin
 from _support.fsdp.lifetimes import collector_off
-from _support.fsdp.wrapped import at_rest
+from _support.fsdp.wrapped import at_rest, cpu_mesh
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh, materialize
+from parallel3d import MixedPrecisionPolicy, materialize
 from parallel3d.errors import MeshError, Parallel3dError, RefusedError
 from parallel3d.fsdp import fully_shard
 from parallel3d.fsdp.inspect import ExtensionBucket, unit_of
@@ -18,7 +18,7 @@ from parallel3d.testing import fake_world, local_world
 
 
 def wrap(model: nn.Module, shape=(1, 2, 1), **options) -> nn.Module:
-    return fully_shard(model, mesh=build_mesh(MeshLayout(*shape), device_type="cpu"), **options)
+    return fully_shard(model, mesh=cpu_mesh(*shape), **options)
 
 
 def step(model: nn.Module, dtype: torch.dtype | None = None) -> None:

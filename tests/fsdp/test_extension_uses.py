@@ -1,26 +1,20 @@
 """All-gather extensions beside the engine's other features, most of which torch refuses for them."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
 from _support.extended import Bf16, Int8, Wrapped, extend, mlp, plain_twin
 from _support.fsdp.counted_collectives import Gather
 from _support.fsdp.noted_streams import Device, find, happens_before, note
-from _support.fsdp.wrapped import at_rest, held_bytes
+from _support.fsdp.wrapped import at_rest, cpu_mesh, equal_grads, held_bytes
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from parallel3d import MeshLayout, build_mesh
 from parallel3d.fsdp import DataParallelMeshDims, fully_shard
 from parallel3d.fsdp.inspect import ExtensionBucket, unit_of
 from parallel3d.testing import LocalWorld, fake_world, local_world, record_collectives
-
-
-def mesh_of(*shape: int) -> Any:
-    return build_mesh(MeshLayout(*shape), device_type="cpu")
 
 
 def step(model: nn.Module) -> None:
@@ -31,9 +25,7 @@ def check_gradients(world: LocalWorld, model: nn.Module, kind: type[Wrapped], hi
     with world.paused():
         plain = plain_twin(mlp(hidden), kind)
         step(plain)
-    for param, twin in zip(model.parameters(), plain.parameters(), strict=True):
-        for whole in world.per_rank(param.grad.full_tensor()):
-            torch.testing.assert_close(whole, twin.grad, rtol=1e-5, atol=1e-7)
+    equal_grads(model, plain, rtol=1e-5, atol=1e-7)
 
 
 class Columns(Wrapped):
@@ -66,7 +58,7 @@ def test_cut_along_columns(hidden) -> None:
         model = extend(mlp(hidden), Columns)
         fully_shard(
             model,
-            mesh=mesh_of(1, 2, 1),
+            mesh=cpu_mesh(),
             shard_placement_fn=lambda p: Shard(p.ndim - 1) if p.ndim > 1 else None,
         )
         step(model)
@@ -79,7 +71,7 @@ def test_uneven_and_alone_in_its_unit() -> None:
     with local_world(3) as world:
         model = extend(mlp(7), Bf16)
         for linear in (model[0], model[2]):
-            fully_shard(linear, mesh=mesh_of(1, 3, 1))
+            fully_shard(linear, mesh=cpu_mesh(1, 3))
         step(model)
         check_gradients(world, model, Bf16, 7)
 
@@ -90,7 +82,7 @@ def test_reshard_to_fewer_ranks(kind) -> None:
     """torch: NotImplementedError. Backward gathers what forward has gathered, over two ranks."""
     with local_world(4) as world:
         model = extend(mlp(7), kind)
-        mesh = mesh_of(1, 4, 1)
+        mesh = cpu_mesh(1, 4)
         fully_shard(model, mesh=mesh, reshard_after_forward=2)
         for _ in range(2):
             model.zero_grad()
@@ -110,7 +102,7 @@ def test_reshard_to_fewer_ranks(kind) -> None:
 def test_custom_all_gather(kind, reshard) -> None:
     with local_world(4) as world:
         model = extend(mlp(8), kind)
-        fully_shard(model, mesh=mesh_of(1, 4, 1), reshard_after_forward=reshard)
+        fully_shard(model, mesh=cpu_mesh(1, 4), reshard_after_forward=reshard)
         gather = Gather()
         model.set_custom_all_gather(gather)
         step(model)
@@ -158,7 +150,7 @@ def test_deepcopy_gathers_for_itself() -> None:
             return super().fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)
 
     with local_world(2) as world:
-        model = fully_shard(extend(mlp(8), Curious), mesh=mesh_of(1, 2, 1))
+        model = fully_shard(extend(mlp(8), Curious), mesh=cpu_mesh())
         step(model)
         twin = copy.deepcopy(model)
         with torch.no_grad():
@@ -178,8 +170,8 @@ def test_tied_across_units() -> None:
         extend(model, Bf16)
         model[2].weight = model[0].weight
         for layer in (model[0], model[2]):
-            fully_shard(layer, mesh=mesh_of(1, 2, 1))
-        fully_shard(model, mesh=mesh_of(1, 2, 1))
+            fully_shard(layer, mesh=cpu_mesh())
+        fully_shard(model, mesh=cpu_mesh())
         Wrapped.calls.clear()
         step(model)
         assert model[0].weight is model[2].weight
@@ -211,9 +203,7 @@ class Failing(Bf16):
 @pytest.mark.parametrize("method", ["pre", "post"])
 def test_exceptions_in_the_methods(method, backward, reset) -> None:
     with local_world(2) as world:
-        model = fully_shard(
-            extend(mlp(8), Failing), mesh=mesh_of(1, 2, 1), reshard_after_forward=True
-        )
+        model = fully_shard(extend(mlp(8), Failing), mesh=cpu_mesh(), reshard_after_forward=True)
         Failing.fails = None if backward else method
         with pytest.raises(ZeroDivisionError):
             loss = model(torch.ones(3, 6)).sum()
@@ -247,7 +237,7 @@ def test_streams(monkeypatch) -> None:
     device = Noting.noted = Device()
     note(device, monkeypatch)
     with fake_world(0, 2):
-        model = fully_shard(extend(mlp(8), Noting), mesh=mesh_of(1, 2, 1))
+        model = fully_shard(extend(mlp(8), Noting), mesh=cpu_mesh())
         step(model)
         device.compute.put("optimizer")
         (optimizer,) = find(device.log, "optimizer")
@@ -273,7 +263,7 @@ def test_offload(monkeypatch, shard) -> None:
     with local_world(2) as world:
         model = fully_shard(
             extend(mlp(8), Int8),
-            mesh=mesh_of(2 // shard, shard, 1),
+            mesh=cpu_mesh(2 // shard, shard),
             offload_policy=CPUOffloadPolicy(pin_memory=False),
         )
         (bucket,) = (b for b in unit_of(model).group.buckets if isinstance(b, ExtensionBucket))
@@ -291,7 +281,7 @@ def test_unused() -> None:
                 return self["used"](x)
 
         model = extend(Half({"used": nn.Linear(6, 4), "other": nn.Linear(6, 4)}), Int8)
-        fully_shard(model, mesh=mesh_of(1, 2, 1))
+        fully_shard(model, mesh=cpu_mesh())
         model.set_reduce_scatter_unused_params(True)
         step(model)
         for grad in world.per_rank(model["other"].weight.grad):
@@ -303,7 +293,7 @@ def test_unused() -> None:
 def test_kept_bytes() -> None:
     """Between forward and backward a quarter of the ranks' bytes are kept: n/k of one rank's."""
     with fake_world(0, 4):
-        model = fully_shard(extend(mlp(8), Int8), mesh=mesh_of(1, 4, 1), reshard_after_forward=2)
+        model = fully_shard(extend(mlp(8), Int8), mesh=cpu_mesh(1, 4), reshard_after_forward=2)
         model(torch.ones(3, 6))
         (bucket,) = (b for b in unit_of(model).group.buckets if isinstance(b, ExtensionBucket))
         one_rank = 12 + 8 + 2 * 4 + 4  # two rows of 6 and one of 8, and a scale for each

@@ -62,22 +62,23 @@ def test_gradients_come_with_it(layout, asynchronous) -> None:
 
 @parity
 @LAYOUTS
-def test_it_reshards_what_backwards_have_kept(layout) -> None:
-    """As pipeline schedules have it: units gathered by hand stay so until the end of the step."""
+@pytest.mark.parametrize(
+    "script",
+    [
+        "+manual 0 1 fwd fin check 3 fin check fin check",
+        # As pipeline schedules have it: units gathered by hand stay so until the end of the step.
+        "+manual " + "-reshard -sync unshard 0 1 +reshard +sync fin check step " * 2,
+        "+manual -all 0 1 fin +all fin check",
+        "0 -sync 1 +sync +manual fin check -manual 2 check",
+        "0 fwd +manual bwd fin check fwd -manual bwd check",
+    ],
+    ids=["several", "kept", "over shard alone", "put off before", "between forward and backward"],
+)
+def test_gradients_are_the_plain_models(layout, script) -> None:
     with local_world(layout.world_size) as world:
-        trial = manual(world, layout)
-        for step in (0, 2):
-            trial.model.set_reshard_after_backward(False)
-            trial.model.set_requires_gradient_sync(False)
-            for unit in (*trial.model.layers, trial.model):
-                unit.unshard()
-            trial.backward(step, step + 1)
-            trial.model.set_reshard_after_backward(True)
-            trial.model.set_requires_gradient_sync(True)
-            trial.model.finalize_backward()
-            assert at_rest(trial.model)
-            trial.check([step, step + 1])
-            trial.step()
+        trial = Trial(world, layout, shard_blocks)
+        trial.play(script)
+        assert at_rest(trial.model)
 
 
 @parity
@@ -86,36 +87,17 @@ def test_it_takes_gradients_put_by_hand() -> None:
     with local_world(2) as world:
         trial = manual(world, reshard_after_forward=False)
         unit = get_unit(trial.model.layers[0])
-        trial.model.set_reshard_after_backward(False)
-        trial.model.set_requires_gradient_sync(False)
+        trial.play("-reshard -sync")
         trial.forward(0)
         bucket = unit.group.buckets[0]
         bucket.precision.compute_params[0].grad = torch.ones_like(
             bucket.precision.compute_params[0]
         )
-        trial.model.set_reshard_after_backward(True)
-        trial.model.set_requires_gradient_sync(True)
-        trial.model.finalize_backward()
+        trial.play("+reshard +sync fin")
         assert bucket.precision.compute_params[0].grad is None
         for got in world.per_rank(bucket.params[0].sharded.grad.full_tensor()):
             assert torch.equal(got, torch.ones_like(got))
         assert at_rest(trial.model)
-
-
-@parity
-@LAYOUTS
-def test_several_backwards_that_all_reduce(layout) -> None:
-    with local_world(layout.world_size) as world:
-        trial = manual(world, layout)
-        trial.backward(0, 1)
-        trial.forward(2)
-        trial.model.finalize_backward()
-        trial.check([0, 1])
-        trial.backward(3)
-        trial.model.finalize_backward()
-        trial.check([0, 1, 3])
-        trial.model.finalize_backward()  # of nothing
-        trial.check([0, 1, 3])
 
 
 @parity
@@ -127,66 +109,18 @@ def test_of_backwards_that_did_not_reduce(layout, unused) -> None:
         trial = manual(world, layout)
         model = trial.model
         model.set_reduce_scatter_unused_params(unused)
-        for again in (0, 2):
-            model.set_requires_gradient_sync(False)
+        for _ in range(2):
             with record_collectives(trial.mesh) as before:
-                trial.backward(again, again + 1)
+                trial.play("-sync 0 1 +sync")
             assert scatters_and_sums(before) == (0, 0)
-            model.set_requires_gradient_sync(True)
             with record_collectives(trial.mesh) as recorder:
-                model.finalize_backward()
+                trial.play("fin")
             # Each unit, and each of the blocks' scalars, which are whole on every rank of shard.
             assert (
                 scatters_and_sums(recorder)
                 == {FSDP: (3, 2), HSDP: (3, 7), REPLICATE: (0, 3)}[layout]
             )
-            trial.check([again, again + 1])
-            model.finalize_backward()
-            trial.check([again, again + 1])
-            trial.step()
-
-
-@parity
-def test_of_sums_over_shard_alone() -> None:
-    with local_world(4) as world:
-        trial = manual(world, HSDP)
-        trial.model.set_requires_all_reduce(False)
-        trial.backward(0, 1)
-        trial.model.finalize_backward()
-        trial.model.set_requires_all_reduce(True)
-        trial.model.finalize_backward()
-        trial.check([0, 1])
-
-
-@parity
-@LAYOUTS
-def test_what_was_put_off_before_it_was_manual(layout) -> None:
-    with local_world(layout.world_size) as world:
-        trial = Trial(world, layout, shard_blocks)
-        trial.play("0 -sync 1 +sync")
-        trial.model.set_manual_backward_finalization(True)
-        trial.model.finalize_backward()
-        trial.check([0, 1])
-        trial.model.set_manual_backward_finalization(False)
-        trial.backward(2)
-        trial.check([0, 1, 2])
-
-
-@parity
-@LAYOUTS
-def test_set_between_forward_and_backward(layout) -> None:
-    with local_world(layout.world_size) as world:
-        trial = Trial(world, layout, shard_blocks)
-        trial.backward(0)
-        out = trial.forward(1)
-        trial.model.set_manual_backward_finalization(True)
-        out.backward()
-        trial.model.finalize_backward()
-        trial.check([0, 1])
-        out = trial.forward(2)
-        trial.model.set_manual_backward_finalization(False)
-        out.backward()
-        trial.check([0, 1, 2])
+            trial.play("check fin check step")
 
 
 @parity
@@ -223,10 +157,7 @@ def test_whoever_would_use_gradients_that_are_not_there(layout) -> None:
         handle.wait()
         trial.check([0])
         clip_grad_norm_(model, 1e9)
-        trial.step()
-        trial.backward(1)
-        model.finalize_backward()
-        trial.check([1])
+        trial.play("step 1 fin check")
 
 
 @parity
@@ -323,9 +254,7 @@ class Boom(Exception):
 def test_a_backward_that_fails_loses_its_own_gradients_only(layout, finalized) -> None:
     with local_world(layout.world_size) as world:
         trial = manual(world, layout)
-        trial.backward(0)
-        if finalized:
-            trial.model.finalize_backward()
+        trial.play("0 fin" if finalized else "0")
 
         def explode(*_) -> None:
             raise Boom
@@ -334,8 +263,7 @@ def test_a_backward_that_fails_loses_its_own_gradients_only(layout, finalized) -
         with pytest.raises(Boom):
             trial.backward(1)
         handle.remove()
-        trial.backward(2)
-        trial.model.finalize_backward()
+        trial.play("2 fin")
         trial.check([0, 2])
 
 
@@ -352,8 +280,7 @@ def test_reset_drops_what_is_not_finalized(layout) -> None:
         trial.model.reset_iter_state()
         with pytest.raises(StateError, match="reset_iter_state"):
             handle.wait()
-        trial.backward(2)
-        trial.model.finalize_backward()
+        trial.play("2 fin")
         trial.check([2])
 
 

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 from _support.fsdp.lifetimes import References, collector_off, references
-from _support.fsdp.wrapped import shard_blocks
+from _support.fsdp.wrapped import cpu_mesh, shard_blocks
 from _support.models import LM_PLAN, Lm, lm_loss, tokens
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -38,8 +38,7 @@ def sharded(layout: MeshLayout = HSDP, build: Callable[[], nn.Module] = Lm, **op
 
 
 def tensor_parallel(**options) -> nn.Module:
-    mesh = build_mesh(MeshLayout(1, 2, 2), device_type="cpu")
-    return parallelize(Lm(vocab=20), mesh, LM_PLAN, **options)
+    return parallelize(Lm(vocab=20), cpu_mesh(1, 2, 2), LM_PLAN, **options)
 
 
 def loss_of(model: nn.Module, index: int = 0) -> torch.Tensor:

@@ -4,14 +4,14 @@ import copy
 
 import pytest
 import torch
-from _support.fsdp.lifetimes import PeakBytes, deep_model
-from _support.fsdp.wrapped import at_rest, shard_blocks
+from _support.fsdp.peak_bytes import PeakBytes, deep_model
+from _support.fsdp.wrapped import at_rest, cpu_mesh, shard_blocks
 from _support.models import LM_PLAN, Lm, lm_loss, tokens
 from _support.whole_models import Mixed, equal_on_ranks, plain_model, sharded
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from parallel3d import MeshLayout, Parallel3dError, StateError, build_mesh, parallelize
+from parallel3d import Parallel3dError, StateError, parallelize
 from parallel3d.fsdp import full_params, fully_shard
 from parallel3d.testing import (
     fake_world,
@@ -110,7 +110,7 @@ def test_replicas_agree(shape) -> None:
 
 def test_one_all_gather_per_bucket_and_axis() -> None:
     with fake_world(0, 8):
-        mesh = build_mesh(MeshLayout(2, 2, 2), device_type="cpu")
+        mesh = cpu_mesh(2, 2, 2)
         model = parallelize(Lm(layers=2), mesh, LM_PLAN)
         with record_collectives(mesh) as recorder, full_params(model):
             entered = len(recorder.calls)
@@ -128,7 +128,7 @@ class TestWhatIsShown:
     def test_parts_of_a_model(self) -> None:
         """A root that is no unit, one unit alone, and ignored parameters."""
         with local_world(2):
-            mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
+            mesh = cpu_mesh()
             model = Mixed()
             ignored = {model.layers[0].norm.weight}
             unit = fully_shard(model.layers[0], mesh=mesh, ignored_params=ignored)
@@ -148,8 +148,7 @@ class TestWhatIsShown:
     def test_on_the_first_rank_only(self) -> None:
         for rank in (0, 3):
             with fake_world(rank, 4):
-                mesh = build_mesh(MeshLayout(2, 2, 1), device_type="cpu")
-                model = deep_model(mesh)
+                model = deep_model(cpu_mesh(2, 2))
                 with PeakBytes() as memory, full_params(model, writeback=False, rank0_only=True):
                     whole = [not isinstance(p, DTensor) for p in model.parameters()]
                 if rank == 0:
@@ -160,8 +159,7 @@ class TestWhatIsShown:
 
     def test_unshard_by_hand_is_restored_with_the_edits(self) -> None:
         with local_world(2) as world:
-            mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
-            model = shard_blocks(Lm(layers=1), mesh)
+            model = shard_blocks(Lm(layers=1), cpu_mesh())
             model.layers[0].unshard()
             with full_params(model):
                 model.layers[0].up.bias.data.fill_(3)
@@ -195,8 +193,7 @@ class Boom(Exception):
 class TestRefusals:
     def test_where_it_may_not_be(self) -> None:
         with fake_world(0, 2):
-            mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
-            model = shard_blocks(Lm(layers=2), mesh)
+            model = shard_blocks(Lm(layers=2), cpu_mesh())
             with full_params(model):
                 with pytest.raises(StateError, match="already"), full_params(model.layers[1]):
                     pass
@@ -228,8 +225,7 @@ class TestRefusals:
 
     def test_options(self) -> None:
         with fake_world(0, 2):
-            mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
-            model = shard_blocks(Lm(layers=1), mesh)
+            model = shard_blocks(Lm(layers=1), cpu_mesh())
             with (
                 pytest.raises(Parallel3dError, match=r"None is not an nn\.Module"),
                 full_params(None),
@@ -252,10 +248,9 @@ class TestRefusals:
 
     def test_meta(self) -> None:
         with fake_world(0, 2):
-            mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
             with torch.device("meta"):
                 model = Lm(layers=1)
-            shard_blocks(model, mesh)
+            shard_blocks(model, cpu_mesh())
             with pytest.raises(StateError, match="meta device"), full_params(model):
                 pass
             assert all(isinstance(p, DTensor) for p in model.parameters())
@@ -280,8 +275,7 @@ class TestRefusals:
         from parallel3d.fsdp.state_dict import full_params as whole
 
         with fake_world(0, 2):
-            mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
-            model = shard_blocks(Lm(layers=2), mesh)
+            model = shard_blocks(Lm(layers=2), cpu_mesh())
             calls = []
 
             def gather(*args):

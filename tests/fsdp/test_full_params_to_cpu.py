@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from _support.fsdp.lifetimes import PeakBytes, deep_model
+from _support.fsdp.peak_bytes import PeakBytes, deep_model
+from _support.fsdp.wrapped import cpu_mesh
 
-from parallel3d import MeshLayout, build_mesh
 from parallel3d.fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -50,7 +50,7 @@ def device(monkeypatch) -> Iterator[Device]:
 
 
 def model_and_optimizer():
-    model = deep_model(build_mesh(MeshLayout(1, 4, 1), device_type="cpu"))
+    model = deep_model(cpu_mesh(1, 4))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 32)).sum().backward()
     optimizer.step()

@@ -3,7 +3,7 @@
 import copy
 
 import torch
-from _support.fsdp.wrapped import at_rest, held_bytes, shard_blocks
+from _support.fsdp.wrapped import at_rest, cpu_mesh, held_bytes, shard_blocks
 from _support.models import LM_PLAN, Lm, lm_loss, tokens
 from _support.whole_models import equal_on_ranks
 from torch import nn
@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh, parallelize
+from parallel3d import MixedPrecisionPolicy, parallelize
 from parallel3d.fsdp import (
     DataParallelMeshDims,
     StateDictType,
@@ -41,7 +41,7 @@ def test_hybrid_shards_with_tensor_parallelism() -> None:
     torch.manual_seed(0)
     plain = Lm(dim=16, hidden=24, layers=1, vocab=24).double()
     with local_world(8) as world:
-        mesh = build_mesh(MeshLayout(2, 2, 2), device_type="cpu")
+        mesh = cpu_mesh(2, 2, 2)
         model = parallelize(
             copy.deepcopy(plain), mesh, LM_PLAN, shard_optimizer_over_replicate=True
         )
@@ -62,7 +62,7 @@ def test_tied_across_units() -> None:
     """One Parameter under two names, replaced under one of them; one state of the optimizer."""
     plain = Lm(layers=1, tied=True)
     with local_world(2) as world:
-        mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
+        mesh = cpu_mesh()
         model = copy.deepcopy(plain)
         for unit in (model.embed, model.head, model):
             fully_shard(unit, mesh=mesh)
@@ -86,7 +86,7 @@ def test_tied_across_units() -> None:
 def test_a_list_of_modules_cut_along_another_dim() -> None:
     plain = Lm(layers=1)
     with local_world(4) as world:
-        mesh = build_mesh(MeshLayout(2, 2, 1), device_type="cpu")
+        mesh = cpu_mesh(2, 2)
         model = copy.deepcopy(plain)
         tail = [model.norm, model.head]
         fully_shard(tail, mesh=mesh, shard_placement_fn=lambda p: Shard(p.ndim - 1))
@@ -123,7 +123,7 @@ def test_torchs_styles_and_an_ignored_part() -> None:
     """An ignored DTensor stays as it is in full_params; a full state dict has it whole, and loads it."""
     plain = nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 6), nn.Linear(6, 4))
     with local_world(4) as world:
-        mesh = build_mesh(MeshLayout(1, 2, 2), device_type="cpu")
+        mesh = cpu_mesh(1, 2, 2)
         model = copy.deepcopy(plain)
         parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
         fully_shard(model, mesh=mesh, ignored_params={model[0].bias})
@@ -141,11 +141,10 @@ def test_torchs_checkpoint_wrapper() -> None:
     """Its hooks rename what is saved and loaded; the optimizer's names follow."""
     plain = Lm(layers=2)
     with local_world(2) as world:
-        mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
         model = copy.deepcopy(plain)
         model.layers[0] = checkpoint_wrapper(model.layers[0])
         model.layers[1].up = checkpoint_wrapper(model.layers[1].up)
-        shard_blocks(model, mesh)
+        shard_blocks(model, cpu_mesh())
         load_model_state_dict(model, {k: v * 2 for k, v in plain.state_dict().items()}, type=FULL)
         load_model_state_dict(model, plain.state_dict(), type=FULL, broadcast_from_rank0=True)
         equal_on_ranks(world, model_state_dict(model, type=FULL), plain.state_dict())
@@ -164,8 +163,7 @@ def test_low_precision() -> None:
         param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, keep_low_precision_grads=True
     )
     with local_world(2) as world:
-        mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
-        model = shard_blocks(copy.deepcopy(plain), mesh, mp_policy=low)
+        model = shard_blocks(copy.deepcopy(plain), cpu_mesh(), mp_policy=low)
         lm_loss(model, world.map(lambda r: tokens(0))).backward()
         with full_params(model, with_grads=True):
             equal_on_ranks(world, named(model), named(plain))
@@ -189,8 +187,9 @@ def test_cpu_offload(monkeypatch) -> None:
     torch.manual_seed(0)
     plain = Lm(layers=1).double()
     with local_world(4) as world:
-        mesh = build_mesh(MeshLayout(2, 2, 1), device_type="cpu")
-        model = shard_blocks(copy.deepcopy(plain), mesh, offload_policy=CPUOffloadPolicy())
+        model = shard_blocks(
+            copy.deepcopy(plain), cpu_mesh(2, 2), offload_policy=CPUOffloadPolicy()
+        )
         lm_loss(model, world.map(lambda r: tokens(0))).backward()
         with full_params(model, with_grads=True):
             equal_on_ranks(world, named(model), named(plain))
@@ -212,8 +211,7 @@ def test_cpu_offload(monkeypatch) -> None:
 def test_memory_of_their_own_and_inference_mode() -> None:
     """torch.save of one tensor saves it alone; what inference mode makes can be trained."""
     with fake_world(0, 4):
-        mesh = build_mesh(MeshLayout(1, 2, 2), device_type="cpu")
-        model = parallelize(Lm(layers=1), mesh, LM_PLAN)
+        model = parallelize(Lm(layers=1), cpu_mesh(1, 2, 2), LM_PLAN)
         with torch.inference_mode():
             state = model_state_dict(model, type=FULL)
             with full_params(model):

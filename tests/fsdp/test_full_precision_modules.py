@@ -4,15 +4,13 @@ import pytest
 import torch
 from _support.fsdp.lifetimes import collector_off, references
 from _support.fsdp.precision_twins import DIM, Net, rows, wrap
-from _support.fsdp.wrapped import held_bytes
+from _support.fsdp.wrapped import cpu_mesh, held_bytes
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
 
 from parallel3d import (
     AgreementError,
-    MeshLayout,
     MixedPrecisionPolicy,
-    build_mesh,
     parallelize,
 )
 from parallel3d.fsdp.inspect import get_unit
@@ -228,8 +226,7 @@ def test_freed_at_once() -> None:
         full_precision_modules=(nn.LayerNorm,),
     )
     with fake_world(0, 2), collector_off():
-        mesh = build_mesh(MeshLayout(shard=2), device_type="cpu")
-        model = parallelize(Net(), mesh, mp_policy=policy)
+        model = parallelize(Net(), cpu_mesh(), mp_policy=policy)
         casts = {}
         for mode in (True, False, True):
             model.train(mode)
@@ -243,7 +240,7 @@ def test_freed_at_once() -> None:
 
 
 def disagree(field, value):
-    mesh = build_mesh(MeshLayout(shard=2), device_type="cpu")
+    mesh = cpu_mesh()
     policy = MixedPrecisionPolicy(**({field: value} if torch.distributed.get_rank() else {}))
     with pytest.raises(AgreementError, match=field):
         parallelize(Net(), mesh, mp_policy=policy)

@@ -4,10 +4,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from _support.fsdp.wrapped import cpu_mesh
 from torch import nn
 from torch.func import functional_call
 
-from parallel3d import MeshLayout, Parallel3dError, build_mesh
+from parallel3d import Parallel3dError
 from parallel3d.fsdp import fully_shard
 from parallel3d.testing import local_world, shards_of
 
@@ -20,9 +21,8 @@ OTHERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("shard", [1, 2])
 class TestFunctionalCall:
     def _model(self, shard: int) -> nn.Linear:
-        mesh = build_mesh(MeshLayout(replicate=1, shard=shard), device_type="cpu")
         torch.manual_seed(0)
-        return fully_shard(nn.Linear(4, 4), mesh=mesh)
+        return fully_shard(nn.Linear(4, 4), mesh=cpu_mesh(1, shard))
 
     @pytest.mark.parametrize("other", OTHERS)
     def test_other_tensors_are_an_error(self, shard: int, other: str) -> None:

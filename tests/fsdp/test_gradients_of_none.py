@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from _support.fsdp.wrapped import at_rest, held_bytes, shard_blocks
+from _support.fsdp.wrapped import at_rest, cpu_mesh, held_bytes, shard_blocks
 from _support.models import LM_PLAN, Block, Lm, tokens
 from torch import nn
 
-from parallel3d import MeshLayout, build_mesh
+from parallel3d import MeshLayout
 from parallel3d.fsdp import fully_shard
 from parallel3d.fsdp.inspect import unit_of
 from parallel3d.testing import assert_parity, local_world
@@ -69,7 +69,7 @@ def test_it_is_left_out(layout: MeshLayout, options: dict[str, Any]) -> None:
 def test_the_unit_does_not_wait_for_it() -> None:
     """It is freed as soon as its other gradients are there, and .grad stays None."""
     with local_world(2):
-        model = shard_blocks(GatedLm(), build_mesh(MeshLayout(1, 2, 1), device_type="cpu"))
+        model = shard_blocks(GatedLm(), cpu_mesh())
         held: list[int] = []
 
         def note(grad: torch.Tensor) -> None:
@@ -93,8 +93,7 @@ class _Blocked(Gated):
 @pytest.mark.parametrize("create_graph", [False, True])
 def test_of_a_units_input(create_graph: bool) -> None:
     with local_world(2):
-        mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
-        block = fully_shard(_Blocked(), mesh=mesh)
+        block = fully_shard(_Blocked(), mesh=cpu_mesh())
         x = torch.ones(2, 12, requires_grad=True)
         out = block(x).sum()
         (grad,) = torch.autograd.grad(out, x, create_graph=create_graph, allow_unused=True)

@@ -4,11 +4,12 @@ import itertools
 
 import pytest
 import torch
-from _support.fsdp.noted_streams import Device, find, happens_before, note
+from _support.fsdp.noted_streams import find, happens_before
+from _support.fsdp.wrapped import cpu_mesh
 from _support.models import Lm, lm_loss, tokens
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from parallel3d import MeshLayout, build_mesh, fully_shard, optim
+from parallel3d import fully_shard, optim
 from parallel3d.fsdp.inspect import get_unit
 from parallel3d.fsdp.options import offload as offload_module
 from parallel3d.testing import fake_world
@@ -16,10 +17,8 @@ from parallel3d.testing import fake_world
 
 @pytest.mark.parametrize("offload", [False, True], ids=["", "offload"])
 @pytest.mark.parametrize("sizes", [(1, 4, 1), (2, 2, 1)], ids=str)
-def test_as_soon_as_the_next_reduction_is_issued(sizes, offload, monkeypatch) -> None:
+def test_as_soon_as_the_next_reduction_is_issued(sizes, offload, device, monkeypatch) -> None:
     """Updates wait for their own reduction, and for no later one; at most two results are there."""
-    device = Device()
-    note(device, monkeypatch)
     options = {}
     if offload:
         cpu = torch.device("cpu")
@@ -28,7 +27,7 @@ def test_as_soon_as_the_next_reduction_is_issued(sizes, offload, monkeypatch) ->
         )
         options["offload_policy"] = CPUOffloadPolicy()
     with fake_world(0, 4):
-        mesh = build_mesh(MeshLayout(*sizes), device_type="cpu")
+        mesh = cpu_mesh(*sizes)
         model = Lm(layers=3)
         for each in (model.embed, *model.layers, [model.norm, model.head], model):
             fully_shard(each, mesh=mesh, **options)

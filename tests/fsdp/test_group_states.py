@@ -4,11 +4,10 @@ from itertools import product
 
 import pytest
 import torch
-from _support.fsdp.wrapped import shard_blocks
+from _support.fsdp.wrapped import cpu_mesh, shard_blocks
 from _support.models import Lm, lm_loss, tokens
 from torch import nn
 
-from parallel3d import MeshLayout, build_mesh
 from parallel3d.errors import StateError
 from parallel3d.fsdp import full_params, fully_shard
 from parallel3d.fsdp.group import TRANSITIONS, Event, ParamGroup, Registered, ShardedState
@@ -47,7 +46,7 @@ def test_what_models_do_comes_to_every_transition(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(ParamGroup, "enter", noted)
     with fake_world(0, 4):
-        mesh = build_mesh(MeshLayout(shard=4), device_type="cpu")
+        mesh = cpu_mesh(1, 4)
         model = shard_blocks(Lm(), mesh)
         for _ in range(2):
             lm_loss(model, tokens(0)).backward()
@@ -62,9 +61,7 @@ def test_what_models_do_comes_to_every_transition(monkeypatch: pytest.MonkeyPatc
 
 def test_other_parameters_can_not_be_unsharded() -> None:
     with fake_world(0, 2):
-        model = fully_shard(
-            nn.Linear(4, 4), mesh=build_mesh(MeshLayout(shard=2), device_type="cpu")
-        )
+        model = fully_shard(nn.Linear(4, 4), mesh=cpu_mesh())
         with full_params(model), pytest.raises(StateError, match="in another form"):
             model.unshard()
         model(torch.ones(1, 4)).sum().backward()

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from _support.fsdp.beside_plain import Net, Run, Trial
-from _support.fsdp.noted_streams import Device, find, happens_before, note
-from _support.fsdp.wrapped import held_bytes
+from _support.fsdp.noted_streams import find, happens_before
+from _support.fsdp.wrapped import cpu_mesh, held_bytes
 from _support.models import LM_PLAN, SEQUENCE_PLAN, Lm, lm_loss, tokens
 from torch import distributed as dist
 from torch import nn
@@ -113,11 +113,10 @@ class TestLayout:
 
     def test_wished_dims(self) -> None:
         with fake_world(0, 4):
-            mesh = build_mesh(MeshLayout(2, 2, 1), device_type="cpu")
             layer = nn.Linear(8, 6)
             fully_shard(
                 layer,
-                mesh=mesh,
+                mesh=cpu_mesh(2, 2),
                 shard_placement_fn=lambda p: Shard(p.ndim - 1),
                 shard_optimizer_over_replicate=True,
             )
@@ -210,7 +209,7 @@ def moves_between_layouts(folder: str) -> None:
     """Saved by DCP with its optimizer, loaded into HSDP and back into HFSDP with tp."""
     torch.manual_seed(0)
     first, mesh = made(MeshLayout(2, 2, 1))
-    other_mesh = build_mesh(MeshLayout(2, 1, 2), device_type="cpu")
+    other_mesh = cpu_mesh(2, 1, 2)
     second = parallelize(Lm(**EVEN), other_mesh, LM_PLAN, shard_optimizer_over_replicate=True)
     third = parallelize(Lm(**EVEN), mesh)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (first, second, third)]
@@ -314,10 +313,8 @@ def test_reshard_to_fewer_ranks() -> None:
         trial.check([1])
 
 
-def test_streams(monkeypatch) -> None:
+def test_streams(device) -> None:
     """The renewal follows the optimizer and precedes its gather; the second scatter the first."""
-    device = Device()
-    note(device, monkeypatch)
     with fake_world(0, 4):
         model, _ = made(MeshLayout(2, 2, 1))
         for _ in range(2):
@@ -343,7 +340,7 @@ def test_streams(monkeypatch) -> None:
 class TestErrors:
     def test_dp_mesh_dims(self) -> None:
         with fake_world(0, 4):
-            mesh = build_mesh(MeshLayout(2, 2, 1), device_type="cpu")
+            mesh = cpu_mesh(2, 2)
             dims = DataParallelMeshDims(shard="shard", replicate="replicate")
             with pytest.raises(Parallel3dError, match="dp_mesh_dims"):
                 fully_shard(
@@ -355,7 +352,7 @@ class TestErrors:
 
     def test_no_bool(self) -> None:
         with fake_world(0, 4):
-            mesh = build_mesh(MeshLayout(2, 2, 1), device_type="cpu")
+            mesh = cpu_mesh(2, 2)
             model = Net()
             with pytest.raises(Parallel3dError, match="'yes'; it must be True or False"):
                 parallelize(model, mesh, shard_optimizer_over_replicate="yes")

@@ -5,19 +5,14 @@ import gc
 
 import pytest
 import torch
-from _support.fsdp.wrapped import at_rest, build
+from _support.fsdp.wrapped import at_rest, build, cpu_mesh, equal_grads
 from _support.models import Block, lm_loss, tokens
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from parallel3d import MeshLayout, build_mesh
 from parallel3d.fsdp import fully_shard, register_fsdp_forward_method
 from parallel3d.optim import clip_grad_norm_
 from parallel3d.testing import local_world
-
-
-def mesh_of(shard=2):
-    return build_mesh(MeshLayout(1, shard, 1), device_type="cpu")
 
 
 class TestStateWhileShown:
@@ -46,13 +41,13 @@ class TestStateWhileShown:
 
     def test_a_list_that_ran_in_part(self):
         with local_world(2), torch.no_grad():
-            a, _ = fully_shard([nn.Linear(4, 4), nn.Linear(4, 4)], mesh=mesh_of())
+            a, _ = fully_shard([nn.Linear(4, 4), nn.Linear(4, 4)], mesh=cpu_mesh())
             a(torch.ones(1, 4))
             assert all(isinstance(value, DTensor) for value in a.state_dict().values())
 
     def test_copying_leaves_the_original_shown(self):
         with local_world(2):
-            model = fully_shard(nn.Linear(4, 4), mesh=mesh_of())
+            model = fully_shard(nn.Linear(4, 4), mesh=cpu_mesh())
             model.unshard()
             twin = copy.deepcopy(model)
             assert not isinstance(model.weight, DTensor) and isinstance(twin.weight, DTensor)
@@ -94,13 +89,11 @@ def test_modules_with_a_setattr_of_their_own(make):
     out = lambda model: (y[0] if isinstance(y := model(x), tuple) else y).square().sum()  # noqa: E731
     out(plain).backward()
     with local_world(2):
-        model = fully_shard(copy.deepcopy(plain), mesh=mesh_of())
+        model = fully_shard(copy.deepcopy(plain), mesh=cpu_mesh())
         twin = copy.deepcopy(model)
         for each in (model, twin):
             out(each).backward()
-            for name, p in each.named_parameters():
-                want = plain.get_parameter(name).grad
-                torch.testing.assert_close(p.grad.full_tensor(), want, rtol=1e-4, atol=1e-5)
+            equal_grads(each, plain, rtol=1e-4, atol=1e-5)
             assert at_rest(each)
         if isinstance(model, Mirror):
             assert model.noted[0] is model.weight
@@ -142,16 +135,14 @@ def test_modules_that_hand_attributes_on(wrap, where):
     with local_world(2) as world, torch.compiler.set_stance("force_eager"):
         model = copy.deepcopy(plain)
         for block in model if where == "blocks" else ():
-            fully_shard(block, mesh=mesh_of())
-        fully_shard(model, mesh=mesh_of())
+            fully_shard(block, mesh=cpu_mesh())
+        fully_shard(model, mesh=cpu_mesh())
         assert type(layers[0]) is nn.Linear
         model(x).square().sum().backward()
         with world.paused():
             plain(x).square().sum().backward()
         assert list(model.state_dict()) == list(plain.state_dict())
-        for name, p in plain.named_parameters():
-            for got in world.per_rank(model.get_parameter(name).grad.full_tensor()):
-                torch.testing.assert_close(got, p.grad, rtol=1e-4, atol=1e-5)
+        equal_grads(model, plain, rtol=1e-4, atol=1e-5)
         assert at_rest(model)
 
 
@@ -163,7 +154,7 @@ class TakesDict(Block):
 def test_hooks_on_leaves_in_containers_go_with_their_graph():
     gc.collect()
     with local_world(2):
-        model = fully_shard(TakesDict(), mesh=mesh_of())
+        model = fully_shard(TakesDict(), mesh=cpu_mesh())
         scale = torch.ones(12, requires_grad=True)
         for step in range(4):
             loss = model({"x": torch.randn(2, 12), "scale": scale}).sum()
@@ -208,7 +199,7 @@ class TestBackwardsInForwards:
         want = plain_losses = copy.deepcopy(plain)
         want = plain_losses.train_steps(x, torch.optim.SGD(plain_losses.parameters(), lr=0.1))
         with local_world(2):
-            model = fully_shard(copy.deepcopy(plain), mesh=mesh_of())
+            model = fully_shard(copy.deepcopy(plain), mesh=cpu_mesh())
             register_fsdp_forward_method(model, "train_steps")
             got = model.train_steps(x, torch.optim.SGD(model.parameters(), lr=0.1))
             for a, b in zip(got, want, strict=True):
@@ -222,7 +213,7 @@ class TestBackwardsInForwards:
         x = torch.randn(3, 4)
         plain.with_force(x.clone()).square().sum().backward()
         with local_world(2):
-            model = fully_shard(copy.deepcopy(plain), mesh=mesh_of())
+            model = fully_shard(copy.deepcopy(plain), mesh=cpu_mesh())
             register_fsdp_forward_method(model, "with_force")
             model.with_force(x.clone()).square().sum().backward()
             for name, p in model.named_parameters():
@@ -235,7 +226,7 @@ class TestBackwardsInForwards:
 class TestReplaced:
     def test_shape_is_checked(self):
         with local_world(2):
-            model = fully_shard(nn.Linear(6, 4), mesh=mesh_of())
+            model = fully_shard(nn.Linear(6, 4), mesh=cpu_mesh())
             with pytest.raises(ValueError, match=r"of shape \(4, 6\) was replaced.*\(2, 6\)"):
                 model.weight = nn.Parameter(torch.zeros(2, 6))
             model._parameters["weight"] = nn.Parameter(torch.zeros(2, 6))  # which nothing sees
@@ -244,14 +235,14 @@ class TestReplaced:
 
     def test_frozen_stays_frozen(self):
         with local_world(2):
-            model = fully_shard(nn.Linear(6, 4), mesh=mesh_of())
+            model = fully_shard(nn.Linear(6, 4), mesh=cpu_mesh())
             model.weight = nn.Parameter(torch.zeros(4, 6), requires_grad=False)
             model(torch.randn(1, 6)).sum().backward()
             assert model.weight.grad is None and model.bias.grad is not None
 
     def test_removed_and_put_back(self):
         with local_world(2):
-            model = fully_shard(nn.Linear(6, 4), mesh=mesh_of())
+            model = fully_shard(nn.Linear(6, 4), mesh=cpu_mesh())
             bias, model.bias = model.bias, None
             model(torch.randn(1, 6)).sum().backward()
             model.bias = bias
@@ -268,7 +259,7 @@ def test_an_output_error_leaves_the_unit_usable():
             return (y, self.weight) if self.leak else y
 
     with local_world(2):
-        model = fully_shard(Returns(4, 4), mesh=mesh_of(), reshard_after_forward=True)
+        model = fully_shard(Returns(4, 4), mesh=cpu_mesh(), reshard_after_forward=True)
         with pytest.raises(ValueError, match="returns a parameter"):
             model(torch.randn(1, 4))
         model.leak = False

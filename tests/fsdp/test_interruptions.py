@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from _support.fsdp.wrapped import cpu_mesh, equal_grads
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -63,10 +64,7 @@ def check_step(model: Net, plain: Net) -> None:
     for each in (model, plain):
         each.zero_grad()
         each(X).square().sum().backward()
-    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
-        assert p.grad is not None, name
-        for of_rank in inner_tensors(p.grad.full_tensor()):
-            torch.testing.assert_close(of_rank, q.grad, msg=name)
+    equal_grads(model, plain)
 
 
 def interrupts(kind: type[BaseException]) -> Callable[..., None]:
@@ -135,17 +133,7 @@ def test_a_forward_goes_on_after_a_backward_in_it_that_fails(
                 fully_shard(unit, mesh=mesh)
         for fails in (False, True, False):
             probing[0].fails = fails
-            model.zero_grad()
-            model(X).square().sum().backward()
-            plain.zero_grad()
-            plain(X).square().sum().backward()
-            for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
-                if "probe" in name:
-                    assert p.grad is None, name
-                    continue
-                assert p.grad is not None, name
-                for of_rank in inner_tensors(p.grad.full_tensor()):
-                    torch.testing.assert_close(of_rank, q.grad, msg=name)
+            check_step(model, plain)
 
 
 def test_an_outer_forward_that_catches_it_goes_on() -> None:
@@ -164,7 +152,7 @@ def test_an_outer_forward_that_catches_it_goes_on() -> None:
     torch.manual_seed(0)
     plain = Retries()
     with local_world(2):
-        mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
+        mesh = cpu_mesh()
         model = copy.deepcopy(plain)
         fully_shard(fully_shard(model.inner, mesh=mesh) and model, mesh=mesh)
 
@@ -192,7 +180,7 @@ def test_a_forward_that_returns_none_while_an_exception_is_handled() -> None:
     torch.manual_seed(0)
     plain = Keeps()
     with local_world(2):
-        mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
+        mesh = cpu_mesh()
         model = copy.deepcopy(plain)
         fully_shard(fully_shard(model.inner, mesh=mesh) and model, mesh=mesh)
         found: list[torch.Tensor] = []

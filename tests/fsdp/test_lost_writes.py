@@ -9,22 +9,19 @@ from functools import partial
 
 import pytest
 import torch
+from _support.fsdp.wrapped import cpu_mesh
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import parallel3d as p3d
-from parallel3d import MeshLayout, Parallel3dError, StateError, build_mesh
+from parallel3d import Parallel3dError, StateError
 from parallel3d._torch.simulated import inner_tensors
 from parallel3d.fsdp import full_params, fully_shard
 from parallel3d.testing import fake_world, local_world
 
 X = torch.linspace(-1, 1, 24).view(4, 6)
-
-
-def mesh_of(shard: int = 2, replicate: int = 1, tp: int = 1):
-    return build_mesh(MeshLayout(replicate, shard, tp), device_type="cpu")
 
 
 class Writer(nn.Module):
@@ -88,7 +85,7 @@ WRITES: dict[str, tuple[Callable, str]] = {
 def sharded(write: Callable | None, mesh=None, **options) -> nn.Module:
     model = nn.Sequential(Writer(write), nn.Linear(6, 3))
     for unit in (model[0], model):
-        fully_shard(unit, mesh=mesh or mesh_of(), **options)
+        fully_shard(unit, mesh=mesh or cpu_mesh(), **options)
     return model
 
 
@@ -119,7 +116,7 @@ def test_a_write_in_forward_is_an_error(name: str) -> None:
 def test_on_meshes(options: dict, layout: tuple[int, int]) -> None:
     shard, replicate = layout
     with fake_world(0, shard * replicate):
-        model = sharded(WRITES["data in place"][0], mesh_of(shard, replicate), **options)
+        model = sharded(WRITES["data in place"][0], cpu_mesh(replicate, shard), **options)
         with lost("weight"):
             model(X)
         check_usable(model)
@@ -167,7 +164,7 @@ def test_after_unshard() -> None:
 def test_of_a_dtensor_in_forward() -> None:
     """torch's parallel styles compute with DTensors, whose ``.data`` has another counter too."""
     with fake_world(0, 4):
-        mesh = mesh_of(2, tp=2)
+        mesh = cpu_mesh(tp=2)
         model = nn.Sequential(nn.Linear(6, 6))
         parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
         fully_shard(model, mesh=mesh)
@@ -184,7 +181,7 @@ def test_in_a_compiled_unit(name: str) -> None:
         model = nn.Sequential(Writer(WRITES[name][0]), nn.Linear(6, 3))
         model[0].compile(backend="aot_eager")
         for unit in (model[0], model):
-            fully_shard(unit, mesh=mesh_of())
+            fully_shard(unit, mesh=cpu_mesh())
         with lost("weight"):
             model(X)
 
@@ -213,7 +210,7 @@ class TestReplicas:
     @pytest.mark.parametrize("name", [n for n in WRITES if n not in ("data =", "init")])
     def test_in_place(self, name: str) -> None:
         with fake_world(0, 2):
-            model = sharded(WRITES[name][0], mesh_of(1, 2))
+            model = sharded(WRITES[name][0], cpu_mesh(2, 1))
             plain = nn.Sequential(Writer(WRITES[name][0]))
             for _ in range(2):
                 model(X)
@@ -224,7 +221,7 @@ class TestReplicas:
 
     def test_other_memory(self) -> None:
         with fake_world(0, 2):
-            model = sharded(assign_data, mesh_of(1, 2))
+            model = sharded(assign_data, cpu_mesh(2, 1))
             with lost("weight"):
                 model(X)
             check_usable(model)
@@ -255,7 +252,7 @@ def pair(request):
     with local_world(shard * replicate):
         model = copy.deepcopy(plain)
         for unit in (model.first, model):
-            fully_shard(unit, mesh=mesh_of(shard, replicate))
+            fully_shard(unit, mesh=cpu_mesh(replicate, shard))
         yield model, plain
 
 
@@ -336,7 +333,7 @@ def test_what_an_evaluation_has_kept_is_gathered_again() -> None:
     torch.manual_seed(0)
     plain = Net()
     with local_world(2):
-        model = fully_shard(copy.deepcopy(plain), mesh=mesh_of(), reshard_after_forward=False)
+        model = fully_shard(copy.deepcopy(plain), mesh=cpu_mesh(), reshard_after_forward=False)
         model.set_keep_between_forwards(True)
         check_equal(model, plain)
         for each in (model, plain):

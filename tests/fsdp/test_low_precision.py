@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from _support.fsdp.wrapped import cpu_mesh
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from parallel3d import MeshLayout, build_mesh
 from parallel3d.fsdp import MixedPrecisionPolicy, fully_shard
 from parallel3d.fsdp.reduction import divisor_before_sum
 from parallel3d.testing import local_world
@@ -23,12 +23,11 @@ class Scale(nn.Module):
 
 
 def build(mesh_shape, dtype, *, hybrid=False, **policy):
-    mesh = build_mesh(MeshLayout(*mesh_shape), device_type="cpu")
     options = {
         "mp_policy": MixedPrecisionPolicy(**policy),
         "shard_optimizer_over_replicate": hybrid,
     }
-    return fully_shard(Scale(dtype), mesh=mesh, **options)
+    return fully_shard(Scale(dtype), mesh=cpu_mesh(*mesh_shape), **options)
 
 
 def backward(model, gradient):

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from _support.fsdp.replicated_models import Model, batch, check, plain, wrapped
+from _support.fsdp.wrapped import cpu_mesh
 
-from parallel3d import MeshLayout, build_mesh
 from parallel3d.fsdp import MixedPrecisionPolicy, fully_shard
 from parallel3d.fsdp import layout as layouts
 from parallel3d.testing import fake_world, local_world, record_collectives
@@ -100,7 +100,7 @@ def test_settings_changed_within_a_step() -> None:
 
 def test_in_mixed_precision() -> None:
     with fake_world(0, 4):
-        mesh = build_mesh(MeshLayout(replicate=4, shard=1), device_type="cpu")
+        mesh = cpu_mesh(4, 1)
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         model = plain().float()
         for module in (*model.blocks, model):

@@ -11,19 +11,15 @@ import pytest
 import torch
 from _support.fsdp.random_models import OUTPUTS as RETURNED
 from _support.fsdp.random_models import WRAPS, held_in
+from _support.fsdp.wrapped import cpu_mesh, equal_grads
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from parallel3d import MeshLayout, build_mesh
 from parallel3d.errors import StateError
 from parallel3d.fsdp import fully_shard
 from parallel3d.testing import local_world
 
 LOST: list[torch.Tensor] = []  # no module and no output refers to it
-
-
-def mesh_of(shard=2, replicate=1):
-    return build_mesh(MeshLayout(replicate, shard, 1), device_type="cpu")
 
 
 ATTRIBUTES = WRAPS | {"deque": lambda t: deque([t])}
@@ -77,19 +73,10 @@ class Model(nn.Module):
 
 
 def shard(model, mesh=None, **options):
-    mesh = mesh or mesh_of()
+    mesh = mesh or cpu_mesh()
     for block in model.blocks:
         fully_shard(block, mesh=mesh, **options)
     return fully_shard(model, mesh=mesh, **options)
-
-
-def check_gradients(model, plain, world):
-    for name, p in plain.named_parameters():
-        q = model.get_parameter(name)
-        assert (p.grad is None) == (q.grad is None), name
-        if p.grad is not None:
-            for got in world.per_rank(q.grad.full_tensor()):
-                torch.testing.assert_close(got, p.grad, msg=name)
 
 
 class TestUnseenTensors:
@@ -113,7 +100,7 @@ class TestUnseenTensors:
                 model.loss(x).backward()
                 with world.paused():
                     plain.loss(x).backward()
-            check_gradients(model, plain, world)
+            equal_grads(model, plain)
 
     @pytest.mark.parametrize("elementwise", [False, True], ids=["matmul", "elementwise"])
     def test_nobody_can_see_is_an_error_that_names_the_unit(self, elementwise):
@@ -130,7 +117,7 @@ class TestUnseenTensors:
             model.zero_grad()
             model.loss(torch.ones(2, 8)).backward()  # and goes on
 
-    @pytest.mark.parametrize("layout", [(2, 1), (1, 2)], ids=["shard", "replicate"])
+    @pytest.mark.parametrize("layout", [(1, 2), (2, 1)], ids=["shard", "replicate"])
     def test_nobody_can_see_and_recomputed(self, layout):
         class Recomputed(Block):
             def forward(self, h):
@@ -141,7 +128,7 @@ class TestUnseenTensors:
             model = Model(None, "lost")
             for block in model.blocks:
                 block.__class__ = Recomputed
-            shard(model, mesh_of(*layout))
+            shard(model, cpu_mesh(*layout))
             model(torch.ones(2, 8))
             with pytest.raises(StateError, match=r"unit blocks\.0: a backward reads .* freed"):
                 LOST[0].backward()
@@ -164,7 +151,7 @@ class TestUnseenTensors:
             with world.paused():
                 plain(x).backward(retain_graph=True)
                 plain.blocks[0].aux.backward()
-            check_gradients(model, plain, world)
+            equal_grads(model, plain)
 
     def test_what_stays_on_an_attribute_is_watched_once(self):
         with local_world(2):
@@ -258,7 +245,7 @@ def test_changed_in_place(change, where):
             model(world.map(lambda _, x=x: x)).backward()
             with world.paused():
                 plain(x).backward()
-        check_gradients(model, plain, world)
+        equal_grads(model, plain)
 
 
 class TestChangedWeights:
@@ -285,11 +272,11 @@ class TestChangedWeights:
             loss.backward()
             with world.paused():
                 plain.loss(torch.ones(2, 8)).backward()
-            check_gradients(model, plain, world)
+            equal_grads(model, plain)
 
     def test_another_models_optimizer_is_none_of_it(self):
         with local_world(2):
-            mesh = mesh_of()
+            mesh = cpu_mesh()
             model, other = (shard(Model(ATTRIBUTES["tensor"]), mesh) for _ in range(2))
             other.loss(torch.ones(2, 8)).backward()
             loss = model.loss(torch.ones(2, 8))
@@ -308,7 +295,7 @@ class TestChangedWeights:
         model = copy.deepcopy(plain)
         x = torch.ones(2, 8)
         with local_world(4) as world, torch.no_grad():
-            shard(model, mesh_of(2, 2), **options)
+            shard(model, cpu_mesh(2, 2), **options)
             model(x)
             change(model, how)
             got = model(x)
@@ -339,7 +326,7 @@ class TestInputs:
     @pytest.mark.parametrize("layout", [(1, 2), (2, 1)], ids=["shard", "replicate"])
     def test_sharded_parameters_are_refused(self, call, layout):
         with local_world(2):
-            model = shard(Model(ATTRIBUTES["tensor"]), mesh_of(layout[1], layout[0]))
+            model = shard(Model(ATTRIBUTES["tensor"]), cpu_mesh(*layout))
             loss = model.loss(torch.ones(2, 8))
             params = list(model.blocks[0].parameters())
             with pytest.raises(
@@ -378,7 +365,7 @@ class TestChangedWhereNothingIsGathered:
         model = copy.deepcopy(plain)
         x = torch.ones(2, 8)
         with local_world(2) as world:
-            shard(model, mesh_of(shard=1, replicate=2))
+            shard(model, cpu_mesh(2, 1))
             model.loss(x).backward()
             model.zero_grad()
             loss = model.loss(x)
@@ -391,7 +378,7 @@ class TestChangedWhereNothingIsGathered:
             with world.paused():
                 plain.loss(x).backward()
             if how == "in place":
-                check_gradients(model, plain, world)
+                equal_grads(model, plain)
 
     def test_what_the_backward_does_not_read_may_change(self):
         """Two losses of one forward, a step between their backwards."""
@@ -400,14 +387,14 @@ class TestChangedWhereNothingIsGathered:
         model = copy.deepcopy(plain)
         x = torch.ones(2, 8)
         with local_world(2) as world:
-            shard(model, mesh_of(shard=1, replicate=2))
+            shard(model, cpu_mesh(2, 1))
             for each, off in ((model, False), (plain, True)):
                 with world.paused() if off else nullcontext():
                     each(x).backward(retain_graph=True)
                     with torch.no_grad():
                         each.head.weight.mul_(2)
                     each.blocks[0].aux.backward()
-            check_gradients(model, plain, world)
+            equal_grads(model, plain)
 
     def test_a_parameter_without_dims_beside_sharded_ones(self):
         class Scaled(nn.Linear):
@@ -419,7 +406,7 @@ class TestChangedWhereNothingIsGathered:
                 return super().forward(x) * self.scale
 
         with local_world(2):
-            model = fully_shard(nn.Sequential(Scaled(), Scaled()), mesh=mesh_of())
+            model = fully_shard(nn.Sequential(Scaled(), Scaled()), mesh=cpu_mesh())
             model(torch.ones(2, 8)).sum().backward()
             loss = model(torch.ones(2, 8)).sum()
             with torch.no_grad():
@@ -448,8 +435,8 @@ def test_on_an_attribute_of_a_unit_whose_forward_has_not_ended():
     model = copy.deepcopy(plain)
     inputs = torch.randn(2, 2, 8)
     with local_world(2) as world:
-        fully_shard([model.first, model.second], mesh=mesh_of())
-        fully_shard(model, mesh=mesh_of())
+        fully_shard([model.first, model.second], mesh=cpu_mesh())
+        fully_shard(model, mesh=cpu_mesh())
 
         def train(each):
             each(inputs[0])  # makes the order known
@@ -460,4 +447,4 @@ def test_on_an_attribute_of_a_unit_whose_forward_has_not_ended():
         train(model)
         with world.paused():
             train(plain)
-        check_gradients(model, plain, world)
+        equal_grads(model, plain)

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from _support.fsdp.wrapped import cpu_mesh
 from _support.models import Lm
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
@@ -85,9 +86,10 @@ class TestPenalties:
 
 
 def sharded(world_size=2, model=None, **options):
-    mesh = build_mesh(MeshLayout(shard=world_size), device_type="cpu")
     return fully_shard(
-        model or nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh=mesh, **options
+        model or nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
+        mesh=cpu_mesh(1, world_size),
+        **options,
     )
 
 
@@ -193,9 +195,8 @@ def test_an_input_that_is_a_dtensor(nested):
         input_layouts=Replicate(), desired_input_layouts=Replicate(), use_local_output=False
     )
     with fake_world(0, 2):
-        mesh = build_mesh(MeshLayout(tp=2), device_type="cpu")
         plan = {"0": prepare, "0.up": "colwise", "0.down": "rowwise"}
-        parallelize(model, mesh, tp_plan=plan, units=["0", "1"])
+        parallelize(model, cpu_mesh(1, 1, 2), tp_plan=plan, units=["0", "1"])
         with pytest.raises(
             StateError, match=r"\(FSDPInner\) was given a DTensor as 'x'.*use_local_output=True"
         ):
@@ -286,9 +287,8 @@ class TestLoading:
 
     def test_another_mesh(self):
         with fake_world(0, 2):
-            mesh = build_mesh(MeshLayout(replicate=2), device_type="cpu")
             other = fully_shard(
-                nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh=mesh
+                nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh=cpu_mesh(2, 1)
             ).state_dict()
             self.check(lambda _: other, "of another mesh, .*checkpoint.save and load")
 
@@ -326,7 +326,7 @@ class TestRefused:
 
         with fake_world(0, 2):
             model = Resizable() if root else nn.Sequential(Resizable())
-            parallelize(model, build_mesh(MeshLayout(shard=2), device_type="cpu"))
+            parallelize(model, cpu_mesh())
             for each in (model, copy.deepcopy(model)):
                 resizable = each if root else each[0]
                 with pytest.raises(StateError, match="resize the plain model, before parallelize"):

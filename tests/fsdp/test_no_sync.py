@@ -2,9 +2,10 @@
 
 import pytest
 from _support.fsdp.beside_plain import Run
+from _support.fsdp.wrapped import cpu_mesh
 from _support.models import Lm
 
-from parallel3d import MeshLayout, build_mesh, parallelize
+from parallel3d import MeshLayout, parallelize
 from parallel3d.fsdp.inspect import units_of
 from parallel3d.testing import fake_world, local_world
 
@@ -25,7 +26,7 @@ def test_parity(sizes) -> None:
 
 def test_switches_are_put_back_as_they_were() -> None:
     with fake_world(0, 4):
-        model = parallelize(Lm(), build_mesh(MeshLayout(2, 2, 1), device_type="cpu"))
+        model = parallelize(Lm(), cpu_mesh(2, 2))
         units = list(units_of(model, recurse=True))
         model.layers[0].set_requires_gradient_sync(False)
         model.layers[1].set_requires_all_reduce(False)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from _support.fsdp.wrapped import at_rest, held_bytes, shard_blocks
+from _support.fsdp.wrapped import at_rest, cpu_mesh, held_bytes, shard_blocks
 from _support.models import Block, Lm, lm_loss, tokens
 from torch import nn
 from torch.nn import functional as F
@@ -128,8 +128,7 @@ class TestFrozen:
             return model
 
         with fake_world(0, 2):
-            mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
-            model = shard_blocks(build(), mesh)
+            model = shard_blocks(build(), cpu_mesh())
             (bucket,) = unit_of(model.layers[1]).group.buckets
             model.layers[0].norm.register_full_backward_hook(
                 lambda *_: held.append(held_bytes(bucket.precision.unsharded))
@@ -142,10 +141,9 @@ class TestFrozen:
     def test_frozen_buckets_have_no_gradient_buffers(self, sync) -> None:
         """Looked at in the middle of a backward, where the trained bucket has its own."""
         with fake_world(0, 2):
-            mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
             block = Block()
             block.up.requires_grad_(False)
-            fully_shard(block, mesh=mesh)
+            fully_shard(block, mesh=cpu_mesh())
             block.set_requires_gradient_sync(sync)
             seen = {}
 
@@ -262,7 +260,7 @@ class TestModules:
     def test_made_sharded_and_run_in_inference_mode(self, how) -> None:
         """A state dict can be made there, and the model trained later."""
         with fake_world(0, 2):
-            mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
+            mesh = cpu_mesh()
             x = floats(0).double() if how == "convert" else floats(0)
             with torch.inference_mode():
                 with torch.device("meta" if how == "materialize" else "cpu"):
@@ -287,8 +285,7 @@ class TestModules:
     def test_gradients_with_a_graph_are_an_error(self) -> None:
         """Derivatives of derivatives by the inputs are none: see test_transforms."""
         with fake_world(0, 2):
-            mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
-            model = shard_blocks(Stack(), mesh)
+            model = shard_blocks(Stack(), cpu_mesh())
             x = floats(0).requires_grad_()
             with pytest.raises(StateError, match="create_graph"):
                 model(x).sum().backward(create_graph=True)
@@ -312,7 +309,7 @@ class TestModules:
         x = floats(0)
         want = (plain(x).sum() + Other(plain.layers)(x).square().sum()).detach()
         with local_world(2) as world:
-            mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
+            mesh = cpu_mesh()
             shard_blocks(model, mesh)
             other = fully_shard(Other(model.layers), mesh=mesh)
             ids = world.map(lambda r: x)
@@ -334,8 +331,7 @@ class TestModules:
                 return x
 
         with fake_world(0, 2):
-            mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
-            model = shard_blocks(Skips(), mesh)
+            model = shard_blocks(Skips(), cpu_mesh())
             model(floats(0)).sum().backward()
             model.skip = True
             with torch.no_grad():
@@ -361,7 +357,7 @@ class TestHooksAndCopies:
     @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
     def test_parameter_with_a_hook_is_refused(self, kind) -> None:
         with fake_world(0, 2):
-            mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
+            mesh = cpu_mesh()
             block = Block()
             getattr(block.up.weight, kind)(lambda *_: None)
             with pytest.raises(Parallel3dError, match=r"up\.weight has a hook"):
@@ -376,7 +372,7 @@ class TestHooksAndCopies:
         plain = Stack()
         model = copy.deepcopy(plain)
         with fake_world(0, shape[0] * shape[1]):
-            shard_blocks(model, build_mesh(MeshLayout(*shape), device_type="cpu"))
+            shard_blocks(model, cpu_mesh(*shape))
             if when == "before the forward":
                 handle = TENSOR_HOOKS[how](model)
             loss = mean_square(model, floats(0))
@@ -420,7 +416,7 @@ class TestHooksAndCopies:
         block.up.weight.scale = 3.0
         want = block(floats(0))
         with fake_world(0, 1):
-            fully_shard(block, mesh=build_mesh(MeshLayout(), device_type="cpu"))
+            fully_shard(block, mesh=cpu_mesh(1, 1))
             assert torch.equal(block(floats(0)), want)
             assert block.up.weight.scale == 3.0
 
@@ -434,7 +430,6 @@ class TestHooksAndCopies:
                 return super().forward(x), weight.t() if view else weight
 
         with fake_world(0, 2):
-            mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
-            block = fully_shard(Leaks(), mesh=mesh, reshard_after_forward=True)
+            block = fully_shard(Leaks(), mesh=cpu_mesh(), reshard_after_forward=True)
             with pytest.raises(Parallel3dError, match=r"returns a parameter of its own.*clone"):
                 block(floats(0))

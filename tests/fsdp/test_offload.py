@@ -8,7 +8,7 @@ import pytest
 import torch
 from _support.fsdp.beside_plain import Net, Trial
 from _support.fsdp.noted_streams import Device, find, happens_before, note
-from _support.fsdp.wrapped import shard_blocks
+from _support.fsdp.wrapped import cpu_mesh, shard_blocks
 from _support.models import Lm, lm_loss, tokens
 from torch.distributed.fsdp import CPUOffloadPolicy
 
@@ -218,7 +218,7 @@ def test_meta_parameters_come_home_when_they_are_made(elsewhere, monkeypatch):
     with fake_world(0, 2):
         with torch.device("meta"):
             model = Net()
-        wrap(model, build_mesh(MeshLayout(1, 2, 1), device_type="cpu"))
+        wrap(model, cpu_mesh())
         assert not any(bucket.reads_host for bucket in buckets(model))
         model.to_empty(device="cpu")
         assert all(bucket.reads_host for bucket in buckets(model))

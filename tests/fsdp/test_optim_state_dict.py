@@ -4,14 +4,14 @@ import copy
 
 import pytest
 import torch
-from _support.fsdp.lifetimes import PeakBytes, deep_model
-from _support.fsdp.wrapped import shard_blocks
+from _support.fsdp.peak_bytes import PeakBytes, deep_model
+from _support.fsdp.wrapped import cpu_mesh, shard_blocks
 from _support.models import Lm, lm_loss, tokens
 from _support.whole_models import plain_model, sharded
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from parallel3d import MeshLayout, Parallel3dError, build_mesh
+from parallel3d import Parallel3dError
 from parallel3d.fsdp import (
     FullOptimStateDictConfig,
     StateDictType,
@@ -121,8 +121,7 @@ def test_a_whole_checkpoint_on_another_mesh() -> None:
         step(world, model, optimizer, 0)
         weights = model_state_dict(model, type=FULL)
         moments = optim_state_dict(model, optimizer, type=FULL)
-        mesh = build_mesh(MeshLayout(2, 2, 1), device_type="cpu")
-        model = shard_blocks(build(), mesh, shard_optimizer_over_replicate=True)
+        model = shard_blocks(build(), cpu_mesh(2, 2), shard_optimizer_over_replicate=True)
         optimizer = adamw(model)
         load_model_state_dict(model, weights, type=FULL)
         load_optim_state_dict(model, optimizer, moments, type=FULL)
@@ -139,7 +138,7 @@ def test_a_whole_checkpoint_on_another_mesh() -> None:
 def test_one_bucket_and_kind_at_a_time() -> None:
     """One gather for each bucket and each of exp_avg and exp_avg_sq; ranks that keep nothing hold one."""
     with fake_world(3, 4):
-        mesh = build_mesh(MeshLayout(1, 4, 1), device_type="cpu")
+        mesh = cpu_mesh(1, 4)
         model = deep_model(mesh)
         optimizer = torch.optim.AdamW(model.parameters())
         model(torch.ones(1, 32)).sum().backward()
@@ -154,8 +153,7 @@ def test_one_bucket_and_kind_at_a_time() -> None:
 
 def test_refusals() -> None:
     with fake_world(0, 2):
-        mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
-        model = shard_blocks(Lm(layers=1), mesh)
+        model = shard_blocks(Lm(layers=1), cpu_mesh())
         optimizer = adamw(model)
         stranger = torch.optim.SGD(nn.Linear(2, 3).parameters(), lr=1.0)
         with pytest.raises(Parallel3dError, match=r"shape \(3, 2\) that the FSDPLm doesn't have"):

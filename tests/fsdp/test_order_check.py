@@ -5,11 +5,12 @@ from datetime import timedelta
 
 import pytest
 import torch
+from _support.fsdp.wrapped import cpu_mesh
 from _support.models import LM_PLAN, Lm, lm_loss, tokens
 from torch import distributed as dist
 from torch import nn
 
-from parallel3d import AgreementError, MeshLayout, Parallel3dError, build_mesh, parallelize
+from parallel3d import AgreementError, MeshLayout, Parallel3dError, parallelize
 from parallel3d.fsdp import check_execution_order, fully_shard
 from parallel3d.fsdp.inspect import get_unit
 from parallel3d.testing import assert_parity, fake_world, record_collectives
@@ -62,7 +63,7 @@ class TestIterations:
 
     def test_first_unit_that_changed_place(self) -> None:
         with fake_world(0, 4):
-            model = self.model(build_mesh(MeshLayout(2, 2, 1), device_type="cpu"))
+            model = self.model(cpu_mesh(2, 2))
             assert self.run(model, [0, 1, 2]) == []
             assert self.run(model, [0, 1, 2]) == []
             (said,) = self.run(model, [0, 2, 1])
@@ -76,14 +77,14 @@ class TestIterations:
 
     def test_units_that_are_missing_or_more(self) -> None:
         with fake_world(0, 4):
-            model = self.model(build_mesh(MeshLayout(1, 4, 1), device_type="cpu"))
+            model = self.model(cpu_mesh(1, 4))
             assert self.run(model, [0, 1]) == []
             (said,) = self.run(model, [0, 1, 2])
             assert "unit layers.2 runs at place 4, where norm was before" in said
 
     def test_one_that_ends_early(self) -> None:
         with fake_world(0, 4):
-            mesh = build_mesh(MeshLayout(1, 4, 1), device_type="cpu")
+            mesh = cpu_mesh(1, 4)
             blocks = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
             for block in blocks:
                 fully_shard(block, mesh=mesh)
@@ -101,7 +102,7 @@ class TestIterations:
         """And are not remembered, however often."""
         with fake_world(0, 4), warnings.catch_warnings():
             warnings.simplefilter("error")
-            model = self.model(build_mesh(MeshLayout(1, 4, 1), device_type="cpu"))
+            model = self.model(cpu_mesh(1, 4))
             for _ in range(2):
                 lm_loss(model, tokens(0)).backward()
                 for _ in range(3):
@@ -110,7 +111,7 @@ class TestIterations:
 
     def test_one_that_broke_off_is_not_compared_with(self) -> None:
         with fake_world(0, 4):
-            model = self.model(build_mesh(MeshLayout(1, 4, 1), device_type="cpu"))
+            model = self.model(cpu_mesh(1, 4))
             assert self.run(model, [0, 1, 2]) == []
 
             def explode(*_: object) -> None:
@@ -126,8 +127,7 @@ class TestIterations:
     def test_recomputed_forwards_are_no_change(self) -> None:
         with fake_world(0, 4), warnings.catch_warnings():
             warnings.simplefilter("error")
-            mesh = build_mesh(MeshLayout(1, 4, 1), device_type="cpu")
-            model = parallelize(Lm(), mesh, activation_checkpointing=True)
+            model = parallelize(Lm(), cpu_mesh(1, 4), activation_checkpointing=True)
             check_execution_order(model)
             for _ in range(3):
                 lm_loss(model, tokens(0)).backward()
@@ -149,9 +149,7 @@ def test_arguments() -> None:
     with pytest.raises(Parallel3dError, match="has no unit"):
         check_execution_order(nn.Linear(2, 2))
     with fake_world(0, 2):
-        model = fully_shard(
-            nn.Linear(2, 2), mesh=build_mesh(MeshLayout(shard=2), device_type="cpu")
-        )
+        model = fully_shard(nn.Linear(2, 2), mesh=cpu_mesh())
         with pytest.raises(Parallel3dError, match="enabled is 'no'"):
             check_execution_order(model, "no")
         with pytest.raises(Parallel3dError, match="timeout is 5; it must be"):
@@ -160,7 +158,7 @@ def test_arguments() -> None:
 
 def test_it_communicates_nothing_by_collectives() -> None:
     with fake_world(0, 4):
-        mesh = build_mesh(MeshLayout(2, 2, 1), device_type="cpu")
+        mesh = cpu_mesh(2, 2)
         found = []
         for enabled in (False, True):
             model = parallelize(Lm(), mesh)
@@ -178,7 +176,7 @@ def parting(timeout: timedelta) -> list[str]:
     """What goes wrong on this rank when rank 2 runs its units otherwise."""
     messages = []
     odd = dist.get_rank() == 2
-    mesh = build_mesh(MeshLayout(2, 2, 1), device_type="cpu")
+    mesh = cpu_mesh(2, 2)
     for places in ([0, 2, 1], [0, 1]):
         torch.manual_seed(0)
         model = parallelize(Branching(), mesh)

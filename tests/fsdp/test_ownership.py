@@ -7,9 +7,9 @@ import weakref
 
 import pytest
 import torch
+from _support.fsdp.wrapped import cpu_mesh
 from torch import nn
 
-from parallel3d import MeshLayout, build_mesh
 from parallel3d.fsdp import fully_shard
 from parallel3d.fsdp.inspect import owner_of, unit_of
 from parallel3d.testing import fake_world
@@ -18,7 +18,7 @@ from parallel3d.testing import fake_world
 def sharded_linear() -> tuple[nn.Module, nn.Parameter]:
     model = nn.Linear(4, 6)
     weight = model.weight
-    return fully_shard(model, mesh=build_mesh(MeshLayout(shard=2), device_type="cpu")), weight
+    return fully_shard(model, mesh=cpu_mesh()), weight
 
 
 def test_found_from_both_parameters() -> None:

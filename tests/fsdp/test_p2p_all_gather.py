@@ -5,10 +5,11 @@ from functools import partial
 
 import pytest
 import torch
+from _support.fsdp.wrapped import cpu_mesh
 from _support.models import Lm, lm_loss, tokens
 from torch import distributed as dist
 
-from parallel3d import MeshLayout, build_mesh
+from parallel3d import MeshLayout
 from parallel3d.fsdp import collectives, fully_shard
 from parallel3d.fsdp.collectives import all_gather
 from parallel3d.testing import assert_parity, record_collectives
@@ -49,7 +50,7 @@ def trained() -> tuple[float, list]:
         result = assert_parity(
             partial(Lm, layers=3), tokens, MeshLayout(2, 2, 1), loss=lm_loss, apply=shard, steps=2
         )
-        mesh = build_mesh(MeshLayout(2, 2, 1), device_type="cpu")
+        mesh = cpu_mesh(2, 2)
         model = shard(Lm(layers=3), mesh)
         with record_collectives(mesh) as recorder:
             lm_loss(model, tokens(dist.get_rank())).backward()

@@ -4,12 +4,12 @@ import itertools
 
 import pytest
 import torch
-from _support.fsdp.wrapped import Holder, tp_param
+from _support.fsdp.sharded_params import Holder, tp_param
+from _support.fsdp.wrapped import cpu_mesh
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from parallel3d import MeshLayout, build_mesh
 from parallel3d._layout.param_layout import local_chunk
 from parallel3d._torch.dtensor import StridedShard
 from parallel3d.fsdp import fully_shard
@@ -36,7 +36,7 @@ def test_shards_are_where_placements_say(mesh_shape, placement) -> None:
     for rows, cols in itertools.product(SIZES, (5, 8)):
         whole = torch.arange(rows * cols, dtype=torch.float32).view(rows, cols)
         with local_world(world_size):
-            mesh = build_mesh(MeshLayout(*mesh_shape), device_type="cpu")
+            mesh = cpu_mesh(*mesh_shape)
             param = nn.Parameter(whole) if placement is None else tp_param(whole, mesh, placement)
             model = fully_shard(Holder(param), mesh=mesh)
             covered = torch.zeros(rows, cols)
@@ -65,7 +65,7 @@ def test_shards_are_where_placements_say(mesh_shape, placement) -> None:
 )
 def test_placements(shape, tp_placement, expected) -> None:
     with fake_world(3, 8):
-        mesh = build_mesh(MeshLayout(1, 4, 2), device_type="cpu")
+        mesh = cpu_mesh(1, 4, 2)
         whole = torch.zeros(shape)
         param = nn.Parameter(whole)
         if tp_placement is not None:
@@ -79,7 +79,7 @@ def test_placements(shape, tp_placement, expected) -> None:
 def test_tp_parameter_with_a_data_mesh(names) -> None:
     """The mesh without its tp axis, as one calls torch's: the parameter's mesh is put together."""
     with fake_world(0, 8):
-        whole = build_mesh(MeshLayout(2, 2, 2), device_type="cpu")
+        whole = cpu_mesh(2, 2, 2)
         param = tp_param(torch.zeros(8, 4), whole, Shard(0))
         model = fully_shard(Holder(param), mesh=whole[names])
         assert model.weight.device_mesh.mesh_dim_names == (*names, "tp")
@@ -88,8 +88,7 @@ def test_tp_parameter_with_a_data_mesh(names) -> None:
 def test_buffers_are_contiguous_and_shared() -> None:
     """The shards of a unit lie in one buffer, one after another, each with a storage of its own."""
     with fake_world(0, 2):
-        mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
-        model = fully_shard(nn.Linear(8, 6), mesh=mesh)
+        model = fully_shard(nn.Linear(8, 6), mesh=cpu_mesh())
         weight, bias = (p.to_local() for p in model.parameters())
         assert bias.data_ptr() == weight.data_ptr() + 24 * 4
         for shard in (weight, bias):

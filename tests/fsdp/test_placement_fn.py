@@ -3,14 +3,14 @@
 import pytest
 import torch
 from _support.fsdp.sharded_params import Holder, tp_param
-from _support.fsdp.wrapped import shard_blocks
+from _support.fsdp.wrapped import cpu_mesh, shard_blocks
 from _support.models import Block, Lm
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from parallel3d import MeshError, MeshLayout, Parallel3dError, build_mesh
+from parallel3d import MeshError, MeshLayout, Parallel3dError
 from parallel3d._torch.dtensor import StridedShard
 from parallel3d.fsdp import ShardPlacementResult, fully_shard
 from parallel3d.fsdp.inspect import unit_of
@@ -96,7 +96,7 @@ class TestUnderTensorParallelism:
     def test_dims_that_work(self, shape, tp, dim, expected) -> None:
         whole = torch.arange(shape[0] * shape[1], dtype=torch.float32).view(shape)
         with local_world(8):
-            mesh = build_mesh(MeshLayout(1, 4, 2), device_type="cpu")
+            mesh = cpu_mesh(1, 4, 2)
             model = Holder(tp_param(whole, mesh, tp))
             fully_shard(model, mesh=mesh, shard_placement_fn=lambda _: Shard(dim))
             assert model.weight.placements == (Replicate(), expected, tp)
@@ -105,7 +105,7 @@ class TestUnderTensorParallelism:
 
     def test_a_dim_that_does_not_work(self) -> None:
         with fake_world(0, 8):
-            mesh = build_mesh(MeshLayout(1, 4, 2), device_type="cpu")
+            mesh = cpu_mesh(1, 4, 2)
             model = Holder(tp_param(torch.zeros(9, 7), mesh, Shard(0)))
             before = model.weight
             with pytest.raises(Parallel3dError, match=r"weight of shape \(9, 7\).*dim 0.*work: 1$"):

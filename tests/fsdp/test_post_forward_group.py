@@ -3,11 +3,11 @@
 import pytest
 import torch
 from _support.fsdp.beside_plain import Net, Trial
-from _support.fsdp.wrapped import held_bytes
+from _support.fsdp.wrapped import cpu_mesh, held_bytes
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh
+from parallel3d import MeshLayout, MixedPrecisionPolicy
 from parallel3d.fsdp import fully_shard
 from parallel3d.fsdp.inspect import get_unit
 from parallel3d.testing import fake_world, local_world, record_collectives
@@ -125,8 +125,7 @@ def test_eval_then_optimizer_then_forward_sees_the_new_weights():
 def test_one_small_mesh_for_all_units():
     """Process groups are made once per mesh and number of ranks, not per unit."""
     with fake_world(0, 8):
-        mesh = build_mesh(MeshLayout(2, 4, 1), device_type="cpu")
-        model = wrap_over(2)(Net(), mesh)
+        model = wrap_over(2)(Net(), cpu_mesh(2, 4))
         model(torch.randn(2, 6)).sum()
         groups = {
             id(b.precision.post_forward.group)

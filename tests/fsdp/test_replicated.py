@@ -14,10 +14,10 @@ import pytest
 import torch
 from _support.fsdp.lifetimes import collector_off
 from _support.fsdp.replicated_models import WIDTH, Block, Model, batch, check, plain, wrapped
+from _support.fsdp.wrapped import cpu_mesh
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from parallel3d import MeshLayout, build_mesh
 from parallel3d.errors import StateError
 from parallel3d.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from parallel3d.fsdp.inspect import get_unit
@@ -401,7 +401,7 @@ def tied() -> Pair:
     torch.manual_seed(0)
     expected = Tied().double()
     model = copy.deepcopy(expected)
-    mesh = build_mesh(MeshLayout(replicate=1, shard=1), device_type="cpu")
+    mesh = cpu_mesh(1, 1)
     fully_shard([model.first, model.last], mesh=mesh)
     return expected, fully_shard(model, mesh=mesh)
 
@@ -456,7 +456,7 @@ def two_roots() -> Pair:
     shared = Block(False)
     expected = nn.ModuleList([Root(Block(False), shared), Root(shared, Block(False))]).double()
     model = copy.deepcopy(expected)
-    mesh = build_mesh(MeshLayout(replicate=1, shard=1), device_type="cpu")
+    mesh = cpu_mesh(1, 1)
     for block in dict.fromkeys([*model[0].blocks, *model[1].blocks]):
         fully_shard(block, mesh=mesh)
     for root in model:

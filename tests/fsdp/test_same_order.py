@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from _support.fsdp.wrapped import cpu_mesh, equal_grads
 from torch import distributed as dist
 from torch import nn
 
@@ -70,10 +71,7 @@ def step(plain: Stack, model: nn.Module, uses: list[Uses]) -> None:
     plain.zero_grad()
     for each in range(n):
         (loss_of(plain, each, uses[each]) / n).backward()
-    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        assert (p.grad is None) == (q.grad is None)
-        if p.grad is not None:
-            torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-12, atol=1e-12)
+    equal_grads(model, plain, rtol=1e-12, atol=1e-12)
     model.zero_grad()
 
 
@@ -190,7 +188,7 @@ def test_what_it_costs(gloo_pool) -> None:
 
 def unit_for_each_branch(use: list[str]) -> str:
     """Units that only some ranks run, with ``set_reduce_scatter_unused_params``."""
-    mesh = build_mesh(MeshLayout(shard=2), device_type="cpu")
+    mesh = cpu_mesh()
     model = Layer().double()
     fully_shard(model.a, mesh=mesh)
     fully_shard(model.b, mesh=mesh)

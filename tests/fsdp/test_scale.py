@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from _support.fsdp.wrapped import cpu_mesh
 from llama import Llama, LlamaConfig
 from torch.distributed.tensor import Replicate, Shard
 
@@ -83,7 +84,7 @@ def test_a_second_equal_mesh_in_the_process() -> None:
     """DTensor may answer with the first mesh where it is asked for the second; buckets must not split."""
     with fake_world(0, 8):
         for _ in range(2):
-            mesh = build_mesh(MeshLayout(1, 4, 2), device_type="cpu")
+            mesh = cpu_mesh(1, 4, 2)
             with torch.device("meta"):
                 model = Llama(LlamaConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=2))
             parallelize(model, mesh, tp_plan=PLAN)

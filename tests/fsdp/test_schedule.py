@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from _support.fsdp.noted_streams import Device, find, happens_before, note
+from _support.fsdp.noted_streams import Device, find, happens_before
 from _support.fsdp.wrapped import held_bytes, shard_blocks
 from _support.models import LM_PLAN, Lm, lm_loss, tokens
 from torch import nn
@@ -76,13 +76,6 @@ def test_the_numbers_are_the_plain_models(layout, name):
 
 
 # ---- what happens when ----
-
-
-@pytest.fixture
-def device(monkeypatch) -> Device:
-    device = Device()
-    note(device, monkeypatch)
-    return device
 
 
 def noted(device: Device, layers: int = 3, **options) -> list:

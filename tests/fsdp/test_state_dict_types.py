@@ -4,14 +4,14 @@ import copy
 
 import pytest
 import torch
-from _support.fsdp.lifetimes import PeakBytes, deep_model
-from _support.fsdp.wrapped import at_rest, shard_blocks
+from _support.fsdp.peak_bytes import PeakBytes, deep_model
+from _support.fsdp.wrapped import at_rest, cpu_mesh, shard_blocks
 from _support.models import Lm, lm_loss, tokens
 from _support.whole_models import equal_on_ranks, plain_model, sharded
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from parallel3d import MeshLayout, Parallel3dError, StateError, build_mesh, parallelize
+from parallel3d import Parallel3dError, StateError, parallelize
 from parallel3d.fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -77,8 +77,7 @@ def test_names_are_the_plain_models() -> None:
         load_model_state_dict(model, plain.state_dict(), type=FULL)
 
         model = copy.deepcopy(plain)
-        mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
-        fully_shard(model.layers[0], mesh=mesh)
+        fully_shard(model.layers[0], mesh=cpu_mesh())
         with state_dict_type(model, FULL):
             equal_on_ranks(world, model.layers[0].state_dict(), plain.layers[0].state_dict())
             assert list(model.state_dict()) == list(plain.state_dict())
@@ -95,7 +94,7 @@ class TestMemory:
         """Ranks that keep nothing never hold more than one unit; those that do, the result beside it."""
         for rank, most in ((3, 2.5), (0, 8 + 2.5)):
             with fake_world(rank, 4):
-                model = deep_model(build_mesh(MeshLayout(2, 2, 1), device_type="cpu"))
+                model = deep_model(cpu_mesh(2, 2))
                 with PeakBytes() as memory:
                     state = model_state_dict(model, type=FULL, rank0_only=True)
                 assert len(state) == (8 if rank == 0 else 0)
@@ -105,7 +104,7 @@ class TestMemory:
 
     def test_loading_makes_nothing_whole(self) -> None:
         with fake_world(0, 4):
-            model = deep_model(build_mesh(MeshLayout(1, 4, 1), device_type="cpu"))
+            model = deep_model(cpu_mesh(1, 4))
             state = {f"{i}.weight": torch.ones(32, 32) for i in range(8)}
             with PeakBytes() as memory:
                 load_model_state_dict(model, state, type=FULL)
@@ -118,7 +117,7 @@ class TestMemory:
 class TestSettings:
     def test_set_and_restored(self) -> None:
         with fake_world(0, 2):
-            model = shard_blocks(Lm(), build_mesh(MeshLayout(1, 2, 1), device_type="cpu"))
+            model = shard_blocks(Lm(), cpu_mesh())
             assert get_state_dict_type(model).state_dict_type is SHARDED
             config = FullStateDictConfig(rank0_only=True)
             before = set_state_dict_type(model, FULL, config, FullOptimStateDictConfig())
@@ -149,7 +148,7 @@ class TestSettings:
     )
     def test_refused(self, arguments, match) -> None:
         with fake_world(0, 2):
-            model = shard_blocks(Lm(), build_mesh(MeshLayout(1, 2, 1), device_type="cpu"))
+            model = shard_blocks(Lm(), cpu_mesh())
             with pytest.raises(Parallel3dError, match=match):
                 set_state_dict_type(model, *arguments)
             assert get_state_dict_type(model).state_dict_type is SHARDED
@@ -158,7 +157,7 @@ class TestSettings:
 class TestRefusals:
     def test_forms_that_do_not_fit(self) -> None:
         with fake_world(0, 2):
-            model = shard_blocks(Lm(), build_mesh(MeshLayout(1, 2, 1), device_type="cpu"))
+            model = shard_blocks(Lm(), cpu_mesh())
             whole = Lm().state_dict()
             for kind, match in (
                 (SHARDED, "load it as FULL_STATE_DICT if it is a full"),
@@ -184,8 +183,7 @@ class TestRefusals:
 
     def test_while_the_model_is_used(self) -> None:
         with fake_world(0, 2):
-            mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
-            model = shard_blocks(Lm(layers=1), mesh)
+            model = shard_blocks(Lm(layers=1), cpu_mesh())
 
             def save(*_: object) -> None:
                 model_state_dict(model, type=FULL)
@@ -201,8 +199,7 @@ class TestRefusals:
 
     def test_a_save_that_fails_puts_the_shards_back(self) -> None:
         with fake_world(0, 2):
-            mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
-            model = shard_blocks(Lm(layers=1), mesh)
+            model = shard_blocks(Lm(layers=1), cpu_mesh())
 
             def fail(*_: object) -> None:
                 raise ZeroDivisionError
@@ -218,7 +215,7 @@ class TestRefusals:
         with fake_world(0, 2):
             with torch.device("meta"):
                 model = Lm(layers=1)
-            shard_blocks(model, build_mesh(MeshLayout(1, 2, 1), device_type="cpu"))
+            shard_blocks(model, cpu_mesh())
             with pytest.raises(StateError, match="meta device"):
                 model_state_dict(model, type=FULL)
             # Loading with assign=True gives it values.
@@ -229,9 +226,7 @@ class TestRefusals:
 def test_parallelized_model_of_one_rank() -> None:
     with fake_world(0, 1):
         plain = Lm(layers=1)
-        model = parallelize(
-            copy.deepcopy(plain), build_mesh(MeshLayout(1, 1, 1), device_type="cpu")
-        )
+        model = parallelize(copy.deepcopy(plain), cpu_mesh(1, 1))
         for kind in (FULL, LOCAL):
             state = model_state_dict(model, type=kind)
             for name, value in plain.state_dict().items():

@@ -1,6 +1,7 @@
 """ShardingStrategy: the mesh and reshard policy that say the same."""
 
 import pytest
+from _support.fsdp.wrapped import cpu_mesh
 from _support.models import Lm, lm_loss, tokens
 from torch.distributed import fsdp as torch_fsdp
 
@@ -70,10 +71,7 @@ def test_ranks_of_a_node_must_be_known(monkeypatch, given) -> None:
 
 def test_options_and_meshes_that_disagree() -> None:
     with fake_world(0, 8):
-        meshes = {
-            sizes: build_mesh(MeshLayout(*sizes), device_type="cpu")
-            for sizes in ((2, 4, 1), (1, 8, 1), (8, 1, 1), (2, 2, 2))
-        }
+        meshes = {sizes: cpu_mesh(*sizes) for sizes in ((2, 4, 1), (1, 8, 1), (8, 1, 1), (2, 2, 2))}
         for strategy, sizes, frees in (
             (FULL, (1, 8, 1), True),
             (GRAD_OP, (1, 8, 1), False),

@@ -14,13 +14,6 @@ parity = pytest.mark.parity
 FSDP, HSDP = MeshLayout(1, 4, 1), MeshLayout(2, 2, 1)
 
 
-@pytest.fixture
-def device(monkeypatch) -> Device:
-    device = Device()
-    note(device, monkeypatch)
-    return device
-
-
 def wrapped(layout: MeshLayout, wrap=shard_blocks) -> Lm:
     return wrap(Lm(layers=3), build_mesh(layout, device_type="cpu"))
 

@@ -4,27 +4,20 @@ import functools
 
 import pytest
 import torch
-from _support.fsdp.noted_streams import Device, find, happens_before, note
+from _support.fsdp.noted_streams import Device, find, happens_before
+from _support.fsdp.wrapped import cpu_mesh
 from _support.models import Lm, lm_loss, tokens
 
-from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh, parallelize
+from parallel3d import MeshLayout, MixedPrecisionPolicy, parallelize
 from parallel3d.fsdp import bucket, collectives, reduction
 from parallel3d.fsdp.inspect import unit_of
 from parallel3d.testing import assert_parity, fake_world
 from parallel3d.tp import Colwise, Rowwise, SequenceParallel, VocabParallel
 
 
-@pytest.fixture
-def device(monkeypatch) -> Device:
-    device = Device()
-    note(device, monkeypatch)
-    return device
-
-
 def train_step(device: Device, policy: MixedPrecisionPolicy | None = None) -> list:
     with fake_world(0, 4):
-        mesh = build_mesh(MeshLayout(2, 2, 1), device_type="cpu")
-        model = parallelize(Lm(layers=3), mesh, mp_policy=policy)
+        model = parallelize(Lm(layers=3), cpu_mesh(2, 2), mp_policy=policy)
         for layer in model.layers:
             layer.register_forward_pre_hook(
                 lambda m, _: device.now.put(f"compute {unit_of(m).label}")
@@ -118,8 +111,7 @@ def test_gather_waits_for_the_optimizer(device: Device) -> None:
     optimizer = device.log[-1]
     device.log.clear()
     with fake_world(0, 4):
-        mesh = build_mesh(MeshLayout(2, 2, 1), device_type="cpu")
-        model = parallelize(Lm(layers=1), mesh)
+        model = parallelize(Lm(layers=1), cpu_mesh(2, 2))
         model(tokens(0))
     for cast in (e for e in device.log if e[0].startswith("gather_buffers")):
         assert happens_before(optimizer, cast)
@@ -163,8 +155,7 @@ def test_sum_over_tp_holds_up_no_layer(device: Device, monkeypatch, inputs) -> N
 
     monkeypatch.setattr(reduction, "sum_over_tp", noting)
     with fake_world(0, 8):
-        mesh = build_mesh(MeshLayout(2, 2, 2), device_type="cpu")
-        model = parallelize(Lm(layers=3, vocab=20), mesh, PLAN)
+        model = parallelize(Lm(layers=3, vocab=20), cpu_mesh(2, 2, 2), PLAN)
         model.set_reduce_scatter_max_input_buffers(inputs)
         batch = tokens(0, length=4, vocab=20)
         lm_loss(model, batch).backward()

@@ -4,12 +4,11 @@ import copy
 
 import pytest
 import torch
-from _support.fsdp.wrapped import at_rest
+from _support.fsdp.wrapped import at_rest, cpu_mesh
 from _support.models import Block
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from parallel3d import MeshLayout, build_mesh
 from parallel3d.fsdp import MixedPrecisionPolicy, fully_shard
 from parallel3d.fsdp.inspect import unit_of
 from parallel3d.testing import local_world
@@ -98,7 +97,7 @@ def test_tied_embedding_and_head(units):
     """torch raises a ValueError at the first forward: fully_shard([embed, head]) must be written."""
     plain = doubles(TiedLm)
     with local_world(3):
-        mesh = build_mesh(MeshLayout(1, 3, 1), device_type="cpu")
+        mesh = cpu_mesh(1, 3)
         model = doubles(TiedLm)
         for name in units.split():
             if name == "root":
@@ -119,7 +118,7 @@ def test_tied_embedding_and_head(units):
 def test_a_module_that_stands_in_two_units():
     plain = doubles(SharedModule)
     with local_world(2):
-        mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
+        mesh = cpu_mesh()
         model = doubles(SharedModule)
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
@@ -138,7 +137,7 @@ def test_submodule_of_tied_units_alone():
     """The embedding alone gathers and frees what the two share."""
     plain = doubles(TiedLm)
     with local_world(2):
-        mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
+        mesh = cpu_mesh()
         model = doubles(TiedLm)
         weight = model.embed.weight.detach().clone()
         fully_shard(model.embed, mesh=mesh)
@@ -167,7 +166,7 @@ def test_a_unit_between_tied_ones_runs_first():
     """It is no root: the unit that has one of its modules is also around it."""
     plain = doubles(Nested)
     with local_world(2):
-        mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
+        mesh = cpu_mesh()
         model = doubles(Nested)
         for module in (model.block[0], model.block, model):
             fully_shard(module, mesh=mesh)
@@ -181,7 +180,7 @@ def test_a_unit_between_tied_ones_runs_first():
 
 def test_policies_must_agree():
     with local_world(2):
-        mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
+        mesh = cpu_mesh()
         model = TiedLm()
         fully_shard(model.embed, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
         with pytest.raises(ValueError, match="policies differ"):
@@ -191,7 +190,7 @@ def test_policies_must_agree():
 
 def test_after_the_first_forward_it_is_too_late():
     with local_world(2):
-        mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
+        mesh = cpu_mesh()
         model = TiedLm()
         fully_shard(model.embed, mesh=mesh)
         model.embed(IDS[0])

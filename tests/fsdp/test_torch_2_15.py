@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from _support.fsdp.wrapped import cpu_mesh
 from torch import nn
 
-from parallel3d import MeshLayout, Parallel3dError, build_mesh
+from parallel3d import Parallel3dError
 from parallel3d._torch.autograd import follows_grad_dtype
 from parallel3d.fsdp import MixedPrecisionPolicy, fully_shard
 from parallel3d.fsdp.inspect import units_of
@@ -26,9 +27,8 @@ class Net(nn.Module):
 
 
 def sharded(fn) -> Net:
-    mesh = build_mesh(MeshLayout(shard=2), device_type="cpu")
     policy = MixedPrecisionPolicy(param_dtype=BF16, param_dtype_override_fn=fn)
-    return fully_shard(Net(), mesh=mesh, mp_policy=policy)
+    return fully_shard(Net(), mesh=cpu_mesh(), mp_policy=policy)
 
 
 def test_param_dtype_override_fn() -> None:
@@ -58,7 +58,7 @@ def test_param_dtype_override_fn() -> None:
 def test_param_dtype_override_fn_that_returns_anything_else(wrong) -> None:
     with fake_world(0, 2):
         net = Net()
-        mesh = build_mesh(MeshLayout(shard=2), device_type="cpu")
+        mesh = cpu_mesh()
         policy = MixedPrecisionPolicy(param_dtype=BF16, param_dtype_override_fn=lambda _: wrong)
         with pytest.raises(Parallel3dError, match=r"param_dtype_override_fn.*returned.*up\.weight"):
             fully_shard(net, mesh=mesh, mp_policy=policy)
@@ -78,9 +78,8 @@ def test_reduce_dtype_none_is_the_parameters_own_since_2_15() -> None:
     with fake_world(0, 2):
         model = sharded(None)
         assert set(reduce_dtypes(model).values()) == {FP32 if follows_grad_dtype else BF16}
-        mesh = build_mesh(MeshLayout(shard=2), device_type="cpu")
         low = MixedPrecisionPolicy(param_dtype=BF16, keep_low_precision_grads=True)
-        model = fully_shard(Net(), mesh=mesh, mp_policy=low)
+        model = fully_shard(Net(), mesh=cpu_mesh(), mp_policy=low)
         assert set(reduce_dtypes(model).values()) == {BF16}
 
 
@@ -131,13 +130,12 @@ def test_gradients_wider_than_the_unsharded_parameter(how, sync_first) -> None:
 def test_gradients_have_the_grad_dtype_of_their_parameter(reduce_dtype, sync_first) -> None:
     """torch before 2.15 can't tell one that was set, and its engine drops it."""
     with fake_world(0, 2):
-        mesh = build_mesh(MeshLayout(shard=2), device_type="cpu")
         net = nn.Sequential()
         net.up, net.down = nn.Linear(4, 6), nn.Linear(6, 4)
         net.up.weight.grad_dtype = BF16
         net.down.weight.grad_dtype = None
         policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=reduce_dtype)
-        model = fully_shard(net, mesh=mesh, mp_policy=policy)
+        model = fully_shard(net, mesh=cpu_mesh(), mp_policy=policy)
         for sync in (sync_first, True):
             model.set_requires_gradient_sync(sync)
             model(torch.ones(2, 4)).sum().backward()

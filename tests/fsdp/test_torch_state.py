@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from _support.fsdp.beside_plain import Trial
-from _support.fsdp.wrapped import at_rest, build, shard_blocks
+from _support.fsdp.wrapped import at_rest, build, cpu_mesh, shard_blocks
 from _support.models import Lm, lm_loss, tokens
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
@@ -17,7 +17,7 @@ from torch.distributed._composable.contract import _get_registry
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 
-from parallel3d import MeshLayout, StateError, build_mesh
+from parallel3d import MeshLayout, StateError
 from parallel3d.fsdp import FSDPModule, fully_shard
 from parallel3d.fsdp.inspect import unit_of
 from parallel3d.testing import LocalWorld, fake_world, local_world
@@ -287,9 +287,7 @@ class TestMemoryTracker:
 def test_programs_keep_a_unit_gathered_by_torchs_attribute() -> None:
     """They set ``post_forward_mesh_info`` to None, so that torch does not reshard the unit after forward."""
     with fake_world(0, 2):
-        model = fully_shard(
-            nn.Linear(4, 4), mesh=build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
-        )
+        model = fully_shard(nn.Linear(4, 4), mesh=cpu_mesh())
         group = torch_fsdp.fully_shard.state(model)._fsdp_param_group
         with pytest.raises(ValueError, match=r"set to 2; .* module.set_reshard_after_forward"):
             group.post_forward_mesh_info = 2

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from _support.fsdp.wrapped import shard_blocks
+from _support.fsdp.wrapped import cpu_mesh, shard_blocks
 from _support.models import Lm, lm_loss, tokens
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -59,7 +59,7 @@ def test_gradients_are_the_plain_models(layout, defer):
 def test_one_collective_per_bucket_in_the_reduce_dtype(sync):
     """Of shards, after the reduce-scatter; none for a micro-batch whose reduction is put off."""
     with fake_world(0, 8):
-        mesh = build_mesh(MeshLayout(2, 2, 2), device_type="cpu")
+        mesh = cpu_mesh(2, 2, 2)
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         model = apply(build(), mesh, mp_policy=policy)
         model.set_requires_gradient_sync(sync)
@@ -102,7 +102,7 @@ class Uses(nn.Module):
 
 def test_one_collective_for_parts_that_are_no_neighbours():
     with fake_world(0, 4):
-        mesh = build_mesh(MeshLayout(1, 2, 2), device_type="cpu")
+        mesh = cpu_mesh(1, 2, 2)
         model = Uses()
         for name, p in list(model.named_parameters()):
             whole = DTensor.from_local(p.detach(), mesh["tp"], [Replicate()], run_check=False)
@@ -215,7 +215,7 @@ def test_where_ranks_use_different_parameters():
 
 def by_turns() -> list[float]:
     """The same for real: rank by rank other parameters, one backward."""
-    mesh = build_mesh(MeshLayout(2, 1, 2), device_type="cpu")
+    mesh = cpu_mesh(2, 1, 2)
     model = Uses()
     for name in ("a", "b", "c", "d"):
         whole = DTensor.from_local(torch.ones(5), mesh["tp"], [Replicate()])

@@ -4,12 +4,11 @@ import copy
 
 import pytest
 import torch
-from _support.fsdp.wrapped import at_rest, build
+from _support.fsdp.wrapped import at_rest, build, cpu_mesh
 from _support.models import Block, lm_loss, tokens
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from parallel3d import MeshLayout, build_mesh
 from parallel3d.fsdp import fully_shard, register_fsdp_forward_method, share_comm_ctx
 from parallel3d.fsdp.inspect import get_unit, unit_of
 from parallel3d.testing import local_world, record_collectives
@@ -19,10 +18,6 @@ parity = pytest.mark.parity
 
 def gathers(recorder):
     return recorder.select("all_gather")
-
-
-def mesh_of(shard=2, replicate=1):
-    return build_mesh(MeshLayout(replicate, shard, 1), device_type="cpu")
 
 
 class TestStayingGathered:
@@ -86,7 +81,7 @@ def test_a_module_that_calls_itself():
     torch.manual_seed(0)
     plain = Recursive()
     with local_world(2):
-        model = fully_shard(copy.deepcopy(plain), mesh=mesh_of())
+        model = fully_shard(copy.deepcopy(plain), mesh=cpu_mesh())
         x = torch.randn(3, 4)
         out = model(x)
         torch.testing.assert_close(out, plain(x))
@@ -110,7 +105,7 @@ class TestForwardMethods:
         torch.manual_seed(0)
         plain = WithMethod()
         with local_world(2):
-            model = fully_shard(copy.deepcopy(plain), mesh=mesh_of(), reshard_after_forward=True)
+            model = fully_shard(copy.deepcopy(plain), mesh=cpu_mesh(), reshard_after_forward=True)
             register_fsdp_forward_method(model, "encode")
             twin = copy.deepcopy(model)
             x = torch.randn(3, 12)
@@ -127,7 +122,7 @@ class TestForwardMethods:
     @parity("function: register_fsdp_forward_method")
     def test_errors(self):
         with local_world(2):
-            model = fully_shard(WithMethod(), mesh=mesh_of())
+            model = fully_shard(WithMethod(), mesh=cpu_mesh())
             with pytest.raises(ValueError, match="no method 'decode'"):
                 register_fsdp_forward_method(model, "decode")
             register_fsdp_forward_method(nn.Linear(2, 2), "whatever")  # no unit: nothing to do
@@ -139,7 +134,7 @@ class TestForwardMethods:
 
 def test_one_module_of_a_list_alone_sees_new_weights():
     with local_world(2), torch.no_grad():
-        a, b = fully_shard([nn.Linear(4, 4), nn.Linear(4, 4)], mesh=mesh_of())
+        a, b = fully_shard([nn.Linear(4, 4), nn.Linear(4, 4)], mesh=cpu_mesh())
         x = torch.randn(2, 4)
         before = a(x)
         bucket = unit_of(b).group.buckets[0]
@@ -153,7 +148,7 @@ class TestOutsideAForward:
     def test_a_gradient_of_a_parameter_used_by_hand_is_not_left_for_the_next_step(self):
         """``unshard()``, use, backward: no hook of an output has announced that backward."""
         with local_world(2):
-            model = fully_shard(nn.Linear(4, 4), mesh=mesh_of())
+            model = fully_shard(nn.Linear(4, 4), mesh=cpu_mesh())
             x = torch.randn(3, 4)
             model(x).sum().backward()
             want = model.weight.grad.full_tensor().clone()
@@ -170,7 +165,7 @@ class TestOutsideAForward:
     @parity("function: UnshardHandle")
     def test_a_handle_waited_for_after_reshard_does_nothing(self):
         with local_world(2):
-            model = fully_shard(nn.Linear(4, 4), mesh=mesh_of())
+            model = fully_shard(nn.Linear(4, 4), mesh=cpu_mesh())
             handle = model.unshard(async_op=True)
             model.reshard()
             handle.wait()
@@ -191,7 +186,7 @@ class TestOutsideAForward:
         plain = Norm()
         x = torch.randn(3, 4)
         with local_world(2):
-            model = fully_shard(copy.deepcopy(plain), mesh=mesh_of())
+            model = fully_shard(copy.deepcopy(plain), mesh=cpu_mesh())
             for each in (model, plain):
                 hidden, weight = each(x)
                 (hidden @ weight.t()).square().sum().backward()
@@ -202,7 +197,7 @@ class TestOutsideAForward:
 
     def test_frozen_after_its_forward_gets_no_gradient(self):
         with local_world(2):
-            model = fully_shard(nn.Linear(4, 4), mesh=mesh_of())
+            model = fully_shard(nn.Linear(4, 4), mesh=cpu_mesh())
             out = model(torch.randn(3, 4)).sum()
             model.bias.requires_grad_(False)
             out.backward()
@@ -214,7 +209,7 @@ class TestEvaluationThenTraining:
     def test_false_keeps_for_the_backward_and_the_next_forward_gathers_anew(self):
         """EMA implementations swap weights through ``.data``, which no counter sees."""
         with local_world(2):
-            model = fully_shard(nn.Linear(4, 4), mesh=mesh_of(), reshard_after_forward=False)
+            model = fully_shard(nn.Linear(4, 4), mesh=cpu_mesh(), reshard_after_forward=False)
             with torch.no_grad(), record_collectives(model.weight.device_mesh) as recorder:
                 for _ in range(3):
                     model(torch.ones(1, 4))
@@ -231,7 +226,7 @@ class TestEvaluationThenTraining:
     def test_the_root_is_gathered_anew_by_default(self):
         """torch keeps it gathered, and stale if the weights change before the next evaluation."""
         with local_world(2), torch.no_grad():
-            model = fully_shard(nn.Linear(4, 4), mesh=mesh_of())
+            model = fully_shard(nn.Linear(4, 4), mesh=cpu_mesh())
             model(torch.ones(1, 4))
             assert at_rest(model)
             model.weight.data.zero_()
@@ -264,7 +259,7 @@ class Proxy(nn.Module):
 @pytest.mark.parametrize("name", ["double", "name", "dynamic"])
 def test_methods_that_are_no_functions_of_the_class(name):
     with local_world(2):
-        model = fully_shard(Proxy(), mesh=mesh_of())
+        model = fully_shard(Proxy(), mesh=cpu_mesh())
         x = torch.randn(2, 3)
         with torch.no_grad():
             model.unshard()
@@ -301,7 +296,7 @@ def test_complex_parameters():
     plain.bias.requires_grad_(False)
     x = torch.randn(2, 3, dtype=torch.complex64)
     with local_world(2):
-        model = fully_shard(copy.deepcopy(plain), mesh=mesh_of())
+        model = fully_shard(copy.deepcopy(plain), mesh=cpu_mesh())
         for each in (model, plain):
             each(x).abs().sum().backward()
         got = model.weight.grad.full_tensor()

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from _support.fsdp.wrapped import cpu_mesh
 from torch import nn
 
 import parallel3d as p3d
-from parallel3d import MeshLayout, StateError, build_mesh
+from parallel3d import StateError
 from parallel3d.fsdp import fully_shard
 from parallel3d.fsdp.inspect import unit_of
 from parallel3d.testing import fake_world
@@ -37,7 +38,7 @@ def on_meta(root_alone: bool = False) -> nn.Module:
     """A sharded model on meta."""
     with torch.device("meta"):
         model = nn.Sequential(Tables(), nn.Linear(4, 2))
-    mesh = build_mesh(MeshLayout(shard=2), device_type="cpu")
+    mesh = cpu_mesh()
     for unit in (model,) if root_alone else (model[0], model):
         fully_shard(unit, mesh=mesh)
     return model

@@ -4,11 +4,12 @@ import copy
 
 import pytest
 import torch
-from _support.fsdp.wrapped import buckets, shard_blocks
+from _support.fsdp.each_unit import buckets
+from _support.fsdp.wrapped import cpu_mesh, shard_blocks
 from torch import distributed as dist
 from torch import nn
 
-from parallel3d import MeshLayout, build_mesh
+from parallel3d import MeshLayout
 from parallel3d.errors import AgreementError
 from parallel3d.fsdp import fully_shard
 from parallel3d.testing import local_world
@@ -45,10 +46,9 @@ class Layers(nn.Module):
 
 def diverging_branches(rank_branches: list[tuple[str, ...]]) -> float:
     """Each rank goes its own way; the largest difference from the plain gradients."""
-    mesh = build_mesh(MeshLayout(1, len(rank_branches), 1), device_type="cpu")
     torch.manual_seed(0)
     plain = Layers(len(rank_branches[0])).double()
-    model = shard_blocks(copy.deepcopy(plain), mesh)
+    model = shard_blocks(copy.deepcopy(plain), cpu_mesh(1, len(rank_branches)))
     model.set_reduce_scatter_unused_params(True)
     x = torch.randn(2, 3, dtype=torch.float64)
     model(x, rank_branches[dist.get_rank()]).sum().backward()
@@ -78,8 +78,7 @@ class TestUnusedParameters:
     @parity("method: set_reduce_scatter_unused_params")
     def test_zero_gradients_and_only_with_the_flag(self):
         with local_world(2) as world:
-            mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
-            model = shard_blocks(Layers(), mesh)
+            model = shard_blocks(Layers(), cpu_mesh())
             model.layers[0].b.bias.requires_grad_(False)
             x = world.map(lambda rank: torch.ones(1, 3) * rank)
             model(x, ("a", "none")).sum().backward()
@@ -100,9 +99,8 @@ class TestUnusedParameters:
 
 def refused(branches: str) -> str:
     """What a first backward says in which ranks use different parameters of a unit."""
-    mesh = build_mesh(MeshLayout(1, len(branches), 1), device_type="cpu")
     torch.manual_seed(0)
-    model = fully_shard(Branches(), mesh=mesh)
+    model = fully_shard(Branches(), mesh=cpu_mesh(1, len(branches)))
     try:
         model(torch.ones(2, 3), branches[dist.get_rank()]).sum().backward()
     except AgreementError as error:

@@ -5,12 +5,12 @@ import torch
 from _support.fsdp.beside_plain import Layer, Trial
 from _support.fsdp.counted_collectives import Gather
 from _support.fsdp.peak_bytes import deep_model
-from _support.fsdp.wrapped import at_rest
+from _support.fsdp.wrapped import at_rest, cpu_mesh
 from _support.models import LM_PLAN, Lm, lm_loss, tokens
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh
+from parallel3d import MeshLayout, MixedPrecisionPolicy
 from parallel3d._torch.autograd import TorchDispatchMode
 from parallel3d.fsdp import fully_shard, param
 from parallel3d.fsdp.comm import CpuComm
@@ -199,7 +199,7 @@ class CopiedElements(TorchDispatchMode):
 def test_nothing_is_copied_and_a_bucket_has_one_call(least):
     least(ALL)
     with fake_world(0, 4):
-        mesh = build_mesh(MeshLayout(1, 4, 1), device_type="cpu")
+        mesh = cpu_mesh(1, 4)
         model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8, bias=False))
         fully_shard(model, mesh=mesh)
         x = torch.randn(2, 8)
@@ -227,7 +227,7 @@ class TestHalfWay:
             issue(comm, bucket, compute)
 
         with fake_world(0, 4):
-            mesh = build_mesh(MeshLayout(1, 4, 1), device_type="cpu")
+            mesh = cpu_mesh(1, 4)
             model = nn.Sequential(*(two_linears() for _ in range(4)))
             for layer in model:
                 fully_shard(layer, mesh=mesh)
@@ -246,7 +246,7 @@ class TestHalfWay:
         for size in (ALL, NONE):
             least(size)
             with fake_world(0, 4):
-                mesh = build_mesh(MeshLayout(1, 4, 1), device_type="cpu")
+                mesh = cpu_mesh(1, 4)
                 model = deep_model(mesh, layers=4)
                 x = torch.randn(2, 32, requires_grad=True)
                 with record_collectives(mesh) as recorder:

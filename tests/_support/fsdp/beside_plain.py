@@ -64,7 +64,7 @@ class Trial:
         loss: Callable[[nn.Module, torch.Tensor], torch.Tensor] = mean_square,
     ) -> None:
         self.world, self.layout, self.loss = world, layout, loss
-        self.sample = sample
+        self.sample, self.since = sample, []
         with world.paused():
             torch.manual_seed(0)
             self.plain = build().double()
@@ -84,19 +84,39 @@ class Trial:
 
     def play(self, script: str) -> None:
         """A number is a backward of that batch. Words: ``-sync`` and ``+sync`` turn gradient synchronisation
-        off and on, ``-all`` and ``+all`` the all-reduce; ``clear`` clears gradients, ``step`` is one of SGD.
+        off and on, so ``all`` the all-reduce, ``manual`` the end of backwards by hand, ``fin`` is that end,
+        ``reshard`` the freeing after backward, ``unshard`` gathers all; ``fwd`` is a forward of batch 9, and
+        ``bwd`` its backward; ``clear`` clears gradients, ``step`` is one of SGD; ``check`` compares
+        the gradients of all batches since.
         """
         model = self.model
-        words = {
-            "-sync": partial(model.set_requires_gradient_sync, False),
-            "+sync": partial(model.set_requires_gradient_sync, True),
-            "-all": partial(model.set_requires_all_reduce, False),
-            "+all": partial(model.set_requires_all_reduce, True),
-            "clear": model.zero_grad,
-            "step": self.step,
+        switches = {
+            "sync": "set_requires_gradient_sync",
+            "all": "set_requires_all_reduce",
+            "manual": "set_manual_backward_finalization",
+            "reshard": "set_reshard_after_backward",
         }
         for word in script.split():
-            self.backward(int(word)) if word.isdigit() else words[word]()
+            if word[0] in "+-":
+                getattr(model, switches[word[1:]])(word[0] == "+")
+            elif word.isdigit():
+                self.backward(int(word))
+                self.since.append(int(word))
+            elif word == "fwd":
+                self.out = self.forward(9)
+            elif word == "bwd":
+                self.out.backward()
+                self.since.append(9)
+            elif word == "unshard":
+                for unit in (*model.layers, model):
+                    unit.unshard()
+            elif word == "fin":
+                model.finalize_backward()
+            elif word == "check":
+                self.check(self.since)
+            else:
+                {"clear": model.zero_grad, "step": self.step}[word]()
+                self.since = []
 
     def plain_grads(
         self, batches: list[int], factor: float | None = None

@@ -5,12 +5,12 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from _support.fsdp.counted_collectives import Memory, Scatter
 from _support.models import Block, Lm, lm_loss, tokens
-from parallel3d._torch.groups import all_gather_single, reduce_scatter_single
+from parallel3d._torch.groups import all_gather_single
 
 
 class Boom(Exception):
@@ -216,49 +216,29 @@ class _RaisesInLoss:
         raise Boom
 
 
-class ExplodingGather:
+class ExplodingGather(Memory):
     """The default all-gather, for ``left`` calls."""
 
     def __init__(self, left: float) -> None:
+        super().__init__()
         self.left = left
 
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
+    def __call__(self, *args: Any, **options: Any) -> Any:
         if self.left == 0:
             raise Boom
         self.left -= 1
-        return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+        return all_gather_single(*args, **options)
 
 
-class ExplodingScatter:
+class ExplodingScatter(Scatter):
     """The default reduce-scatter, but while ``armed``."""
 
     armed = True
 
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
+    def __call__(self, *args: Any, **options: Any) -> Any:
         if self.armed:
             raise Boom
-        return reduce_scatter_single(
-            output_tensor, input_tensor, group=group, op=op, async_op=async_op
-        )
+        return super().__call__(*args, **options)
 
 
 def in_an_all_gather(calls: int) -> Place:
