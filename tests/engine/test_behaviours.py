@@ -257,6 +257,7 @@ def non_float(engine) -> None:
         assert torch.equal(full(model.codes), codes())
 
 
+@pytest.mark.smoke
 @pytest.mark.parity("behaviour: non-float parameters")
 def test_non_float_parameters(on_ranks) -> None:
     on_ranks(non_float)

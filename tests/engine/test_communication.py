@@ -74,6 +74,7 @@ def is_last_backward(engine) -> None:
     twins.check_weights()
 
 
+@pytest.mark.smoke
 @pytest.mark.parity("method: set_is_last_backward", "behaviour: gradient accumulation")
 def test_set_is_last_backward(on_ranks) -> None:
     """Several backwards whose reductions are waited for at the end of the last."""

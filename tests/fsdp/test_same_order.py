@@ -179,6 +179,7 @@ def collectives() -> tuple[list[str], int]:
     return [call.op for call in recorder.calls], len(compared)
 
 
+@pytest.mark.smoke
 def test_what_it_costs(gloo_pool) -> None:
     """One small all-reduce for a forward and one for a backward, which no recorder lists."""
     for calls, compared in gloo_pool.run(collectives, world_size=2):
