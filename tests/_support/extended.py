@@ -111,6 +111,17 @@ class Bf16(Wrapped):
         return weight.to(torch.bfloat16).to(weight.dtype)
 
 
+def curious(note: Callable[..., None]) -> type[Bf16]:
+    """One that passes on what its first method is given."""
+
+    class Curious(Bf16):
+        def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
+            note(mesh, outer_size, outer_stride, module, mp_policy)
+            return super().fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)
+
+    return Curious
+
+
 class Int8(Wrapped):
     """Gathers int8 and one scale per row: two inputs of different dtypes."""
 

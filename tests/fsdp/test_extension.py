@@ -4,10 +4,11 @@ import weakref
 
 import pytest
 import torch
-from _support.extended import Aliased, Bf16, Int8, Wrapped, extend, mlp, plain_twin
+from _support.extended import Aliased, Bf16, Int8, Wrapped, curious, extend, mlp, plain_twin
 from _support.fsdp.lifetimes import collector_off
 from _support.fsdp.wrapped import at_rest, cpu_mesh
 from torch import nn
+from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.tensor import DTensor
 
 from parallel3d import MixedPrecisionPolicy, materialize
@@ -325,14 +326,13 @@ def test_flattening_that_only_a_compiler_would_call(methods) -> None:
 def test_module_and_mesh_are_the_parameters() -> None:
     seen = []
 
-    class Curious(Bf16):
-        def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
-            seen.append((mesh.mesh_dim_names, outer_size, outer_stride, module, mp_policy))
-            return super().fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)
+    def note(mesh, outer_size, outer_stride, module, mp_policy):
+        assert isinstance(mp_policy, torch_fsdp.MixedPrecisionPolicy)
+        seen.append((mesh.mesh_dim_names, outer_size, outer_stride, module, mp_policy))
 
     policy = MixedPrecisionPolicy(torch.bfloat16)
     with fake_world(0, 4):
-        model = wrap(extend(mlp(8), Curious), (2, 2, 1), mp_policy=policy)
+        model = wrap(extend(mlp(8), curious(note)), (2, 2, 1), mp_policy=policy)
         model(torch.ones(3, 6))
         assert seen == [
             (("shard",), torch.Size([8, 6]), (6, 1), model[0], policy),

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from _support.extended import Bf16, Int8, Wrapped, extend, mlp, plain_twin
+from _support.extended import Bf16, Int8, Wrapped, curious, extend, mlp, plain_twin
 from _support.fsdp.counted_collectives import Gather
 from _support.fsdp.noted_streams import Device, find, happens_before, note
 from _support.fsdp.wrapped import at_rest, cpu_mesh, equal_grads, held_bytes
@@ -116,16 +116,11 @@ def test_joined_shard_axes() -> None:
     """Parameters on a whole mesh; the subclass is given the joined axes as one mesh."""
     sizes = []
 
-    class Curious(Bf16):
-        def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
-            sizes.append((mesh.ndim, mesh.size()))
-            return super().fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)
-
     with fake_world(0, 8):
         mesh = torch.distributed.init_device_mesh(
             "cpu", (2, 2, 2), mesh_dim_names=("dp", "cp", "other")
         )
-        model = extend(mlp(8), Curious)
+        model = extend(mlp(8), curious(lambda mesh, *_: sizes.append((mesh.ndim, mesh.size()))))
         for module in (model[0], model[2]):
             for name, param in list(module.named_parameters()):
                 on_mesh = DTensor.from_local(
@@ -137,20 +132,15 @@ def test_joined_shard_axes() -> None:
         assert sizes == [(1, 4), (1, 4)]
         assert model[0].weight.device_mesh == mesh and model[0].weight.shape == (8, 6)
         model.reshard()
-        assert type(model[0].weight.to_local()) is Curious and at_rest(model)
+        assert isinstance(model[0].weight.to_local(), Bf16) and at_rest(model)
 
 
 @pytest.mark.parity("fault n: copy.deepcopy")
 def test_deepcopy_gathers_for_itself() -> None:
     modules = []
-
-    class Curious(Bf16):
-        def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
-            modules.append(module)
-            return super().fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)
-
+    kind = curious(lambda mesh, size, stride, module, policy: modules.append(module))
     with local_world(2) as world:
-        model = fully_shard(extend(mlp(8), Curious), mesh=cpu_mesh())
+        model = fully_shard(extend(mlp(8), kind), mesh=cpu_mesh())
         step(model)
         twin = copy.deepcopy(model)
         with torch.no_grad():
@@ -159,8 +149,8 @@ def test_deepcopy_gathers_for_itself() -> None:
         twin.zero_grad()
         step(twin)
         assert modules[:2] == [twin[0], twin[2]]
-        assert type(twin[0].weight.to_local()) is Curious
-        check_gradients(world, twin, Curious, 8)
+        assert type(twin[0].weight.to_local()) is kind
+        check_gradients(world, twin, kind, 8)
 
 
 @pytest.mark.parity("fault n: tied parameters across units", "behaviour: shared parameters")

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from _support.extended import Bf16, extend, mlp
 from _support.models import Lm, lm_loss, tokens
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
@@ -47,21 +46,6 @@ def test_torch_takes_our_mesh_dims() -> None:
             engine.fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
             placements.append(model.weight.placements)
         assert placements == [(Replicate(), Shard(0))] * (1 + torch_takes_dims)
-
-
-def test_extensions_are_given_a_policy_of_torchs_class() -> None:
-    seen = []
-
-    class Curious(Bf16):
-        def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
-            seen.append(mp_policy)
-            return super().fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)
-
-    with fake_world(0, 2):
-        model = fsdp.fully_shard(extend(mlp(8), Curious), mesh=init_device_mesh("cpu", (2,)))
-        model.unshard()
-    assert len(seen) == 2
-    assert all(isinstance(policy, torch_fsdp.MixedPrecisionPolicy) for policy in seen)
 
 
 def make(engine: Any, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
