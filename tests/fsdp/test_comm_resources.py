@@ -5,8 +5,7 @@ import pickle
 import pytest
 from _support.fsdp.beside_plain import Net, Trial
 from _support.fsdp.counted_collectives import Gather, Memory, Scatter
-from _support.fsdp.each_unit import buckets, on_every_unit
-from _support.fsdp.wrapped import cpu_mesh, shard_blocks
+from _support.fsdp.wrapped import buckets, cpu_mesh, on_every_unit, shard_blocks
 from torch import distributed as dist
 
 from parallel3d import MeshLayout, build_mesh

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from _support.fsdp.peak_bytes import PeakBytes, deep_model
+from _support.fsdp.lifetimes import PeakBytes, deep_model
 from _support.fsdp.wrapped import at_rest, cpu_mesh, shard_blocks
 from _support.models import LM_PLAN, Lm, lm_loss, tokens
 from _support.whole_models import Mixed, equal_on_ranks, plain_model, sharded

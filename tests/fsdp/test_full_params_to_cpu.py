@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from _support.fsdp.peak_bytes import PeakBytes, deep_model
+from _support.fsdp.lifetimes import PeakBytes, deep_model
 from _support.fsdp.wrapped import cpu_mesh
 
 from parallel3d.fsdp import (

@@ -6,8 +6,7 @@ from typing import ClassVar
 import pytest
 import torch
 from _support.fsdp.beside_plain import Trial
-from _support.fsdp.each_unit import buckets
-from _support.fsdp.wrapped import at_rest, held_bytes, shard_blocks
+from _support.fsdp.wrapped import at_rest, buckets, held_bytes, shard_blocks
 from torch import nn
 
 from parallel3d import MeshLayout, MixedPrecisionPolicy

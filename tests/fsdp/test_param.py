@@ -4,8 +4,7 @@ import itertools
 
 import pytest
 import torch
-from _support.fsdp.sharded_params import Holder, tp_param
-from _support.fsdp.wrapped import cpu_mesh
+from _support.fsdp.wrapped import Holder, cpu_mesh, tp_param
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard

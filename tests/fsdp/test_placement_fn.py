@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from _support.fsdp.sharded_params import Holder, tp_param
-from _support.fsdp.wrapped import cpu_mesh, shard_blocks
+from _support.fsdp.wrapped import Holder, cpu_mesh, shard_blocks, tp_param
 from _support.models import Block, Lm
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

@@ -4,8 +4,7 @@ import copy
 
 import pytest
 import torch
-from _support.fsdp.each_unit import buckets
-from _support.fsdp.wrapped import cpu_mesh, shard_blocks
+from _support.fsdp.wrapped import buckets, cpu_mesh, shard_blocks
 from torch import distributed as dist
 from torch import nn
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from _support.fsdp.beside_plain import Layer, Trial
 from _support.fsdp.counted_collectives import Gather
-from _support.fsdp.peak_bytes import deep_model
+from _support.fsdp.lifetimes import deep_model
 from _support.fsdp.wrapped import at_rest, cpu_mesh
 from _support.models import LM_PLAN, Lm, lm_loss, tokens
 from torch import nn

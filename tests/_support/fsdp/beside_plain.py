@@ -12,8 +12,6 @@ from _support.models import LM_PLAN, Lm, lm_loss, tokens
 from parallel3d import MeshLayout, build_mesh, parallelize
 from parallel3d.testing import LocalWorld, shards_of
 
-__all__ = ["Net", "Run", "Trial"]
-
 
 class Layer(nn.Module):
     """A linear with sizes that few axes divide, and a scalar."""
