@@ -15,6 +15,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests"
+IMPORT = re.compile(
+    r"^ *(?:from (parallel3d[\w.]*|_support[\w.]*) import (\([^)]*\)|.*)|import (.*))", re.MULTILINE
+)
+"""Of our own modules' names: groups are the module and the names, or the modules."""
 COMMON = 40
 """A name in more test files than this is left out."""
 
@@ -82,9 +86,7 @@ def _text(file: Path) -> str:
 def _imports(file: Path) -> set[str]:
     """The modules that ``file`` imports, and names in them, which may be modules."""
     found = set()
-    for node in ast.walk(ast.parse(_text(file))):
-        if isinstance(node, ast.Import):
-            found |= {each.name for each in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module, *(f"{node.module}.{each.name}" for each in node.names)}
+    for module, names, modules in IMPORT.findall(_text(file)):
+        found |= set(re.findall(r"[\w.]+", modules)) | {module} - {""}
+        found |= {f"{module}.{name}" for name in re.findall(r"\w+", names)}
     return found
