@@ -193,7 +193,8 @@ def _leaves_out(model: Any, module: nn.Module) -> bool:
         for tensors in own:
             for key, tensor in tensors.items():
                 if tensor is not None and tensor.is_meta:
-                    empty = fill_unset(torch.empty_like(tensor, device="cpu"))
+                    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                    empty = fill_unset(torch.empty_like(local, device="cpu"))
                     is_param = isinstance(tensor, nn.Parameter)
                     tensors[key] = nn.Parameter(empty, requires_grad=False) if is_param else empty
         with _seeded("trial", torch.device("cpu")), torch.no_grad():

@@ -71,7 +71,7 @@ def with_mesh(
             raise LaunchError(
                 f"the command has --{axis} {size}, but the mesh is {layout}; leave it out of the command"
             )
-    missing = {axis: size for axis, size in layout.as_dict().items() if axis not in own}
+    missing = {axis: size for axis, size in layout.as_dict(views=True).items() if axis not in own}
     more = [word for axis, size in missing.items() for word in (f"--{axis}", str(size))]
     return (*command, *more), layout
 
