@@ -10,8 +10,8 @@ prints:
     wrote qwen3_moe
 
 It needs `pip install transformers`. The model is a small Qwen3-MoE with random weights: its dense layers are
-sharded over 4 ranks, its 16 experts lie on 4 ranks, 4 on each. Qwen3-30B-A3B is trained by the same lines, with
-`AutoConfig.from_pretrained` and `p3d.checkpoint.load_hf` in the place of `materialize`.
+sharded over 4 ranks, its 16 experts lie on 4 ranks, 4 on each. Qwen3-30B-A3B is trained by the same lines,
+with `AutoConfig.from_pretrained` and `p3d.checkpoint.load_hf` in the place of `materialize`.
 """
 
 import torch
@@ -20,7 +20,9 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import parallel3d as p3d
 
-layout = p3d.MeshLayout(shard=-1, ep=4)  # new: -1 is the number of ranks, of which ep is a second view
+layout = p3d.MeshLayout(
+    shard=-1, ep=4
+)  # new: -1 is the number of ranks, of which ep is a second view
 mesh = p3d.build_mesh(layout)  # new
 layout = layout.resolve(dist.get_world_size())  # new
 config = Qwen3MoeConfig(

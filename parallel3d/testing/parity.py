@@ -373,7 +373,7 @@ class Case:
     def _check(self, what: str, name: str, rank: int, gap: Gap, bound: float) -> None:
         """Notes the difference, and raises if it is above the tolerance."""
         if not gap.difference <= bound:
-            times = gap.times(self.setup.layout.as_dict())
+            times = gap.times(self.setup.layout.as_dict(views=True))
             raise AssertionError(
                 f"{self.setup.layout}, {self.run.name}: {what} of {name} on rank {rank} differs from the "
                 f"plain model's by {gap.difference:.3g} (relative), more than {bound:g}{times}"

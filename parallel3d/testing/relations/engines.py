@@ -49,7 +49,7 @@ class Engine:
 
     name: ClassVar[str] = "plain"
     package: ClassVar[str] = "torch"
-    axes: ClassVar[tuple[str, ...]] = ("replicate", "shard", "cp", "tp")
+    axes: ClassVar[tuple[str, ...]] = ("replicate", "shard", "cp", "tp", "ep")
     never: ClassVar[dict[str, str]] = {}
 
     def __init_subclass__(cls) -> None:
@@ -71,7 +71,7 @@ class Engine:
         """Returns why it can't train ``program`` in this variant (a field's name, or ``""``), or ``""``."""
         if find_spec(cls.package) is None:
             return f"{cls.package} is not installed"
-        sizes = program.layout.as_dict()
+        sizes = program.layout.as_dict(views=True)
         lacking = [axis for axis, size in sizes.items() if size > 1 and axis not in cls.axes]
         if lacking:
             return f"it has no {' and no '.join(lacking)} here"

@@ -110,7 +110,7 @@ class AuditTable:
                 row["difference"] = None
             rows.append(row)
         return {
-            "layout": self.layout.as_dict(),
+            "layout": self.layout.as_dict(views=True),
             "outcomes": rows,
             "seconds": self.seconds,
             "inputs": self.made or None,
@@ -304,7 +304,7 @@ def _outcome(
                 return tell(Verdict.NOT_RUN, "the training without it fails")
             return tell(Verdict.FAILS, result)
         results.append(result)
-    sizes = {"micro_batches": relation.right.micro_batches} | program.layout.as_dict()
+    sizes = {"micro_batches": relation.right.micro_batches} | program.layout.as_dict(views=True)
     if relation.left is not None:
         differences = _differences(*results, exact=relation.exact)
     elif name == "norm":

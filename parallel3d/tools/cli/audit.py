@@ -123,6 +123,7 @@ def audit_command(
     shard: Annotated[int, _layout("Ranks that share a copy.")] = 1,
     cp: Annotated[int, _layout("Ranks that share each sequence.")] = 1,
     tp: Annotated[int, _layout("Ranks that share each layer's computation.")] = 1,
+    ep: Annotated[int, _layout("Ranks that share the experts; it divides shard x cp x tp.")] = 1,
     steps: Annotated[int, _how("Optimizer steps.")] = 3,
     micro_batches: Annotated[int, _how("Micro-batches of each step.")] = 1,
     tolerance: Annotated[float, _how("Relative, in float64; ten times that for weights.")] = 1e-9,
@@ -141,7 +142,7 @@ def audit_command(
     Exit code 0: all that could be run holds. 1: something fails; parameters, factor and step are named, and
     the first module that differs. 2: it can't be run. Started by torchrun, each process is a rank.
     """
-    sizes = {"replicate": replicate, "shard": shard, "cp": cp, "tp": tp}
+    sizes = {"replicate": replicate, "shard": shard, "cp": cp, "tp": tp, "ep": ep}
     for name, size in sizes.items():
         if size < 1:
             raise Parallel3dError(f"--{name} {size}: a mesh axis has at least 1 rank")
@@ -180,7 +181,10 @@ def audit_command(
         else:
             if ranks == 1:
                 sizes["shard"] = 2
-            busy.say(f"{model}: training it several times on {math.prod(sizes.values())} processes")
+            from parallel3d import MeshLayout
+
+            size = MeshLayout(**sizes).world_size
+            busy.say(f"{model}: training it several times on {size} processes")
             asked = {"relations": relation, "engines": engine}
             given = {name: value for name, value in asked.items() if value}
             given |= {"step": function_named("--step", step)}
@@ -271,7 +275,7 @@ def _show_table(found: AuditTable, model: str) -> None:
     from parallel3d.testing import RELATIONS
 
     console = output(width=100)
-    sizes = ", ".join(f"{axis} {size}" for axis, size in found.layout.as_dict().items())
+    sizes = ", ".join(f"{axis} {size}" for axis, size in found.layout.as_dict(views=True).items())
     console.print(Text.assemble((model, "bold"), f" on {sizes}, float64, in {found.seconds:.0f} s"))
     if found.made:
         console.print(f"inputs: {found.made}")
@@ -320,7 +324,7 @@ def _plan(text: str | None, tp: int) -> Any:
 def _as_json(found: Verification) -> dict[str, Any]:
     layout, parity = found.layout, found.parity
     return {
-        "layout": layout.as_dict(),
+        "layout": layout.as_dict(views=True),
         "equal": found.difference is None,
         "difference": None if found.difference is None else found.difference.as_dict(),
         "largest": {"loss": parity.loss, "gradients": parity.grads, "weights": parity.weights},
@@ -336,7 +340,7 @@ def _show(found: Verification, model: str, parallelize: str) -> None:
     console.print(
         Text.assemble(
             (model, "bold"),
-            f" on {', '.join(f'{axis} {size}' for axis, size in layout.as_dict().items())} "
+            f" on {', '.join(f'{axis} {size}' for axis, size in layout.as_dict(views=True).items())} "
             f"({layout.world_size} ranks), made parallel by {parallelize}",
         )
     )

@@ -26,6 +26,7 @@ def launch_command(
     shard: Annotated[int | None, _mesh("Ranks that share a copy; -1: all that are left.")] = None,
     cp: Annotated[int | None, _mesh("Ranks that share each sequence.")] = None,
     tp: Annotated[int | None, _mesh("Ranks that share each layer's computation.")] = None,
+    ep: Annotated[int | None, _mesh("Ranks that share the experts; it divides the others.")] = None,
     domain: Annotated[int | None, _mesh("GPUs joined by fast links, if not a node's.")] = None,
     name: Annotated[str, plain("Name of the job and of its file.")] = "train",
     max_restarts: Annotated[int, plain("Restarts of all processes after a failure.")] = 0,
@@ -48,7 +49,7 @@ def launch_command(
     given = fields_among(LaunchJob, ctx.params)
     given |= {"command": tuple(command or ()), "env": _variables(env or [])}
     given |= {"setup": "\n".join(setup) if setup else None}
-    sizes = {"replicate": replicate, "shard": shard, "cp": cp, "tp": tp}
+    sizes = {"replicate": replicate, "shard": shard, "cp": cp, "tp": tp, "ep": ep}
     job = LaunchJob(layout=mesh_of(sizes), **given)
     text = launch_file(to, job)
     for line in missing(to, job):

@@ -57,9 +57,9 @@ def with_mesh(
 ) -> tuple[tuple[str, ...], MeshLayout | None]:
     """Returns the command with the mesh's sizes, and the mesh resolved for ``world_size`` ranks.
 
-    If ``layout`` is None, the mesh is that of the command's own ``--replicate``, ``--shard``, ``--cp`` and
-    ``--tp``: one that is missing is 1, a missing shard is what the others leave. Without any there is no
-    mesh.
+    If ``layout`` is None, the mesh is that of the command's own ``--replicate``, ``--shard``, ``--cp``,
+    ``--tp`` and ``--ep``: one that is missing is 1, a missing shard is what the others leave. Without any
+    there is no mesh.
     """
     own = _own_sizes(command)
     if layout is None:
