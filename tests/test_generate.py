@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from _support.engines import Engine
+from _support.hf.uneven import uneven_lm
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -13,21 +14,9 @@ from parallel3d.testing import record_collectives
 
 
 def tiny_llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=61,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    return LlamaForCausalLM(config).double()
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "bos_token_id": 1, "eos_token_id": 2}
+    return uneven_lm(vocab_size=61, **sizes).double()
 
 
 def prompt() -> torch.Tensor:

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from _support.hf.uneven import uneven_lm
 from _support.tp.tp_dropping import SEQUENCE, TENSOR, Attention, Dropping
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -125,23 +126,14 @@ def test_attention_probabilities(gloo_pool, sdpa: bool) -> None:
 
 def llama() -> tuple[list[Tensor], Tensor]:
     """A model of transformers: what its layers drop of the attention, and its output."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=64,
-        attention_dropout=0.5,
-        attn_implementation="eager",
-    )
+    pytest.importorskip("transformers")
     torch.manual_seed(0)
+    plain = uneven_lm(hidden_size=32, intermediate_size=48, vocab_size=64, attention_dropout=0.5)
     plan = {
         **{f"model.layers.*.self_attn.{n}_proj": Colwise(multiple_of=8) for n in "qkv"},
         "model.layers.*.self_attn.o_proj": Rowwise(multiple_of=8),
     }
-    model = parallel(transformers.LlamaForCausalLM(config).train(), plan, 2)
+    model = parallel(plain.train(), plan, 2)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     out = model(IDS, output_attentions=True, use_cache=False)
     out.logits.sum().backward()

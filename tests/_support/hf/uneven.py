@@ -15,7 +15,7 @@ def uneven_lm(name: str = "llama", heads: int = 4, kv: int = 2, **fields: Any) -
 
     sizes = {**SIZES, "num_attention_heads": heads, "num_key_value_heads": kv}
     sizes = GPT2 if name == "gpt2" else sizes
-    config = CONFIG_MAPPING[name](vocab_size=67, pad_token_id=0, **{**sizes, **fields})
+    config = CONFIG_MAPPING[name](**{"vocab_size": 67, "pad_token_id": 0, **sizes, **fields})
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager")
 
 
