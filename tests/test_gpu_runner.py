@@ -146,11 +146,7 @@ def test_resumed_is_only_what_is_not_complete(run: Run, folder: Path, function: 
     assert before["b"]["status"] != "done"
     # A part that has found something wrong is complete.
     assert run(("a", "quick", 1), ("b", "quick", 1), ("c", "wrong", 1))[0] == 1
-    assert {name: read(folder, name) == before[name] for name in "abc"} == {
-        "a": True,
-        "b": False,
-        "c": True,
-    }
+    assert [read(folder, name) == before[name] for name in "abc"] == [True, False, True]
     assert set(statuses(folder).values()) == {"done"}
 
 
@@ -216,17 +212,8 @@ def test_bad_options_are_refused(tmp_path: Path) -> None:
 def test_where_the_server_has_used_the_device_processes_are_started_anew(tmp_path: Path) -> None:
     """As CUDA does not survive a fork: what the server imports makes ``card`` fail there."""
     (tmp_path / "uses_cuda.py").write_text("import page\npage.card = None\n")
-    options = [
-        "--out",
-        str(tmp_path / "run"),
-        "--device",
-        "cpu",
-        "--minutes",
-        "2",
-        "--only",
-        "quick",
-    ]
-    command = script(tmp_path, *options, preload=["uses_cuda"])
+    options = ["--out", str(tmp_path / "run"), "--device", "cpu", "--minutes", "2"]
+    command = script(tmp_path, *options, "--only", "quick", preload=["uses_cuda"])
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "processes are not forked" in done.stdout

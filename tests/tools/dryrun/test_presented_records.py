@@ -1,8 +1,6 @@
-"""Recorded programs, not ones made by hand: their timeline, warnings, page, trace and comparison."""
+"""Recorded programs, not ones made by hand: their timeline, warnings and comparison."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +14,6 @@ from parallel3d.tools.dryrun.compare import compare
 from parallel3d.tools.dryrun.record import record
 from parallel3d.tools.dryrun.result import DryRun
 from parallel3d.tools.dryrun.timeline import calls_of, timeline
-from parallel3d.tools.dryrun.trace import write_trace
 from parallel3d.tools.dryrun.warnings import warnings_of
 
 WORLD = 8
@@ -71,15 +68,6 @@ def test_a_records_timeline_has_its_steps_streams_and_overlap(first: DryRun) -> 
     ahead = [c for c in gathers if c.step == 1 and c.phase == "forward" and c.beside > 0]
     assert len(ahead) >= 2
     assert from_json(to_json(first)) == first
-
-
-def test_a_records_page_and_trace(first: DryRun, tmp_path: Path) -> None:
-    from parallel3d.tools.dryrun.report import write_report
-
-    write_report(first, tmp_path / "page.html", other=first)
-    write_trace(first, tmp_path / "trace.json")
-    page = (tmp_path / "page.html").read_text()
-    assert "layers.*.weight" in page and "layers.3" in page
 
 
 def test_tensor_parallelism_within_and_across_nodes(first: DryRun) -> None:

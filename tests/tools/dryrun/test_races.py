@@ -38,6 +38,16 @@ def checked(fn: Callable[[], object], world_size: int = 4) -> DryRun:
     return record(fn, world_size, 0, check_streams=True)
 
 
+def in_group(program: Callable[[], object]) -> tuple[Race, ...]:
+    """The races of a program on two ranks that have a group."""
+
+    def run() -> None:
+        dist.init_process_group()
+        program()
+
+    return checked(run, 2).races or ()
+
+
 def races_of(program: Program) -> tuple[Race, ...]:
     found = checked(lambda: train(program), program.world_size).races
     assert found is not None
@@ -348,6 +358,12 @@ def read_while_sent() -> None:
         work.wait()
 
 
+def waited_for_by_a_view_of_it() -> None:
+    total = torch.ops._c10d_functional.all_reduce(torch.randn(8), "sum", "0")
+    torch.ops._c10d_functional.wait_tensor(total.view(2, 4))
+    total + 1
+
+
 def read_while_split() -> None:
     split_on_a_side_stream(lambda whole, parts: whole.sum())
 
@@ -372,15 +388,12 @@ def split_on_a_side_stream(then: Callable[[torch.Tensor, list[torch.Tensor]], ob
         in_annotations,
         read_while_sent,
         read_while_split,
+        waited_for_by_a_view_of_it,
     ],
 )
 def test_what_is_in_order_is_clean(program: Callable[[], None]) -> None:
-    def with_a_group() -> None:
-        dist.init_process_group()
-        program()
-
-    found = checked(with_a_group, 2).races
-    assert not found, told(found or ())
+    found = in_group(program)
+    assert not found, told(found)
 
 
 def written_while_sent() -> None:
@@ -416,22 +429,8 @@ def read_before_split() -> None:
     ],
 )
 def test_what_is_not_in_order_is_found(program: Callable[[], None], pair: tuple[str, str]) -> None:
-    def with_a_group() -> None:
-        dist.init_process_group()
-        program()
-
-    (race,) = checked(with_a_group, 2).races or ()
+    (race,) = in_group(program)
     assert (race.first.name, race.second.name) == pair
-
-
-def test_waited_for_by_a_view_of_it() -> None:
-    def program() -> None:
-        dist.init_process_group()
-        total = torch.ops._c10d_functional.all_reduce(torch.randn(8), "sum", "0")
-        torch.ops._c10d_functional.wait_tensor(total.view(2, 4))
-        total + 1
-
-    assert not checked(program, 2).races
 
 
 def test_torchs_copy_before_an_all_gather_reads_the_weights() -> None:

@@ -103,9 +103,8 @@ def test_torchrun_gets_each_word(nodes: int, fake: Path, tmp_path: Path) -> None
     options = check_words(words, env)
     assert "--max-restarts=3" in options and any("SIGUSR1" in option for option in options)
     if nodes > 1:
-        assert {"--rdzv-endpoint=first:29500", "--rdzv-id=a b", "--local-addr=10.0.0.2"} <= {
-            *options
-        }
+        wanted = {"--rdzv-endpoint=first:29500", "--rdzv-id=a b", "--local-addr=10.0.0.2"}
+        assert wanted <= {*options}
     else:
         assert "--standalone" in options
 
@@ -114,17 +113,9 @@ def test_slurm_directives_come_first_and_are_ours(tmp_path: Path) -> None:
     """sbatch reads them up to the first command; a line of an argument must not be one."""
     text = launch_file("slurm", job_for("slurm", max_restarts=2))
     directives = re.findall(r"^#SBATCH (.*)$", text, re.MULTILINE)
-    assert directives == [
-        *(
-            "--job-name=train",
-            "--nodes=4",
-            "--ntasks-per-node=1",
-            "--gres=gpu:H100:8",
-            "--exclusive",
-        ),
-        *("--mem=0", "--time=12:00:00", "--partition=main", "--account=lab", "--output=%x-%j.out"),
-        *("--open-mode=append", "--signal=B:USR1@120", "--requeue"),
-    ]
+    first = "--job-name=train --nodes=4 --ntasks-per-node=1 --gres=gpu:H100:8 --exclusive --mem=0"
+    more = "--time=12:00:00 --partition=main --account=lab --output=%x-%j.out --open-mode=append"
+    assert directives == [*first.split(), *more.split(), "--signal=B:USR1@120", "--requeue"]
     assert text.index("#SBATCH --requeue") < text.index("set -euo pipefail")
     assert "gres" not in launch_file("slurm", job_for("slurm", gpu=None, device="cpu"))
     plain = launch_file("slurm", job_for("slurm", grace=0))
@@ -183,13 +174,8 @@ def test_a_container_gets_each_word(
     """The manifest as Kubernetes would run it, with the variables of the third pod."""
     text = launch_file(target, job_for(target, nodes=nodes, max_restarts=restarts))
     container = container_of(yaml.safe_load(text))
-    pet = {
-        "PET_NNODES": "4",
-        "PET_NODE_RANK": "2",
-        "PET_MASTER_ADDR": "h",
-        "PET_MASTER_PORT": "29400",
-    }
-    variables = {**pet, "JOB_COMPLETION_INDEX": "2"}
+    pet = {"PET_NNODES": "4", "PET_NODE_RANK": "2", "PET_MASTER_ADDR": "h"}
+    variables = {**pet, "PET_MASTER_PORT": "29400", "JOB_COMPLETION_INDEX": "2"}
     own = {each["name"]: expanded(each["value"], variables) for each in container["env"]}
     words = [expanded(w, variables | own) for w in container["command"] + container["args"]]
     assert words[0] == "bash"
@@ -200,9 +186,8 @@ def test_a_container_gets_each_word(
         head = "--master-addr=train-node-0-0.train"
         assert {"--nnodes=4", "--node-rank=2", head, "--max-restarts=0"} <= {*options}
     elif restarts:
-        assert {"--rdzv-endpoint=h:29400", "--rdzv-conf=read_timeout=600,is_host=false"} <= {
-            *options
-        }
+        assert "--rdzv-endpoint=h:29400" in options
+        assert "--rdzv-conf=read_timeout=600,is_host=false" in options
     else:  # from PET_*
         assert not any(
             o.startswith(("--nnodes", "--master", "--rdzv", "--node-rank")) for o in options
@@ -223,11 +208,8 @@ def test_skypilot_gets_each_word(nodes: int, fake: Path, tmp_path: Path) -> None
     if shutil.which("shellcheck"):
         done = subprocess.run(["shellcheck", str(file)], capture_output=True, text=True)
         assert done.returncode == 0, done.stdout
-    sky = {
-        "SKYPILOT_NUM_NODES": "4",
-        "SKYPILOT_NODE_RANK": "3",
-        "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
-    }
+    sky = {"SKYPILOT_NUM_NODES": "4", "SKYPILOT_NODE_RANK": "3"}
+    sky["SKYPILOT_NODE_IPS"] = "10.0.0.1\n10.0.0.2"
     words, env = run_bash([str(file)], fake, tmp_path, **sky, **document["envs"])
     options = check_words(words, env)
     if nodes > 1:
@@ -261,10 +243,6 @@ def test_our_settings_give_way_to_given_ones() -> None:
         )
         assert "WARN" not in text and text.count("NCCL_DEBUG") == 1, target
         assert text.count("OMP_NUM_THREADS") == 1
-
-
-def test_same_job_same_file() -> None:
-    for target in TARGETS:
         assert launch_file(target, job_for(target)) == launch_file(target, job_for(target))
 
 

@@ -84,7 +84,7 @@ class Program:
         return replicate * shard * tp * self.cp
 
 
-ALL_OFFLOADED = p3d.ActivationOffload(pool_gib=0.25, min_kib=0)
+OFFLOADED = p3d.ActivationOffload(pool_gib=0.25, min_kib=0)
 
 CASES: dict[str, Program] = {
     "FSDP": Program(),
@@ -125,20 +125,14 @@ CASES: dict[str, Program] = {
     "recomputed selectively, sequence": Program(
         mesh=(2, 1, 2), recompute="selective", sequence=True
     ),
-    "activations offloaded": Program(recompute=ALL_OFFLOADED),
-    "activations offloaded, HSDP": Program(mesh=(2, 2, 1), recompute=ALL_OFFLOADED, micro=2),
-    "activations offloaded, replicate": Program(mesh=(4, 1, 1), recompute=ALL_OFFLOADED),
-    "activations offloaded, sequence": Program(
-        mesh=(1, 2, 2), recompute=ALL_OFFLOADED, sequence=True
-    ),
-    "activations offloaded, a small pool": Program(
-        recompute=replace(ALL_OFFLOADED, pool_gib=2**-14)
-    ),
-    "activations offloaded, a forward that raises": Program(
-        recompute=ALL_OFFLOADED, raises="forward"
-    ),
+    "activations offloaded": Program(recompute=OFFLOADED),
+    "activations offloaded, HSDP": Program(mesh=(2, 2, 1), recompute=OFFLOADED, micro=2),
+    "activations offloaded, replicate": Program(mesh=(4, 1, 1), recompute=OFFLOADED),
+    "activations offloaded, sequence": Program(mesh=(1, 2, 2), recompute=OFFLOADED, sequence=True),
+    "activations offloaded, a small pool": Program(recompute=replace(OFFLOADED, pool_gib=2**-14)),
+    "activations offloaded, a forward that raises": Program(recompute=OFFLOADED, raises="forward"),
     "activations offloaded, a backward that raises": Program(
-        mesh=(2, 2, 1), recompute=ALL_OFFLOADED, raises="backward"
+        mesh=(2, 2, 1), recompute=OFFLOADED, raises="backward"
     ),
     "extensions": Program(extended=True, mixed=False),
     "step in backward": Program(in_backward=True, clip=False),
@@ -158,7 +152,7 @@ CASES: dict[str, Program] = {
     "cp, ring, recomputed": Program(mesh=(1, 1, 1), cp=4, recompute=True),
     "cp, ring, recomputed selectively": Program(mesh=(1, 1, 1), cp=4, recompute="selective"),
     "cp, ring, activations offloaded, sequence": Program(
-        mesh=(1, 1, 2), cp=2, recompute=ALL_OFFLOADED, sequence=True
+        mesh=(1, 1, 2), cp=2, recompute=OFFLOADED, sequence=True
     ),
     "cp, a forward that raises": Program(mesh=(2, 1, 1), cp=2, raises="forward"),
     "optimizer's event": Program(event=True),
@@ -193,7 +187,7 @@ def random_program(seed: int) -> Program:
         hook=draw.choice(["", "", "comm", "all_reduce", "sum"]) if not alone and not hfsdp else "",
         hfsdp=hfsdp,
         offload=not alone and not in_backward and seldom(),
-        recompute=alone and draw.choice([False, False, True, "selective", ALL_OFFLOADED]),
+        recompute=alone and draw.choice([False, False, True, "selective", OFFLOADED]),
         sequence=tp > 1 and often(),
         in_backward=in_backward,
         clip=not in_backward and often(),
