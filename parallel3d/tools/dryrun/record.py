@@ -19,8 +19,6 @@ from parallel3d._util import dry_run
 from parallel3d._util.users_code import raised_at
 from parallel3d.errors import DryRunError, StateError
 from parallel3d.testing.worlds import check_no_group, check_rank
-from parallel3d.tools.dryrun.fused import as_on_gpu
-from parallel3d.tools.dryrun.host_memory import moves_played
 from parallel3d.tools.dryrun.memory import (
     Held,
     local_of,
@@ -29,6 +27,7 @@ from parallel3d.tools.dryrun.memory import (
     note_gradients,
 )
 from parallel3d.tools.dryrun.modes import DryMode, dtype_name
+from parallel3d.tools.dryrun.on_gpu import as_on_gpu, moves_played
 from parallel3d.tools.dryrun.place import Place
 from parallel3d.tools.dryrun.result import DryRun, ParameterPlacement, StepCounts
 from parallel3d.tools.dryrun.unknown import why_not

@@ -65,7 +65,7 @@ def script(path: str | PathLike[str], arguments: Sequence[str] = ()) -> Callable
 
 # Calls that read values or name a device.
 
-_TO = Tensor.to  # which may be replaced: see ``host_memory``
+_TO = Tensor.to  # which may be replaced: see ``on_gpu``
 _BY_ONE = (Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero)
 _BY_SEVERAL = (torch.equal, Tensor.equal, torch.allclose, Tensor.allclose)
 _DECIDING: dict[Any, str] = {

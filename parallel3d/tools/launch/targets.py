@@ -1,15 +1,18 @@
 """The places where a job can be launched, and the file for each."""
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
+from importlib.resources import files
 from pprint import pformat
+from textwrap import indent
 from typing import Any
 
 from parallel3d._util.arguments import counted
 from parallel3d.tools.launch import shell
 from parallel3d.tools.launch.job import LaunchError, LaunchJob, missing_from
-from parallel3d.tools.launch.template import fill
 
 MARK = "# Written by parallel3d launch"
 """The beginning of each file, after the line that names its interpreter."""
@@ -152,3 +155,39 @@ def target_named(name: str) -> Target:
     near = get_close_matches(lower, [*TARGETS, *_SYNONYMS], 1, 0.4)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise LaunchError(f"--to {name!r} is none of {', '.join(TARGETS)}{hint}")
+
+
+_VALUE = re.compile(r"\{\{([\w.]+)\}\}")
+
+
+def fill(name: str, values: Mapping[str, object]) -> str:
+    """Returns the template of this name with ``values`` in place of ``{{...}}``.
+
+    A name with a dot is another template, filled in with the same values. Further lines of a value are
+    indented as the line that it is in. Lines between ``%if value`` and ``%else`` or ``%end`` stay where the
+    value is true; lines that begin with ``%#`` never do.
+
+    Args:
+        name: of a file in the folder ``templates``.
+        values: name -> value, for all names in it.
+    """
+    text = files("parallel3d.tools.launch").joinpath("templates", name).read_text(encoding="utf-8")
+
+    def value(found: re.Match[str]) -> str:
+        name = found[1]
+        return fill(name, values).rstrip("\n") if "." in name else str(values[name])
+
+    lines: list[str] = []
+    kept = [True]
+    for line in text.splitlines():
+        word, _, condition = line.partition(" ")
+        if word == "%if":
+            kept.append(kept[-1] and bool(values[condition]))
+        elif word == "%else":
+            kept[-1] = kept[-2] and not kept[-1]
+        elif word == "%end":
+            kept.pop()
+        elif word != "%#" and kept[-1]:
+            inner = line.lstrip()
+            lines.append(indent(_VALUE.sub(value, inner), line.removesuffix(inner)))
+    return "\n".join(lines) + "\n"
