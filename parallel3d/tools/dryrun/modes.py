@@ -99,13 +99,8 @@ def _returned(func: Any, values: dict[str, Any], work: dist.Work) -> Any:
 
 # The work of an operation: kind, FLOPs and bytes.
 
-_OVERWRITES = (
-    "copy_",
-    "fill_",
-    "zero_",
-    "_foreach_copy_",
-    "_foreach_zero_",
-)  # they don't read what they write to
+# They don't read what they write to.
+_OVERWRITES = ("copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_")
 
 
 def _work(func: Any, args: Any, read: list[Tensor], written: list[Tensor]) -> dict[str, Any] | None:
@@ -380,15 +375,12 @@ class DryMode(RecordingMode):
         return result
 
     def _waited(self, index: int) -> None:
-        if self._arrived(index) and index not in self._waited_for:
-            self._waited_for.add(index)
-            self._wait(index)
-
-    def _arrived(self, index: int) -> bool:
         on_compute = self.streams.arrived(index)
         if self.races is not None:
             self.races.arrived(index)
-        return on_compute
+        if on_compute and index not in self._waited_for:
+            self._waited_for.add(index)
+            self._wait(index)
 
     def _wait_for(self, func: Any, args: Any, kwargs: Any) -> Any:
         held = self.ledger.find(args[0]) if args else None

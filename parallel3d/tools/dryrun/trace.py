@@ -93,7 +93,7 @@ def _joined(spans: Sequence[TimelineSpan], level: int, gap: float) -> list[list[
     groups: list[list[TimelineSpan]] = []
     last: dict[
         str, tuple[Hashable, list[TimelineSpan]]
-    ] = {}  # stream -> key and spans of its last group
+    ] = {}  # stream -> its last group and its key
     for span in spans:
         is_long_wait = span.kind == "wait" and span.seconds >= 4 * gap
         alike = _kind(span) if level == 0 else is_long_wait

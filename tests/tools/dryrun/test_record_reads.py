@@ -226,8 +226,10 @@ def test_what_programs_call_on_a_gpu_for_granted_does_nothing():
         torch.cuda.set_device(3)
         torch.cuda.manual_seed_all(1)
         torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.Stream().synchronize()
         assert not torch.cuda.is_available()
-        assert torch.cuda.max_memory_allocated() == 0
+        assert torch.cuda.max_memory_allocated() == torch.cuda.current_device() == 0
         with torch.autocast("cuda", dtype=torch.bfloat16):
             assert (many() @ many()).dtype == torch.bfloat16
         assert many().to("cpu", torch.float16).dtype == torch.float16

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from llama import SIZES, Llama, LlamaConfig
@@ -66,26 +67,35 @@ def named(case: Training) -> str:
     return "-".join(["x".join(map(str, case.mesh)), *words])
 
 
-def prepare(case: Training) -> tuple[nn.Module, Trainer, torch.distributed.DeviceMesh]:
-    """The parallel model, its trainer, its mesh."""
-    mesh = p3d.build_mesh(case.layout, device_type="cpu")
-    config = case.config
+def policy(mixed: bool) -> p3d.MixedPrecisionPolicy:
+    """bf16 parameters and fp32 sums, if ``mixed``."""
+    if not mixed:
+        return p3d.MixedPrecisionPolicy()
+    return p3d.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def parallel_llama(case: Any, mesh: Any, config: LlamaConfig, **more: Any) -> nn.Module:
+    """The example's model, without values, parallel as ``case`` says; a ``Training`` is one."""
     with torch.device("meta"):
         model = Llama(config)
-    policy = p3d.MixedPrecisionPolicy()
-    if case.mixed:
-        policy = p3d.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     plan = LLAMA_SEQUENCE_PLAN if case.sequence else LLAMA_TP_PLAN
-    p3d.parallelize(
+    return p3d.parallelize(
         model,
         mesh,
-        tp_plan=plan if case.layout.tp > 1 else None,
-        mp_policy=policy,
+        tp_plan=plan if case.mesh[2] > 1 else None,
+        mp_policy=policy(case.mixed),
         reshard_after_forward=case.reshard,
         activation_checkpointing=case.recompute,
         shard_optimizer_over_replicate=case.hfsdp,
         check_same_batch=False,  # a dry run has no other rank to compare with
+        **more,
     )
+
+
+def prepare(case: Training) -> tuple[nn.Module, Trainer, torch.distributed.DeviceMesh]:
+    """The parallel model, its trainer, its mesh."""
+    mesh = p3d.build_mesh(case.layout, device_type="cpu")
+    model = parallel_llama(case, mesh, case.config)
     p3d.materialize(model, device="cpu", seed=1)
     trainer = Trainer(
         model,

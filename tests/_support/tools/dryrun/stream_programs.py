@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from llama import SIZES, Llama, LlamaConfig
-from plans import LLAMA_SEQUENCE_PLAN, LLAMA_TP_PLAN
 from torch import distributed as dist
 from torch import nn
 
 import parallel3d as p3d
 from _support.extended import Bf16, extend, mlp
+from _support.tools.dryrun.dry_programs import parallel_llama, policy
 from parallel3d._torch.groups import all_gather_single, reduce_scatter_single
 from parallel3d._util import dry_run
 from parallel3d.fsdp import (
@@ -221,35 +221,20 @@ def small_config() -> LlamaConfig:
 
 
 def _llama(program: Program, mesh: Any) -> _Made:
-    with torch.device("meta"):
-        model = Llama(small_config())
-    policy = p3d.MixedPrecisionPolicy()
-    if program.mixed:
-        policy = p3d.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    plan = LLAMA_SEQUENCE_PLAN if program.sequence else LLAMA_TP_PLAN
     ids = torch.arange(2 * 24).view(2, 24) % 128
     batch: tuple[torch.Tensor, ...] = (ids,)
     if program.cp > 1:
         batch = ids, torch.arange(24).expand(2, -1)
     if len(batch) > 1 or program.mesh[2] > 1 or program.recompute is not False or program.hfsdp:
-        p3d.parallelize(
-            model,
-            mesh,
-            tp_plan=plan if program.mesh[2] > 1 else None,
-            mp_policy=policy,
-            reshard_after_forward=program.reshard,
-            activation_checkpointing=program.recompute,
-            shard_optimizer_over_replicate=program.hfsdp,
-            context_parallel=program.attention,
-            example=(batch, {}),
-            check_same_batch=False,
-        )
+        more = {"context_parallel": program.attention, "example": (batch, {})}
+        model = parallel_llama(program, mesh, small_config(), **more)
     else:
+        with torch.device("meta"):
+            model = Llama(small_config())
         options: dict[str, Any] = {"offload_policy": CPUOffloadPolicy()} if program.offload else {}
-        options |= {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": program.reshard}
-        for layer in model.layers:
-            fully_shard(layer, **options)
-        fully_shard(model, **options)
+        options |= {"mesh": mesh, "mp_policy": policy(program.mixed)}
+        for layer in (*model.layers, model):
+            fully_shard(layer, **options, reshard_after_forward=program.reshard)
     p3d.materialize(model, device="cpu", seed=1)
     batch = p3d.cp.shard_batch(batch, mesh)
     return _Made(model, [*model.layers, model], batch, lambda out: out.float().square().mean())
