@@ -74,8 +74,13 @@ def policy(mixed: bool) -> p3d.MixedPrecisionPolicy:
     return p3d.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-def parallel_llama(case: Any, mesh: Any, config: LlamaConfig, **more: Any) -> nn.Module:
-    """The example's model, without values, parallel as ``case`` says; a ``Training`` is one."""
+def parallel_llama(
+    case: Any, mesh: Any, config: LlamaConfig, example: Any = None, **more: Any
+) -> nn.Module:
+    """The example's model, without values, parallel as ``case`` says; a ``Training`` is one.
+
+    A dry run has no other rank to compare with, and no audit of the first step.
+    """
     with torch.device("meta"):
         model = Llama(config)
     plan = LLAMA_SEQUENCE_PLAN if case.sequence else LLAMA_TP_PLAN
@@ -84,10 +89,11 @@ def parallel_llama(case: Any, mesh: Any, config: LlamaConfig, **more: Any) -> nn
         mesh,
         tp_plan=plan if case.mesh[2] > 1 else None,
         mp_policy=policy(case.mixed),
-        reshard_after_forward=case.reshard,
         activation_checkpointing=case.recompute,
-        shard_optimizer_over_replicate=case.hfsdp,
-        check_same_batch=False,  # a dry run has no other rank to compare with
+        fsdp=p3d.Sharding(
+            reshard_after_forward=case.reshard, shard_optimizer_over_replicate=case.hfsdp
+        ),
+        checks=p3d.Checks(same_batch=False, audit=False, example=example),
         **more,
     )
 
