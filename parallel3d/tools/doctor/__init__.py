@@ -19,10 +19,4 @@ if TYPE_CHECKING:
     from parallel3d.tools.doctor.finding import Finding as Finding
     from parallel3d.tools.doctor.finding import Severity as Severity
 else:
-    export_lazily(
-        __name__,
-        {
-            ".doctor": "Diagnosis Options doctor",
-            ".finding": "Finding Severity",
-        },
-    )
+    export_lazily(__name__, {".doctor": "Diagnosis Options doctor", ".finding": "Finding Severity"})

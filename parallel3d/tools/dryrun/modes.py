@@ -24,13 +24,7 @@ from parallel3d._torch.fake import (
     make_fake_mode,
 )
 from parallel3d._torch.groups import process_group_of
-from parallel3d._trace.kinds import (
-    arguments_of,
-    bytes_of,
-    kind_of,
-    product_of,
-    written_by,
-)
+from parallel3d._trace.kinds import arguments_of, bytes_of, kind_of, product_of, written_by
 from parallel3d._util.dry_run import HOST_DEVICE
 from parallel3d._util.recorder import Recorder, RecordingMode, Signature
 from parallel3d._util.trace import issuing

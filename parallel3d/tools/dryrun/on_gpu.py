@@ -35,10 +35,7 @@ def as_on_gpu(place: Place) -> Iterator[None]:
 
 
 def rms_norm(
-    input: Tensor,
-    normalized_shape: Any,
-    weight: Tensor | None = None,
-    eps: float | None = None,
+    input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
     """What ``F.rms_norm`` moves and keeps on a GPU, without its values: one kernel forward, one backward."""
     rows = input.shape[: input.ndim - len(normalized_shape)]

@@ -10,10 +10,4 @@ if TYPE_CHECKING:
     from parallel3d.tools.launch.targets import TARGETS as TARGETS
     from parallel3d.tools.launch.targets import launch_file as launch_file
 else:
-    export_lazily(
-        __name__,
-        {
-            ".job": "LaunchError LaunchJob",
-            ".targets": "TARGETS launch_file",
-        },
-    )
+    export_lazily(__name__, {".job": "LaunchError LaunchJob", ".targets": "TARGETS launch_file"})

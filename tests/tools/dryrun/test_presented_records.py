@@ -1,4 +1,4 @@
-"""Recorded programs, not ones made by hand: their timeline, warnings and comparison."""
+"""Recorded programs, not ones made by hand: their timeline and comparison."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from parallel3d.tools.dryrun.compare import compare
 from parallel3d.tools.dryrun.record import record
 from parallel3d.tools.dryrun.result import DryRun
 from parallel3d.tools.dryrun.timeline import calls_of, timeline
-from parallel3d.tools.dryrun.warnings import warnings_of
 
 WORLD = 8
 
@@ -32,7 +31,7 @@ class Model(nn.Module):
         return x
 
 
-def run(rank: int, *, skipped: bool = False, more_on: int = -1, hosts: int = 8) -> DryRun:
+def run(rank: int, *, skipped: bool = False, more_on: int = -1) -> DryRun:
     def program() -> None:
         mesh = p3d.build_mesh(MeshLayout(2, 2, 2), device_type="cpu")
         with torch.device("meta"):
@@ -48,7 +47,7 @@ def run(rank: int, *, skipped: bool = False, more_on: int = -1, hosts: int = 8) 
             optimizer.step()
             optimizer.zero_grad()
 
-    return record(program, WORLD, rank, gpus_per_node=hosts)
+    return record(program, WORLD, rank)
 
 
 @pytest.fixture(scope="module")
@@ -68,11 +67,6 @@ def test_a_records_timeline_has_its_steps_streams_and_overlap(first: DryRun) -> 
     ahead = [c for c in gathers if c.step == 1 and c.phase == "forward" and c.beside > 0]
     assert len(ahead) >= 2
     assert from_json(to_json(first)) == first
-
-
-def test_tensor_parallelism_within_and_across_nodes(first: DryRun) -> None:
-    assert "tp across nodes" not in [each.kind for each in warnings_of(first)]
-    assert "tp across nodes" in [each.kind for each in warnings_of(run(0, hosts=1))]
 
 
 def test_ranks_of_a_program_without_branches_agree(first: DryRun) -> None:
