@@ -40,7 +40,7 @@ OBJECTS = (
 def state() -> dict[str, Any]:
     """What a dry run changes while it lasts."""
     return {
-        "environment": dict(os.environ),
+        "environment": {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"},
         "argv": list(sys.argv),
         "path": list(sys.path),
         "group": dist.is_initialized(),
