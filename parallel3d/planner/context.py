@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from parallel3d.cp.choose import bytes_per_layer, choose, share_heads
-from parallel3d.mesh import MeshLayout
 from parallel3d.planner.heads import HeadShare, local_heads
 from parallel3d.planner.model_spec import AttentionSpec, ModelSpec
-from parallel3d.planner.workload import Workload
+from parallel3d.planner.workload import Local
 
 # Bytes an element that one more block of keys moves: the fp32 result is scaled, the block's bf16 result is
 # scaled to fp32 and added; in backward the block's gradient of the queries is added to an fp32 one.
@@ -77,15 +76,13 @@ class Kept(NamedTuple):
     received: float
 
 
-def _numbers(
-    attention: AttentionSpec, work: Workload, tp: int, cp: int, batch: int
-) -> dict[str, Any]:
+def _numbers(attention: AttentionSpec, local: Local) -> dict[str, Any]:
     """What ``bytes_per_layer`` and ``choose`` take."""
-    mine = local_heads(attention, tp)
+    mine, work = local_heads(attention, local.tp), local.work
     return {
-        "size": cp,
-        "batch": batch,
-        "length": work.local_tokens(cp) * cp,
+        "size": local.cp,
+        "batch": local.micro_batch,
+        "length": work.local_tokens(local.cp) * local.cp,
         "heads": mine.query,
         "kv_heads": mine.paired if mine.query % mine.paired == 0 else mine.query,
         "channels": attention.head_dim,
@@ -99,23 +96,22 @@ def why_not_ulysses(attention: AttentionSpec, tp: int, cp: int) -> str | None:
     return f"cp {cp} is more than the {mine} heads of a tp rank" if mine < cp else None
 
 
-def chosen(model: ModelSpec, work: Workload, layout: MeshLayout, micro_batch: int) -> str:
+def chosen(model: ModelSpec, local: Local) -> str:
     """The kind of attention over ``cp`` that the workload names; of "auto" the one that the library takes."""
     every = [(u.count, a) for u in model.units for a in u.attention]
-    if work.cp_attention != "auto" or not every:
-        return work.cp_attention
+    if local.work.cp_attention != "auto" or not every:
+        return local.work.cp_attention
     _, attention = max(every, key=lambda each: each[0])
-    numbers = _numbers(attention, work, layout.tp, layout.cp, micro_batch)
-    return choose(causal=attention.causal, **numbers).kind
+    return choose(causal=attention.causal, **_numbers(attention, local)).kind
 
 
-def share_of(attention: AttentionSpec, work: Workload, tp: int, cp: int) -> AttentionShare:
+def share_of(attention: AttentionSpec, local: Local) -> AttentionShare:
     """The share of the fullest rank."""
-    mine = local_heads(attention, tp)
+    mine, work, cp = local_heads(attention, local.tp), local.work, local.cp
     if cp == 1:
         return AttentionShare(mine, 1.0, work.seq_len)
     if work.cp_attention == "ulysses":
-        numbers = _numbers(attention, work, tp, cp, 1)
+        numbers = _numbers(attention, local)
         shares = share_heads(numbers["heads"], numbers["kv_heads"], cp)
         kv = max(share.kv_number for share in shares)
         return AttentionShare(HeadShare(max(s.number for s in shares), kv, kv), 1.0, work.seq_len)
@@ -126,15 +122,12 @@ def share_of(attention: AttentionSpec, work: Workload, tp: int, cp: int) -> Atte
     return AttentionShare(mine, 1 / cp, work.local_tokens(cp), cp - 1 + diagonal)
 
 
-def exchanges(
-    attention: AttentionSpec, work: Workload, tp: int, cp: int, micro_batch: int
-) -> tuple[Exchange, ...]:
+def exchanges(attention: AttentionSpec, local: Local) -> tuple[Exchange, ...]:
     """The collectives over ``cp`` of one layer and micro-batch."""
-    if cp == 1:
+    if (cp := local.cp) == 1:
         return ()
-    kind: Any = work.cp_attention
-    numbers = _numbers(attention, work, tp, cp, micro_batch)
-    traffic = bytes_per_layer(kind, **numbers)
+    kind: Any = local.work.cp_attention
+    traffic = bytes_per_layer(kind, **_numbers(attention, local))
     calls = {
         "ulysses": (("all_to_all", 2), ("all_to_all", 2)),
         "gather": (("all_gather", 1), ("reduce_scatter", 1)),
@@ -148,46 +141,45 @@ def exchanges(
     )
 
 
-def kept(attention: AttentionSpec, work: Workload, tp: int, cp: int) -> Kept:
+def kept(attention: AttentionSpec, local: Local) -> Kept:
     """What one layer's attention over ``cp`` keeps."""
-    if cp == 1:
+    if (cp := local.cp) == 1:
         return Kept(0.0, 0.0)
-    mine, share, dim = (
-        local_heads(attention, tp),
-        share_of(attention, work, tp, cp),
-        attention.head_dim,
-    )
-    if work.cp_attention == "ulysses":
-        pairs = max(cp * share.heads.paired, mine.paired)
+    mine, dim = local_heads(attention, local.tp), attention.head_dim
+    if local.work.cp_attention == "ulysses":
+        pairs = max(cp * share_of(attention, local).heads.paired, mine.paired)
         # The result both as attention gives it and as it goes on; keys and values that several ranks need.
         beyond = mine.query + 2 * (pairs - mine.paired)
         return Kept(beyond * dim, (2 * mine.query + 2 * pairs) * dim)
     others = 2 * (cp - 1) * mine.paired * dim  # keys and values of the other ranks
-    if work.cp_attention == "gather":
+    if local.work.cp_attention == "gather":
         return Kept(others, others + 2 * mine.paired * dim)
     return Kept(0.0, others)
 
 
-def working_bytes(attention: AttentionSpec, work: Workload, tp: int, cp: int) -> float:
+def working_bytes(attention: AttentionSpec, local: Local) -> float:
     """Bytes for each of a rank's tokens that one layer's attention holds for a moment in backward."""
+    work, cp = local.work, local.cp
     if cp == 1:
         return 0.0
-    mine, itemsize, dim = local_heads(attention, tp), work.compute_itemsize, attention.head_dim
+    mine, itemsize, dim = (
+        local_heads(attention, local.tp),
+        work.compute_itemsize,
+        attention.head_dim,
+    )
     pair = 2 * mine.paired * dim
     if work.cp_attention == "ulysses":  # a sent and a received buffer
         return 2 * (mine.query * dim + pair) * itemsize
     queries = 4 * mine.query * dim  # their gradient in fp32
-    if (
-        work.cp_attention == "gather"
-    ):  # gradients of all keys and values, in fp32 and as they are reduced
+    if work.cp_attention == "gather":
+        # Gradients of all keys and values, in fp32 and as they are reduced.
         return queries + cp * pair * (4 + itemsize)
-    return queries + pair * (
-        4 + 4 * itemsize
-    )  # an fp32 gradient; what comes and goes, and its gradients
+    # An fp32 gradient; what comes and goes, and its gradients.
+    return queries + pair * (4 + 4 * itemsize)
 
 
-def joined_bytes(attention: AttentionSpec, work: Workload, tp: int, cp: int) -> tuple[float, float]:
+def joined_bytes(attention: AttentionSpec, local: Local) -> tuple[float, float]:
     """(forward, backward) bytes for each of a rank's tokens that joining results moves."""
-    share = share_of(attention, work, tp, cp)
+    share = share_of(attention, local)
     elements = share.joins * share.heads.query * attention.head_dim
     return elements * _JOINED, elements * _ADDED

@@ -22,7 +22,7 @@ from parallel3d.planner.model_spec import (
 )
 from parallel3d.planner.recompute import KINDS
 from parallel3d.planner.stacks import OURS, Stack, stack_of
-from parallel3d.planner.workload import Workload
+from parallel3d.planner.workload import Local, Workload
 
 
 @dataclass(frozen=True)
@@ -54,38 +54,32 @@ class Kernels:
 
 
 @lru_cache(maxsize=4096)
-def kernels_of(
-    unit: UnitSpec, gpu: Gpu, work: Workload, tp: int, micro_batch: int, cp: int = 1
-) -> Kernels:
-    """The kernels of ``unit`` with ``micro_batch`` sequences, its layers divided over ``tp`` GPUs.
-
-    Args:
-        cp: over how many the sequences are.
-    """
-    gemms = gemms_of(unit, gpu, work, tp, micro_batch, cp)
+def kernels_of(unit: UnitSpec, local: Local) -> Kernels:
+    """The kernels of ``unit`` on one GPU."""
+    gpu, work = local.gpu, local.work
+    gemms = gemms_of(unit, local)
     each = [seconds for _, way, _, seconds in gemms if way == "forward"]
-    attention = [attention_time(a, gpu, work, tp, micro_batch, cp) for a in unit.attention]
-    counted = [elements(e, unit, work, tp) for e in unit.elementwise]
-    tokens = micro_batch * work.local_tokens(cp)
-    size = tokens * work.compute_itemsize / memory_rate(gpu)
+    attention = [attention_time(a, local) for a in unit.attention]
+    counted = [elements(e, unit, local) for e in unit.elementwise]
+    size = local.tokens * work.compute_itemsize / memory_rate(gpu)
     size *= work.profile.value("elementwise_time")
     matmul = sum(each), sum(seconds for _, way, _, seconds in gemms if way != "forward")
     attended = sum(a[0] for a in attention), sum(a[1] for a in attention)
-    beyond = _own_loss(unit, work, tp, tokens) / memory_rate(gpu)
+    beyond = _own_loss(unit, local) / memory_rate(gpu)
     elementwise = sum(e[0] for e in counted) * size, sum(e[1] for e in counted) * size + beyond
     forward = matmul[0] + attended[0] + elementwise[0]
     flops = [2.0 * m * n * k for _, way, (m, n, k), _ in gemms if way == "forward"]
     scored = 0.0
     for a in unit.attention:
-        share = share_of(a, work, tp, cp)
-        scores = micro_batch * share.heads.query * share.part * work.seq_len**2
+        share = share_of(a, local)
+        scores = local.micro_batch * share.heads.query * share.part * work.seq_len**2
         scored += 4.0 * scores * a.head_dim / (2 if a.causal else 1)
     all_flops = sum(flops) + scored
     backward_flops = 2 * sum(flops) + scored * constant("attention_backward").value
     started = [(1, 1) if work.compile else e.kernels for e in unit.elementwise]
     started += [(1, 2)] * (len(unit.matmuls) + len(unit.attention))
     host, engine = work.profile.value("launch"), work.profile.value("host_unit")
-    engine += work.profile.value("host_tp") if tp > 1 else 0.0
+    engine += work.profile.value("host_tp") if local.tp > 1 else 0.0
     again = again_flops = 0.0
     if unit.kind == "block":
         kind = KINDS[work.checkpointing]
@@ -111,11 +105,12 @@ def chunk_rows(tokens: int, hidden: int, classes: int) -> int:
     return min(max(tokens * hidden // max(classes, 1), _LEAST_ROWS), tokens)
 
 
-def _own_loss(unit: UnitSpec, work: Workload, tp: int, tokens: int) -> float:
+def _own_loss(unit: UnitSpec, local: Local) -> float:
     """Bytes that a loss over split logits, or in chunks, moves beyond one of whole logits.
 
     Its softmax is made by an operation each, and each chunk's gradient of the head is added to an fp32 sum.
     """
+    work, tp, tokens = local.work, local.tp, local.tokens
     heads = [local_sizes(m, tp) for m in unit.matmuls]
     is_split = tp > 1 and work.loss_parallel
     if unit.kind != "tail" or not heads or not (work.chunked_loss or is_split):
@@ -169,11 +164,9 @@ def local_sizes(matmul: Matmul, tp: int) -> tuple[int, int]:
     return (n, rows_computed(k, matmul.heads, matmul.kv, tp)) if split == "k" else (n, k)
 
 
-def gemms_of(
-    unit: UnitSpec, gpu: Gpu, work: Workload, tp: int, micro_batch: int, cp: int = 1
-) -> list[tuple[str, str, tuple[int, int, int], float]]:
+def gemms_of(unit: UnitSpec, local: Local) -> list[tuple[str, str, tuple[int, int, int], float]]:
     """(name, "forward", "input gradient" or "weight gradient", (m, n, k), seconds) of one unit's matmuls."""
-    tokens = micro_batch * work.local_tokens(cp)
+    gpu, work, tp, tokens = local.gpu, local.work, local.tp, local.tokens
     found, experts = [], {}
     for each in unit.matmuls:
         n, k = local_sizes(each, tp)
@@ -239,16 +232,12 @@ def best_attention(gpu: Gpu) -> str:
     return "cudnn" if gpu.family in ("h100", "h200", "b200", "gb200") else "flash2"
 
 
-def attention_time(
-    attention: AttentionSpec, gpu: Gpu, work: Workload, tp: int, micro_batch: int, cp: int = 1
-) -> tuple[float, float]:
+def attention_time(attention: AttentionSpec, local: Local) -> tuple[float, float]:
     """(forward, backward) seconds of the attention of one unit."""
-    share = share_of(attention, work, tp, cp)
-    scores = micro_batch * share.heads.query * share.part * work.seq_len**2
-    tokens = micro_batch * work.local_tokens(cp)
-    joining = [
-        tokens * each / memory_rate(gpu) for each in context.joined_bytes(attention, work, tp, cp)
-    ]
+    gpu, work, share = local.gpu, local.work, share_of(attention, local)
+    scores = local.micro_batch * share.heads.query * share.part * work.seq_len**2
+    joined = context.joined_bytes(attention, local)
+    joining = [local.tokens * each / memory_rate(gpu) for each in joined]
     whole = 4 * scores * attention.head_dim * work.profile.value("attention_time")
     kernel = attention_kernel(gpu, work)
     if kernel == "naive":
@@ -308,18 +297,17 @@ def backward_rate(gpu: Gpu) -> float:
     )
 
 
-def elements(each: Elementwise, unit: UnitSpec, work: Workload, tp: int) -> tuple[float, float]:
+def elements(each: Elementwise, unit: UnitSpec, local: Local) -> tuple[float, float]:
     """(forward, backward) elements for one token on one GPU."""
-    fused = work.compile or (each.norm and work.fused_norm)
+    fused = local.work.compile or (each.norm and local.work.fused_norm)
     forward, backward = each.fused if fused else each.eager
-    part = share(each.split, work, tp, unit.attention)
+    part = share(each.split, local, unit.attention)
     return forward / part, backward / part
 
 
-def share(
-    split: str, work: Workload, tp: int, attention: tuple[AttentionSpec, ...] = ()
-) -> int | float:
+def share(split: str, local: Local, attention: tuple[AttentionSpec, ...] = ()) -> int | float:
     """Over how many GPUs ``split`` (see ``Elementwise``) divides a token's values, on the fullest rank."""
+    work, tp = local.work, local.tp
     if split in ("heads", "kv") and attention:
         each, mine = attention[0], local_heads(attention[0], tp)
         return each.heads / mine.query if split == "heads" else each.kv_heads / mine.paired
@@ -365,21 +353,19 @@ class Activations:
     gradients: int = 0
 
 
-def activations_of(
-    model: ModelSpec, gpu: Gpu, work: Workload, tp: int, micro_batch: int, cp: int = 1
-) -> Activations:
-    """The activations of ``micro_batch`` sequences.
+def activations_of(model: ModelSpec, local: Local) -> Activations:
+    """The activations of a micro-batch.
 
     What goes to the host is on the GPU for two blocks: the one that computes, and the one beside it that is
     on its way. What the last block keeps stays.
     """
-    tokens = micro_batch * work.local_tokens(cp)
+    work, tp, tokens = local.work, local.tp, local.tokens
     kept = live = host = gradients = 0.0
     for unit in model.units:
-        gradients = max(gradients, _gradients(unit, model.hidden, gpu, work, tp, cp))
-        whole = _whole(unit, gpu, work, tp, cp)
-        mine = _kept(unit, whole, gpu, work, tp, cp)
-        moved = offloaded(unit, gpu, work, tp, cp)
+        gradients = max(gradients, _gradients(unit, model.hidden, local))
+        whole = _whole(unit, local)
+        mine = _kept(unit, whole, local)
+        moved = offloaded(unit, local)
         away = max(unit.count - 1, 0) * moved
         kept += unit.count * mine - away
         host += away
@@ -390,13 +376,13 @@ def activations_of(
         live = 0.0
     features = max((n for u in model.units for n in u.tp_inputs + u.tp_outputs), default=0)
     gathered = 3 * features * tokens * work.compute_itemsize if tp > 1 else 0
-    classes = ceil(model.vocab / share("loss", work, tp))
-    logits = classes * tokens * logit_bytes(work, tp)
+    classes = ceil(model.vocab / share("loss", local))
+    logits = classes * tokens * logit_bytes(local)
     if (
         work.chunked_loss
     ):  # of a chunk, see tp/vocab_parallel/rows.py; and the sum of the weight's gradient
         rows = chunk_rows(tokens, model.hidden, classes)
-        logits = classes * (rows * logit_bytes(work, tp) + 4 * model.hidden)
+        logits = classes * (rows * logit_bytes(local) + 4 * model.hidden)
     return Activations(
         int(kept * tokens),
         int(live * tokens),
@@ -407,7 +393,7 @@ def activations_of(
     )
 
 
-def _gradients(unit: UnitSpec, hidden: int, gpu: Gpu, work: Workload, tp: int, cp: int) -> float:
+def _gradients(unit: UnitSpec, hidden: int, local: Local) -> float:
     """Bytes a token that the backward of a block holds beyond the block's activations.
 
     A branch that ends in ``hidden`` features (attention, MLP) has the gradients of its last matmul's input,
@@ -418,9 +404,10 @@ def _gradients(unit: UnitSpec, hidden: int, gpu: Gpu, work: Workload, tp: int, c
     """
     if unit.kind != "block":
         return 0.0
+    work, tp = local.work, local.tp
     of_attention = [0.0]
     of_others, inside = [0.0], 0.0
-    between = hidden / share("sequence", work, tp)
+    between = hidden / share("sequence", local)
     for matmul in unit.matmuls:
         n, k = (size * matmul.times for size in local_sizes(matmul, tp))
         if matmul.n != hidden:
@@ -429,53 +416,55 @@ def _gradients(unit: UnitSpec, hidden: int, gpu: Gpu, work: Workload, tp: int, c
         branch = of_others if matmul.heads is None and unit.attention else of_attention
         branch.append((max(inside, k) + between) * work.compute_itemsize)
         inside = 0.0
-    held = max((context.working_bytes(a, work, tp, cp) for a in unit.attention), default=0.0)
-    if attention_kernel(gpu, work) == "naive":
+    held = max((context.working_bytes(a, local) for a in unit.attention), default=0.0)
+    if attention_kernel(local.gpu, work) == "naive":
         rows = (local_heads(a, tp).query for a in unit.attention)
         held += 2 * max(rows, default=0) * work.seq_len * work.compute_itemsize
     free = sum(a.elements for a in unit.activations if a.split == "tp" and not a.eager_only) / tp
     return max(*of_others, max(of_attention) + held - free * work.compute_itemsize, 0.0)
 
 
-def offloaded(unit: UnitSpec, gpu: Gpu, work: Workload, tp: int, cp: int) -> float:
+def offloaded(unit: UnitSpec, local: Local) -> float:
     """Bytes a token that one unit sends to the host in forward and fetches in backward."""
     if unit.kind != "block":
         return 0.0
-    if work.checkpointing == "offload":
-        return _whole(unit, gpu, work, tp, cp)
-    return _entry(unit, work, tp) if work.checkpointing == "full_offload" else 0.0
+    if local.work.checkpointing == "offload":
+        return _whole(unit, local)
+    return _entry(unit, local) if local.work.checkpointing == "full_offload" else 0.0
 
 
-def logit_bytes(work: Workload, tp: int) -> float:
+def logit_bytes(local: Local) -> float:
     """Bytes a logit at the peak of the loss."""
-    if tp > 1 and work.loss_parallel and not work.fused_loss:
+    work = local.work
+    if local.tp > 1 and work.loss_parallel and not work.fused_loss:
         whole = _LOGIT["compiled" if work.compile else "eager"]
         return min(work.profile.value("split_logit"), whole)
     return _LOGIT["fused" if work.fused_loss else "compiled" if work.compile else "eager"]
 
 
-def _whole(unit: UnitSpec, gpu: Gpu, work: Workload, tp: int, cp: int) -> float:
+def _whole(unit: UnitSpec, local: Local) -> float:
     """Bytes a token that one unit keeps without recomputation."""
-    beyond = sum(context.kept(a, work, tp, cp).beyond for a in unit.attention)
-    return _bytes(unit, unit.activations, gpu, work, tp) + beyond * work.compute_itemsize
+    beyond = sum(context.kept(a, local).beyond for a in unit.attention)
+    return _bytes(unit, unit.activations, local) + beyond * local.work.compute_itemsize
 
 
-def _entry(unit: UnitSpec, work: Workload, tp: int) -> float:
+def _entry(unit: UnitSpec, local: Local) -> float:
     """Bytes a token of a block's input."""
     inputs = [*unit.tp_outputs, *(m.k for m in unit.matmuls)]
-    return (inputs[0] if inputs else 0) / share("sequence", work, tp) * work.compute_itemsize
+    return (inputs[0] if inputs else 0) / share("sequence", local) * local.work.compute_itemsize
 
 
-def _kept(unit: UnitSpec, whole: float, gpu: Gpu, work: Workload, tp: int, cp: int) -> float:
+def _kept(unit: UnitSpec, whole: float, local: Local) -> float:
     """Bytes a token that one unit keeps until its backward; ``whole``: all its activations."""
+    work, tp = local.work, local.tp
     if unit.kind != "block" or work.checkpointing in ("none", "offload"):
         return whole
-    entry = _entry(unit, work, tp)
+    entry = _entry(unit, local)
     if work.checkpointing in ("full", "full_offload"):
         return entry
     if work.checkpointing == "selective_layer":
         return (whole + entry) / 2
-    sequence = share("sequence", work, tp)
+    sequence = share("sequence", local)
     attended = [a for a in unit.activations if a.of == "attention"]
     if work.checkpointing == "selective":
         # Of a rowwise matmul, whose result is only summed over tp, the sum is kept; of a colwise one also
@@ -485,23 +474,21 @@ def _kept(unit: UnitSpec, whole: float, gpu: Gpu, work: Workload, tp: int, cp: i
             m.times * local_sizes(m, tp)[0] / split.get(m.split or "", 1.0) for m in unit.matmuls
         )
         results += sum(unit.tp_inputs) if sequence > 1 else 0
-        results += sum(context.kept(a, work, tp, cp).received for a in unit.attention)
+        results += sum(context.kept(a, local).received for a in unit.attention)
     else:
         kept = unit.matmuls[0::2]
         results = sum(local_sizes(m, tp)[0] / (1 if m.split == "n" else sequence) for m in kept)
-    return entry + results * work.compute_itemsize + _bytes(unit, attended, gpu, work, tp)
+    return entry + results * work.compute_itemsize + _bytes(unit, attended, local)
 
 
-def _bytes(
-    unit: UnitSpec, activations: Sequence[Activation], gpu: Gpu, work: Workload, tp: int
-) -> float:
+def _bytes(unit: UnitSpec, activations: Sequence[Activation], local: Local) -> float:
     """Bytes a token of ``activations``."""
-    found = 0.0
+    work, found = local.work, 0.0
     for each in activations:
         is_fused = work.compile or (each.of == "norm" and work.fused_norm)
         if not (each.eager_only and is_fused):
-            part = share(each.split, work, tp, unit.attention)
+            part = share(each.split, local, unit.attention)
             found += each.elements * (each.itemsize or work.compute_itemsize) / part
-    if unit.attention and attention_kernel(gpu, work) == "naive" and activations:
-        found += sum(local_heads(a, tp).query * work.seq_len * _NAIVE for a in unit.attention)
+    if unit.attention and attention_kernel(local.gpu, work) == "naive" and activations:
+        found += sum(local_heads(a, local.tp).query * work.seq_len * _NAIVE for a in unit.attention)
     return found

@@ -208,7 +208,7 @@ def memory_of(step: Step) -> PredictedMemory:
     model, work, gpu = step.model, step.workload, step.cluster.gpu
     layout = step.layout
     state = state_memory(model, layout, work)
-    kept = activations_of(model, gpu, work, layout.tp, step.micro_batch, layout.cp)
+    kept = activations_of(model, step.local)
     moments = _moments(state, kept, step.accumulation, _last(model))
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     inputs: dict[str, Mapping[str, float | str]] = {
@@ -224,7 +224,7 @@ def memory_of(step: Step) -> PredictedMemory:
             "micro_batch": step.micro_batch,
             "tokens of a sequence": work.local_tokens(layout.cp),
             "vocab": model.vocab,
-            "bytes a logit": logit_bytes(work, layout.tp),
+            "bytes a logit": logit_bytes(step.local),
             "loss_parallel": str(work.loss_parallel),
             **(
                 {"chunked": "a chunk's logits and the fp32 sum of the head's gradient"}

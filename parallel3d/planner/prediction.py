@@ -52,7 +52,7 @@ from parallel3d.planner.uncertainty import (
     residuals,
     speed_interval,
 )
-from parallel3d.planner.workload import Step, Workload
+from parallel3d.planner.workload import Local, Step, Workload
 
 _GIB = 2**30
 
@@ -217,21 +217,23 @@ def predict(
             )
     micro_batch, accumulation = _batches(layout, workload)
     if layout.cp > 1:
-        workload = _with_kind(model, layout, workload, micro_batch)
+        workload = _with_kind(
+            model, Local(cluster.gpu, workload, layout.tp, micro_batch, layout.cp)
+        )
     return Prediction(model, layout, cluster, workload, micro_batch, accumulation)
 
 
-def _with_kind(model: ModelSpec, layout: MeshLayout, work: Workload, micro_batch: int) -> Workload:
-    """``work`` with the kind of attention over ``cp`` that is used.
+def _with_kind(model: ModelSpec, local: Local) -> Workload:
+    """The workload with the kind of attention over ``cp`` that is used.
 
     Raises:
         PlanningError: Ulysses, with fewer heads than ranks.
     """
-    work = replace(work, cp_attention=chosen(model, work, layout, micro_batch))
+    work = replace(local.work, cp_attention=chosen(model, local))
     if work.cp_attention == "ulysses":
         for unit in model.units:
             for each in unit.attention:
-                if (why := why_not_ulysses(each, layout.tp, layout.cp)) is not None:
+                if (why := why_not_ulysses(each, local.tp, local.cp)) is not None:
                     raise PlanningError(f"cp_attention='ulysses': {why}; take 'gather' or 'ring'")
     return work
 
@@ -300,7 +302,7 @@ def _rates(gpu: Gpu, stack: Stack) -> Iterator[Term]:
 
 
 def _matmuls(prediction: Prediction, unit: UnitSpec) -> Iterator[Term]:
-    gpu, work, layout = prediction.cluster.gpu, prediction.workload, prediction.layout
+    gpu, work = prediction.cluster.gpu, prediction.workload
     itemsize = 1 if work.float8 and unit.kind == "block" else work.compute_itemsize
     formula = (
         "start + ((FLOPs * slowdown / (matmul rate * TFLOPs^gemm_growth))^p "
@@ -309,9 +311,7 @@ def _matmuls(prediction: Prediction, unit: UnitSpec) -> Iterator[Term]:
     casts = {"float8_cast": constant("float8_cast")} if itemsize == 1 else {}
     if casts:
         formula += " + float8_cast (m k + k n) / memory rate"
-    for name, way, (m, n, k), seconds in gemms_of(
-        unit, gpu, work, layout.tp, prediction.micro_batch, layout.cp
-    ):
+    for name, way, (m, n, k), seconds in gemms_of(unit, prediction.local):
         yield Term(
             f"{name} {way}",
             seconds,
@@ -332,20 +332,20 @@ def _matmuls(prediction: Prediction, unit: UnitSpec) -> Iterator[Term]:
 
 
 def _attention(prediction: Prediction, unit: UnitSpec) -> Iterator[Term]:
-    gpu, work, layout = prediction.cluster.gpu, prediction.workload, prediction.layout
-    kernel, sizes = attention_kernel(gpu, work), (layout.tp, layout.cp)
+    local = prediction.local
+    gpu, work, kernel = local.gpu, local.work, attention_kernel(local.gpu, local.work)
     beside = work.profile.constant("attention_time")
     for attention in unit.attention:
-        both = attention_time(attention, gpu, work, layout.tp, prediction.micro_batch, layout.cp)
-        share = share_of(attention, work, *sizes)
-        for way, seconds in zip(("forward", "backward"), both, strict=True):
+        share, joined = share_of(attention, local), joined_bytes(attention, local)
+        both = attention_time(attention, local)
+        for way, seconds, joins in zip(("forward", "backward"), both, joined, strict=True):
             inputs: dict[str, float | str | Constant] = {
                 "heads of a rank": share.heads.query,
                 "head_dim": attention.head_dim,
                 "seq_len": work.seq_len,
                 "causal": str(attention.causal),
             }
-            if layout.cp > 1:
+            if local.cp > 1:
                 inputs["part of their scores"] = share.part
             if kernel == "naive":
                 formula = "4 b heads s^2 head_dim / matmul rate + bytes a score * b heads s^2 / memory rate"
@@ -362,12 +362,8 @@ def _attention(prediction: Prediction, unit: UnitSpec) -> Iterator[Term]:
             if beside.value != 1:
                 formula, inputs["attention_time"] = f"{formula} * attention_time", beside
             if share.joins:
-                joined = dict(
-                    zip(("forward", "backward"), joined_bytes(attention, work, *sizes), strict=True)
-                )
-                tokens = prediction.micro_batch * work.local_tokens(layout.cp)
                 formula += " + bytes of joined results / memory rate"
-                inputs["bytes of joined results"] = tokens * joined[way]
+                inputs["bytes of joined results"] = local.tokens * joins
                 inputs["s"] = share.length
             if work.compute_itemsize > 2:
                 formula += " * fp32_slowdown"
@@ -376,19 +372,18 @@ def _attention(prediction: Prediction, unit: UnitSpec) -> Iterator[Term]:
 
 
 def _elementwise(prediction: Prediction, unit: UnitSpec) -> Iterator[Term]:
-    work, tp, micro_batch = prediction.workload, prediction.layout.tp, prediction.micro_batch
-    cp = prediction.layout.cp
-    kernels = kernels_of(unit, prediction.cluster.gpu, work, tp, micro_batch, cp)
+    local, work = prediction.local, prediction.workload
+    kernels = kernels_of(unit, local)
     beside = work.profile.constant("elementwise_time")
     sizes: dict[str, float] = {
-        "tokens": micro_batch * work.local_tokens(cp),
+        "tokens": local.tokens,
         "bytes an element": work.compute_itemsize,
     }
     for index, way in enumerate(("forward", "backward")):
         if kernels.elementwise[index]:
             moved: dict[str, float] = defaultdict(float)
             for e in unit.elementwise:
-                moved[f"elements of {e.name}"] += elements(e, unit, work, tp)[index]
+                moved[f"elements of {e.name}"] += elements(e, unit, local)[index]
             formula = "tokens * elements read and written * bytes an element / memory rate"
             if beside.value != 1:
                 formula, sizes["elementwise_time"] = f"{formula} * elementwise_time", beside.value
@@ -407,10 +402,10 @@ def _collectives(prediction: Prediction, unit: UnitSpec) -> Iterator[Term]:
     shard = shard_link(layout, cluster)
     calls: list[tuple[str, str, float, AxisLink]] = [
         (f"tp {kind} {way}", kind, nbytes, tp)
-        for way, kind, nbytes in tp_collectives(unit, work, prediction.micro_batch, tp, cp.size)
+        for way, kind, nbytes in tp_collectives(unit, prediction.local)
     ]
     for attention in unit.attention:
-        for each in exchanges(attention, work, tp.size, cp.size, prediction.micro_batch):
+        for each in exchanges(attention, prediction.local):
             times = f", {each.count} times" if each.count > 1 else ""
             name = f"cp {each.operation} {each.way}{times}"
             calls.append((name, each.operation, each.nbytes, cp))

@@ -8,7 +8,7 @@ from itertools import pairwise
 from math import log2, prod
 
 from parallel3d._play.units import Exposed, PlayRules, UnitTimes, exposed_of
-from parallel3d.planner.cluster import AxisLink, Gpu, collective_time, link_of, shard_link
+from parallel3d.planner.cluster import Gpu, collective_time, link_of, shard_link
 from parallel3d.planner.constants import Constant, Term, constant
 from parallel3d.planner.context import exchanges
 from parallel3d.planner.engine import tp_cut
@@ -23,7 +23,7 @@ from parallel3d.planner.kernels import (
 )
 from parallel3d.planner.model_spec import UnitSpec
 from parallel3d.planner.recompute import KINDS
-from parallel3d.planner.workload import Step, Workload
+from parallel3d.planner.workload import Local, Step
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,11 @@ def step_time(step: Step) -> StepTime:
     return _Timing(step).time()
 
 
-def tp_collectives(
-    unit: UnitSpec, work: Workload, micro_batch: int, link: AxisLink, cp: int = 1
-) -> list[tuple[str, str, int]]:
+def tp_collectives(unit: UnitSpec, local: Local) -> list[tuple[str, str, int]]:
     """("forward" or "backward", operation, bytes) of the collectives over ``tp`` of one unit."""
-    if link.size == 1:
+    if local.tp == 1:
         return []
-    size = micro_batch * work.local_tokens(cp) * work.compute_itemsize
+    work, size = local.work, local.tokens * local.work.compute_itemsize
     inputs, outputs = ([size * n for n in each] for each in (unit.tp_inputs, unit.tp_outputs))
     if not work.sequence_parallel:
         calls = [("forward", "all_reduce", n) for n in outputs]
@@ -68,7 +66,7 @@ def tp_collectives(
     calls += [("forward", "reduce_scatter", n) for n in outputs]
     calls += [("backward", "reduce_scatter", n) for n in inputs]
     calls += [("backward", "all_gather", n) for n in outputs]
-    if share("gathered", work, link.size) > 1:
+    if share("gathered", local) > 1:
         calls += [("backward", "all_gather", n) for n in inputs]
     return calls
 
@@ -91,7 +89,7 @@ class _Timing:
         self.gpu, self.accumulation = step.cluster.gpu, step.accumulation
         self.stack = step.workload.profile
         self.units, self.rate = step.model.units, memory_rate(self.gpu)
-        self.tokens = step.micro_batch * step.workload.local_tokens(step.layout.cp)
+        self.local = step.local
         self.hybrid = step.workload.is_hybrid(step.layout.replicate)
         # Elements of the parameters of one tp rank, before they are sharded: of each unit, of all.
         self.sizes = {id(u): local_numel(u, self.layout.tp) for u in self.units}
@@ -102,8 +100,7 @@ class _Timing:
 
     def time(self) -> StepTime:
         units, tp, cp = self.units, self.layout.tp, self.layout.cp
-        micro_batch = self.step.micro_batch
-        kernels = [kernels_of(u, self.gpu, self.work, tp, micro_batch, cp) for u in units]
+        kernels = [kernels_of(u, self.local) for u in units]
         times = [self.unit_times(u, k) for u, k in zip(units, kernels, strict=True)]
         tp_total = sum(t.count * (t.tp_forward + t.tp_backward) for t in times)
         waits = {name: self.stack.constant(name) for name in ("tp_exposed", "tp_wait")}
@@ -114,7 +111,7 @@ class _Timing:
                 "tensor parallel",
                 tp_total,
                 "tp_exposed * tp_wait * sum of the units' collectives over tp",
-                {"tp": tp, "of a micro-batch": tp_total, **waits, "tokens": self.tokens},
+                {"tp": tp, "of a micro-batch": tp_total, **waits, "tokens": self.local.tokens},
             ),
             *self.context_terms(times, *lost),
             *self.engine_terms(*lost),
@@ -122,7 +119,8 @@ class _Timing:
         ]
         terms.append(self.stragglers(sum(term.value for term in terms)))
         flops = [u.count * sum(k.flops) for u, k in zip(units, kernels, strict=True)]
-        plain = [kernels_of(u, self.gpu, self.work, 1, micro_batch).flops for u in units]
+        whole = self.local._replace(tp=1, cp=1)
+        plain = [kernels_of(u, whole).flops for u in units]
         useful = sum(u.count * (f[0] + f[1]) for u, f in zip(units, plain, strict=True))
         return StepTime(
             {term.name: term for term in terms},
@@ -139,13 +137,13 @@ class _Timing:
     def tp_time(self, unit: UnitSpec) -> tuple[float, float]:
         """(forward, backward) seconds of the collectives over ``tp`` of one unit."""
         total = {"forward": 0.0, "backward": 0.0}
-        link, micro_batch = self.links["tp"], self.step.micro_batch
+        micro_batch = self.step.micro_batch
         wait = self.stack.value("tp_wait") * self.stack.value("tp_exposed")
         beside = self.weight_gradients(unit) * self.stack.value("tp_beside")
         # Of several sequences the parts that ranks have don't follow one another.
         packed = {"forward": ("all_gather",), "backward": ("all_gather", "reduce_scatter")}
         last = 0.0  # of forward: what the block's last matmul is followed by
-        for way, kind, nbytes in tp_collectives(unit, self.work, micro_batch, link, self.layout.cp):
+        for way, kind, nbytes in tp_collectives(unit, self.local):
             seconds = self.collective(kind, nbytes, "tp") * wait
             if micro_batch > 1 and self.work.sequence_parallel and kind in packed.get(way, ()):
                 seconds += self.stack.value("tp_packed") * nbytes / self.rate
@@ -157,9 +155,8 @@ class _Timing:
 
     def weight_gradients(self, unit: UnitSpec) -> float:
         """Seconds of the weight gradients of the colwise layers of one shared input."""
-        work, layout, micro_batch = self.work, self.layout, self.step.micro_batch
         colwise = {matmul.name for matmul in unit.matmuls if matmul.split == "n"}
-        gemms = gemms_of(unit, self.gpu, work, layout.tp, micro_batch, layout.cp)
+        gemms = gemms_of(unit, self.local)
         found = (s for name, way, _, s in gemms if name in colwise and way == "weight gradient")
         return sum(found) / max(len(unit.tp_inputs), 1)
 
@@ -181,12 +178,11 @@ class _Timing:
         Beside the sends of a ring attention computes; an all-to-all and a gather are waited for, with their
         packing and unpacking.
         """
-        tp, cp, micro_batch = self.layout.tp, self.layout.cp, self.step.micro_batch
         total = {"forward": 0.0, "backward": 0.0}
-        for a in unit.attention if cp > 1 else ():
-            whole = attention_time(a, self.gpu, self.work, tp, micro_batch, cp)
+        for a in unit.attention if self.layout.cp > 1 else ():
+            whole = attention_time(a, self.local)
             own = dict(zip(total, whole, strict=True))
-            for each in exchanges(a, self.work, tp, cp, micro_batch):
+            for each in exchanges(a, self.local):
                 seconds = self.collective(each.operation, each.nbytes, "cp")
                 step = own[each.way] / (each.count + 1) if each.beside else 0.0
                 slowed = constant("overlap_slowdown").value * min(seconds, step)
@@ -200,8 +196,7 @@ class _Timing:
         cp_forward, cp_backward = self.cp_time(unit)
         forward = kernels.forward + tp_forward + cp_forward
         backward = kernels.backward + tp_backward + cp_backward
-        moved = offloaded(unit, self.gpu, work, self.layout.tp, self.layout.cp)
-        moved *= self.tokens
+        moved = offloaded(unit, self.local) * self.local.tokens
         numel = self.sizes[id(unit)]
         gather = reduce = summed = again = 0.0
         if work.sharding == "fsdp" and numel:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 from parallel3d.errors import PlanningError
 from parallel3d.mesh import MeshLayout
 from parallel3d.planner.arguments import check_choice, check_size
-from parallel3d.planner.cluster import Cluster
+from parallel3d.planner.cluster import Cluster, Gpu
 from parallel3d.planner.model_spec import ModelSpec
 from parallel3d.planner.recompute import KINDS
 from parallel3d.planner.stacks import OURS, Stack, stack_of
@@ -142,6 +143,25 @@ class Workload:
         return state if self.optimizer == "adamw_8bit" else state * self.param_itemsize // 4
 
 
+class Local(NamedTuple):
+    """What one GPU has of a micro-batch.
+
+    Attributes:
+        tp: over how many GPUs layers are divided; cp: over how many each sequence is.
+        micro_batch: sequences.
+    """
+
+    gpu: Gpu
+    work: Workload
+    tp: int = 1
+    micro_batch: int = 1
+    cp: int = 1
+
+    @property
+    def tokens(self) -> int:
+        return self.micro_batch * self.work.local_tokens(self.cp)
+
+
 @dataclass(frozen=True)
 class Step:
     """An optimizer step.
@@ -158,3 +178,9 @@ class Step:
     workload: Workload
     micro_batch: int
     accumulation: int
+
+    @property
+    def local(self) -> Local:
+        """What a GPU has of a micro-batch."""
+        layout = self.layout
+        return Local(self.cluster.gpu, self.workload, layout.tp, self.micro_batch, layout.cp)

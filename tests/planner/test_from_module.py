@@ -19,6 +19,7 @@ from parallel3d.planner import (
     spec_from_shapes,
 )
 from parallel3d.planner.kernels import activations_of
+from parallel3d.planner.workload import Local
 
 PLAN = {
     "tok_embeddings": "embedding",
@@ -60,7 +61,7 @@ def flops(spec):
 def kept(spec, work, tp=1):
     """Bytes that the blocks keep of a micro-batch."""
     blocks = tuple(u for u in spec.units if u.kind == "block")
-    return activations_of(dataclasses.replace(spec, units=blocks), H100.gpu, work, tp, 1).kept
+    return activations_of(dataclasses.replace(spec, units=blocks), Local(H100.gpu, work, tp)).kept
 
 
 def speed(spec, work, tp):
@@ -243,7 +244,7 @@ def test_its_sequences_can_be_cut_over_cp():
         model = Llama(LlamaConfig.named("small"))
     spec = spec_from_module(model, seq_len=256)
     work = Workload(seq_len=65536, micro_batch=1, cp_attention="ring")
-    whole, part = (activations_of(spec, H100.gpu, work, 1, 1, cp).kept for cp in (1, 4))
+    whole, part = (activations_of(spec, Local(H100.gpu, work, cp=cp)).kept for cp in (1, 4))
     assert part == pytest.approx(whole / 4, rel=1e-3)
     found = predict(spec, MeshLayout(1, 2, 1, cp=4), H100, work)
     assert found.time.terms["context parallel"].value > 0

@@ -10,6 +10,7 @@ from parallel3d.planner.decoder import Decoder
 from parallel3d.planner.heads import head_share, local_heads
 from parallel3d.planner.kernels import activations_of, kernels_of, local_sizes
 from parallel3d.planner.step_time import local_numel
+from parallel3d.planner.workload import Local
 from parallel3d.tp import resolve_plan
 
 GPU = Cluster.of("h100").gpu
@@ -67,7 +68,7 @@ def test_keys_and_values_of_fewer_heads_than_ranks_are_whole():
 def test_uneven_heads_cost_what_the_fullest_rank_has():
     """Six heads on four ranks take as long, and keep as much, as eight would."""
     six, eight = block(6, 6, head_dim=64), block(8, 8, head_dim=64)
-    kernels = [kernels_of(unit, GPU, WORK, 4, 1) for unit in (six, eight)]
+    kernels = [kernels_of(unit, Local(GPU, WORK, 4)) for unit in (six, eight)]
     assert kernels[0].attention == kernels[1].attention
     sums = [a for unit in (six, eight) for a in unit.activations if a.name == "softmax sums"]
     assert sums[0].elements != sums[1].elements
@@ -91,5 +92,7 @@ def test_kept_activations_of_uneven_heads():
     splits = {a.split for u in found.units if u.kind == "block" for a in u.activations}
     assert {"heads", "kv", "tp"} <= splits
     for tp in (1, 2, 4):
-        kept = [activations_of(spec, GPU, WORK, tp, 1).kept for spec in (found, spec_of(config))]
+        kept = [
+            activations_of(spec, Local(GPU, WORK, tp)).kept for spec in (found, spec_of(config))
+        ]
         assert kept[0] == pytest.approx(kept[1], rel=0.1)

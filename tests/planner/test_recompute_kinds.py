@@ -11,6 +11,7 @@ from parallel3d.planner.constants import constant
 from parallel3d.planner.kernels import activations_of, offloaded
 from parallel3d.planner.recompute import KINDS, OWN
 from parallel3d.planner.step_time import tp_collectives
+from parallel3d.planner.workload import Local
 
 LLAMA = spec_from_shapes(
     layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256, name="llama-8b"
@@ -21,7 +22,7 @@ BLOCK = next(unit for unit in LLAMA.units if unit.kind == "block")
 
 
 def kept(kind: str, tp: int = 1, **more):
-    return activations_of(LLAMA, H100.gpu, replace(WORK, checkpointing=kind, **more), tp, 1)
+    return activations_of(LLAMA, Local(H100.gpu, replace(WORK, checkpointing=kind, **more), tp))
 
 
 def at(kind: str, layout: MeshLayout | None = None, cluster: Cluster = H100, **more):
@@ -46,7 +47,7 @@ def test_what_selective_keeps_of_a_llama_block() -> None:
 def _whole_block() -> float:
     """Bytes a token that a block keeps without recomputation."""
     work = replace(WORK, checkpointing="offload")
-    return offloaded(BLOCK, H100.gpu, work, 1, 1)
+    return offloaded(BLOCK, Local(H100.gpu, work))
 
 
 def test_under_tp_selective_keeps_sums_and_gathered_inputs() -> None:
@@ -88,7 +89,7 @@ def test_collectives_that_are_sent_again(kind: str, part: float) -> None:
         last = 0.0
         if axis == "tp":
             unit, link = plain.model.units[1], link_of(plain.layout, "tp", plain.cluster)
-            calls = tp_collectives(unit, plain.workload, 1, link, 2)
+            calls = tp_collectives(unit, plain.local)
             (*_, (_, kind_of, nbytes)) = (call for call in calls if call[0] == "forward")
             last = 1.4 * collective_time(kind_of, nbytes, link, plain.cluster)
         assert repeated == pytest.approx(part * (forward - last))

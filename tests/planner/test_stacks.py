@@ -13,6 +13,7 @@ from parallel3d.planner.cluster import gpu
 from parallel3d.planner.constants import CONSTANTS
 from parallel3d.planner.kernels import attention_kernel, kernels_of, matmul_rate, power_limited
 from parallel3d.planner.stacks import OURS, Stack, read_stack, read_stack_file, stack_of, stacks
+from parallel3d.planner.workload import Local
 
 LLAMA = spec_from_hf_config("llama-3.1-8b")
 BLOCK = next(unit for unit in LLAMA.units if unit.kind == "block")
@@ -84,7 +85,7 @@ class TestStacks:
     def test_recomputation_stops_before_the_blocks_last_matmul(self) -> None:
         full = dataclasses.replace(WORK, checkpointing="full")
         whole = dataclasses.replace(full, stack="megatron-2023")
-        ours, theirs = (kernels_of(BLOCK, gpu("a100"), w, 1, 1) for w in (full, whole))
+        ours, theirs = (kernels_of(BLOCK, Local(gpu("a100"), w)) for w in (full, whole))
         down = 2.0 * 4096 * 4096 * 14336
         assert theirs.flops[2] - ours.flops[2] == pytest.approx(down)
         assert ours.again < theirs.again
