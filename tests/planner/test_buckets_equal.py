@@ -1,6 +1,7 @@
 """The planner's buckets are the engine's: both run the arithmetic of ``fsdp/layout.py``."""
 
 import ast
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -136,38 +137,37 @@ def compare(model: nn.Module, plan: object, layout: MeshLayout, itemsize: int) -
     return found
 
 
+def llama(heads: int, kv_heads: int) -> nn.Module:
+    """Heads that the layouts don't divide."""
+    return Llama(LlamaConfig(64 if heads == 8 else 48, 4, heads, kv_heads, 67, 9, 16))
+
+
+MODELS = {
+    **{make.__name__: (make, PLAN, 4) for make in (plain, even, frozen, mixed)},
+    "bfloat16": (lambda: frozen().bfloat16(), PLAN, 2),
+    "float64": (lambda: frozen().double(), PLAN, 8),
+    **{
+        f"llama {heads}": (partial(llama, *heads), tp_plan(False), 4)
+        for heads in ((8, 2), (6, 3), (6, 1))
+    },
+}
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("make", [plain, even, frozen, mixed], ids=lambda make: make.__name__)
-def test_buckets_equal_the_engines(make, layout, monkeypatch):
+@pytest.mark.parametrize("name", MODELS)
+def test_buckets_equal_the_engines(name, layout, monkeypatch):
     monkeypatch.setattr(param, "CPU_BYTES", LARGE)
-    found = compare(make(), PLAN, layout, 4)
-    if make in (even, frozen, mixed) and layout.shard > 1:
+    make, plan, itemsize = MODELS[name]
+    found = compare(make(), plan, layout, itemsize)
+    if name in ("even", "frozen", "mixed") and layout.shard > 1:
         assert any(any(zero_copy for _, zero_copy, _ in each[-1]) for each in found)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-def test_of_other_dtypes(dtype, layout, monkeypatch):
-    monkeypatch.setattr(param, "CPU_BYTES", LARGE)
-    compare(frozen().to(dtype), PLAN, layout, dtype.itemsize)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("heads", [(8, 2), (6, 3), (6, 1)], ids=str)
-def test_of_a_transformer_with_uneven_heads(heads, layout, monkeypatch):
-    monkeypatch.setattr(param, "CPU_BYTES", LARGE)
-    config = LlamaConfig(48 if 6 in heads else 64, 4, *heads, 67, 9, 16)
-    compare(Llama(config), tp_plan(False), layout, 4)
 
 
 def test_the_shared_files_import_no_torch():
     """Of ``fsdp`` the planner may import these and ``fsdp.inspect``; ``tests/house.py`` sees to it."""
     folder = Path(param.__file__).parent
     for name in ("layout", "schedule"):
-        nodes = ast.walk(ast.parse((folder / f"{name}.py").read_text()))
-        imports = [
-            alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names
-        ]
-        nodes = ast.walk(ast.parse((folder / f"{name}.py").read_text()))
+        nodes = [*ast.walk(ast.parse((folder / f"{name}.py").read_text()))]
+        imports = [each.name for n in nodes if isinstance(n, ast.Import) for each in n.names]
         imports += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
         assert not [i for i in imports if i.split(".")[0] in ("torch", "parallel3d")], name

@@ -32,62 +32,36 @@ OLD = {
     "eos_token_id": 2,
 }
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+OLD_HIDDEN = {"hidden_size": 96, "vocab_size": 320}
+PLAIN = "llama qwen2 phi phi3 olmo olmo2 starcoder2 cohere cohere2 granite smollm3 exaone4 arcee"
 FAMILIES = [
-    ("llama", SMALL),
-    ("llama", SMALL | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
-    ("llama", SMALL | {"head_dim": 32}),
-    ("mistral", SMALL | {"head_dim": 24}),
-    ("qwen2", SMALL),
-    ("qwen3", SMALL | {"head_dim": 32, "attention_bias": True}),
-    ("gemma", SMALL | {"head_dim": 32}),
-    ("gemma2", SMALL | {"head_dim": 32}),
-    ("gemma3_text", SMALL | {"head_dim": 32}),
-    ("gpt2", OLD),
-    ("gpt2", OLD | {"n_inner": 100}),
-    ("gpt_bigcode", OLD),
-    (
-        "gpt_neo",
-        {
-            "num_layers": 2,
-            "hidden_size": 96,
-            "num_heads": 6,
-            "vocab_size": 320,
-            "attention_types": [[["global"], 2]],
-        },
+    *((kind, SMALL) for kind in PLAIN.split()),
+    *((kind, SMALL | {"head_dim": 16}) for kind in ("nemotron", "glm", "glm4", "helium")),
+    *(
+        (k, SMALL | {"head_dim": 32})
+        for k in ("llama", "gemma", "gemma2", "gemma3_text", "seed_oss")
     ),
+    ("llama", SMALL | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    ("mistral", SMALL | {"head_dim": 24}),
+    ("qwen3", SMALL | {"head_dim": 32, "attention_bias": True}),
+    ("stablelm", SMALL | {"use_qkv_bias": True}),
     ("gpt_neox", {k: v for k, v in SMALL.items() if k != "num_key_value_heads"}),
+    *((kind, OLD) for kind in ("gpt2", "gpt_bigcode")),
+    ("gpt2", OLD | {"n_inner": 100}),
     ("gptj", OLD | {"rotary_dim": 8}),
     ("codegen", OLD | {"n_head": 8, "rotary_dim": 8}),
-    ("phi", SMALL),
-    ("phi3", SMALL),
-    ("olmo", SMALL),
-    ("olmo2", SMALL),
+    (
+        "gpt_neo",
+        OLD_HIDDEN | {"num_layers": 2, "num_heads": 6, "attention_types": [[["global"], 2]]},
+    ),
     ("mpt", {"n_layers": 3, "d_model": 96, "n_heads": 6, "vocab_size": 320}),
-    ("bloom", {"n_layer": 3, "hidden_size": 96, "n_head": 6, "vocab_size": 320}),
+    ("bloom", OLD_HIDDEN | {"n_layer": 3, "n_head": 6}),
     (
         "opt",
-        {
-            "num_hidden_layers": 3,
-            "hidden_size": 96,
-            "word_embed_proj_dim": 96,
-            "num_attention_heads": 6,
-            "ffn_dim": 200,
-            "vocab_size": 320,
-        },
+        OLD_HIDDEN
+        | {"num_hidden_layers": 3, "word_embed_proj_dim": 96}
+        | {"num_attention_heads": 6, "ffn_dim": 200},
     ),
-    ("starcoder2", SMALL),
-    ("stablelm", SMALL | {"use_qkv_bias": True}),
-    ("cohere", SMALL),
-    ("cohere2", SMALL),
-    ("granite", SMALL),
-    ("smollm3", SMALL),
-    ("nemotron", SMALL | {"head_dim": 16}),
-    ("glm", SMALL | {"head_dim": 16}),
-    ("glm4", SMALL | {"head_dim": 16}),
-    ("exaone4", SMALL),
-    ("seed_oss", SMALL | {"head_dim": 32}),
-    ("helium", SMALL | {"head_dim": 16}),
-    ("arcee", SMALL),
     ("mixtral", SMALL | {"num_local_experts": 5, "num_experts_per_tok": 2}),
     ("qwen2_moe", SMALL | EXPERTS | {"shared_expert_intermediate_size": 72}),
     ("qwen3_moe", SMALL | EXPERTS | {"head_dim": 32}),
