@@ -35,14 +35,9 @@ def test_plan_shows_layouts_refusals_the_best_and_sensitivity() -> None:
     result = run(*PLAN, "--top", "3")
     assert result.exit_code == 0, result.output
     for words in (
-        "3 of",
-        "tokens/s/GPU",
-        "layouts refused",
-        "tp 16 is more than",
-        "memory at its peak",
+        *("3 of", "tokens/s/GPU", "layouts refused", "tp 16 is more than", "memory at its peak"),
+        *("the fastest: ", "matmul forward", "if this were", "memory bandwidth"),
     ):
-        assert words in result.stdout
-    for words in ("the fastest: ", "matmul forward", "if this were", "memory bandwidth"):
         assert words in result.stdout
 
 
@@ -144,37 +139,16 @@ def test_a_narrow_terminal_has_fewer_columns() -> None:
 
 def test_headers_are_whole_and_words_at_80_columns() -> None:
     """Of every table, with every kind of checkpointing, cp and a long list of layouts."""
-    words = [
-        "plan",
-        "--model",
-        "llama-3.1-8b",
-        "--gpu",
-        "h100",
-        "--nodes",
-        "8",
-        "--seq-len",
-        "32768",
-    ]
+    words = "plan --model llama-3.1-8b --gpu h100 --nodes 8 --seq-len 32768"
     text = CliRunner(env={"COLUMNS": "80"}).invoke(app, words).stdout
     assert max(map(len, text.splitlines())) <= 80
     tables = re.split(r"\n(?=[^\n]*\n[ ]+\n)", text.split("to run it:")[0])
     heads = [table.split("\N{BOX DRAWINGS LIGHT HORIZONTAL}")[0] for table in tables]
     shown = {word for head in heads for word in head.split()}
-    for name in (
-        *("layout", "checkpointing", "batch", "memory", "tok/s/GPU", "MFU", "component", "share"),
-        *(
-            "kind",
-            "computed",
-            "again,",
-            "waits",
-            "host,",
-            "how",
-            "many",
-            "layouts",
-            "half",
-            "twice",
-        ),
-    ):
+    wanted = (
+        "layout checkpointing batch memory tok/s/GPU MFU component share kind computed again, waits"
+    )
+    for name in f"{wanted} host, how many layouts half twice".split():
         assert name in shown, name
     kinds = text.split("the fastest layout with each kind")[1].split("if this were")[0]
     assert "'" not in kinds and "True" not in kinds and "False" not in kinds
@@ -244,18 +218,8 @@ def test_long_sequences_are_cut_over_cp(tmp_path: Path) -> None:
 
 
 def test_constraints_reach_the_plan() -> None:
-    words = [
-        "--tp",
-        "2",
-        "--tp",
-        "4",
-        "--replicate",
-        "2",
-        "--micro-batch",
-        "1",
-        "--memory-limit",
-        "20",
-    ]
+    words = ["--tp", "2", "--tp", "4", "--replicate", "2"]
+    words += ["--micro-batch", "1", "--memory-limit", "20"]
     data = json.loads(run(*PLAN, *words, "--json", "--top", "99").stdout)
     assert {c["layout"]["tp"] for c in data["candidates"]} <= {2, 4}
     assert {c["layout"]["replicate"] for c in data["candidates"]} == {2}
@@ -267,13 +231,10 @@ def test_predict_shows_one_layout_and_explains_it() -> None:
     result = run(*PREDICT, "--explain")
     assert result.exit_code == 0, result.output
     for words in (
-        "replicate 1, shard 8, tp 2",
-        "fits",
-        "tensor parallel",
-        "how each number is computed",
+        *("replicate 1, shard 8, tp 2", "fits", "tensor parallel", "how each number is computed"),
+        "overlap_slowdown = 0.19",
     ):
         assert words in result.stdout
-    assert "overlap_slowdown = 0.19" in result.stdout
 
 
 def test_predict_says_what_plan_would_refuse() -> None:
@@ -284,21 +245,15 @@ def test_predict_says_what_plan_would_refuse() -> None:
 
 def test_options_reach_the_workload() -> None:
     base = json.loads(run(*PREDICT, "--json").stdout)
-    for words in (
-        ["--optimizer", "sgd"],
-        ["--param-dtype", "bf16"],
-        ["--no-loss-parallel"],
-        ["--compile"],
-        ["--chunked-loss"],
-        ["--checkpointing", "selective"],
+    sizes = "--optimizer sgd,--param-dtype bf16,--no-loss-parallel,--compile,--chunked-loss"
+    times = "--nic 1,--no-sequence-parallel,--reduce-dtype bf16"
+    for key, options in (
+        ("allocated_gib", f"{sizes},--checkpointing selective"),
+        ("step_seconds", times),
     ):
-        other = json.loads(run(*PREDICT, *words, "--json").stdout)
-        assert other["allocated_gib"] != base["allocated_gib"], words
-    for words in (["--nic", "1"], ["--no-sequence-parallel"], ["--reduce-dtype", "bf16"]):
-        assert (
-            json.loads(run(*PREDICT, *words, "--json").stdout)["step_seconds"]
-            != base["step_seconds"]
-        ), words
+        for words in options.split(","):
+            other = json.loads(run(*PREDICT, *words.split(), "--json").stdout)
+            assert other[key] != base[key], words
 
 
 @pytest.mark.parametrize(
