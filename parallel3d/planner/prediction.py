@@ -11,13 +11,10 @@ from typing import Any
 from parallel3d.errors import PlanningError
 from parallel3d.mesh import MeshLayout
 from parallel3d.planner.cluster import (
-    AxisLink,
     Cluster,
     Gpu,
     collective_time,
     describe_collective,
-    link_of,
-    shard_link,
 )
 from parallel3d.planner.constants import Constant, Term, constant, explained, shown
 from parallel3d.planner.context import (
@@ -44,7 +41,13 @@ from parallel3d.planner.memory import PredictedMemory, memory_of
 from parallel3d.planner.model_spec import ModelSpec, UnitSpec
 from parallel3d.planner.recompute import KINDS
 from parallel3d.planner.stacks import Stack
-from parallel3d.planner.step_time import StepTime, local_numel, step_time, tp_collectives
+from parallel3d.planner.step_time import (
+    StepTime,
+    engine_collectives,
+    local_numel,
+    step_time,
+    tp_collectives,
+)
 from parallel3d.planner.uncertainty import (
     Interval,
     fits_probability,
@@ -397,27 +400,21 @@ def _elementwise(prediction: Prediction, unit: UnitSpec) -> Iterator[Term]:
 
 
 def _collectives(prediction: Prediction, unit: UnitSpec) -> Iterator[Term]:
-    cluster, work, layout = prediction.cluster, prediction.workload, prediction.layout
-    tp, cp, replicate = (link_of(layout, axis, cluster) for axis in ("tp", "cp", "replicate"))
-    shard = shard_link(layout, cluster)
-    calls: list[tuple[str, str, float, AxisLink]] = [
-        (f"tp {kind} {way}", kind, nbytes, tp)
-        for way, kind, nbytes in tp_collectives(unit, prediction.local)
+    cluster, local = prediction.cluster, prediction.local
+    calls: list[tuple[str, str, float, str]] = [
+        (f"tp {kind} {way}", kind, nbytes, "tp")
+        for way, kind, nbytes in tp_collectives(unit, local)
     ]
     for attention in unit.attention:
-        for each in exchanges(attention, prediction.local):
+        for each in exchanges(attention, local):
             times = f", {each.count} times" if each.count > 1 else ""
             name = f"cp {each.operation} {each.way}{times}"
-            calls.append((name, each.operation, each.nbytes, cp))
-    numel = local_numel(unit, layout.tp) if work.sharding == "fsdp" else 0
-    gathered, reduced = numel * work.compute_itemsize, numel * work.reduce_itemsize
-    if numel and shard.size > 1:
-        calls.append(("gather", "all_gather", gathered, shard))
-        calls.append(("reduce", "reduce_scatter", reduced, shard))
-    if numel and replicate.size > 1:
-        calls.append(("all-reduce", "all_reduce", reduced / shard.size, replicate))
-    beside = work.profile.constant("collective_time")
-    for name, kind, nbytes, link in calls:
+            calls.append((name, each.operation, each.nbytes, "cp"))
+    own = engine_collectives(local_numel(unit, local.tp), prediction)
+    calls += [(name, *call) for name, call in own.items() if prediction.links[call[2]].size > 1]
+    beside = local.work.profile.constant("collective_time")
+    for name, kind, nbytes, axis in calls:
+        link = prediction.links[axis]
         formula, constants = describe_collective(kind, nbytes, link, cluster)
         group = {"bytes": nbytes, "ranks": link.size, "of them on a node": link.per_node}
         seconds = collective_time(kind, nbytes, link, cluster) * beside.value

@@ -8,7 +8,7 @@ from itertools import pairwise
 from math import log2, prod
 
 from parallel3d._play.units import Exposed, PlayRules, UnitTimes, exposed_of
-from parallel3d.planner.cluster import Gpu, collective_time, link_of, shard_link
+from parallel3d.planner.cluster import Gpu, collective_time
 from parallel3d.planner.constants import Constant, Term, constant
 from parallel3d.planner.context import exchanges
 from parallel3d.planner.engine import tp_cut
@@ -71,6 +71,26 @@ def tp_collectives(unit: UnitSpec, local: Local) -> list[tuple[str, str, int]]:
     return calls
 
 
+def engine_collectives(numel: int, step: Step) -> dict[str, tuple[str, float, str]]:
+    """Name -> (operation, bytes, axis) of the gather and the reductions of a unit of the engine's.
+
+    Args:
+        numel: elements of its parameters on one rank of ``tp``.
+    """
+    work = step.workload
+    if work.sharding != "fsdp" or not numel:
+        return {}
+    reduced = numel * work.reduce_itemsize
+    is_hybrid = work.is_hybrid(step.layout.replicate)
+    name = "reduce over replicate" if is_hybrid else "all-reduce"
+    over_replicate = "reduce_scatter" if is_hybrid else "all_reduce"
+    return {
+        "gather": ("all_gather", numel * work.compute_itemsize, "shard"),
+        "reduce": ("reduce_scatter", reduced, "shard"),
+        name: (over_replicate, reduced / step.links["shard"].size, "replicate"),
+    }
+
+
 def local_numel(unit: UnitSpec, tp: int) -> int:
     """Elements of a unit's parameters on the fullest rank of ``tp``."""
     return sum(prod(tp_cut(p, tp)[1]) for p in unit.parameters)
@@ -94,9 +114,7 @@ class _Timing:
         # Elements of the parameters of one tp rank, before they are sharded: of each unit, of all.
         self.sizes = {id(u): local_numel(u, self.layout.tp) for u in self.units}
         self.numel = sum(u.count * self.sizes[id(u)] for u in self.units)
-        axes = "replicate", "cp", "tp"
-        self.links = {axis: link_of(self.layout, axis, step.cluster) for axis in axes}
-        self.links["shard"] = shard_link(self.layout, step.cluster)
+        self.links = step.links
 
     def time(self) -> StepTime:
         units, tp, cp = self.units, self.layout.tp, self.layout.cp
@@ -191,20 +209,14 @@ class _Timing:
         return self.with_repeated(unit, total)
 
     def unit_times(self, unit: UnitSpec, kernels: Kernels) -> UnitTimes:
-        work, shard = self.work, self.links["shard"].size
         tp_forward, tp_backward = self.tp_time(unit)
         cp_forward, cp_backward = self.cp_time(unit)
         forward = kernels.forward + tp_forward + cp_forward
         backward = kernels.backward + tp_backward + cp_backward
         moved = offloaded(unit, self.local) * self.local.tokens
-        numel = self.sizes[id(unit)]
         gather = reduce = summed = again = 0.0
-        if work.sharding == "fsdp" and numel:
-            gather = self.collective("all_gather", numel * work.compute_itemsize, "shard")
-            reduce = self.collective("reduce_scatter", numel * work.reduce_itemsize, "shard")
-            part = numel * work.reduce_itemsize / shard
-            over_replicate = "reduce_scatter" if self.hybrid else "all_reduce"
-            summed = self.collective(over_replicate, part, "replicate")
+        if calls := engine_collectives(self.sizes[id(unit)], self.step):
+            gather, reduce, summed = (self.collective(*call) for call in calls.values())
             again = gather if self.is_gathered_again(unit) else 0.0
             copy, copied = (each / self.rate for each in self.copied(unit))
             forward += copy
@@ -213,7 +225,7 @@ class _Timing:
             *(unit.count, forward, backward, gather, again, reduce, summed),
             *(tp_forward, tp_backward, cp_forward, cp_backward),
             offload=moved / host_rate(self.gpu),
-            parts=(max(len(unit.tp_inputs), len(unit.tp_outputs), 1), work.sequence_parallel),
+            parts=(max(len(unit.tp_inputs), len(unit.tp_outputs), 1), self.work.sequence_parallel),
         )
 
     def is_gathered_again(self, unit: UnitSpec) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import NamedTuple
 
 from parallel3d.errors import PlanningError
 from parallel3d.mesh import MeshLayout
 from parallel3d.planner.arguments import check_choice, check_size
-from parallel3d.planner.cluster import Cluster, Gpu
+from parallel3d.planner.cluster import AxisLink, Cluster, Gpu, link_of, shard_link
 from parallel3d.planner.model_spec import ModelSpec
 from parallel3d.planner.recompute import KINDS
 from parallel3d.planner.stacks import OURS, Stack, stack_of
@@ -179,8 +180,15 @@ class Step:
     micro_batch: int
     accumulation: int
 
-    @property
+    @cached_property
     def local(self) -> Local:
         """What a GPU has of a micro-batch."""
         layout = self.layout
         return Local(self.cluster.gpu, self.workload, layout.tp, self.micro_batch, layout.cp)
+
+    @cached_property
+    def links(self) -> dict[str, AxisLink]:
+        """How the ranks of each axis lie on nodes; those of shard with cp's, which share parameters."""
+        axes = ("replicate", "cp", "tp")
+        links = {axis: link_of(self.layout, axis, self.cluster) for axis in axes}
+        return links | {"shard": shard_link(self.layout, self.cluster)}

@@ -231,6 +231,14 @@ class TestWhatIsTriedBeside:
         assert less["parameters"].value == pytest.approx(wanted, rel=1e-3)
         assert hybrid.time.terms["optimizer"].value < plain.time.terms["optimizer"].value
 
+    def test_what_it_reduces_over_replicate_is_explained(self) -> None:
+        work = Workload(4096, 1, shard_optimizer_over_replicate=True)
+        found = predict(LLAMA_8B, MeshLayout(4, 4, 1), H100, work)
+        for unit, times in found.time.units:
+            terms = {term.name: term.value for term in unit_terms(found, unit)}
+            assert terms["reduce over replicate"] == times.all_reduce > 0
+            assert "all-reduce" not in terms
+
     def test_a_chunked_loss_is_tried_where_logits_are_much(self) -> None:
         work = dataclasses.replace(WORK, micro_batch=8, global_batch=None)
         found = plan(LLAMA_8B, H100, work, shard=16)
