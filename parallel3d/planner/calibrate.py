@@ -6,6 +6,7 @@ torchrun --nproc-per-node 8 -m parallel3d calibrate --out profile.toml     # col
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import statistics
@@ -199,7 +200,7 @@ def write_profile(gpu: Gpu, path: str | PathLike[str]) -> Path:
     lines = [f'[gpu."{gpu.name}"]', *(f"{name} = {getattr(gpu, name):.6g}" for name in MEASURED)]
     if gpu.mesh_links:
         lines.append(f"mesh_links = {gpu.mesh_links}")
-    lines.append('source = "' + gpu.source.replace("\\", "\\\\").replace('"', '\\"') + '"')
+    lines.append(f"source = {json.dumps(gpu.source, ensure_ascii=False)}")
     if gpu.collectives:
         lines += ['collectives = "own"', "", "[collectives.own]"]
         for kind, table in gpu.collectives.items():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import exp, log
 from os import PathLike
 from pathlib import Path
@@ -151,13 +153,9 @@ def _speed_with(prediction: Prediction, stack: Stack) -> float:
 
 def write_stack(stack: Stack, path: str | PathLike[str]) -> Path:
     """Writes a file for ``Workload(stack=read_stack_file(path))``; returns its path."""
-
-    def quoted(text: str) -> str:
-        return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
-
-    kernels = ", ".join(
-        f"{family} = {quoted(kernel)}" for family, kernel in stack.attention.items()
-    )
+    quoted = partial(json.dumps, ensure_ascii=False)  # a string of JSON is one of TOML
+    each = (f"{family} = {quoted(kernel)}" for family, kernel in stack.attention.items())
+    kernels = ", ".join(each)
     lines = [f"[stack.{quoted(stack.name)}]", f"attention = {{ {kernels} }}"]
     lines += [f"{key} = {quoted(getattr(stack, key))}" for key in ("what", "measured_on")]
     lines += [
