@@ -175,15 +175,17 @@ class TestClusters:
     def test_every_gpu_has_a_source(self) -> None:
         assert all(each.source for each in gpus().values())
 
+    OWN = (
+        "[gpu.MyGpu]\npeak = 100\ncapacity_gib = 20\nbandwidth = 1\ngemm_efficiency = 0.5\n"
+        "gemm_start_us = 5\nnode = 4\nlink = 10\nnic = 1\n"
+    )
+
     def test_your_own(self, tmp_path) -> None:
         file = tmp_path / "own.toml"
-        file.write_text(
-            "[gpu.mine]\npeak = 100\ncapacity_gib = 20\nbandwidth = 1\ngemm_efficiency = 0.5\n"
-            'gemm_start_us = 5\nnode = 4\nlink = 10\nnic = 1\ncollectives = "t"\n'
-            "[collectives.t]\nall_gather = { 2 = [10, 5, 1] }\n"
-        )
-        mine = Cluster.of("mine", 2, profile=file)
-        assert mine.world_size == 8
+        table = 'collectives = "t"\n[collectives.t]\nall_gather = { 2 = [10, 5, 1] }\n'
+        file.write_text(self.OWN + table)
+        mine = Cluster.of("mygpu", 2, profile=file)
+        assert mine.world_size == 8 and mine.gpu.name == "MyGpu"
         seconds = collective_time("all_gather", 2**30, AxisLink(2, 2), mine)
         assert seconds == pytest.approx(10e-6 + (2**30 + 1e6) / 5e9, rel=1e-6)
 
@@ -193,11 +195,17 @@ class TestClusters:
             ("[gpu.x]\npeak = -1\n", "gpu.x"),
             ("[gpu.x]\nspeed = 3\n", "gpu.x has 'speed'; known are"),
             ("[gpu", "is no TOML"),
+            ("gpu = 3\n", "GPUs are tables"),
             ("[collectives.x]\nall_gather = 3\n", "collectives are by operation"),
+            (OWN + 'collectives = "nope"\n', "there are no collectives 'nope'"),
+            (OWN + "domain = 'a'\n", "domain is 'a'"),
+            (OWN + "fp32_slowdown = inf\n", "fp32_slowdown is inf"),
+            (None, "can't be read"),
         ],
     )
-    def test_wrong_files(self, tmp_path, text: str, said: str) -> None:
+    def test_wrong_files(self, tmp_path, text: str | None, said: str) -> None:
         file = tmp_path / "own.toml"
-        file.write_text(text)
+        if text is not None:
+            file.write_text(text)
         with pytest.raises(PlanningError, match=said):
             gpus(file)

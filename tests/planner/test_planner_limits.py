@@ -23,7 +23,6 @@ from parallel3d.planner.cluster import (
     collective_time,
     describe_collective,
     gpu,
-    gpus,
 )
 from parallel3d.planner.prediction import unit_terms
 
@@ -160,68 +159,40 @@ class TestNumbers:
         assert "ml-engineering" in gpu("mi300x").source
 
 
-class TestProfiles:
-    def test_names_of_any_case(self, tmp_path) -> None:
-        text = (
-            "[gpu.MyGpu]\npeak = 100\ncapacity_gib = 20\nbandwidth = 1\ngemm_efficiency = 0.5\n"
-            "gemm_start_us = 5\nnode = 4\nlink = 10\nnic = 1\n"
-        )
-        file = tmp_path / "own.toml"
-        file.write_text(text)
-        assert gpu("MyGpu", file).peak == 100
-        for extra, said in (
-            ('collectives = "nope"', "there are no collectives 'nope'"),
-            ("domain = 'a'", "domain is 'a'"),
-            ("fp32_slowdown = inf", "fp32_slowdown is inf"),
-        ):
-            file.write_text(text + extra + "\n")
-            with pytest.raises(PlanningError, match=said):
-                gpus(file)
-        file.write_text("gpu = 3\n")
-        with pytest.raises(PlanningError, match="GPUs are tables"):
-            gpus(file)
-        with pytest.raises(PlanningError, match="can't be read"):
-            gpus(tmp_path / "none.toml")
-
-
 SHAPES = {"layers": "32", "hidden": "4096", "heads": "32", "kv_heads": "8", "head_dim": "128"}
 MODELS = Models({"m": {"model": "m", **SHAPES, "ffn": "14336", "vocab": "128256"}})
 
+ROW = {"id": "a", "model": "m", "gpu": "h100", "shard": "8"}
+
 
 class TestRuns:
-    def test_what_gpu_count_leaves(self) -> None:
-        row = {"id": "a", "model": "m", "gpu": "h100", "gpu_count": "64", "shard": "8"}
-        assert predict_run(row, MODELS).layout.sizes == (8, 8, 1)
-        with pytest.raises(PlanningError, match="run a: gpu_count is 12; it must be a multiple"):
-            predict_run({**row, "gpu_count": "12"}, MODELS)
-        with pytest.raises(PlanningError, match="gpu_count is 64, but"):
-            predict_run({**row, "replicate": "2"}, MODELS)
-
-    def test_zero1_in_the_column_of_shard(self) -> None:
-        row = {"id": "a", "model": "m", "gpu": "h100", "shard": "8", "sharding": "ZeRO1"}
-        assert predict_run(row, MODELS).layout.sizes == (8, 1, 1)
+    def test_what_gpu_count_and_sharding_leave(self) -> None:
+        given = {"gpu_count": "64"}, {"sharding": "ZeRO1"}
+        found = [predict_run({**ROW, **cells}, MODELS).layout.sizes for cells in given]
+        assert found == [(8, 8, 1), (8, 1, 1)]
 
     def test_case_spaces_and_nodes_that_are_not_full(self) -> None:
-        row = {
-            "id": "a",
-            "model": "m",
-            "gpu": " H100-80GB-SXM ",
-            "shard": "12",
-            "precision": " BF16",
-        }
-        found = predict_run({**row, "sharding": "FSDP", "compile": "yes", "attention": " "}, MODELS)
+        cells = {"gpu": " H100-80GB-SXM ", "shard": "12", "precision": " BF16", "sharding": "FSDP"}
+        found = predict_run({**ROW, **cells, "compile": "yes", "attention": " "}, MODELS)
         assert found.workload.compile
         assert found.cluster.world_size == 12
 
-    @pytest.mark.parametrize("cell", [{"shard": "8.7"}, {"shard": "inf"}, {"gpus_per_node": "0"}])
-    def test_numbers(self, cell: dict[str, str]) -> None:
-        with pytest.raises(PlanningError, match="run a: "):
-            predict_run({"id": "a", "model": "m", "gpu": "h100", **cell}, MODELS)
+    @pytest.mark.parametrize(
+        ("cells", "said"),
+        [
+            *(({"shard": n}, "") for n in ("8.7", "inf")),
+            ({"gpus_per_node": "0"}, ""),
+            ({"gpu_count": "12"}, "gpu_count is 12; it must be a multiple"),
+            ({"gpu_count": "64", "replicate": "2"}, "gpu_count is 64, but"),
+        ],
+    )
+    def test_numbers(self, cells: dict[str, str], said: str) -> None:
+        with pytest.raises(PlanningError, match=f"run a: {said}"):
+            predict_run({**ROW, **cells}, MODELS)
 
     def test_a_row_that_cannot_be_read_leaves_the_others(self) -> None:
-        good = {"id": "a", "model": "m", "gpu": "h100", "shard": "8"}
         with pytest.warns(UserWarning, match="run b: there is no GPU 'v1000'"):
-            found = predict_runs([good, {**good, "id": "b", "gpu": "v1000"}], MODELS)
+            found = predict_runs([ROW, {**ROW, "id": "b", "gpu": "v1000"}], MODELS)
         assert [row["id"] for row in found] == ["a", "b"]
         assert found[0]["fits"] == "1"
         assert found[1]["fits"] == ""
