@@ -31,7 +31,7 @@ def of(kind: str, **more) -> Workload:
     return replace(LONG, cp_attention=kind, **more)
 
 
-def part(work: Workload, tp: int = 1, cp: int = 1) -> Local:
+def local(work: Workload, tp: int = 1, cp: int = 1) -> Local:
     return Local(GPU, work, tp, cp=cp)
 
 
@@ -40,7 +40,7 @@ class TestDivided:
     def test_activations_and_logits(self, checkpointing: str) -> None:
         """A ring keeps nothing more."""
         work = of("ring", checkpointing=checkpointing, chunked_loss=False)
-        whole, part = (activations_of(LLAMA, part(work, cp=cp)) for cp in (1, 8))
+        whole, part = (activations_of(LLAMA, local(work, cp=cp)) for cp in (1, 8))
         assert part.kept * 8 == whole.kept
         assert part.logits * 8 == whole.logits
         assert part.block * 8 == whole.block
@@ -86,31 +86,31 @@ class TestDivided:
 class TestAttention:
     @pytest.mark.parametrize("kind", CP_ATTENTION)
     def test_scores_are_shared_evenly(self, kind: str) -> None:
-        share = share_of(ATTENTION, part(of(kind), cp=8))
+        share = share_of(ATTENTION, local(of(kind), cp=8))
         assert share.heads.query * share.part == 4
-        seconds = attention_time(ATTENTION, part(of(kind), cp=8))
-        plain = attention_time(ATTENTION, part(LONG, cp=1))
+        seconds = attention_time(ATTENTION, local(of(kind), cp=8))
+        plain = attention_time(ATTENTION, local(LONG, cp=1))
         for mine, all_of_it in zip(seconds, plain, strict=True):
             assert all_of_it / 8 <= mine < 1.25 * all_of_it / 8
 
     def test_a_ring_joins_one_result_a_step(self) -> None:
-        assert share_of(ATTENTION, part(of("ulysses"), cp=8)).joins == 0
-        assert share_of(ATTENTION, part(of("gather"), cp=8)).joins == 2
-        assert share_of(ATTENTION, part(of("ring"), cp=8)).joins == 9
+        assert share_of(ATTENTION, local(of("ulysses"), cp=8)).joins == 0
+        assert share_of(ATTENTION, local(of("gather"), cp=8)).joins == 2
+        assert share_of(ATTENTION, local(of("ring"), cp=8)).joins == 9
         both = replace(ATTENTION, causal=False)
-        assert share_of(both, part(of("ring"), cp=8)).joins == 8
+        assert share_of(both, local(of("ring"), cp=8)).joins == 8
 
     def test_heads_that_cp_does_not_divide(self) -> None:
         six = AttentionSpec(6, 2, 128)
-        assert share_of(six, part(of("ulysses"), cp=4)).heads.query == 2
-        assert share_of(six, part(of("ring"), cp=4)).heads.query == 6
+        assert share_of(six, local(of("ulysses"), cp=4)).heads.query == 2
+        assert share_of(six, local(of("ring"), cp=4)).heads.query == 6
 
     def test_bytes_by_hand(self) -> None:
         """8B: 32 query heads, 8 of keys and values, of 128; 16,384 tokens on each of 8 ranks; bf16."""
         head = 16384 * 128 * 2
 
         def sent(kind: str) -> list[tuple[str, str, float, int]]:
-            found = exchanges(ATTENTION, part(of(kind), cp=8))
+            found = exchanges(ATTENTION, local(of(kind), cp=8))
             return [(e.way, e.operation, e.nbytes, e.count) for e in found]
 
         assert sent("ulysses") == [
@@ -125,13 +125,13 @@ class TestAttention:
             ("forward", "send", head * 16, 7),
             ("backward", "send", head * 16, 15),
         ]
-        assert exchanges(ATTENTION, part(LONG)) == ()
+        assert exchanges(ATTENTION, local(LONG)) == ()
 
     def test_what_is_kept_by_hand(self) -> None:
-        assert kept(ATTENTION, part(of("ring"), cp=8)).beyond == 0
-        assert kept(ATTENTION, part(of("ulysses"), cp=8)).beyond == 32 * 128
-        assert kept(ATTENTION, part(of("ulysses"), cp=16)).beyond == (32 + 2 * 8) * 128  # 16 for 8
-        assert kept(ATTENTION, part(of("gather"), cp=8)).beyond == 7 * 2 * 8 * 128
+        assert kept(ATTENTION, local(of("ring"), cp=8)).beyond == 0
+        assert kept(ATTENTION, local(of("ulysses"), cp=8)).beyond == 32 * 128
+        assert kept(ATTENTION, local(of("ulysses"), cp=16)).beyond == (32 + 2 * 8) * 128  # 16 for 8
+        assert kept(ATTENTION, local(of("gather"), cp=8)).beyond == 7 * 2 * 8 * 128
 
     def test_a_ring_hides_what_it_sends(self) -> None:
         """Waited for is only what is longer than the kernels beside it: here nothing but the last send."""
@@ -239,5 +239,5 @@ class TestPlan:
         assert "cp_attention" not in plain
 
     def test_without_cp_nothing_has_changed(self) -> None:
-        one, other = (kernels_of(BLOCK, part(of(kind), tp=2)) for kind in ("auto", "ring"))
+        one, other = (kernels_of(BLOCK, local(of(kind), tp=2)) for kind in ("auto", "ring"))
         assert one == other
