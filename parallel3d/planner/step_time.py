@@ -101,6 +101,9 @@ def host_rate(gpu: Gpu) -> float:
     return gpu.host * 1e9 * constant("host_efficiency").value
 
 
+_Inputs = dict[str, float | str | Constant]
+
+
 class _Timing:
     """Computes ``step_time``."""
 
@@ -332,12 +335,16 @@ class _Timing:
     ) -> Iterator[Term]:
         """What attention waits for over ``cp``, and blocks for the host."""
         waited = sum(t.count * (t.cp_forward + t.cp_backward) for t in times)
-        about = {"cp": self.layout.cp, "kind": self.work.cp_attention, "of a micro-batch": waited}
+        about: _Inputs = {"cp": self.layout.cp, "kind": self.work.cp_attention}
         yield self.repeated(
             "context parallel",
             waited,
             "sum of what the units' attention waits for over cp",
-            {**about, "overlap_slowdown": constant("overlap_slowdown")},
+            {
+                **about,
+                "of a micro-batch": waited,
+                "overlap_slowdown": constant("overlap_slowdown"),
+            },
         )
         # What the last block keeps stays.
         copied = sum(max(t.count - 1, 0) * t.offload for t in times)
@@ -361,7 +368,7 @@ class _Timing:
             gathered, reduced = self.copied(unit)
             copied += unit.count * (gathered * (1 + self.is_gathered_again(unit)) + reduced)
         moved = {name: self.stack.constant(name) for name in ("gather_copy", "reduce_copy")}
-        inputs = {"bytes": copied, **moved, **rate}
+        inputs: _Inputs = {"bytes": copied, **moved, **rate}
         yield self.repeated("copies", copied / self.rate, "bytes / memory rate", inputs)
         slowdown = {"overlap_slowdown": constant("overlap_slowdown")}
         for name, what in _EXPOSED.items():
@@ -370,9 +377,9 @@ class _Timing:
             yield self.waited(title, *both, what, slowdown)
         shard, add = self.links["shard"].size, self.stack.constant("accumulate")
         added = (numel // shard if is_fsdp else numel) if self.accumulation > 1 else 0
-        seconds, inputs = add.value * added / self.rate, {"gradients": added, "accumulate": add}
+        inputs = {"gradients": added, "accumulate": add, **rate}
         what = "accumulate * gradients / memory rate"
-        yield self.repeated("accumulate", seconds, what, inputs | rate)
+        yield self.repeated("accumulate", add.value * added / self.rate, what, inputs)
 
     def optimizer(self) -> Term:
         """Parameters, gradients and state are read, parameters and state written."""
