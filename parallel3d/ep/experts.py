@@ -18,6 +18,7 @@ from parallel3d._layout.packing import pick_by_rank
 from parallel3d._layout.param_layout import ParamLayout, local_chunk, set_param_layout
 from parallel3d._torch.dtensor import make_dtensor, make_spec
 from parallel3d._torch.simulated import call_by_rank, inner_tensors, ranks_are_simulated
+from parallel3d._util import dry_run
 from parallel3d._util.forwards import as_if, wrap_forward
 from parallel3d._util.replaced_params import marking_replaced
 from parallel3d._util.rollback import unchanged_on_error
@@ -330,8 +331,9 @@ def _ways(state: _State, index: Tensor) -> tuple[Routes, Lengths, Lengths, Tenso
     """Returns what this rank sends, how many rows and pairs are in each message, and the numbers of those
     that come, (ranks, 2), on the device."""
     axis, division = state.axis, state.division
-    if state.capacity is not None:
-        room = capacities(index.shape[0], index.shape[1], division, state.capacity)
+    if state.capacity is not None or dry_run.active():  # which has no routing: uniform
+        factor = 1.0 if state.capacity is None else state.capacity
+        room = capacities(index.shape[0], index.shape[1], division, factor)
         ways = _equal_ways(state, index, room)
         dropped = ways[0].dropped
         state.dropped = dropped if state.dropped is None else state.dropped + dropped
