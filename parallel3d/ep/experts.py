@@ -22,6 +22,7 @@ from parallel3d._util import dry_run
 from parallel3d._util.forwards import as_if, wrap_forward
 from parallel3d._util.replaced_params import marking_replaced
 from parallel3d._util.rollback import unchanged_on_error
+from parallel3d.ep.division import Division, capacities, shard_dim
 from parallel3d.ep.exchange import (
     Combine,
     Dispatch,
@@ -31,7 +32,7 @@ from parallel3d.ep.exchange import (
     exchange,
     exchange_counts,
 )
-from parallel3d.ep.routes import Division, Routes, capacities, destinations, routes
+from parallel3d.ep.routes import Routes, destinations, routes
 from parallel3d.errors import PlanError, StateError
 from parallel3d.mesh.joined import ExpertView
 from parallel3d.tp import ResolvedPlan, TpAxis, gather_from_tp, split_to_tp
@@ -160,13 +161,10 @@ class EpPlan:
                 vars(module)[_ATTRIBUTE] = state
 
     def placement_of(self, param: nn.Parameter) -> Shard | None:
-        """Returns the dim over which efsdp shards a divided parameter: the first that it divides, so that
-        nothing is padded, the experts before others. None: the engine's default."""
-        experts, *sizes = param.shape
+        """Returns the dim over which efsdp shards a divided parameter, see ``shard_dim``."""
         ranks, ep = self.view.data.size(self.view.data.ndim - 1), self.view.ep.size()
-        if experts % (ep * ranks) == 0:
-            return Shard(0)
-        return next((Shard(dim) for dim, size in enumerate(sizes, 1) if size % ranks == 0), None)
+        dim = shard_dim(param.shape, ep, ranks)
+        return None if dim is None else Shard(dim)
 
 
 def _here(division: Division, axis: EpAxis) -> int:

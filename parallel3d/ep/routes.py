@@ -6,60 +6,13 @@ token goes to a rank once, however many of its experts are there, and the pairs 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import ceil
 from typing import NamedTuple
 
 import torch
 from einops import rearrange, repeat
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class Division:
-    """How experts lie on the ranks of ep, as ``torch.chunk`` divides them.
-
-    Attributes:
-        experts: their number.
-        ranks: the size of ep.
-    """
-
-    experts: int
-    ranks: int
-
-    @property
-    def chunk(self) -> int:
-        """Experts of each rank but the last ones, which may have fewer, or none."""
-        return -(-self.experts // self.ranks)
-
-    @property
-    def by_rank(self) -> tuple[int, ...]:
-        """Number of experts on each rank."""
-        chunk = self.chunk
-        return tuple(max(min(chunk, self.experts - r * chunk), 0) for r in range(self.ranks))
-
-
-def rows_a_pair(experts: int, ranks: int, top_k: int) -> float:
-    """Returns how many rows are sent for each pair where a token's experts are drawn uniformly.
-
-    A rank gets a token unless all ``top_k`` of its experts, drawn without repetition, are among those of
-    other ranks: 1 - C(E - E / R, k) / C(E, k). Divided by k / R, the pairs that go there.
-
-    >>> [round(rows_a_pair(128, ranks, 8), 2) for ranks in (2, 4, 8, 16)]
-    [0.25, 0.45, 0.67, 0.82]
-    """
-    missed, others = 1.0, experts - experts / ranks
-    for drawn in range(top_k):
-        missed *= max(others - drawn, 0.0) / (experts - drawn)
-    return (1.0 - missed) / (top_k / ranks)
-
-
-def capacities(tokens: int, top_k: int, division: Division, factor: float) -> tuple[int, int]:
-    """Returns how many rows and how many pairs a message has room for: ``factor`` times those that uniform
-    routing gives it."""
-    pairs = tokens * top_k / division.ranks
-    rows = pairs * rows_a_pair(division.experts, division.ranks, top_k)
-    return min(tokens, ceil(factor * rows)), min(tokens * top_k, ceil(factor * pairs))
+from parallel3d.ep.division import Division
 
 
 def destinations(index: Tensor, division: Division) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from parallel3d.ep.routes import Division, capacities, destinations, routes, rows_a_pair
+from parallel3d.ep.division import Division, capacities, rows_a_pair
+from parallel3d.ep.routes import destinations, routes
 
 
 def drawn(tokens: int, experts: int, top_k: int) -> torch.Tensor:

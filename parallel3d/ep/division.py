@@ -1,0 +1,75 @@
+"""Division: how experts lie on the ranks of ep, and how much is sent. This file imports no torch.
+
+The engine calculates its messages with it, the planner their bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+
+
+@dataclass(frozen=True)
+class Division:
+    """How experts lie on the ranks of ep, as ``torch.chunk`` divides them.
+
+    Attributes:
+        experts: their number.
+        ranks: the size of ep.
+    """
+
+    experts: int
+    ranks: int
+
+    @property
+    def chunk(self) -> int:
+        """Experts of each rank but the last ones, which may have fewer, or none."""
+        return -(-self.experts // self.ranks)
+
+    @property
+    def by_rank(self) -> tuple[int, ...]:
+        """Number of experts on each rank."""
+        chunk = self.chunk
+        return tuple(max(min(chunk, self.experts - r * chunk), 0) for r in range(self.ranks))
+
+
+def reach(experts: int, held: float, top_k: int) -> float:
+    """Returns which part of the tokens has one of ``held`` experts or more among its ``top_k``, which are
+    drawn uniformly and without repetition: 1 - C(E - held, k) / C(E, k)."""
+    missed, others = 1.0, experts - held
+    for drawn in range(top_k):
+        missed *= max(others - drawn, 0.0) / (experts - drawn)
+    return 1.0 - missed
+
+
+def rows_a_pair(experts: int, ranks: int, top_k: int) -> float:
+    """Returns how many rows are sent for each pair where a token's experts are drawn uniformly.
+
+    That is the part of the tokens that a rank gets, ``reach``, divided by k / R, the pairs that go there.
+
+    >>> [round(rows_a_pair(128, ranks, 8), 2) for ranks in (2, 4, 8, 16)]
+    [0.25, 0.45, 0.67, 0.82]
+    """
+    return reach(experts, experts / ranks, top_k) / (top_k / ranks)
+
+
+def capacities(tokens: int, top_k: int, division: Division, factor: float) -> tuple[int, int]:
+    """Returns how many rows and how many pairs a message has room for: ``factor`` times those that uniform
+    routing gives it."""
+    pairs = tokens * top_k / division.ranks
+    rows = pairs * rows_a_pair(division.experts, division.ranks, top_k)
+    return min(tokens, ceil(factor * rows)), min(tokens * top_k, ceil(factor * pairs))
+
+
+def shard_dim(shape: Sequence[int], ep: int, ranks: int) -> int | None:
+    """Returns the dim over which ``ranks`` of efsdp shard a parameter that ep divides: the first that they
+    divide, so that nothing is padded, the experts before others. None: the engine's default.
+
+    Args:
+        shape: of all experts.
+    """
+    experts, *sizes = shape
+    if experts % (ep * ranks) == 0:
+        return 0
+    return next((dim for dim, size in enumerate(sizes, 1) if size % ranks == 0), None)
