@@ -21,11 +21,13 @@ from torch.nn import functional as F
 
 from parallel3d._trace.copies import copy_with, left_by_forward, map_once, random_like
 from parallel3d._trace.record import Operations
+from parallel3d._util.forwards import set_class
 from parallel3d._util.trees import map_tensors, tensors_in
 from parallel3d.errors import PlanError
 from parallel3d.tp.auto.heads import resolve
 from parallel3d.tp.auto.trace import FirstCall
 from parallel3d.tp.collectives import SequenceLength, TpAxis
+from parallel3d.tp.float8 import is_float8
 from parallel3d.tp.local_attributes import PlannedAttribute
 from parallel3d.tp.resolve import PlanSource
 from parallel3d.tp.styles import Style
@@ -263,6 +265,9 @@ class Prover:
 
     def _copy(self, make: Callable[[nn.Parameter], nn.Parameter]) -> nn.Module:
         model = copy_with(self._original, make)
+        for layer in model.modules():
+            if is_float8(layer):  # computes in float32: only the code around it is to be proven
+                set_class(layer, nn.Linear)
         for path, is_up in self._ends.items():
             _take_whole(model.get_submodule(path), is_up)
         return model
