@@ -91,12 +91,12 @@ class Checks:
         same_batch: check, in the first training forward, that the ranks of each tp group have the same batch;
             ``tp.check_same_batch`` checks every forward.
         audit: compare the first training step with the plain computation, unit by unit, on its batch and
-            device, and raise AuditError on all ranks if something differs (``docs/audit.md``); None: where cp
-            or ep is more than 1, or tp is and ``tp_plan`` is no ``"auto"``, or not all of it could be proven.
-        example: ``(args, kwargs)`` of a small batch for the model's forward, with which a plan is derived or
-            checked, and what mixes positions is found; needed where no input can be guessed.
-        timeout: how long ranks wait for one that has not come, say because it still loads its model; by
-            default the process group's timeout. After half a minute one says who is missing.
+            device, and raise AuditError on all ranks if something differs (``docs/audit.md``). None compares
+            if cp or ep is larger than 1, or if tp is and the plan is not ``"auto"`` or was not proven whole.
+        example: ``(args, kwargs)`` of a small batch for the model's forward. It serves to derive or check a
+            plan and to find modules that mix positions; needed if no input can be guessed.
+        timeout: how long ranks wait for a rank that has not called yet, say because it still loads its model;
+            by default the process group's timeout. After 30 s a rank prints which ranks are missing.
     """
 
     strict: bool = True

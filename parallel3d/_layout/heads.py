@@ -9,7 +9,7 @@ def share_out(number: int, ranks: int) -> tuple[int, ...]:
 
 
 def attended_heads(heads: int, kv_heads: int, ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Of each rank, for each of its query heads the key and value head that it attends to.
+    """Returns for each rank, for each of its query heads, the key and value head that it attends to.
 
     Args:
         heads: query heads, shared as evenly as possible; a multiple of ``kv_heads``.

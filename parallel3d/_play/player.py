@@ -15,7 +15,7 @@ class Player:
     it waits for one.
 
     Args:
-        slowdown: by which part of it computation takes longer while collectives run.
+        slowdown: the fraction of its time that computation takes longer while collectives run.
         launch: seconds in which the host launches an operation.
 
     Attributes:

@@ -22,9 +22,9 @@ class UnitTimes:
         gather_again: the all-gather in backward; 0 if the unit is not resharded after forward.
         tp_forward, tp_backward: tensor parallelism's part of the first two.
         cp_forward, cp_backward: context parallelism's: what attention waits for.
-        offload: of one way of a unit's copies to and from the host.
-        parts: between how many parts of the computation tensor parallelism's collectives are, and whether
-            they are before and after each part (sequence parallel), else only after.
+        offload: copying a unit's activations to the host; copying them back takes as long.
+        parts: number of parts of the computation that end with a collective of tensor parallelism, and
+            whether each begins with one too (sequence parallel).
     """
 
     count: int
@@ -59,8 +59,8 @@ class PlayRules(NamedTuple):
     """How a stack's engine communicates.
 
     Attributes:
-        slowdown: by which part computation takes longer while collectives run.
-        freed: the part of a unit's backward after which the reduction of the unit before must have ended,
+        slowdown: the fraction of its time that computation takes longer while collectives run.
+        freed: the fraction of a unit's backward after which the reduction of the unit before must have ended,
             and the next gather begins; 0: the gather begins with the backward, the reduction must have ended
             with it.
         apart: whether all-reduces are on other links than the collectives over ``shard``.
@@ -109,12 +109,12 @@ class Span(NamedTuple):
 
 
 STEADY = 4
-"""Of so many equal units one in the middle usually ends as the one before did."""
+"""Number of equal units of which one in the middle usually ends as the one before did."""
 _EQUAL = 1e-10
 
 
 def exposed_of(units: Sequence[UnitTimes], rules: PlayRules, *, all_reduce: bool) -> Exposed:
-    """What nothing hides of one forward and backward.
+    """Returns the seconds of one forward and backward in which computation waits.
 
     Args:
         all_reduce: whether HSDP's all-reduce runs in this micro-batch.
@@ -131,13 +131,13 @@ _Ended = tuple[dict[str, float], dict[Hashable, float]]
 
 
 class MicroBatch:
-    """One forward and backward of ``units``, in the order of the forward, played.
+    """Plays one forward and backward of ``units``, which are in the order of the forward.
 
     Args:
-        few: of more equal units than this so many are played: one in the middle stands for the others.
+        few: largest number of equal units that are played; one in the middle stands for the others.
 
     Attributes:
-        lost: what the computation has lost.
+        lost: the seconds in which computation waited.
         is_steady: whether those in the middle ended as the ones before them, and so may stand for others.
         spans: what ran, if ``records``.
     """

@@ -79,8 +79,8 @@ def fused_backward(
     """Returns the gradients of ``q``, ``k`` and ``v``.
 
     Args:
-        grad, out, lse: of the whole attention, of which ``k`` and ``v`` may be a part of the keys; ``lse`` is
-            finite.
+        grad, out, lse: gradient, output and log-sum-exp of the attention to all keys, of which ``k`` and
+            ``v`` may be a part; ``lse`` is finite.
     """
     lse = lse.contiguous()  # of the other tensors the kernels take the strides
     if kernel == "cpu":

@@ -30,7 +30,7 @@ def kind_of(name: str) -> str:
     ``other``.
 
     Args:
-        name: of an operation, or of its backward, without namespace and overload.
+        name: name of an operation, or of its backward, without namespace and overload.
     """
     known = _BY_NAME.get(name) or _BY_NAME.get(name.removesuffix("_backward"))
     attends = "attention" in name or "attn" in name  # other packages' too
@@ -41,7 +41,7 @@ def product_of(name: str, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, tu
     """Returns the factors of a product, and the sizes (rows, n, k): it has 2 * rows * n * k FLOPs.
 
     Args:
-        name: of the operation, whose kind is ``product``.
+        name: name of the operation, whose kind is ``product``.
         tensors: its arguments that are tensors, in order.
     """
     a, b = tensors[1:3] if name in ("addmm", "baddbmm") else tensors[:2]

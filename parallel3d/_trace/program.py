@@ -43,7 +43,7 @@ class AttentionCall:
 
     Attributes:
         kind: ``"sdpa"`` (F.scaled_dot_product_attention), ``"mha"`` (nn.MultiheadAttention) or ``"hf"``.
-        shapes: of queries, keys and values.
+        shapes: shapes of queries, keys and values.
         options: what decides about the scores: masks, windows, caps.
     """
 

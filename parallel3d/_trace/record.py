@@ -207,7 +207,7 @@ def record(
 
     Args:
         prepare: called with the copy and the recorder; gives attention and leaves other forwards.
-        args, kwargs: of the forward, on any device.
+        args, kwargs: arguments of the forward, on any device.
 
     Raises:
         Exception: whatever the model's code raises.

@@ -19,10 +19,10 @@ def with_own_storage(view: torch.Tensor) -> torch.Tensor:
 
 
 def own_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` in memory of its own, bit for bit.
+    """Returns a copy of ``tensor`` that is equal bit for bit.
 
-    ``clone`` is a subclass's to define, and may compute: torchao's NF4 quantises anew. So of a subclass that
-    says what tensors it is made of, those are copied.
+    A subclass may define ``clone`` so that it computes: torchao's NF4 quantizes again. So for a subclass with
+    ``__tensor_flatten__`` the inner tensors are copied.
     """
     if isinstance(tensor, LocalTensor) or not hasattr(tensor, "__tensor_flatten__"):
         return tensor.clone(memory_format=torch.contiguous_format)

@@ -274,11 +274,11 @@ class Offload:
 
     @contextmanager
     def saving(self, own: set[int], record: Callable[[_Offloaded], None]) -> Iterator[None]:
-        """Within the body, the forward of a block, what autograd saves is moved.
+        """A context for the forward of a block: tensors that autograd saves are moved to the host's memory.
 
         Args:
-            own: ids of the storages that stay: those of parameters and buffers.
-            record: called with the record of what is moved, when there is some.
+            own: ids of the storages that are not moved: those of parameters and buffers.
+            record: called with the record of the moved tensors when the first one is moved.
         """
         moved: list[_Moved] = []
         made: list[_Offloaded] = []
@@ -371,7 +371,7 @@ class BlockOffload(Option):
     Attributes:
         shared: what all blocks share.
         stays: whether what the block saves is not moved, as its backward comes at once.
-        records: of its forwards, weakly; the latest is last.
+        records: weak references to the records of its forwards; the latest is last.
     """
 
     def __init__(self, shared: Offload, *, stays: bool) -> None:

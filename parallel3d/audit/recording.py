@@ -55,13 +55,14 @@ def put_on(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 @dataclasses.dataclass(eq=False)
 class ModuleCall:
-    """One call of a module: path -> copy of a tensor.
+    """One call of a module. Its dicts map the path of a tensor to a copy of the tensor.
 
     Attributes:
-        inputs: of ``(args, kwargs)``. outputs: of what it has returned; None while it runs.
+        inputs: the tensors in ``(args, kwargs)``.
+        outputs: the tensors in the returned value; None while the call runs.
         input_grads, output_grads: the gradients that have arrived, by the same paths.
         odd: paths of outputs whose class is not torch's own.
-        is_plain: whether it ran without a graph, as reentrant checkpoints run what they will recompute.
+        is_plain: whether the call built no graph, as the first run in a reentrant checkpoint.
     """
 
     inputs: dict[str, Tensor]
@@ -77,11 +78,11 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 class Recording:
-    """Hooks on modules, from its making until ``stop``; module's name -> its calls, in order.
+    """Records the calls of modules, by hooks, until ``stop``. ``calls`` maps a module's name to its calls.
 
     Args:
-        modules: those to watch, by name.
-        inputs: of the model itself, whose forward has begun.
+        modules: the modules to record, by name.
+        inputs: inputs of the model itself, whose forward has begun.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], inputs: Any) -> None:

@@ -77,14 +77,14 @@ def audit_of(model: nn.Module) -> Audit:
 
 
 def next_step(model: nn.Module) -> None:
-    """Has the next training step of ``model``, and its next evaluation on parts of sequences, compared with
-    the plain computation; see ``docs/audit.md``.
+    """Compares the next training step of ``model``, and its next evaluation on parts of sequences, with the
+    plain computation; see ``docs/audit.md``.
 
     Args:
-        model: as ``parallelize`` has returned it.
+        model: the model that ``parallelize`` has returned.
 
     Raises:
-        StateError: it was made without an audit, or could not be copied for it; the message says why.
+        StateError: the model was parallelized without an audit, or could not be copied for one.
     """
     audit = audit_of(model)
     if isinstance(audit.skeleton, Exception):
@@ -95,17 +95,17 @@ def next_step(model: nn.Module) -> None:
 
 
 def report(model: nn.Module) -> Report | None:
-    """Returns what the last audit of ``model`` has compared; None before it. Raises StateError."""
+    """Returns the report of the last audit of ``model``, None before one. Raises StateError: no audit."""
     return audit_of(model).report
 
 
 class Audit:
-    """Of one model.
+    """Compares training steps of one model with the plain computation.
 
     Attributes:
         skeleton: the plain model on meta; or why there is none.
         train_due, eval_due: whether the next step, and the next evaluation on parts, is to be compared.
-        report: of the last comparison.
+        report: the report of the last comparison.
     """
 
     def __init__(self, model: nn.Module, skeleton: nn.Module | Exception, mesh: DeviceMesh) -> None:

@@ -53,7 +53,7 @@ class Info:
         step: how many steps had been done.
         extra: the argument of ``save``.
         mesh: axis -> size of the mesh that saved it; None for a plain model.
-        versions: of torch, parallel3d and Python that saved it.
+        versions: versions of torch, parallel3d and Python that saved it.
         rng: what was done with the random generators: ``"restored"`` (same ranks and mesh), ``"reseeded"``
             (from the arguments of ``seed_step``) or ``"left"`` unchanged.
         skipped: newer folders that are links or not complete checkpoints, and why.

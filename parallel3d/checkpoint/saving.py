@@ -44,7 +44,7 @@ from parallel3d.fsdp.inspect import owner_of
 from parallel3d.mesh.joined import axis_sizes
 
 _host_buffers: dict[str, Tensor] = {}
-"""Of the last copy, kept because memory that is already mapped is faster."""
+"""Buffers of the last copy, kept because memory that is already mapped is faster."""
 
 
 def copy_to_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -216,9 +216,9 @@ class Contents:
         ranks: how many ranks saved.
         step_seed: the last arguments of ``seed_step``, by name; None if it was not used.
         ties: further names of stored tensors -> the name they are stored under.
-        extra_state: of modules, encoded, by module name.
-        groups: of optimizers: (parameter names, encoded options, optimizer kind of ``kind_of``, which
-            earlier versions did not store); None if no optimizer was saved.
+        extra_state: module name -> the module's extra state, encoded.
+        groups: the optimizers' parameter groups: (parameter names, encoded options, optimizer kind of
+            ``kind_of``, which earlier versions did not store); None if no optimizer was saved.
         state: parameter name -> key -> encoded value.
 
     Raises:

@@ -65,7 +65,7 @@ def attention(
         mask_function: ``(b, h, q_index, kv_index)`` -> bool, on positions of the whole sequence, as mask
             functions of transformers; the arguments are index tensors that broadcast to (B, Hq, queries,
             keys).
-        scale: of the scores; by default ``1 / sqrt(D)``.
+        scale: factor of the scores; by default ``1 / sqrt(D)``.
         softcap: scores become ``softcap * tanh(scores / softcap)``.
         sinks: (Hq,): a further logit of each head, which takes weight and has no value. Its gradient on a
             rank is a part, to be summed over ``cp``.

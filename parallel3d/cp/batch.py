@@ -308,8 +308,10 @@ class _Uncut:
 
     Attributes:
         items, where: its values by name, and the dim of the sequence of each; None: it stays.
-        length, rows, device: of the sequences, how many there are, and where they are.
-        documents, key_mask: as ``shard_batch`` has them.
+        length: tokens of a sequence.
+        rows: number of sequences.
+        device: device of the sequences.
+        documents, key_mask: see ``shard_batch``.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""Which parts of the keys some queries are computed with: positions in, blocks out, without torch.
+"""Divides attention into blocks of queries and keys, from their positions in the sequence; without torch.
 
-What no query may see is in no block. Blocks with a mask are small, so that the mask is.
+Keys that no query may attend to are in no block. Blocks with a mask are small, to keep the mask small.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class BlockForm(Enum):
-    """What of a block counts."""
+    """Which of a block's scores are used."""
 
     FULL = "all of it"
     CAUSAL = "on and below the diagonal of a square"
@@ -19,12 +19,12 @@ class BlockForm(Enum):
 
 
 class Block(NamedTuple):
-    """Some queries and the keys that they are computed with, each of them neighbours in the sequence.
+    """Consecutive queries, and consecutive keys that they attend to.
 
     Attributes:
-        q_row, k_row: their first rows in the tensors.
-        q_at, k_at: the positions of these in the sequence.
-        q_rows, k_rows: how many.
+        q_row, k_row: index of the first query and key in this rank's tensors.
+        q_at, k_at: positions of the first query and key in the sequence.
+        q_rows, k_rows: numbers of queries and keys.
     """
 
     form: BlockForm
@@ -37,7 +37,7 @@ class Block(NamedTuple):
 
 
 QUERIES = 1024
-"""Queries of a block that is not computed by one kernel from the positions alone, at most."""
+"""Largest number of queries in a block that needs a mask, is small, or has a window."""
 
 
 def plan_blocks(
@@ -54,12 +54,12 @@ def plan_blocks(
     """Returns the blocks of queries with keys.
 
     Args:
-        q_parts, k_parts: (first row, its position, rows) of neighbours in the sequence.
+        q_parts, k_parts: (first row, its position, number of rows) of consecutive queries and keys.
         length: keys from here on are padding, which without a causal mask must be left out.
-        left, right: how many keys before and after itself a query sees; None: all.
+        left, right: number of keys before and after its own position that a query attends to; None: all.
         dense: whether further masks apply anywhere.
-        small: whether every block must be small, as where all scores are in memory.
-        elements: scores of a small block, or of a mask, at most.
+        small: whether every block must be small, because its scores are materialized.
+        elements: largest number of scores in a small block, or of elements in a mask.
     """
     if dense or small or left is not None or right not in (None, 0):
         q_parts = [tile for part in q_parts for tile in _cut(part, min(QUERIES, elements))]
@@ -82,8 +82,8 @@ def plan_blocks(
 
 
 def _append(found: list[Block], block: Block, *, merge: bool) -> None:
-    """Adds a block, or makes the last one larger: where all of it counts, rows need not be neighbours in the
-    sequence."""
+    """Adds a block to ``found``. With ``merge`` a FULL block is instead joined to a last FULL block that it
+    continues in the tensors; the two need not be neighbours in the sequence."""
     last = found[-1] if found and merge else block
     if last is not block and last.form is block.form is BlockForm.FULL:
         same_queries = (last.q_row, last.q_rows) == (block.q_row, block.q_rows)

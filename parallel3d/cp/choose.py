@@ -22,8 +22,8 @@ class Share:
     Attributes:
         first, number: its query heads.
         kv_first, kv_number: the K/V heads that these attend to.
-        kv_of: of each of its query heads, which of its K/V heads; None where they are equal groups in order,
-            as attention takes them.
+        kv_of: for each of its query heads the index of the K/V head, among the rank's own; None if the K/V
+            heads have equally many query heads, in order, as attention kernels expect.
     """
 
     first: int
@@ -37,7 +37,7 @@ def share_heads(heads: int, kv_heads: int, size: int) -> tuple[Share, ...]:
     """Returns each rank's heads: query heads as evenly as possible, with the K/V heads that they attend to.
 
     Args:
-        heads, kv_heads: of this rank, after tensor parallelism has taken its share.
+        heads, kv_heads: numbers of heads that tensor parallelism leaves to this rank.
 
     Raises:
         PlanError: there are fewer query heads than ranks.
@@ -91,12 +91,12 @@ def bytes_per_layer(
     Where ranks differ (Ulysses with heads that ``size`` does not divide) it is the rank with most.
 
     Args:
-        kind: of attention.
+        kind: ``"ulysses"``, ``"gather"`` or ``"ring"``.
         size: ranks of ``cp``.
         batch: sequences.
-        length: of the padded sequence.
-        heads, kv_heads: of a rank, after tensor parallelism has taken its share.
-        channels, value_channels: of a head of q and k, and of v; by default the same.
+        length: tokens of the padded sequence.
+        heads, kv_heads: numbers of heads that tensor parallelism leaves to a rank.
+        channels, value_channels: size of a head of q and k, and of v; by default the same.
         itemsize: bytes of an element.
         key_mask: whether a mask of keys is gathered too.
 

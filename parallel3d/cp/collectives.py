@@ -36,11 +36,11 @@ from parallel3d._util.trace import issuing
 from parallel3d.cp.sequence import CpAxis, Sequence
 
 Heads = tuple[tuple[int, int], ...]
-"""Of each rank: its first head, and how many it has."""
+"""For each rank: its first head, and its number of heads."""
 
 
 Splits = Callable[[int], list[int]]
-"""Of a rank: elements for each rank, or from each."""
+"""A function of a rank: numbers of elements that it sends to each rank, or gets from each."""
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,8 @@ def _exchange(
     """Issues an all-to-all of the elements of ``flat``.
 
     Args:
-        splits: of a rank, how many elements it sends to each rank, and gets from each; None: equal parts.
+        splits: two functions of a rank: numbers of elements that it sends to each rank, and that it gets
+            from each; None: equal parts.
 
     Returns: a function that returns what this rank gets, one rank after another; the work to wait for before
     it is called, None if not ``async_op``; and the tensor that is sent.

@@ -49,8 +49,8 @@ class ContextParallel:
     """How a model is made context-parallel: ``parallelize(context_parallel=ContextParallel(...))``.
 
     Attributes:
-        kind: of attention: ``"ulysses"``, ``"gather"`` (of keys and values), ``"ring"``, or ``"auto"``, which
-            picks by heads, length and bytes; ``p3d.cp.summary(model)`` says what and why.
+        kind: how attention communicates: ``"ulysses"``, ``"gather"`` (of keys and values), ``"ring"``, or
+            ``"auto"``, which picks by heads, length and bytes; ``p3d.cp.summary(model)`` says what and why.
         position_wise: names of modules (with wildcards) that compute each position of a sequence from itself
             alone. You assert it: they are not looked into. ``""`` is the whole model but for attention.
     """

@@ -33,7 +33,7 @@ class Partial:
     Attributes:
         out: (B, Hq, Q, Dv).
         lse: (B, Hq, Q), natural log-sum-exp of the scores; -inf for a query that has seen no key.
-        kept: of each block with dropout, which weights were kept, bool, flat.
+        kept: for each block with dropout a flat bool tensor: which attention weights dropout has kept.
     """
 
     out: Tensor
@@ -158,12 +158,12 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of ``q``, ``k`` and ``v`` by these keys' part of the attention.
 
-    Of several blocks they are in the dtype in which those are added.
+    With several blocks the gradients are in the dtype in which the blocks' summands are added.
 
     Args:
-        grad: of the output.
+        grad: gradient of the output.
         whole: the output and the log-sum-exp over all keys, and ``(grad * out).sum(-1)``.
-        kept: what ``Partial.kept_by`` has returned of these blocks.
+        kept: what ``Partial.kept_by`` has returned for these blocks.
     """
     out, lse, delta = whole
     if rules.may_hide_all:

@@ -82,11 +82,12 @@ class Rules:
         return replace(self, documents=documents, key_mask=key_mask, head=head)
 
     def mask(self, q_at: int, q_rows: int, k_at: int, k_rows: int, q: Tensor) -> Tensor:
-        """Returns bool, (B or 1, heads or 1, q_rows, k_rows): which keys count.
+        """Returns a bool mask, (B or 1, heads or 1, q_rows, k_rows): True where the query attends to the key.
 
         Args:
-            q_at, q_rows: the queries are neighbours in the sequence from position ``q_at``; so are the keys.
-            q: (B, heads, ...), on the device wanted.
+            q_at, q_rows: position of the first query, and number of the queries, which are consecutive.
+            k_at, k_rows: the same of the keys.
+            q: (B, heads, ...), gives the batch, the heads and the device.
         """
         if self.dense:
             return self._mask(q_at, q_rows, k_at, k_rows, q)

@@ -136,7 +136,7 @@ class Sequence:
         return chunks[[order.index(chunk) for chunk in range(self.chunks)]].flatten()
 
     def _chunk_order(self) -> list[int]:
-        """Of the chunks, rank after rank."""
+        """Returns the indices of the chunks in the order in which the ranks hold them, rank after rank."""
         if not self.balanced:
             return list(range(self.size))
         return [chunk for rank in range(self.size) for chunk in (rank, self.chunks - 1 - rank)]
@@ -151,7 +151,7 @@ class CpAxis:
         rank: this rank's coordinate; under simulated ranks a ``SymInt`` that differs by rank.
         group: its process group.
         kind: which kind of attention; ``"auto"``: ``choose`` picks one for each call.
-        sequence: of the batch whose forward is running or ran last; None before the first.
+        sequence: the ``Sequence`` of the batch whose forward is running or ran last; None before the first.
     """
 
     def __init__(self, mesh: DeviceMesh, kind: Kind | Literal["auto"] = "auto") -> None:

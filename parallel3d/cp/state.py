@@ -51,7 +51,7 @@ _HARMLESS = ("use_cache", "return_dict", "output_hidden_states", "output_attenti
 
 @dataclass(eq=False)
 class CpState:
-    """Of one model; every module of it has it.
+    """The state of context parallelism of one model. All modules of the model refer to it.
 
     Attributes:
         axis: the axis cp.
@@ -83,7 +83,8 @@ class CpState:
         """Returns the batch that is being computed: ``WHOLE`` if every rank has all of it.
 
         Args:
-            inputs: of the module that asks, which are compared if the model's forward does not run.
+            inputs: inputs of the module that asks. They are compared with those of the last batch if the
+                model's forward does not run.
 
         Raises:
             StateError: it is not known, or ranks have other parts of it.
@@ -319,7 +320,7 @@ def positions(
     Args:
         module: the module whose forward calls it.
         length: how many tokens this rank has.
-        device: of the result.
+        device: device of the result.
 
     Raises:
         StateError: this rank has another number of tokens.

@@ -371,12 +371,12 @@ class RunContext:
         return get_ident() == self._thread or self.backward.callback() is None
 
     def abandon(self, *, backward_only: bool) -> None:
-        """After an exception: nothing is in flight any more.
+        """Drops all work in flight after an exception.
 
         Args:
-            backward_only: it has ended a backward, of which autograd has dropped the callback; a forward
-                around it goes on, and sums of earlier backwards still wait for their reduction. False: all
-                is at rest afterwards, and no sum waits.
+            backward_only: the exception has ended only a backward, whose callback autograd has dropped. A
+                forward around that backward goes on, and gradients accumulated in earlier backwards are kept
+                until they are reduced. With False all units are at rest afterwards, and these are dropped.
         """
         if self.comm.left_by is not None and self.comm.left_by() is not self:
             self.comm.finish()  # of another root

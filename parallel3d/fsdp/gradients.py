@@ -107,7 +107,7 @@ class BucketGradients:
         """Takes the gradient of parameter ``index``, or a further summand of it.
 
         Args:
-            grad: of the parameter's ``compute_shape``.
+            grad: the gradient, shaped as the parameter's ``compute_shape``.
             sync: whether the gradients of this backward are reduced. False: they are accumulated unsharded.
         """
         bucket = self._bucket()

@@ -501,8 +501,8 @@ class FSDPModule(UnitModule, TorchFSDPModule):
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """With True collectives are plain sums, and a kernel of their own scales them. Otherwise NCCL's
-        reduce-scatter does both where that rounds no more.
+        """With True the collectives of gradients are plain sums, and a separate kernel scales the gradients.
+        With False NCCL's reduce-scatter scales while it sums, unless that would round more often.
 
         With True ``set_symm_mem_for_comm`` uses symmetric memory for the reduce-scatter too.
         """

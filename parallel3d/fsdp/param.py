@@ -155,7 +155,7 @@ _UNSHARDED = "_parallel3d_unsharded"  # attribute of an unsharded parameter: an 
 
 
 class _Unsharded(_TakenBy):
-    """Of whom a parameter is the unsharded one, and whether it has memory of its own, which is freed."""
+    """Whose unsharded parameter a parameter is, and whether it has its own storage, which is freed."""
 
     __slots__ = ("is_freed",)
 

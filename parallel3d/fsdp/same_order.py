@@ -62,11 +62,11 @@ _HINT = (
 
 @dataclass
 class Known:
-    """What the last pass of a kind has issued, on all ranks.
+    """The events that the last forward, or the last backward, has issued on all ranks.
 
     Attributes:
-        repeated: whether the next one is expected to do the same.
-        digest: of ``events``.
+        repeated: whether the next pass is expected to issue the same events.
+        digest: hash of ``events``.
     """
 
     events: list[Event]

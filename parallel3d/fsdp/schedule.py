@@ -63,7 +63,8 @@ class ScheduledUnits(Protocol):
 
 
 class GatherSchedule:
-    """Of one root. After each event the caller gathers what ``next`` returns, until that is None.
+    """Decides which units of one root are gathered next. After each event the caller gathers the unit that
+    ``next`` returns, until ``next`` returns None.
 
     Attributes:
         order: units in the order of their forwards, this iteration.

@@ -103,12 +103,12 @@ class Unit:
         reshard_after_backward: False keeps the parameters gathered for the next micro-batch.
         unshard_in_backward: False where backward doesn't read the parameters (an embedding).
         forward_prefetch, backward_prefetch: units to gather ahead; None: the next in order.
-        prefetch: of the root: when units are gathered ahead of their use; None: as usual.
+        prefetch: only of the root: settings of when units are gathered ahead of their use; None: the default.
         sync, all_reduce: whether backward reduces over all data axes, and over replicate.
-        post_optim_event: of the root: what the next forward's first gather waits for.
+        post_optim_event: only of the root: event that the next forward's first gather waits for.
         shared_comm: the communication side shared with other roots.
-        manual_finalization: of the root: whether the user ends backwards; see ``options/finalization``.
-        form: of its state dicts, see ``state_dict_type``; None: sharded.
+        manual_finalization: only of the root: whether the user ends backwards; see ``options/finalization``.
+        form: kind of the state dicts that ``state_dict`` returns, see ``state_dict_type``; None: sharded.
 
     Attributes:
         group: its parameters.
@@ -116,7 +116,7 @@ class Unit:
         options: what is told of it, see ``Option``.
         registrar: the option that registers its parameters for the whole of the root's passes, if one does.
         forward, backward: the passes under way; None outside of them.
-        computed_with: the numbers of the weights' values of the last forward, see ``ParamGroup.weights``.
+        computed_with: the version of the weights in the last forward, see ``ParamGroup.weights``.
         input_dtype: what inputs are cast to, or None.
         has_unreduced: whether a backward has come through that was not reduced yet.
         put_off: whether the last backward was not to be reduced, or not over all axes.
@@ -423,7 +423,7 @@ class Unit:
         issuing.unit = self.label
 
     def weights_changed(self) -> StateError:
-        """The error of a backward that comes to other weights than its forward had."""
+        """Returns the error for a backward whose weights are not those of its forward."""
         return StateError(
             f"unit {self.label}: its parameters were changed (an optimizer step, an in-place change) between "
             "this forward and its backward, and the values that the forward used are freed; call backward "
@@ -471,8 +471,9 @@ class Unit:
     def maybe_end_backward(self) -> None:
         """Ends the unit's backward once nothing in it will read the parameters again.
 
-        That is when all gradients have arrived (but where ranks may use different parameters) and those of
-        every call's inputs are complete. A call without such inputs is over when the whole backward is.
+        That is when the gradients of all parameters have arrived (not needed if ``reduce_unused``), and those
+        of all inputs of every call. A call without inputs that require a gradient ends with the whole
+        backward.
         """
         backward = self.backward
         if backward is None or backward.calls:
@@ -595,11 +596,12 @@ class Call:
     the model itself is gone. The unit lets go of the call when its forward ends.
 
     Attributes:
-        position: its place in the order of forwards.
-        weights: the numbers of the weights' values that it has computed with.
-        first: ``next_backward_order()`` when it began.
-        inputs: number of inputs that require a gradient. When all have theirs, the call's backward is over.
-        left: how many of them are still to get it.
+        position: the index of this call in the order of forwards.
+        weights: for each bucket the version of the weights that the call computed with; see
+            ``ParamGroup.weights``.
+        first: ``next_backward_order()`` when the call began.
+        inputs: number of inputs that require a gradient. The call's backward is over when all have got it.
+        left: number of those inputs that have not got their gradient yet.
     """
 
     __slots__ = ("__weakref__", "first", "inputs", "left", "position", "unit", "weights")
@@ -612,8 +614,8 @@ class Call:
         self.inputs = self.left = 0
 
     def alias(self, value: Any) -> Any:
-        """Returns ``value`` with its tensors aliased, in tuples too. Of other containers, which the module
-        may write to, the tensors themselves are hooked."""
+        """Returns ``value`` with its tensors aliased, in tuples too. Other containers stay as they are, since
+        the module may write to them; their tensors are hooked themselves."""
         if type(value) is tuple:
             return tuple(map(self.alias, value))
         if not isinstance(value, torch.Tensor):
@@ -647,7 +649,7 @@ class Call:
         weakref.finalize(self, tensor.register_hook(on_gradient).remove)
 
     def watch(self, tensor: torch.Tensor) -> None:
-        """Hooks ``begin_backward`` to ``tensor`` and what it is a view of, as it may be changed in place."""
+        """Hooks ``begin_backward`` to ``tensor`` and to its base, as ``tensor`` may be changed in place."""
         self.hook(tensor, self.begin_backward)
         base = before_changes(tensor, self.first)
         if base is not tensor:

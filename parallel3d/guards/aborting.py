@@ -18,11 +18,11 @@ LOAD_AGAIN = (
 
 
 class Abort:
-    """The abort of all NCCL communicators of this process. It exists as soon as one may have been aborted.
+    """Aborts all NCCL communicators of this process. The object exists as soon as one may have been aborted.
 
-    Under NCCL the main thread does not wait for a collective; the device does, in a kernel that only an abort
-    ends. The main thread then waits for the device, and goes on when the kernels have ended, with what they
-    have left. So ``guards.watch`` refuses to go on once there is an Abort.
+    Under NCCL the device waits for a collective, in a kernel that only an abort ends, and the main thread
+    waits for the device. After the abort it would continue with incomplete results of the kernels. So
+    ``guards.watch`` raises once there is an Abort.
 
     Each communicator is aborted in a thread of its own, all at the same time, because an abort may wait for
     the device, and so for the kernels of the others (pytorch/pytorch#119797). The threads are daemons,

@@ -40,7 +40,7 @@ class RankEvent:
         number: position among the events of this rank, from 1.
         what: a collective's operation; ``optimizer step (AdamW)``; ``left debug mode``; or ``left: `` and an
             error.
-        axis: of the mesh, or the name of the group.
+        axis: axis of the mesh, or the name of the group.
         unit: the unit that the engine issues it for; "" outside the engine.
         bytes: as the recorder counts them; None if they may differ between ranks.
         step, micro_batch: from 1; a micro-batch is a forward with a gradient.

@@ -25,10 +25,10 @@ _UNSET = math.inf
 
 
 class NanLosses:
-    """Looks at the losses of this rank until one was nan.
+    """Checks the losses of this rank until one is nan, and compares with the other ranks.
 
     Attributes:
-        looks: whether none was yet.
+        looks: whether losses are still checked: no loss was nan so far.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,8 @@ class NanLosses:
         self._due = 0  # backwards until ``say`` may ask
 
     def meet(self) -> None:
-        """All ranks are at the same place: forwards are counted from here on, as they may differ before."""
+        """Called when all ranks are at the same point. Forwards are counted from here on, as ranks may have
+        run different numbers of them before."""
         self._first = issuing.forwards
 
     def post(self, number: int) -> None:
@@ -56,9 +57,10 @@ class NanLosses:
                 self._posted = store, number
 
     def say(self) -> None:
-        """Warns on the first of the ranks that have posted a nan, if others have not.
+        """Warns, on the first of the ranks whose loss is nan, if the loss of other ranks is not.
 
-        Called when all ranks have: on the CPU the backward, whose reductions all ranks take part in, is over.
+        Called when every rank has posted its nan, if it has one. On the CPU that is the end of the backward,
+        in whose reductions all ranks take part.
         """
         if self._posted is None:
             return
@@ -74,7 +76,7 @@ class NanLosses:
             keys = {other: f"{_TOPIC}/{other}" for other in range(world_size)}
             first = {r: int(store.get(key)) for r, key in keys.items() if store.check([key])}
             nan = [other for other, its in first.items() if its == number]
-            # One that was earlier has said it, and may have brought nan to all.
+            # A rank whose loss was nan earlier has warned, and its nan may have reached all ranks.
             if min(first.values()) == number and nan[0] == rank and len(nan) < world_size:
                 rest = name_ranks({*range(world_size)} - {*nan})
                 warnings.warn(

@@ -46,7 +46,7 @@ class Monitor(threading.Thread):
 
     Args:
         table: the part of the store that the ranks share.
-        rank, world_size: of the default process group.
+        rank, world_size: rank and size of the default process group.
         grace: seconds that ranks get to post their notes.
         silence: seconds without a sign of life after which a rank or the store is given up; None: never.
 
@@ -442,7 +442,7 @@ def watch(
     ``PARALLEL3D_DEBUG_DIR`` if that is set.
 
     Args:
-        timeouts: of collectives, by phase, for all process groups of this process.
+        timeouts: timeouts of collectives, by phase, for all process groups of this process.
         grace: time that a rank gets to post its error; the same on all ranks.
         silence: time that a rank may give no sign of life, and the store no answer; None: no limit. It must
             be longer than any call that holds Python's lock, and the same on all ranks.

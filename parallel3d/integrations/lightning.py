@@ -70,8 +70,8 @@ class Strategy(ModelParallelStrategy):
         tp_plan: as for ``parallelize``; names are those within the child.
         module: the name of the child to parallelize; ``""`` is the LightningModule itself, whose steps are
             then forwards. By default the one child that has parameters.
-        seed: of ``materialize``.
-        process_group_backend, timeout: of the process group that Lightning starts.
+        seed: the seed for ``materialize``.
+        process_group_backend, timeout: backend and timeout of the process group that Lightning starts.
         options: the other arguments of ``parallelize``.
 
     Precision of the Trainer: ``"bf16-mixed"`` becomes ``mp_policy``: computing in bfloat16, reducing and

@@ -42,7 +42,7 @@ from parallel3d.optim.accumulate import group_of
 from parallel3d.tp.lora import is_peft_model
 
 FOLDER = "parallel3d"
-"""Of a Trainer's checkpoint: what ``parallel3d.checkpoint`` has written."""
+"""Folder in a Trainer's checkpoint that ``parallel3d.checkpoint`` writes."""
 
 # Argument -> what to write instead. Each would give other numbers, or fail late on some rank.
 _REFUSED = {

@@ -58,7 +58,7 @@ def build_mesh(
             ``PARALLEL3D_DEVICE``, else the accelerator if there is one that torch.distributed has a backend
             for, else ``"cpu"``.
         timeout: how long ranks wait for each other's report; by default the process group's timeout, or
-            ten minutes without one. After half a minute one says who is missing. Collectives keep torch's.
+            ten minutes without one. After 30 s a rank prints which are missing. Collectives keep torch's.
 
     Raises:
         MeshError: the layout does not fit the world, there is no way to start a process group, the

@@ -58,9 +58,10 @@ def short(error: BaseException, width: int = 2000) -> str:
 
 
 def tells_others(call: Callable[P, R]) -> Callable[P, R]:
-    """Makes ``call``, which all ranks make, post what it raises: ranks that wait for this one raise too.
+    """Wraps ``call``, which all ranks make, so that its exceptions are posted in the store: ranks that wait
+    for this one then raise too.
 
-    An error that all ranks raise ends no wait: see ``raise_failed_alone``.
+    If all ranks raise the same error, none of them gets PeerFailureError: see ``raise_failed_alone``.
     """
 
     @functools.wraps(call)
@@ -86,8 +87,8 @@ def post_failure(store: dist.Store, rank: int, error: BaseException, *, ends: bo
 
 
 def raise_failed_alone(store: dist.Store, rank: int, awaited: Callable[[], Sequence[int]]) -> None:
-    """Raises FailedAlone if one of ``awaited``, for which ``rank`` waits, has raised what ``rank`` has not:
-    an error that ends it, or more errors than ``rank`` itself."""
+    """Raises FailedAlone if one of the ranks ``awaited()``, for which ``rank`` waits, has posted an error
+    that ends its process, or has posted more errors than ``rank`` itself."""
     if not store.check([_ANY]):
         return
     own = _read(store, rank)[0]

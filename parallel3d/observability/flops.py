@@ -35,8 +35,8 @@ def model_flops(model: nn.Module | ModelSpec, seq_len: int, **options: Any) -> M
 
     Args:
         model: a plain model before ``parallelize``, which may be on meta; or the planner's description of it.
-        seq_len: of whole sequences, also where cp ranks share each.
-        options: of ``planner.spec_from_module``, such as ``example`` and ``units``.
+        seq_len: tokens of a whole sequence, also where cp ranks share it.
+        options: options of ``planner.spec_from_module``, such as ``example`` and ``units``.
 
     Raises:
         PlanningError: the model can't be analysed; see ``spec_from_module``.

@@ -170,8 +170,8 @@ class Metrics:
         sinks: ``JsonLines``, ``TensorBoard``, ``Progress``, or your own ``Sink`` s. Only those of the mesh's
             first rank are used.
         every: steps between two samples: the steps every - 1, 2 every - 1, and so on; 0: no samples.
-        flops: of the model, from ``model_flops``; without them there is no MFU.
-        peak_tflops: of one device; by default its dense bf16 peak in the planner's table, if it is listed.
+        flops: FLOPs of the model, from ``model_flops``; without them there is no MFU.
+        peak_tflops: peak of one device, TFLOP/s; by default its dense bf16 peak in the planner's table.
         slow: a rank is slow if its own time is at least this many times the median.
         samples: number of a rank's last samples, of which the least counts, so that a rank must be slow in
             all of them. There are no stragglers before that many samples.

@@ -24,7 +24,7 @@ class JsonLines:
     written again.
 
     Args:
-        path: of the file; its folder is created.
+        path: path of the file; its folder is created.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

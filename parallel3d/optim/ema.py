@@ -125,8 +125,8 @@ class EMA:
         model: any module, sharded or not, that is not on meta. Parallelize it first.
         decay: in [0, 1]; or a function of the number of earlier updates, such as
             ``lambda n: min(0.999, (1 + n) / (10 + n))``.
-        dtype: of the averages of floating-point tensors; by default their own. Use float32 for bfloat16
-            weights, where a small ``1 - decay`` would round to no change.
+        dtype: dtype of the averages of floating-point tensors; by default that of the tensor. Use float32
+            for bfloat16 weights, where a small ``1 - decay`` would round to no change.
         average_buffers: whether floating-point buffers are averaged; by default they are copied at each
             update, as other buffers always are. Non-persistent buffers are left alone.
 

@@ -42,7 +42,7 @@ class Owners:
 
     Attributes:
         group: their process group, of ``size`` ranks; ``rank`` is this rank's in it.
-        shape: of the whole parameter.
+        shape: shape of the whole parameter.
         parts: for each rank of the group (local shape, boxes of the whole tensor).
         padded_numel: number of elements of the largest part.
     """

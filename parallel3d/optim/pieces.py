@@ -213,9 +213,11 @@ class RunPiece:
         return pieces
 
     def state_from(self, source: RunPiece, state: State) -> State:
-        """Returns the part for this piece of ``state``, that of ``source``, which it was split from.
+        """Returns the optimizer state of this piece, which was split from ``source``.
 
-        Tensors share memory with ``state``, except single numbers: each piece counts its own steps.
+        Args:
+            state: the optimizer state of ``source``. Elementwise tensors of the result are views of its
+                tensors; others, such as step counts, are copied, as each piece counts its own steps.
         """
         own: State = {}
         for key, value in state.items():

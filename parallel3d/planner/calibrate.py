@@ -42,8 +42,8 @@ def calibrate(
     """Measures this machine. Under a process group also its collectives, for all sizes of 2, 4, 8 ... ranks.
 
     Args:
-        name: of the profile; the device's own by default. If it is a known GPU's, that one's peak, capacity
-            and links are kept where they can't be measured.
+        name: name of the profile; by default that of the device. If it names a known GPU, the peak, capacity
+            and links of that GPU are kept where they can't be measured.
         device: "cuda" or "cpu"; what there is by default.
         largest: rows of the largest matmul.
         seconds: stop measuring matmuls after this long.

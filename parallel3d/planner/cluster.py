@@ -26,7 +26,7 @@ class Gpu:
     Attributes:
         peak: dense bf16, TFLOP/s.
         capacity_gib: memory that torch reports, GiB.
-        bandwidth: of its memory, TB/s.
+        bandwidth: bandwidth of its memory, TB/s.
         gemm_efficiency, gemm_start_us: a matmul takes start + FLOPs / (efficiency * peak).
         node: GPUs of a node.
         link: GB/s to the others of its node.

@@ -28,7 +28,8 @@ class Exchange:
     Attributes:
         way: "forward" or "backward".
         operation: "all_to_all", "all_gather", "reduce_scatter" or "send".
-        nbytes: of one: of the gathered tensor, or of what the rank has (``collective_time``).
+        nbytes: bytes of one collective, as ``collective_time`` counts: of the gathered tensor, or of the
+            tensor that the rank has.
     """
 
     way: str
@@ -52,10 +53,10 @@ class AttentionShare:
     """What a rank computes of one attention layer.
 
     Attributes:
-        heads: query, and key and value heads.
-        part: of these heads' scores.
+        heads: numbers of query heads, and of key and value heads.
+        part: fraction of these heads' scores that the rank computes.
         length: tokens of the sequences that a kernel sees.
-        joins: how many results over some of the keys are joined, for a query.
+        joins: number of partial results, each over some of the keys, that are combined for a query.
     """
 
     heads: HeadShare

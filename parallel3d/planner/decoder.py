@@ -31,8 +31,9 @@ class ExpertsSpec:
     Tensor parallelism splits the features of each expert, as ``tp.Experts`` does: every rank computes all.
 
     Attributes:
-        count: of the experts of a block; chosen: how many a token goes through.
-        ffn: features within one.
+        count: number of experts in a block.
+        chosen: number of experts that a token goes through.
+        ffn: features within an expert.
         shared: features within an MLP that every token goes through as well; 0: there is none.
         shared_gate: whether the shared MLP's output is scaled by a layer of one feature.
     """
@@ -354,12 +355,12 @@ def spec_from_shapes(
     Args:
         layers, hidden, heads: number of blocks, features between them, attention heads of each.
         ffn, vocab: features within an MLP, and ids.
-        kv_heads: as many as heads unless given.
-        head_dim: hidden / heads unless given.
+        kv_heads: key and value heads of each block; by default as many as ``heads``.
+        head_dim: features of a head; by default ``hidden / heads``.
         mlp: "swiglu", "geglu": three matrices; "gelu", "relu", "relu2", "silu": two.
         norm: "rmsnorm", or "layernorm".
         positions: "learned": a table of ``seq_len`` rows; "rope": rotation; "alibi", "none".
-        bias: of all linear layers but the head. Norm biases come with "layernorm".
+        bias: whether all linear layers but the head have a bias. With "layernorm" norms have one.
         tied: the head's weight is the embedding's.
         name, source: what the plan shows of the model, and of where it is from.
 

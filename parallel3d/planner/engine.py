@@ -212,15 +212,15 @@ def input_bytes(bucket: BucketLayout, widths: Widths) -> int:
 def run_backward(
     layouts: tuple[UnitLayout, ...], widths: Widths, reshard_after_forward: bool, streams: bool
 ) -> tuple[int, int, int]:
-    """Runs one backward.
+    """Plays one backward through the engine's schedule.
 
     Args:
-        layouts: of the units, in the order of the forward.
+        layouts: layouts of the units, in the order of the forward.
         streams: whether reductions run on streams (an accelerator), which keep the input of the all-reduce.
 
     Returns:
-        Bytes of unsharded parameters and of buffers (of gathers, and gradients that are not reduced yet)
-        where together they are largest; of unsharded parameters before the backward begins.
+        Bytes of unsharded parameters, and of buffers of gathers and unreduced gradients, at the moment at
+        which their sum is largest; and bytes of unsharded parameters before the backward begins.
     """
     timeline = _Timeline(widths, streams)
     every = [layout for layout in layouts if layout.buckets for _ in range(layout.count)]

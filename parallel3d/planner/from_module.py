@@ -127,8 +127,8 @@ class _UnitWork:
     """The operations of a recording as the fields of a ``UnitSpec``, for one token.
 
     Args:
-        tokens: of the recorded run.
-        label: operations with this label only, of the root's recording; None: all.
+        tokens: number of tokens in the recorded run.
+        label: label of the operations to take from the root's recording; None: all operations.
 
     Attributes:
         ways: the operations of forward and of backward.

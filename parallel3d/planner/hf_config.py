@@ -48,7 +48,7 @@ def spec_from_hf_config(config: Any, *, name: str | None = None) -> ModelSpec:
     Args:
         config: a ``PretrainedConfig``, its dict, the path of a ``config.json`` (or of its folder), or the
             name of a model in ``models.toml`` (``known_models()``).
-        name: of the spec; otherwise what the config says.
+        name: name of the spec; by default the config's.
 
     Raises:
         PlanningError: no such name or file, a family that isn't in ``families.toml``, a model that isn't a

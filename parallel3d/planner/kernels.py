@@ -205,7 +205,7 @@ def gemm_time(m: int, n: int, k: int, gpu: Gpu, itemsize: int, stack: Stack | No
 
     Args:
         itemsize: bytes of an element of what is multiplied; 1: float8, at twice the peak, results in bf16.
-        stack: of the run; this library by default.
+        stack: the software that trains; this library by default.
     """
     flops = 2.0 * m * n * k
     growth = (flops / 1e12) ** constant("gemm_growth").value
@@ -283,7 +283,8 @@ def attention_constants(gpu: Gpu, kernel: str, head_dim: int) -> dict[str, Const
 
 
 def backward_constants(gpu: Gpu) -> dict[str, Constant]:
-    """Of a fused attention kernel: its products beside the forward's, and their rate beside the forward's."""
+    """Returns constants of a fused attention kernel's backward, relative to its forward: the number of its
+    matmuls, and their rate."""
     used = {"products": "attention_backward"}
     if gpu.family not in _AMPERE:
         used["rate after Ampere"] = "backward_after_ampere"
@@ -337,12 +338,12 @@ class Activations:
     """Bytes of activations.
 
     Attributes:
-        kept: of all units, at the end of forward.
+        kept: activations of all units that exist at the end of forward.
         block: activations of one block that are computed again for its backward, or come from the host.
-        gathered: inputs that tensor parallelism gathers for a moment, or sums.
+        gathered: temporary inputs that tensor parallelism gathers or sums.
         logits: logits, loss and their gradients at the peak.
-        host: of all blocks, in the host's memory.
-        gradients: of a block's activations, and buffers of attention over cp, for a moment of its backward.
+        host: activations of all blocks in the host's memory.
+        gradients: temporary gradients of a block's activations, and buffers of attention over cp.
     """
 
     kept: int

@@ -38,11 +38,11 @@ class LoggedRun:
     """What a log of ``JsonLines`` says of its last run.
 
     Attributes:
-        layout: of the mesh.
-        tokens_per_step: over all ranks.
+        layout: sizes of the mesh's axes.
+        tokens_per_step: tokens of all ranks in one step.
         step_seconds: median over the steps after the first three.
-        steps: how many these are.
-        memory_reserved: bytes, the most of any of them; None on a CPU.
+        steps: number of the steps after the first three.
+        memory_reserved: largest number of bytes reserved in these steps; None on a CPU.
     """
 
     layout: MeshLayout

@@ -270,10 +270,11 @@ def memory_of(step: Step) -> PredictedMemory:
 def _moments(
     state: StateMemory, kept: Activations, accumulation: int, last: float
 ) -> dict[str, dict[str, float]]:
-    """The components at each moment that can be the peak, in the order of ``_FORMULAS``.
+    """Returns for each moment that can be the peak its components in bytes: moment -> component -> bytes.
 
     Args:
-        last: the part of the parameters whose gradients come after all activations but the first block's.
+        last: the fraction of the parameters, see ``_last``, whose gradients do not exist yet when the first
+            block's backward begins. All activations but that block's are freed then.
     """
     before = state.gradients if accumulation > 1 or state.keeps_gradients else 0
     results = state.results_again if accumulation > 1 else state.results
@@ -309,7 +310,7 @@ def _moments(
 
 
 def _last(model: ModelSpec) -> float:
-    """The part of the parameters that is in one block and before the blocks."""
+    """The fraction of the parameters that one block and the units before the blocks have together."""
     of_blocks = [unit.numel for unit in model.units if unit.kind == "block"]
     before = sum(
         unit.count * unit.numel for unit in model.units if unit.kind in ("root", "embedding")

@@ -253,9 +253,10 @@ def _context_refusal(model: ModelSpec, layout: MeshLayout, work: Workload) -> st
 
 _MOST_MICRO = 64
 MUCH = 0.15
-"""The part of the memory that logits and loss may be, before a loss in chunks is tried."""
+"""Fraction of the memory that logits and loss may take before the loss is computed in chunks."""
 _LEAST_TOKENS = 16384
-"""Of a sequence on one rank of cp, where no sizes of cp are asked for: with less, exchanges cost more."""
+"""Least tokens of a sequence on one rank of cp, if the user names no sizes of cp: with fewer, communication
+costs more than it saves."""
 
 
 def plan(

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Recomputation:
-    """One kind.
+    """One kind of activation checkpointing.
 
     Attributes:
-        what: in words.
-        argument: what ``parallelize(activation_checkpointing=)`` takes for it; None: parallelize hasn't it.
-        blocks: the part of the blocks whose forward is repeated.
-        collectives: the part of forward's collectives of tp and cp that is repeated.
+        what: a description for people.
+        argument: the value of ``parallelize(activation_checkpointing=)``; None: parallelize has no such kind.
+        blocks: fraction of the blocks whose forward is repeated.
+        collectives: fraction of the forward's collectives over tp and cp that is repeated.
         elementwise: whether all elementwise kernels are run again.
-        matmuls: from which matmul on every second one is run again; None: none of them.
+        matmuls: index of the first of the matmuls run again, which are every second one; None: none is.
     """
 
     name: str
@@ -28,10 +28,12 @@ class Recomputation:
     matmuls: int | None = None
 
     def again(self, forward: float, matmuls: Sequence[float], elementwise: float) -> float:
-        """The part of a block's ``forward`` (seconds, FLOPs) that backward repeats.
+        """Returns how much of a block's ``forward`` its backward repeats, in the unit of the arguments.
 
         Args:
-            matmuls: of each matmul; elementwise: of all elementwise kernels.
+            forward: seconds or FLOPs of the block's forward.
+            matmuls: the same of each of its matmuls.
+            elementwise: the same of all its elementwise kernels.
         """
         found = self.blocks * forward
         if self.elementwise:

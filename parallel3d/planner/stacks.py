@@ -20,15 +20,15 @@ _KEYS = {"value", "source", "moved_by"}
 
 @dataclass(frozen=True)
 class Stack:
-    """A software, by the constants in which it differs from this library.
+    """Software that trains: the constants in which it differs from this library.
 
     Attributes:
-        what: in words.
+        what: a description for people.
         attention: family of GPUs, or "other" -> the kernel that it takes if the workload names none; else it
             takes the best for the GPU.
         own: name of a constant -> its value here; all others are those of ``constants.toml``.
-        words: of a published run's source and notes, by which ``runs.py`` finds the stack.
-        measured_on: the GPU on which it was fitted to measured steps; "": it wasn't.
+        words: words in a published run's source and notes by which ``runs.py`` recognizes the stack.
+        measured_on: the GPU on which the constants were fitted to measured steps; "": they weren't.
     """
 
     name: str

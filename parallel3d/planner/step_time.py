@@ -32,8 +32,10 @@ class StepTime:
 
     Attributes:
         terms: by component; they add up to ``total``.
-        model_flops: of the plain model's matmuls and attention in a step, forward and backward, over tp.
-        hardware_flops: what one GPU computes, with what several GPUs compute and what checkpointing repeats.
+        model_flops: FLOPs of the plain model's matmuls and attention in a step, forward and backward, divided
+            by the size of tp.
+        hardware_flops: FLOPs that one GPU executes, including those that other GPUs execute as well and those
+            that checkpointing repeats.
         units, rules: times of one micro-batch, and how it communicates, for the timeline.
     """
 
@@ -184,10 +186,11 @@ class _Timing:
     def with_repeated(
         self, unit: UnitSpec, total: dict[str, float], last: float = 0.0
     ) -> tuple[float, float]:
-        """(forward, backward) seconds of collectives, with those that recomputation repeats.
+        """Returns (forward, backward) seconds of collectives, with those that recomputation repeats.
 
         Args:
-            last: of one that is repeated with the block's last matmul only.
+            total: seconds of the unit's collectives without recomputation, by "forward" and "backward".
+            last: seconds of a collective that is repeated only if the block's last matmul is.
         """
         again = KINDS[self.work.checkpointing].collectives if unit.kind == "block" else 0.0
         repeated = total["forward"] - last * (1 - self.stack.value("last_matmul_again"))

@@ -81,13 +81,13 @@ def residuals() -> Residuals:
 
 
 def speed_interval(speed: float, stack: Stack, gpu: Gpu) -> Interval:
-    """Of a predicted speed, in its unit."""
+    """Returns the interval around a predicted speed, in the unit of ``speed``."""
     low, high = residuals().speed[residuals().familiarity(stack, gpu)]
     return Interval(speed * exp(low), speed * exp(high))
 
 
 def memory_interval(reserved: float) -> Interval:
-    """Of predicted bytes that the allocator reserves."""
+    """Returns the interval, in bytes, around a prediction of the bytes that the allocator reserves."""
     low, high = residuals().memory
     return Interval(reserved * exp(low), reserved * exp(high))
 

@@ -112,7 +112,7 @@ def verify(
         shard_batch, steps, micro_batches, fp32, tolerance: as in ``assert_parity``.
         seed_of: ``seed_of(layout, rank, step)`` returns the seed your training gives a rank's generators,
             which decides what dropout draws; by default the seed of ``seed_step``.
-        seed: of the initial weights.
+        seed: seed of the initial weights.
         options: for ``parallelize``, such as ``tp_plan``.
 
     Raises:

@@ -148,9 +148,9 @@ def assert_parity(
             attention of a model that of all cp ranks; with ``apply`` each of them gets all. The plain model's
             loss is compared with the mean of their losses.
         fp32: whether to run in float32 too.
-        tolerance: of loss and gradients in float64; that of weights is ten times as large. Above 1e-8, for
-            models that compute something in float32 themselves, the float64 run uses SGD too.
-        seed: of the initial weights.
+        tolerance: tolerance of loss and gradients in float64; that of weights is ten times as large. Above
+            1e-8, for models that compute something in float32 themselves, the float64 run uses SGD too.
+        seed: seed of the initial weights.
         options: for ``parallelize``, such as ``tp_plan``.
 
     Raises:

@@ -25,15 +25,15 @@ class Samples:
     gets one sample.
 
     Args:
-        batch: a function of the number; a batch, or a function without arguments that makes one, whose rows
-            are divided among ``parts`` samples; None: inputs are made as the model's config or its first
-            layer says.
-        build: makes the model, for None.
-        parts: how many different samples a step needs.
+        batch: a function of the number that returns a sample; or a batch, or a function without arguments
+            that returns one, whose rows are divided among ``parts`` samples. None: inputs are made as the
+            model's config or its first layer says.
+        build: makes the model; used if ``batch`` is None.
+        parts: number of different samples that a step needs.
 
     Attributes:
-        names: of the keyword arguments, if a sample is a dict.
-        made: what was made, if ``batch`` is None; else "".
+        names: names of the keyword arguments, if a sample is a dict.
+        made: description of the inputs that were made, if ``batch`` is None; else "".
     """
 
     def __init__(self, batch: Any, build: Callable[[], nn.Module], parts: int = 1) -> None:

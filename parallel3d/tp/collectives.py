@@ -238,8 +238,15 @@ def _apply(x: Tensor, operation: str, axis: TpAxis, *how: Any) -> Tensor:
 
 
 def apply_in_backward(grad: Tensor, operation: str, axis: TpAxis, *how: Any) -> Tensor:
-    """Returns the operation's result in a backward, on an axis of more than one rank. It has a graph only if
-    the backward makes one: ``apply`` costs as much as a small linear's own backward."""
+    """Runs a collective within a backward, on an axis of more than one rank, and returns the result.
+
+    It calls the autograd function only under ``create_graph=True``, as ``apply`` takes as long as the
+    backward of a small linear layer.
+
+    Args:
+        operation: key of ``_OPERATIONS``.
+        how: further arguments of the operation.
+    """
     if torch.is_grad_enabled():
         return _Collective.apply(grad, operation, axis, how)
     return _OPERATIONS[operation][0](grad, axis, *how)

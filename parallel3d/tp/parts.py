@@ -67,10 +67,12 @@ def refuse_hooks(module: nn.Module, style: Any) -> None:
 
 
 class PartOfRank(Tensor):
-    """A part in an attribute. Shape, dtype and the like are its own; computing with it raises StateError.
+    """Stands in an attribute for a tensor of which this rank has only a part. Its shape, dtype and device can
+    be read; computing with it raises StateError.
 
     Attributes:
-        attribute: where it is. part: the tensor.
+        attribute: the attribute's name, for the error.
+        part: the tensor itself.
     """
 
     attribute: str
@@ -163,11 +165,13 @@ class _Graph:
 
 @dataclass
 class _PartWatch:
-    """The hooks of a model, until its first training forward has ended; longer where attributes have parts.
+    """The hooks of a model that look for parts, until its first training forward has ended. They stay if an
+    attribute has a part.
 
     Attributes:
-        sources: modules that put out parts.
-        handles: of the hooks of one forward. own: of those of the model.
+        sources: modules whose output is a part.
+        handles: handles of the hooks that are registered for one forward.
+        own: handles of the hooks on the model.
         found: (path, module, attribute) of attributes with parts; None before that forward.
     """
 

@@ -108,8 +108,9 @@ def _refuse_dropout(module: Any, args: Any) -> None:
 
 
 def _outermost(name: str, model: nn.Module, split: bool) -> nn.Module:
-    """Returns the module ``name``, or the LoRA layer around it, which drops of its input after the base
-    layer; where the output is ``split`` any outermost wrapper of that linear layer."""
+    """Returns the linear layer ``name``, or the outermost LoRA layer around it, whose dropout runs after the
+    base layer. With ``split``, whether the output is split, wrappers of any class with as many output
+    features count too."""
     module = model.get_submodule(name)
     size = getattr(module, "out_features", None)
     while "." in name and size is not None:

@@ -306,8 +306,8 @@ def read_strided(
 
     Args:
         begin: where the stored elements, of ``dtype``, begin in the file.
-        offset, strides: of the elements to read, as of a view with the shape of ``out``.
-        out: gets them; of any dtype and device.
+        offset, strides: describe the elements to read as a view of the stored tensor, shaped as ``out``.
+        out: the tensor to fill; of any dtype and device.
         where: names the file in errors.
     """
     itemsize = dtype.itemsize

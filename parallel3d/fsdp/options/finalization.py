@@ -37,7 +37,7 @@ class Finalization(Option):
 
     Attributes:
         progress: see ``ReductionProgress``.
-        number: of the finalization that is under way or comes next.
+        number: number of the finalization that is under way or comes next.
     """
 
     def __init__(self, context: RunContext) -> None:

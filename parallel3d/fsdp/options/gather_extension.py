@@ -249,10 +249,10 @@ class Extension:
 
 
 class _NoRows:
-    """Mixed into the class of a float8 weight's shard without rows, whose largest absolute value is then 0.
+    """Base for the class of a float8 weight's shard without rows. It makes the shard's infinity norm 0.
 
-    torch refuses that norm of an empty tensor: torchao's ``precompute_float8_dynamic_scale_for_fsdp``, which
-    takes it of all weights, would raise on this rank alone, and the others would wait for it.
+    torch raises for the infinity norm of an empty tensor. So torchao's
+    ``precompute_float8_dynamic_scale_for_fsdp`` would raise on this rank alone, and other ranks would hang.
     """
 
     @classmethod
@@ -276,7 +276,7 @@ class _NoRows:
         return map_tensors(_without_rows, base.__torch_dispatch__(func, types, args, kwargs))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled as one of the class that can be imported."""
+        """Pickles the shard as a tensor of the class without this base, which can be imported."""
         base: Any = type(self).__bases__[1]
         twin = base.__torch_dispatch__(torch.ops.aten.detach.default, (base,), (self,))
         vars(twin).update(vars(self))
@@ -343,10 +343,10 @@ def _describe(value: Any) -> str:
 
 @dataclass(eq=False)
 class ExtensionPrecision(Precision):
-    """That of an ``ExtensionBucket``.
+    """The ``Precision`` of an ``ExtensionBucket``.
 
     Attributes:
-        extensions: of its parameters.
+        extensions: the extensions of its parameters.
         rows: for each gather input its output as bytes, (n, bytes).
         one_input: whether there is one gather input alone, whose output is ``gathered``.
     """

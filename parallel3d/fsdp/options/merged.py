@@ -34,10 +34,10 @@ from parallel3d.fsdp.unit import Unit
 
 
 class MergedBucket:
-    """Buckets whose gradients share one all-reduce. A comm reduces it as it does a ``Bucket``.
+    """Buckets whose gradients share one all-reduce. ``Comm.reduce`` takes it in the place of a ``Bucket``.
 
     Attributes:
-        waiting: the buckets whose gradients are complete, with their unit and place in it.
+        waiting: the buckets whose gradients are complete -> (unit, index of the bucket in the unit).
         launched: whether this backward's all-reduce was issued.
         is_split: whether the buckets are reduced one by one in this backward.
         in_flight: see ``BucketGradients``.
@@ -105,8 +105,8 @@ class MergedBucket:
         return self._memory.pop(bucket, None)
 
     def take(self, unit: Unit, index: int) -> bool:
-        """Takes the reduction of bucket ``index`` of ``unit``, whose gradients are complete. Returns False if
-        the bucket is to be reduced by itself."""
+        """Takes over the reduction of bucket ``index`` of ``unit``, whose gradients are complete; the last
+        bucket starts the all-reduce. Returns False if the caller must reduce the bucket by itself."""
         bucket = unit.group.buckets[index]
         grads = bucket.grads
         fits = unit.all_reduce and grads.in_flight is None and grads.partial_reduce_output is None

@@ -185,8 +185,9 @@ class _Cast:
     """A copy of one buffer in another dtype.
 
     Attributes:
-        of_version: the version of the buffer that it was made from; None if it must be made again.
-        version: its own version at that time.
+        of_version: ``_version`` of the buffer when the two last had the same values; None if the copy must be
+            made again.
+        version: ``_version`` of the copy at that time.
     """
 
     __slots__ = ("copy", "of_version", "version")

@@ -82,11 +82,15 @@ def state_dict_from_first(
     tensors: Mapping[str, Any],
     strip: Callable[[], Any],
 ) -> Mapping[str, Any]:
-    """Returns ``state_dict`` on the first rank of ``meshes``, and on others its ``strip()``, sent by pickle.
+    """Returns ``state_dict`` on the first rank of ``meshes``. Other ranks get what ``strip()`` returns on the
+    first rank, by pickle.
+
+    Args:
+        tensors: the tensors in ``state_dict``, by name.
+        strip: returns ``state_dict`` without the values of these tensors. Called on the first rank only.
 
     Raises:
-        Parallel3dError: one of ``tensors``, those in ``state_dict``, is a DTensor or on the meta device. It
-            is raised on every rank, so that no rank waits for one that has raised alone.
+        Parallel3dError: on every rank: one of ``tensors`` is a DTensor or on the meta device.
     """
     first = is_first(meshes)
     sent: Any = (_refusal(tensors) or strip()) if first else None

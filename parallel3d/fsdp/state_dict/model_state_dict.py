@@ -94,8 +94,8 @@ def set_state_dict_type(
 
     Args:
         module: a unit, or a module with units inside; it is set on all of them.
-        config: of the class that goes with ``type``: ``FullStateDictConfig(offload_to_cpu, rank0_only)``,
-            ``ShardedStateDictConfig(offload_to_cpu)``, ``LocalStateDictConfig(offload_to_cpu)``.
+        config: options of ``type``: ``FullStateDictConfig(offload_to_cpu, rank0_only)``,
+            ``ShardedStateDictConfig(offload_to_cpu)`` or ``LocalStateDictConfig(offload_to_cpu)``.
         optim_config: the same for ``fsdp.optim_state_dict``.
 
     Returns:

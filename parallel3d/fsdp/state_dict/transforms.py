@@ -310,10 +310,11 @@ def _positions(own: DeviceMesh, mesh: DeviceMesh) -> list[int]:
 def _piece_sizes(
     tensor: DTensor, gathered: _Cut, cuts: Sequence[_Cut]
 ) -> tuple[list[list[int]], int] | None:
-    """Returns for each rank along the axis of ``gathered`` the sizes of its pieces, and the largest sum.
+    """Returns the sizes along the dim of the pieces that each rank on the axis of ``gathered`` holds, and the
+    largest sum of a rank's sizes.
 
-    The result has all ranks' first pieces, then all second ones. None if two other axes shard the dim, or the
-    placements don't tell how.
+    After the gather the dim has the first pieces of all ranks, then their second pieces, and so on. Returns
+    None if two other axes shard the dim, or the placements don't determine the sizes.
     """
     mesh = tensor.device_mesh
     size, ranks = tensor.shape[gathered.dim], mesh.size(gathered.axis)

@@ -30,10 +30,12 @@ class RecordedCall:
 
     Attributes:
         parent: the call in which it was made.
-        reads: (number of an input, an earlier place of the same tensor).
-        tensors: its inputs ("enter") and outputs ("exit") by position, then by rank; grads: their gradients.
-        kinds: the forms (see ``fit``) that an output may have, where they are known.
-        rate, mask: of a dropout: its probability, 0 in evaluation mode; the elements it kept, if recorded.
+        reads: (index of an input, earlier place at which the same tensor was recorded).
+        tensors: its inputs ("enter") and outputs ("exit"), index -> values by rank.
+        grads: the gradients of these tensors, in the same form.
+        kinds: index of an output -> forms (see ``fit``) that it may have, if they are known.
+        rate: probability of a dropout, 0 in evaluation mode.
+        mask: the elements that a dropout kept, if recorded.
         done: whether it returned.
     """
 

@@ -48,15 +48,15 @@ class Variant:
 
 @dataclass
 class Result:
-    """What a training gave, in whole tensors.
+    """The results of a training, as full tensors.
 
     Attributes:
-        losses: of each step, the mean over all ranks.
-        grads: of each step, name -> gradient at the optimizer's step; None where it is None.
-        norms: of each step, as the engine or the user's step says; empty if neither does.
-        own_norms: of each step, computed of ``grads``.
-        before_last, weights: the parameters before the last step, and after it.
-        no_norm: why the engine could not say a norm.
+        losses: for each step the loss, as the mean over all ranks.
+        grads: for each step a dict, name -> gradient at the optimizer's step, which may be None.
+        norms: for each step the gradient norm that the engine or the user's step returned; empty if none did.
+        own_norms: for each step the norm computed from ``grads``.
+        before_last, weights: name -> parameter, before the last step and after it.
+        no_norm: why the engine could not compute a norm; ``""`` if it could.
         exported: the state dict that a user would write to a file, after the last step.
     """
 
@@ -88,7 +88,7 @@ class Program:
         step: the user's training step; None: the engine's own way to accumulate, and no clipping.
         optimizer: makes the optimizer.
         steps: how many.
-        seed: of the weights.
+        seed: seed of the weights.
         shard_batch: see ``assert_parity``.
     """
 

@@ -179,19 +179,19 @@ def audit(
     pool: GlooPool | None = None,
     **options: Any,
 ) -> AuditTable:
-    """Trains a model several times on each engine, and checks what must hold between the trainings.
+    """Trains a model several times on each engine, and checks relations that must hold between the trainings.
 
-    All is computed in float64, so that what differs is no rounding. The relations (metamorphic ones: Chen et
-    al., "Metamorphic testing", 1998) need no engine that is known to be right; ``plain`` compares with one
-    process.
+    Everything is computed in float64, so that differences are not rounding. The relations are metamorphic
+    (Chen et al., "Metamorphic testing", 1998) and need no engine that is known to be right; only ``plain``
+    compares with a training in one process.
 
-    Without a process group the ranks are processes of a ``GlooPool``, and what is given must be picklable,
-    such as functions of a module; within one every rank calls this.
+    Without a process group the ranks are processes of a ``GlooPool``, and all arguments must be picklable,
+    such as functions of a module. With a process group every rank must call this.
 
     Args:
         build: makes the plain model.
-        batch, loss: as in ``assert_parity``. Each data rank gets two samples a step, joined along dim 0 where
-            it takes them at once.
+        batch, loss: as in ``assert_parity``. Each data rank gets two samples a step, concatenated along dim 0
+            in relations that give it both in one forward.
         layout: the mesh; (1, 2, 1) by default.
         engines: names of ``ENGINES`` (parallel3d, torch, accelerate, transformers, megatron_fsdp), or
             subclasses of ``Engine``.
@@ -203,11 +203,11 @@ def audit(
         steps: optimizer steps, at least 2.
         tp_plan, options: for ``parallelize``.
         shard_batch: as in ``assert_parity``.
-        seed: of the weights.
-        pool: where the processes are; a new one by default.
+        seed: seed of the weights.
+        pool: the pool of processes to use; a new one by default.
 
     Returns:
-        An ``AuditTable``, the same on every rank. ``table.failed`` is empty where all holds.
+        An ``AuditTable``, the same on every rank. ``table.failed`` is empty if all relations hold.
 
     Raises:
         Parallel3dError: an argument is out of range, or unknown.

@@ -209,9 +209,17 @@ def audit_command(
 def _found_in(
     file: Path, given: dict[str, str | None], tp: int
 ) -> tuple[str, dict[str, str | None]]:
-    """Returns the model's function in ``file``, and ``given`` with the other functions found there by name.
+    """Finds in ``file`` the functions that build the model, the batch and so on, by the names in ``_WORDS``.
 
-    A plan is looked for where tp is above 1.
+    Args:
+        given: option -> what the user gave for it, or None.
+        tp: size of the axis tp. With 1 no plan is looked for.
+
+    Returns:
+        ``FILE:NAME`` of the model's function, and ``given`` with such texts for options that were None.
+
+    Raises:
+        Parallel3dError: there is no such file, importing it raises, or it has no function for the model.
     """
     if not file.is_file():
         raise Parallel3dError(f"{file} is no file; give FILE.py, or {_NAME}")

@@ -469,7 +469,7 @@ def _ranked(plan: MeshPlan, top: int, wide: bool) -> Table:
 
 
 def _names(shown: Sequence[Prediction]) -> str:
-    """Of the axes: cp only where a layout has it."""
+    """Returns the heading for layouts: the names of the axes, with cp only if a layout has it."""
     most = max(shown, key=lambda each: len(each.layout.axes))
     return " x ".join(most.layout.axes)
 

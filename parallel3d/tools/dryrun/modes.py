@@ -395,10 +395,11 @@ def _writes(op: str, group: dist.ProcessGroup, values: dict[str, Any]) -> bool:
 
 
 def _is_elementwise_list(func: Any, args: Any) -> bool:
-    """Whether ``func`` is an optimizer's operation on lists (``_foreach_add_``, ``_fused_adamw_``) that each
-    rank runs on its own shards, as DTensors with one index have equal placements.
+    """Whether ``func`` is an optimizer's in-place operation on lists of DTensors (``_foreach_add_``,
+    ``_fused_adamw_``) that each rank can run on its local shards. That is so if the DTensors at the same
+    index of all lists have equal placements without ``Partial``.
 
-    DTensor would need half a minute to find that out for the parameters of a 70B model.
+    DTensor's own dispatch would need half a minute to find that out for the parameters of a 70B model.
     """
     name = func.overloadpacket.__name__
     if func._schema.returns or not name.startswith(("_foreach_", "_fused_")):

@@ -57,9 +57,12 @@ def with_mesh(
 ) -> tuple[tuple[str, ...], MeshLayout | None]:
     """Returns the command with the mesh's sizes, and the mesh resolved for ``world_size`` ranks.
 
-    If ``layout`` is None, the mesh is that of the command's own ``--replicate``, ``--shard``, ``--cp``,
-    ``--tp`` and ``--ep``: one that is missing is 1, a missing shard is what the others leave. Without any
-    there is no mesh.
+    If ``layout`` is None, the command is unchanged, and the mesh comes from its own ``--replicate``,
+    ``--shard``, ``--cp``, ``--tp`` and ``--ep``. A missing size is 1, a missing shard takes all remaining
+    ranks. If the command has none of these options, the returned mesh is None.
+
+    Raises:
+        LaunchError: an option of the command contradicts ``layout``.
     """
     own = _own_sizes(command)
     if layout is None:

@@ -168,7 +168,7 @@ def fill(name: str, values: Mapping[str, object]) -> str:
     value is true; lines that begin with ``%#`` never do.
 
     Args:
-        name: of a file in the folder ``templates``.
+        name: name of a file in the folder ``templates``.
         values: name -> value, for all names in it.
     """
     text = files("parallel3d.tools.launch").joinpath("templates", name).read_text(encoding="utf-8")

@@ -145,8 +145,13 @@ class NotProven(NotEqual):
 
 @dataclass(frozen=True)
 class Proof:
-    """The result of a comparison: the largest ``difference``, relative to the largest number of its tensor,
-    and the parameters without a style, by path in the module, whose gradient is ``partial`` on each rank."""
+    """The result of comparing a tensor-parallel module with the plain one.
+
+    Attributes:
+        difference: the largest difference of an element, divided by the largest absolute value of the tensor.
+        partial: paths in the module of parameters that have no style, and of whose gradient each rank
+            computes only a summand.
+    """
 
     difference: float
     partial: tuple[str, ...]
@@ -188,8 +193,11 @@ code between the layers, and are most of a large model's weights."""
 
 
 def _narrowed(layer: Any, is_up: bool) -> dict[int, tuple[int, ...]]:
-    """Returns the shapes of a layer's parameters, by identity, with ``_NARROW`` input features, or else
-    output features; nothing if it has no more, or isn't a plain linear layer."""
+    """Returns the shapes that a layer's parameters have once it is narrowed: id of a parameter -> shape.
+
+    With ``is_up`` its input features are reduced to ``_NARROW``, otherwise its output features. The result is
+    empty if the layer is no plain linear layer, or has no more than ``_NARROW`` of these features.
+    """
     if not is_plain(layer, nn.Linear) or layer.weight.shape[int(is_up)] <= _NARROW:
         return {}
     if is_up:
@@ -221,12 +229,15 @@ def _all_narrowed(module: nn.Module, ends: Mapping[str, bool]) -> dict[int, tupl
 
 
 class Prover:
-    """Compares ``module``, split in one way or another, with the plain one, on the arguments of ``call``.
+    """Compares ``module`` under different splits over ``tp`` ranks with the plain module, on the arguments of
+    ``call``.
 
-    The outputs of the layers ``internal`` may differ by rank; outputs of the module that depend on them
-    aren't compared, because nothing outside it reads them. With ``attributes`` what a forward leaves in
-    modules' attributes, with a graph, is compared as an output is. ``ends`` has the linear layers, by path in
-    the module, whose output features are split (True) or whose input features are (False).
+    Args:
+        internal: layers whose outputs may differ by rank. Outputs of the module that depend on them are not
+            compared, because nothing outside the module reads them.
+        ends: path of a linear layer in the module -> whether its output features are split (True) or its
+            input features (False).
+        attributes: also compare tensors with a graph that the forward leaves in attributes of modules.
     """
 
     def __init__(

@@ -59,12 +59,12 @@ class Trace:
     Attributes:
         reads: layer, or ``OUTPUT`` -> the layers whose outputs reach it.
         passes: layer -> the operations on its output.
-        mixes: layer -> the first of them that isn't elementwise, which may compute something else on a part
-            of the features.
+        mixes: layer -> the first of these operations that isn't elementwise. On a part of the features it may
+            compute something else.
         cuts: layer -> the sizes of the sections into which its output's last dim is cut.
         calls: module -> its first call, of modules that aren't layers, and of attention.
         read_directly: parameter -> the operation that reads it outside its module.
-        uses: parameter of no layer -> the layers whose outputs it meets.
+        uses: parameter that belongs to no layer -> layers whose outputs an operation combines with it.
     """
 
     reads: dict[str, frozenset[str]] = field(default_factory=dict)

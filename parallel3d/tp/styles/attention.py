@@ -220,7 +220,8 @@ class HeadArguments(Style):
     rank.
 
     Attributes:
-        heads: of the plain module. Ranks hold them in order, the first ones one more where they don't divide.
+        heads: number of heads of the plain module. Ranks hold them in order; if the number doesn't divide,
+            the first ranks hold one more.
         arguments: (name, dim) of arguments of the forward; the size of ``dim`` is the number of heads, or
             batch size x heads, sample by sample.
     """

@@ -62,7 +62,7 @@ _DTYPES = (
     (torch.bfloat16, torch.float32),
     (torch.float32, torch.bfloat16),
 )
-"""Of the input, of the weight."""
+"""(dtype of the input, dtype of the weight)."""
 
 
 def _is_cast_product(

@@ -63,7 +63,7 @@ def lazy_logits(
 
     Args:
         hidden: (..., features), one copy per rank: its gradients are partial sums.
-        weight, bias: of the classes on this rank; without ``axis`` of all.
+        weight, bias: rows of the head's weight and bias for this rank's classes; without ``axis`` for all.
         tokens: the number of rows in a chunk.
     """
     lead = tuple(hidden.shape[:-1])
@@ -200,10 +200,12 @@ class VocabGrad(Tensor):
 
 
 def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes ``backward(ctx, kept, grad)`` a node's backward, with ``kept`` what the node has kept for it.
+    """Wraps ``backward(ctx, kept, grad)`` as the ``backward(ctx, grad)`` of an autograd function; ``kept`` is
+    ``ctx.kept``, which the forward has set.
 
-    Refuses ``create_graph=True``, as the gradients are made by formulas without a graph, and a second
-    backward without ``retain_graph=True``, as saved tensors do.
+    Raises, in the backward:
+        StateError: it runs with ``create_graph=True``; its formulas build no graph.
+        RuntimeError: it is the second one, and the first had no ``retain_graph=True``.
     """
 
     @functools.wraps(backward)
