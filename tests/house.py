@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import re
 import sys
 from collections import defaultdict
@@ -213,11 +214,14 @@ def step() -> dict[str, set[str]]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for number in range(3):
             if number == 2:
+                gc.collect()  # what earlier programs have left would be noted too
+                gc.disable()
                 sys.setprofile(note)
             try:
                 model(torch.ones(2, 64)).sum().backward()
             finally:
                 sys.setprofile(None)
+                gc.enable()
             optimizer.step()
             optimizer.zero_grad()
     return dict(ran)
