@@ -256,10 +256,10 @@ def gather_packed(
 
 
 def packed_as_param(param: Tensor, value: Any) -> Any:
-    """Returns ``value``, or with the rows of ``param``, which is packed, one that has those of torch.chunk.
+    """Returns ``value``. If ``param`` is packed and ``value`` is a DTensor of its shape that is not, it gets
+    the rows that ``packing`` gives each rank, by communication: all ranks must call this.
 
-    torch's ``distribute_tensor``, which ``set_optimizer_state_dict`` calls, gives whole values such rows.
-    Collective then.
+    Such values come from torch's ``distribute_tensor``, which ``set_optimizer_state_dict`` calls.
     """
     spec = _packed_spec(param)
     other = isinstance(value, DTensor) and value.ndim and _packed_spec(value) is None
@@ -327,12 +327,13 @@ def _with_one_more(local: Tensor, value: float) -> Tensor:
 class _PackedCall:
     """One operation with packed DTensors among its operands.
 
-    An operation on lists is one on each position. DTensor's operation gets plain DTensors of the same local
-    tensors; its results at a position are made packed again.
+    An operation on lists counts as one operation per index. DTensor's operation gets plain DTensors with the
+    same local tensors; its results at an index become packed again.
 
     Attributes:
-        like: position -> the spec of the packed operands there.
-        plain: id of a packed operand -> the plain one. ``originals``: the inverse.
+        like: index -> the spec of the packed operands at it.
+        plain: id of a packed operand -> the plain one.
+        originals: id of a plain operand -> the packed one.
     """
 
     def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -444,9 +445,9 @@ def _new(func: Any, like: DTensor, size: Any, *args: Any, **kwargs: Any) -> DTen
 
 
 def _all_or_any(func: Any, value: DTensor) -> Tensor:
-    """Runs ``value.all()`` or ``value.any()`` by a count on each rank.
+    """Computes ``value.all()`` or ``value.any()`` from the number of true elements on each rank.
 
-    DTensor of torch 2.15 would gather the rows first, with the sizes that ``torch.chunk`` gives the ranks.
+    DTensor of torch 2.15 would gather the rows first, and would assume ``torch.chunk``'s sizes.
     """
     spec, local = _packed_spec(value), get_local_tensor(value)
     assert spec is not None

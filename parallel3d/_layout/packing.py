@@ -76,9 +76,9 @@ class Packing:
         return torch.cat([by_first[first] for first in sorted(by_first)], self.dim)
 
     def rows_of(self, rank: int, first: int, number: int) -> list[tuple[int, Interval]]:
-        """Returns where rows ``first`` to ``first + number`` of ``rank``'s local tensor are in the whole.
+        """Returns where rows ``first`` to ``first + number`` of ``rank``'s local tensor lie in the whole one.
 
-        For each interval of the whole tensor: (number of these rows before, the interval).
+        One pair for each interval: (number of these rows before it, interval of the whole tensor).
         """
         found, start = [], 0
         for begin, length in self.rows[rank]:

@@ -16,7 +16,7 @@ _ATTRIBUTE = "_parallel3d_layout"
 
 @dataclass(frozen=True)
 class ParamLayout:
-    """What the forward gets of a tensor-parallel parameter, and what its gradient is.
+    """How a tensor-parallel parameter appears in the forward, and which part of its gradient a rank has.
 
     Attributes:
         compute: ``"local"``: the module's forward gets this rank's local tensor. ``"dtensor"``:

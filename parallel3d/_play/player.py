@@ -9,20 +9,19 @@ class Player:
     """The computation's stream of one GPU, and what runs beside it. Each method plays one operation, in the
     order in which the host issues them.
 
-    Computation runs in the program's order, nothing before the host has launched it. What is beside it begins
-    when it is issued and everything that it takes turns with is free: its stream, other collectives of its
-    communicator or its network card. The computation is slower while collectives run, and stands still while
-    it waits for one.
+    Computation runs in the program's order, and no operation before the host has launched it. A collective or
+    copy beside it begins when it has been issued and all its resources are free: its stream, its communicator
+    or its network card. Computation is slower while collectives run, and stops while it waits for one.
 
     Args:
         slowdown: the fraction of its time that computation takes longer while collectives run.
         launch: seconds in which the host launches an operation.
 
     Attributes:
-        now: until when the computation's stream has work.
-        launched: when the host has launched the last operation.
-        free: what operations take turns on -> from when on it is free.
-        running: until when any collective runs.
+        now: time in seconds at which the computation's stream has finished its work.
+        launched: time at which the host has launched the last operation.
+        free: resource, such as a stream -> time from which it is free.
+        running: time at which the last collective ends.
         host: seconds in which the computation's stream waited for the host.
     """
 
@@ -56,8 +55,8 @@ class Player:
         """Plays a collective, or a copy, beside the computation; returns when it begins and ends.
 
         Args:
-            turns: what it takes turns on, such as its stream and its communicator.
-            after: when what it comes after has ended.
+            turns: the resources that it occupies, such as its stream and its communicator.
+            after: earliest time at which it may begin.
         """
         self.launched += self.launch
         start = max(self.now, self.launched, after)
@@ -71,10 +70,10 @@ class Player:
         return start, end
 
     def wait(self, end: float) -> tuple[float, float] | None:
-        """The computation continues at ``end``, when what it waits for has ended.
+        """Lets the computation wait until time ``end``.
 
         Returns:
-            When it begins to wait and goes on; None if it doesn't wait.
+            The times at which it begins to wait and continues; None if it doesn't wait.
         """
         start = max(self.now, min(self.launched, end))
         if end <= start:

@@ -76,11 +76,11 @@ class PlayRules(NamedTuple):
 
 
 class Exposed(NamedTuple):
-    """Seconds of a micro-batch that nothing hides.
+    """Seconds by which communication lengthens a micro-batch.
 
     Attributes:
-        gather, reduce, all_reduce, offload: that the computation waits for them.
-        slowdown: that computation takes longer under communication.
+        gather, reduce, all_reduce, offload: seconds in which the computation waits for them.
+        slowdown: seconds by which computation is longer because collectives run beside it.
     """
 
     gather: float = 0.0
@@ -138,8 +138,9 @@ class MicroBatch:
 
     Attributes:
         lost: the seconds in which computation waited.
-        is_steady: whether those in the middle ended as the ones before them, and so may stand for others.
-        spans: what ran, if ``records``.
+        is_steady: whether the units in the middle ended as the ones before them, so that they may stand for
+            the units that were not played.
+        spans: the spans that ran, if ``records``.
     """
 
     def __init__(
@@ -306,14 +307,14 @@ class MicroBatch:
                 self.spans.append(Span(lane, "wait", at, way, start, end, end - start))
 
     def _multiply(self, way: str, at: int, following: int, before: _Ended | None) -> _Ended | None:
-        """If the unit that has just ended stands for others, adds what these lose.
+        """If the unit that has just ended stands for others, adds the seconds that these wait.
 
         Args:
             following: index of the unit that comes after it.
-            before: what was lost, and how far collectives were ahead, when the unit before it ended.
+            before: the seconds waited, and how far collectives were ahead, when the unit before it ended.
 
         Returns:
-            The same of this unit, if the following one stands for others.
+            The same two values for this unit, if the following one stands for others.
         """
         player, others = self._player, self._more.get((way, at), 0)
         if not others and (way, following) not in self._more:

@@ -20,9 +20,9 @@ class NotCopied(PlanError):
 
 
 def copy_with(module: ModuleT, make: Callable[[nn.Parameter], nn.Parameter]) -> ModuleT:
-    """Returns a copy of ``module`` on the CPU with ``make(p)`` in the place of each parameter ``p``; ties
-    stay. Buffers, and tensors that are attributes, are copied; see ``with_values`` for those without. Raises
-    NotCopied."""
+    """Returns a copy of ``module`` on the CPU with ``make(p)`` in the place of each parameter ``p``; tied
+    parameters stay tied. Buffers, and tensors that are attributes, are copied; for those without values see
+    ``with_values``. Raises NotCopied."""
     memo: dict[int, object] = {id(param): make(param) for param in module.parameters()}
     for _, owner, name in left_by_forward(module):  # which torch can't copy
         memo |= {id(t): t.detach().cpu() for t in tensors_in(vars(owner)[name]) if t.grad_fn}

@@ -1,7 +1,7 @@
-"""Looking at what a model runs: every operation, and every function of torch, in one place.
+"""Records the operations of a model's forward.
 
 ``record`` runs a copy of a model on meta and returns the list of its operations. Attention is one operation
-of the list, whatever it consists of, and so is a module that is known to act on each position.
+of the list, whatever it consists of, and so is a module that is known to act on each position separately.
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ class Sdpa(NamedTuple):
 
 
 class ProgramRecorder:
-    """Records what a model on meta runs. ``attention`` and ``leaf`` are called in place of what they stand
-    for.
+    """Records the operations of a model on meta. ``attention`` and ``leaf`` record one operation in place of
+    the code that they replace.
 
     Attributes:
         quiet: the file whose code is not recorded.
-        instead: function of torch -> what is called in its place.
+        instead: function of torch -> the function that is called in its place.
         is_paused: whether nothing is recorded.
     """
 

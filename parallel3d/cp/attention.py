@@ -49,9 +49,9 @@ def attention(
 ) -> Tensor:
     """Returns the attention of this rank's queries to the keys of all ranks of ``cp``.
 
-    What ``F.scaled_dot_product_attention`` computes from the whole sequences. Documents of ``sequence``
-    apply, and padding is never attended to by what is none. A query that may attend to nothing gives zeros.
-    On an axis of one rank nothing is communicated. Under autocast q, k and v are cast as there.
+    The result is that of ``F.scaled_dot_product_attention`` on the whole sequences. Documents of ``sequence``
+    are respected, and no token attends to padding. A query that may attend to no key gives zeros. On an axis
+    of one rank nothing is communicated. Autocast applies as it does to torch's function.
 
     Args:
         q: (B, Hq, rows, D): this rank's positions, in its order (``Sequence.parts``).
@@ -67,11 +67,11 @@ def attention(
             keys).
         scale: factor of the scores; by default ``1 / sqrt(D)``.
         softcap: scores become ``softcap * tanh(scores / softcap)``.
-        sinks: (Hq,): a further logit of each head, which takes weight and has no value. Its gradient on a
-            rank is a part, to be summed over ``cp``.
+        sinks: (Hq,): an additional logit of each head in the softmax, without a value. Its gradient on a rank
+            is a partial sum, to be summed over ``cp``.
         dropout_p: the probability that a weight becomes 0; the others are divided by ``1 - dropout_p``. Each
             rank draws from its own generator.
-        kind: which kind; by default the axis's.
+        kind: ``"ulysses"``, ``"gather"``, ``"ring"`` or ``"auto"``; by default that of ``axis``.
 
     Returns: (B, Hq, rows, Dv), this rank's positions.
 

@@ -74,10 +74,10 @@ def cp_axis(mesh: DeviceMesh) -> DeviceMesh | None:
 
 
 def batch_of(value: Any) -> Batch | None:
-    """Returns what the tensors in ``value`` are parts of; None if ``shard_batch`` made none of them.
+    """Returns the Batch that the tensors in ``value`` belong to; None if ``shard_batch`` made none of them.
 
     Raises:
-        StateError: they are of several batches.
+        StateError: they belong to several batches.
     """
     found: Batch | None = None
     for tensor in tensors_in(value):
@@ -307,7 +307,8 @@ class _Uncut:
     """A batch of whole sequences.
 
     Attributes:
-        items, where: its values by name, and the dim of the sequence of each; None: it stays.
+        items: name -> value.
+        where: name -> the dim of the value that is the sequence; None: the value is not cut.
         length: tokens of a sequence.
         rows: number of sequences.
         device: device of the sequences.

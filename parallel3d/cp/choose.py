@@ -60,12 +60,12 @@ def share_heads(heads: int, kv_heads: int, size: int) -> tuple[Share, ...]:
 
 
 class Traffic(NamedTuple):
-    """What one layer's attention communicates on ``cp``, in bytes of one rank.
+    """Bytes that one layer's attention communicates over ``cp``, on one rank.
 
     Attributes:
-        forward, backward: as ``record_collectives`` counts them: for each call the larger of its input and
-            its output. Recomputation in backward communicates ``forward`` once more.
-        sent: what leaves the rank in forward and backward together.
+        forward, backward: bytes as ``record_collectives`` counts them: for each call the larger of its input
+            and its output. Recomputation in backward communicates ``forward`` once more.
+        sent: bytes that the rank sends in forward and backward together.
     """
 
     forward: int
@@ -86,9 +86,9 @@ def bytes_per_layer(
     itemsize: int = 2,
     key_mask: bool = False,
 ) -> Traffic:
-    """Returns what a layer's attention communicates.
+    """Returns the bytes that a layer's attention communicates.
 
-    Where ranks differ (Ulysses with heads that ``size`` does not divide) it is the rank with most.
+    If ranks differ (Ulysses with heads that ``size`` does not divide), they are those of the rank with most.
 
     Args:
         kind: ``"ulysses"``, ``"gather"`` or ``"ring"``.
@@ -145,14 +145,14 @@ def choose(
     causal: bool = True,
     balanced: bool = True,
 ) -> Choice:
-    """Returns the kind that ``"auto"`` is: by heads, length and bytes.
+    """Returns the kind of attention that ``"auto"`` chooses by heads, length and bytes.
 
-    Ulysses where ``size`` divides the query heads and it sends no more than an all-gather, as it computes
-    whole sequences in one kernel; otherwise an all-gather while the gathered K and V are small, and the ring,
-    which holds no whole K and V and communicates behind the computation, where they are not.
+    It is Ulysses, which computes whole sequences in one kernel, if ``size`` divides the query heads and
+    Ulysses sends no more bytes than an all-gather. Otherwise it is an all-gather while the gathered K and V
+    are small, and else the ring, which never holds the whole K and V and overlaps communication.
 
     Args:
-        size, batch, length, heads, kv_heads, channels, itemsize: as ``bytes_per_layer`` has them.
+        size, batch, length, heads, kv_heads, channels, itemsize: see ``bytes_per_layer``.
         causal: whether queries see no later keys.
         balanced: whether each rank has a head and a tail of the sequence.
     """

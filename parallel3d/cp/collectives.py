@@ -97,9 +97,9 @@ def gather_flags(flags: Tensor, sequence: Sequence, axis: CpAxis) -> Tensor:
 
 
 class Rotation:
-    """A message round the ring under way: this rank's to the next rank, the previous one's to this rank.
+    """A step of the ring under way: this rank sends ``x`` to the next rank and receives the previous rank's.
 
-    It is issued when this is made. ``x``, of one size on all ranks, must not be written, nor freed, before
+    The constructor issues it. ``x``, of one size on all ranks, must not be written or freed before
     ``wait()``.
     """
 

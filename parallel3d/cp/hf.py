@@ -1,9 +1,9 @@
 """Attention of transformers' models: registered functions for attention and masks.
 
-A model's config says by name which functions its modules call. ``adopt`` gives the modules copies of their
-configs with a name of ours, which says too which function the plain model calls: that is called where a rank
-has whole sequences. Masks are not made, as a rank has only a part of the positions: a ``LazyMask`` keeps the
-function that says which key a query sees, and attention asks it with positions of the whole sequence.
+A model's config names the attention function that its modules call. ``adopt`` gives the modules copies of
+their configs with a name of ours. That name contains the plain model's, whose function is called if a rank
+has whole sequences. Mask tensors are not created, as a rank has only a part of the positions: a ``LazyMask``
+keeps the mask function, and attention evaluates it on positions of the whole sequence.
 """
 
 from __future__ import annotations
@@ -81,11 +81,11 @@ def masks_file() -> str:
 
 
 class LazyMask:
-    """A mask that is not made: which key each query sees, as a function.
+    """A mask as a function of positions, without a tensor.
 
     Attributes:
         plain: the name of the plain model's functions.
-        options: what transformers gives to a function that makes masks.
+        options: the arguments that transformers passes to a function that creates masks.
     """
 
     def __init__(self, plain: str, options: dict[str, Any]) -> None:
@@ -123,10 +123,10 @@ class LazyMask:
         return self._made[0]
 
     def rules(self) -> MaskRules:
-        """Returns what the function computes, in terms of attention.
+        """Returns the arguments of ``attention`` that are equal to the mask function.
 
         Raises:
-            PlanError: it depends on this rank's part of the sequence.
+            PlanError: the mask depends on this rank's part of the sequence.
         """
         return _rules(self.function, bool(self.options.get("use_vmap")))
 

@@ -1,6 +1,6 @@
 """The kinds of attention: Ulysses, an all-gather of K and V, and the ring.
 
-Each takes what ``attention`` is given, and returns this rank's positions of the attention.
+Each function takes this rank's q, k and v, and returns the attention of this rank's queries.
 """
 
 from __future__ import annotations

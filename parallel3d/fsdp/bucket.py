@@ -637,11 +637,11 @@ class Versions:
         set_versions(tensors, (FREE | self.number,) * len(tensors))
 
     def saved_as(self, fails: Callable[[], bool]) -> bool | None:
-        """Finds out whether what ``fails`` to be read was saved of the unsharded parameters.
+        """Finds out whether a saved tensor that ``fails`` to be read is (a view of) an unsharded parameter.
 
         Returns:
-            None: it was not. True: it was read, or saved, while they were freed. False: they had other values
-            then.
+            None: it is not. True: the parameters were freed when it was read or saved. False: the parameters
+            had other values when it was saved.
         """
         tensors = self._of_unsharded()
         now = tuple(tensor._version for tensor in tensors)

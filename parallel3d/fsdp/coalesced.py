@@ -16,8 +16,8 @@ from parallel3d.fsdp.records import plan_copy
 class CoalescedGather:
     """One all-gather for several buckets of a unit, such as a frozen one and its adapters'.
 
-    The buckets compute in one dtype and are sharded over one group; they are apart for the sake of their
-    gradients. This has the methods of a ``Bucket`` that a ``Comm`` calls to gather it.
+    The buckets compute in one dtype and are sharded over one group; only their gradients are treated
+    differently. This has the methods of a ``Bucket`` that a ``Comm`` calls to gather it.
 
     Attributes:
         packed: elements that a rank contributes of the parameters that are not zero-copy.
@@ -43,7 +43,7 @@ class CoalescedGather:
     def gather_buffers(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Returns the outputs and inputs of the all-gather, in compute dtype.
 
-        They are those of the buckets' zero-copy parameters, and one of each for all others together.
+        There is one pair for each zero-copy parameter, and one pair for all other parameters together.
         """
         first = self.buckets[0]
         outputs, inputs, packed = [], [], []

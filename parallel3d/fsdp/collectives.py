@@ -241,8 +241,8 @@ def reduce_scatter(
     Args:
         inputs: the tensors of one call, whose results lie one after another.
         unit: name of the unit that it is for, for the recorder.
-        scale: what the sum is to be multiplied by, if the backend does that without rounding more than a
-            product of its own would; see ``ScatterWork.is_scaled``.
+        scale: factor of the sum. The backend applies it if that rounds no more than a separate product would;
+            ``ScatterWork.is_scaled`` says whether it did.
     """
     n = group.size()
     async_op = not has_streams(device_type)
@@ -271,10 +271,10 @@ def reduce_scatter(
 
 
 def _scales_exactly(scale: float, dtype: torch.dtype) -> bool:
-    """Returns whether NCCL, which multiplies each summand in ``dtype``, loses nothing by that.
+    """Returns whether no precision is lost when NCCL multiplies each summand by ``scale`` in ``dtype``.
 
-    bfloat16 has the range of float32, and powers of two don't round. A factor like 1/3 would itself be off by
-    up to 0.4 % in it.
+    In bfloat16, which has the range of float32, that holds for powers of two. A factor like 1/3 would itself
+    be rounded by up to 0.4 %.
     """
     if dtype is torch.bfloat16:
         return abs(math.frexp(scale)[0]) == 0.5

@@ -46,10 +46,11 @@ class RootBackward:
     """A backward under way through the units of one root.
 
     Attributes:
-        callback: what autograd calls at the end, weakly: it drops it where an exception ends the backward.
+        callback: weak reference to the function that autograd calls at the end. Autograd drops the function
+            if an exception ends the backward.
         creates_graph: whether it has ``create_graph=True``.
-        may_defer: whether gathers may be deferred. Not where ranks may use different parameters: their
-            gradients don't tell the same.
+        may_defer: whether gathers may be deferred until gradients have arrived. False if ranks may use
+            different parameters, as they would then defer differently.
         deferred: counts gradients for the gather that the schedule has put off.
         ended, reduced: ids of the units whose backward is over, and whose reduction was issued.
     """
@@ -72,13 +73,14 @@ class RunContext:
         backward: the backward under way; None between backwards.
         backward_id: autograd's number of the last one.
         iteration: number of the root's forwards so far.
-        running: whether one is under way.
-        trains: whether it, or the last, began with gradients enabled.
+        running: whether a forward of the root is under way.
+        trains: whether that forward, or else the last one, began with gradients enabled.
         has_scopes: whether its phases are in scopes of a profile or log, see ``scopes``.
         root_options: the kinds of options that a root may have, in the order in which they are told.
         options: those that this one has.
         on_meta: whether parameters may still be on the meta device.
-        inputs_on_meta: whether the forward's inputs are there too: then it is one of shapes and collectives.
+        inputs_on_meta: whether the forward's inputs are on meta too: the forward then computes only shapes
+            and issues collectives.
     """
 
     root_options: ClassVar[tuple[type[Option], ...]] = ()
@@ -360,11 +362,11 @@ class RunContext:
 
     @property
     def backward_has_failed(self) -> bool:
-        """Whether the backward under way has been ended by an exception, of which autograd tells nobody.
+        """Whether an exception has ended the backward noted as under way. Autograd calls no hook then.
 
-        On an accelerator a backward runs on another thread than the one that waits for it, and a third may
-        ask. So only the one that the forwards run on can tell by itself that none is under way; for others
-        it is over when autograd has dropped the callback that it was to end with.
+        On an accelerator a backward runs on another thread than the one that waits for it, and a third thread
+        may ask. Only the thread that runs the forwards knows by itself that no backward is under way; on
+        others the backward is over when autograd has dropped its callback.
         """
         if self.backward is None or in_backward_pass():
             return False

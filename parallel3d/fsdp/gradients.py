@@ -137,8 +137,8 @@ class BucketGradients:
     ) -> torch.Tensor:
         """Returns ``grad`` as a summand of a gradient that is summed over tp; see ``reduction.SumOverTp``.
 
-        Where it is not partial over tp each tp rank contributes an equal share, also of what had arrived
-        before the first partial summand; ``first``: nothing had.
+        If ``grad`` is not partial over tp, it is divided by the number of tp ranks. With the first partial
+        summand the same is done to the gradient that has arrived before; ``first``: none has.
         """
         n = self.bucket.params[index].tp_size
         if index not in self.tp_partial:
@@ -334,10 +334,10 @@ class BucketGradients:
     def _add_reduced(self, index: int, grad: torch.Tensor) -> None:
         """Adds ``grad``, which is reduced or reduce-scattered, to the unsharded accumulated sum.
 
-        The reduction to come sums over the data ranks and divides by ``divisor``. Of the ranks of a shard
-        group only the one that has the shard adds it, but each copy does so that replicate makes. So a
-        reduced gradient is multiplied by the divisor and divided by the number of copies. A reduce-scattered
-        one is not divided: each copy has a summand of its own. A communication hook is taken to average over
+        The next reduction will sum over the data ranks and divide by ``divisor``. In each shard group only
+        the rank that holds the shard adds it, and there are as many shard groups as replicas. So a reduced
+        gradient is multiplied by the divisor and divided by the number of replicas. A reduce-scattered one is
+        not divided, as each replica has its own summand. A communication hook is assumed to average over
         shard and over replicate.
         """
         held, partial = self.unsharded_accumulated, self.partial_reduce_output
@@ -444,8 +444,8 @@ class BucketGradients:
 
     @property
     def holds_reduced(self) -> bool:
-        """Whether an unsharded accumulated sum has a reduced gradient in it, which was multiplied by today's
-        divisor."""
+        """Whether an unsharded accumulated sum contains a reduced gradient, which was multiplied by the
+        present divisor."""
         held = self.unsharded_accumulated
         return held is not None and held.is_in_grad(held.with_reduced, self.sharded)
 
@@ -471,7 +471,7 @@ class ReduceInput:
 
     Attributes:
         bucket: returns the bucket.
-        zero_copy: how many gradients are sent from where they are. They are the bucket's first ones.
+        zero_copy: number of gradients that are sent from where they are. They are the bucket's first ones.
         kept: by index, the gradients that are not copied yet, of ``compute_shape``.
         packed: (num_shards * the sum of the other segments); None until a gradient is copied to it.
         views: for each other parameter its part of ``packed``, shaped as by ``Geometry.by_rank``.

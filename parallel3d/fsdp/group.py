@@ -106,7 +106,7 @@ class ParamGroup:
             The holder is the module's ``_parameters``, or an ``OwnSetattr``.
         holders: (holder, its sharded parameters by name, its unsharded parameters by name).
         trainable: number of parameters that get a gradient.
-        gathers: what the all-gathers under way are of.
+        gathers: the buckets, or ``CoalescedGather``, whose all-gathers are under way.
         on_meta: whether parameters are on the meta device.
         renewed: the buckets that gather from a copy of their shards, which is renewed when weights change.
         direct: the buckets whose unsharded parameters are the shards themselves, as no axis shards them.
@@ -245,11 +245,12 @@ class ParamGroup:
         self.trainable = sum(bucket.count_trainable() for bucket in self.buckets)
 
     def adopt(self, *, partly: bool = False) -> None:
-        """Copies values to the buckets' buffers that ordinary calls have replaced or moved elsewhere.
+        """Copies values back to the buckets' buffers after calls such as ``to_empty`` or ``double`` have
+        replaced the parameters or their memory.
 
         Args:
-            partly: whether only one of the unit's modules was converted or loaded: a bucket with parameters
-                of others waits for these.
+            partly: whether only one of the unit's modules was converted or loaded. A bucket with parameters
+                of other modules is then left until these have been, too.
         """
         self.adopt_replaced()
         buckets = self.buckets
@@ -262,10 +263,10 @@ class ParamGroup:
             self.refresh()
 
     def adopt_replaced(self) -> None:
-        """Registers the sharded parameters again where modules have others, with the values of these.
+        """Finds parameters that were written to ``module._parameters`` directly. Their values are copied to
+        the sharded parameters, which are registered again.
 
-        Assignment is seen at once (``members.watch_assignments``). This finds what was written to
-        ``module._parameters`` directly.
+        Assignments to attributes are handled at once (``members.watch_assignments``).
         """
         assert not self.is_registered
         getters, names, expected = self._expected
@@ -433,7 +434,7 @@ class ParamGroup:
         )
 
     def note_changes(self) -> bool:
-        """Tells autograd of changes of weights that are unsharded parameters themselves; see ``direct``.
+        """Marks the unsharded parameters of ``direct`` buckets as changed for autograd, if the weights were.
 
         A backward of an earlier forward then raises. Returns whether there were changes.
         """

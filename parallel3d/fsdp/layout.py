@@ -87,9 +87,9 @@ def are_zero_copy(segments: Sequence[Segment], itemsize: int, zero_copy_bytes: i
 def bucket_order(segments: Sequence[Segment], itemsize: int, zero_copy_bytes: int) -> list[int]:
     """Indices of ``segments`` in the order of a bucket: zero-copy, packed, and last those partial over tp.
 
-    The sum of partial gradients over tp is then one collective on the buffer's end. In each of these groups,
-    parameters that the same axes cut are neighbours, so that a norm is taken of a few runs, whatever order
-    modules have.
+    The sum of partial gradients over tp is then one collective on the end of the buffer. Within each of these
+    three kinds, parameters that are cut by the same axes are consecutive, so that a gradient norm reads few
+    contiguous ranges, in whatever order the modules are.
     """
 
     def key(index: int) -> tuple[object, ...]:
@@ -179,10 +179,10 @@ def _chunk(rows: _Rows, n: int, index: int) -> _Rows:
 def _strided_is_exact(
     start: int, rows: int, cells: list[_Rows], inside: Sequence[int], parts: int
 ) -> bool:
-    """Whether shard rank by rank DTensor gives each of the ``inside`` ranks its part of its cell.
+    """Whether DTensor's ``_StridedShard`` puts the same rows on every rank as the engine does.
 
     DTensor gives shard rank r the r-th part of each of ``prod(inside)`` chunks, one after another, and
-    cuts that by the inside axes.
+    cuts the result over the inside axes.
     """
     if rows % prod(inside) == 0:
         return True  # equal cells, of which shard rank by rank equally many rows come one after another

@@ -26,9 +26,9 @@ class Note:
     """What one rank posts.
 
     Attributes:
-        kind: ``failed``: it raised an error of its own; ``lost``: a collective of its failed; ``left``: it
-            left the watched block; ``roll``: it calls the roll, which live ranks answer; ``end``: it has its
-            answer.
+        kind: ``failed``: the rank raised an error that is not a collective's; ``lost``: one of its
+            collectives failed; ``left``: it left the watched block; ``roll``: it asks all live ranks to
+            answer; ``end``: it has found its answer.
         error: type and text of the exception.
         where: the step, phase and unit that ``rank`` was in, in words.
         step: the step as a number.
@@ -76,8 +76,9 @@ _AS = {"host": _as_host, "forwards": _as_forwards, "answer": _as_answer}
 class Board:
     """One rank's access to the notes, and to the facts that each rank posts about itself.
 
-    The topics of these facts are ``host``, the name of its machine; ``forwards``, how many it has begun, with
-    a gradient and without; and ``answer``, to a roll call: ``where`` it is and its ``stack``.
+    The topics of these facts are ``host``, the name of its machine; ``forwards``, the numbers of forwards
+    that it has begun, with a gradient and without; and ``answer``, its answer to a note ``roll``: ``where``
+    it is and its ``stack``.
 
     The store has no lock, and any process that reaches it can write to it: values that no rank can have
     written are ignored, with one warning.
@@ -174,12 +175,12 @@ _ENDED = b"ended"
 
 
 class Pulse:
-    """This rank's sign of life: a number in the store that it counts up, and that of the next rank.
+    """The heartbeat of this rank, a number in the store that it increments, and a look at the next rank's.
 
     A host that loses its network, or freezes, closes no connection: gloo and the store would wait for it
-    until their timeouts, half an hour. A rank is silent when its number has not changed for ``silence``
-    seconds on the clock of the rank that looks. It costs three round trips to the store, six times within
-    ``silence``.
+    until their timeouts, half an hour. A rank counts as silent when its number has not changed for
+    ``silence`` seconds on the clock of the rank that reads it. The heartbeat costs three round trips to the
+    store, six times within ``silence``.
     """
 
     def __init__(self, table: dist.Store, rank: int, world_size: int, silence: float) -> None:

@@ -123,7 +123,7 @@ def debug(
         meshes: more meshes that name axes.
         timeout: how long ranks wait for one that does not come.
         folder: gets one file per rank with all its events, for ``diagnose(folder)`` after a crash.
-        keep: how many of the last events of each rank are kept.
+        keep: number of last events that are kept for each rank.
 
     Raises:
         Parallel3dError: an argument is wrong. In the body: AgreementError, as above, and PeerFailureError, as
@@ -159,8 +159,8 @@ _last: list[Debugger] = []  # the debugger of this process's current or last deb
 
 
 class Debugger:
-    """Notes this rank's collectives and steps, and compares them with the other ranks', as soon as there are
-    any."""
+    """Records this rank's collectives and steps, and compares them with those of the other ranks, once a
+    process group of several ranks exists."""
 
     def __init__(
         self,
@@ -228,7 +228,7 @@ class Diagnosis:
     """The events of all ranks; ``str()`` is a report.
 
     Attributes:
-        events: the last ones of each rank, the latest last.
+        events: rank -> its last events, the latest last.
         failures: rank -> error, for ranks that ended with one.
         divergence: where the sequences first differ, in words; "" if they don't. Sends and receives, which
             are not compared, are only in ``events``.
@@ -257,7 +257,7 @@ def diagnose(folder: str | os.PathLike[str] | None = None, *, keep: int = KEEP) 
     Args:
         folder: the folder of ``guards.debug(folder=)``; any process can read it, also after a crash. By
             default the events in the store of the job that this process is a rank of are read.
-        keep: how many of each rank's last events are read from the folder.
+        keep: number of last events that are read from the folder for each rank.
 
     Raises:
         Parallel3dError: there is nothing to read.

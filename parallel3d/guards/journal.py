@@ -1,9 +1,9 @@
-"""Journal: what this rank does together with others, in memory, in a file and in the store, where ranks meet.
+"""Journal: records the events that ranks share, such as collectives, in memory, in a file and in the store.
 
-A rank that is about to do something posts it and waits until all ranks of the group have come to the same
-position in their sequence. The wait ends with an error if they have posted different events, or if ranks wait
-for each other in a circle, each at another position (another group, or a step that the others do not make). A
-slow rank is neither.
+A rank posts an event before it begins, and waits until all ranks of the group have posted the one at the same
+position of their sequence. The wait ends with an error if these events differ, or if ranks wait for each
+other in a cycle, each at another position (another group, or a step that the others do not make). A slow rank
+causes no error.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MOST_BYTES = 32 * 2**20  # of a file of events; the one before it is kept
 
 @dataclass(frozen=True)
 class RankEvent:
-    """One thing that all of ``ranks`` do, as one of them is about to do it.
+    """An event, such as a collective, that all of ``ranks`` take part in, as one of them has posted it.
 
     Attributes:
         number: position among the events of this rank, from 1.
@@ -42,11 +42,11 @@ class RankEvent:
             error.
         axis: axis of the mesh, or the name of the group.
         unit: the unit that the engine issues it for; "" outside the engine.
-        bytes: as the recorder counts them; None if they may differ between ranks.
+        bytes: bytes of a collective, as the recorder counts them; None if they may differ between ranks.
         step, micro_batch: from 1; a micro-batch is a forward with a gradient.
         ranks: the ranks that do it together; empty for events that are not compared (send, recv).
         place: position among the events of these ranks on this axis, from 1.
-        messages: number of sends and receives among the events up to it, including itself.
+        messages: number of sends and receives among this rank's events up to this one, including it.
     """
 
     number: int
@@ -108,7 +108,7 @@ class Journal:
     """This rank's last ``keep`` events: in memory and, once there are other ranks, in the store.
 
     Args:
-        folder: gets all of them, in a file. Each is handed to the kernel at once: it survives a SIGKILL.
+        folder: gets a file with all events. Each is written at once, so that it survives a SIGKILL.
         scope: the ranks that run the same program, which are compared with each other; empty: all.
         timeout: how long ranks wait for one that does not come.
 
@@ -166,10 +166,11 @@ class Journal:
             self._file = None
 
     def meet(self, event: RankEvent) -> None:
-        """Posts ``event``, and returns when all of ``event.ranks`` are about to do it.
+        """Posts ``event``, and returns when all of ``event.ranks`` have posted an equal one.
 
         Raises:
-            AgreementError: one of them does something else, or does not come; the same on all ranks.
+            AgreementError: the same on all ranks: one of them has posted another event, or none within
+                ``timeout``.
             PeerFailureError: one of them has failed.
         """
         if len(event.ranks) < 2 or not self.is_shared:

@@ -1,7 +1,7 @@
-"""A loss that is nan on some ranks only: said once, with the ranks.
+"""Warns once if the loss is nan on some ranks only, and names the ranks.
 
 A mean over no rows, or over labels that are all ignored, is nan. Its gradient may be nan, which the reduction
-takes to all ranks, or zero: then all ranks go on with a gradient that is too small.
+spreads to all ranks, or zero, which makes the reduced gradient too small on all ranks.
 """
 
 from __future__ import annotations

@@ -39,21 +39,22 @@ from parallel3d.mesh.store import next_table, others, while_waiting
 class Monitor(threading.Thread):
     """A thread that reads the board while the main thread computes or waits.
 
-    It answers roll calls, so that a rank that hangs is told from one that was killed, and keeps the notes,
-    also when the store's host is gone. If the main thread, or the device, waits for a collective that can't
-    complete any more, it ends that: on gloo the wait fails (see ``wake_waiting``), on NCCL the communicators
-    are aborted (see ``Abort``). It also notices that a rank, or the store, is silent.
+    It answers notes ``roll``, which distinguishes a rank that hangs from one that was killed, and keeps
+    copies of the notes in case the store's host ends. If the main thread, or the device, waits for a
+    collective that can't complete any more, the thread ends that wait: on gloo the wait fails (see
+    ``wake_waiting``), on NCCL the communicators are aborted (see ``Abort``). It also detects a rank, or a
+    store, that is silent.
 
     Args:
         table: the part of the store that the ranks share.
         rank, world_size: rank and size of the default process group.
         grace: seconds that ranks get to post their notes.
-        silence: seconds without a sign of life after which a rank or the store is given up; None: never.
+        silence: seconds without a heartbeat after which a rank or the store counts as lost; None: never.
 
     Attributes:
         aborted: the abort of this rank's NCCL communicators; None as long as none has begun.
         store_lost: whether the store can't be reached any more.
-        store_silent: whether that is because it has not answered for ``silence`` seconds.
+        store_silent: whether it can't be reached because it has not answered for ``silence`` seconds.
     """
 
     def __init__(
@@ -107,9 +108,8 @@ class Monitor(threading.Thread):
         return self._ask(lambda: self._board.facts(topic, ranks)) or {}
 
     def forward_begins(self) -> None:
-        """Called in each forward of a model, and posts an unusual one before it goes on.
-
-        If the other ranks do not make it, this process may be ended within it.
+        """Called when a forward of a model begins. A forward that is more than the usual ones of a step is
+        posted first: if other ranks don't run it, this process may be ended within it.
         """
         if torch.is_grad_enabled() and here.micro_batch <= here.usual:
             return
@@ -132,9 +132,10 @@ class Monitor(threading.Thread):
         return True
 
     def end(self) -> None:
-        """Stops the thread, which wakes no wait any more. The store can still be asked, and become silent.
+        """Stops the thread, so that it ends no more waits. The main thread may still read the store.
 
-        An abort that has begun gets ``grace`` seconds to end, so that groups are not destroyed meanwhile.
+        If an abort has begun, this waits up to ``grace`` seconds for it, so that process groups are not
+        destroyed meanwhile.
         """
         with self._waking:
             self._ended.set()
@@ -234,9 +235,9 @@ class Monitor(threading.Thread):
             self._seen = time.monotonic()
 
     def _wake(self) -> None:
-        """Ends waits, some time after a failure, which the main thread may notice by itself.
+        """Ends the waits of the main thread some time after a failure, if it has not noticed it by itself.
 
-        Before ``grace`` is over, because the others wait that long for this rank's note.
+        That is before ``grace`` is over, because the other ranks wait that long for this rank's note.
         """
         if self._woken or self._seen is None or time.monotonic() - self._seen < 0.4 * self.grace:
             return
@@ -385,9 +386,11 @@ def _others_lost(monitor: Monitor) -> str:
 
 
 def _more_forwards(counts: Mapping[int, tuple[int, int]]) -> str:
-    """Names ranks that have begun more forwards (with a gradient, without) than usual; "" if there are none.
+    """Returns a text with the ranks that have begun more forwards (with a gradient, without) than the others;
+    "" if there are none.
 
-    After an additional forward a rank's collectives match others than it means, and any rank may fail.
+    After an additional forward a rank's collectives are matched with different ones of the other ranks, so
+    that any rank may fail.
     """
     without = {rank: count for rank, (_, count) in counts.items()}
     both = {rank: sum(count) for rank, count in counts.items()}
@@ -427,25 +430,25 @@ def watch(
     A rank that raises in the body posts its error (type, text, step, unit, phase) to the store before the
     error propagates. A rank whose collective then fails, or that waits in the store, raises a
     ``PeerFailureError`` with the rank that failed first and its error. A rank that was killed, or hangs,
-    posts nothing: after ``grace`` it is named as lost, or with the line of code that it is in.
+    posts nothing: after ``grace`` it is named as lost, or with the line of code that it runs.
 
-    A host that loses its network closes no connection. So each rank gives signs of life, and ranks that have
-    given none for ``silence`` are given up like killed ones.
+    A host that loses its network closes no connection. So each rank increments a number in the store, its
+    heartbeat, and a rank whose number has not changed for ``silence`` is treated like a killed one.
 
-    On NCCL the communicators of a rank whose peer has failed are aborted, which ends their kernels. What
-    these leave is no result: before the next optimizer step, forward, save or load, and at the end of the
-    body, the rank raises the PeerFailureError. The weights may hold such values: load the last checkpoint.
+    On NCCL the communicators of a rank whose peer has failed are aborted, which ends their kernels with
+    undefined results. So before the next optimizer step, forward, save or load, and at the end of the body,
+    the rank raises the PeerFailureError. The weights may be undefined too: load the last checkpoint.
 
     It is a decorator too. Within another watch it only sets timeouts. It costs a thread that reads the store
-    every ``grace / 10`` and gives a sign of life every ``silence / 6``, and nothing per collective. The
+    every ``grace / 10`` and sends a heartbeat every ``silence / 6``, and nothing per collective. The
     environment variable ``PARALLEL3D_DEBUG=1`` also enters ``guards.debug``, with the folder in
     ``PARALLEL3D_DEBUG_DIR`` if that is set.
 
     Args:
         timeouts: timeouts of collectives, by phase, for all process groups of this process.
         grace: time that a rank gets to post its error; the same on all ranks.
-        silence: time that a rank may give no sign of life, and the store no answer; None: no limit. It must
-            be longer than any call that holds Python's lock, and the same on all ranks.
+        silence: time after which a rank without a heartbeat, or a store without an answer, counts as lost;
+            None: no limit. It must be longer than any call that holds the GIL, and the same on all ranks.
 
     Raises:
         PeerFailureError: another rank failed, was killed, hangs or can't be reached.
@@ -506,9 +509,9 @@ class Session:
     def _refusal(
         self, monitor: Monitor, abort: Abort, what: str, error: BaseException | None = None
     ) -> PeerFailureError:
-        """Returns the error to raise after ``abort``; ``error`` is what the body has raised since then.
+        """Returns the error to raise after ``abort``, in place of ``error``, which the body has raised since.
 
-        Whatever that is, it may come from what the abort has left: it is not this rank's fault.
+        Any such error may come from undefined results of the abort, so it is not blamed on this rank.
         """
         if self._cause is None:
             if error is None or not is_of_communication(error):

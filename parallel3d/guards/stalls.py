@@ -1,7 +1,7 @@
-"""A rank that waits for a minute for others that are elsewhere says where each of them is.
+"""A rank that has waited a minute for other ranks prints which code each of them runs.
 
-It is always on. A thread looks a few times a minute whether the main thread still is where it was. Nothing is
-done per step or collective, and nothing is ended: a rank may be slow, and timeouts are the process group's.
+It is always on. A thread checks a few times a minute whether the main thread still runs the same line. It
+costs nothing per step or collective, and ends nothing: a rank may be slow, and process groups have timeouts.
 """
 
 from __future__ import annotations
@@ -77,11 +77,11 @@ def _run(ended: threading.Event) -> None:
 
 
 class Stall:
-    """What one rank sees of itself, and reads of the others.
+    """Posts which line this rank runs, and reads those of the other ranks.
 
     Args:
         table: the part of the store that the ranks share; no other thread may use this connection.
-        thread: the one whose place is looked at.
+        thread: the thread whose current line is posted.
     """
 
     def __init__(

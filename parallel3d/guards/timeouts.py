@@ -28,8 +28,8 @@ class Position:
     """The position of this rank in its training, as far as hooks count it.
 
     Attributes:
-        step: number of optimizer steps so far, of the optimizer with the most.
-        phase: as set by ``guards.phase``; ``start`` until the first step is over.
+        step: number of optimizer steps so far; with several optimizers the largest of their numbers.
+        phase: the phase that ``guards.phase`` has set; ``start`` until the first step is over.
         forwards: ``issuing.forwards`` after the last step.
         usual: number of forwards with a gradient in the last step.
     """
@@ -126,13 +126,13 @@ class Timeouts:
     """How long a collective may take in each phase of a job; None leaves the groups' timeouts.
 
     Attributes:
-        start: until the first optimizer step is over, while compilers and caches are cold.
-        step: after that.
-        save: within ``phase("save")``, and always for the collectives of ``parallel3d.checkpoint``, which may
-            run in the background of steps.
+        start: limit until the first optimizer step is over, while compilers and caches are cold.
+        step: limit after that.
+        save: limit within ``phase("save")``, and always for the collectives of ``parallel3d.checkpoint``,
+            which may run in the background of steps.
 
     Raises:
-        Parallel3dError: one is not a positive ``datetime.timedelta``.
+        Parallel3dError: a limit is not a positive ``datetime.timedelta``.
     """
 
     start: timedelta | None = None
@@ -167,8 +167,8 @@ class Schedule:
     def change(self, name: str) -> None:
         """Sets the timeout of phase ``name``, which all ranks enter.
 
-        Ranks wait for each other before a timeout gets shorter: one could otherwise time out on another that
-        is still in the phase with the longer timeout.
+        Before a timeout gets shorter ranks wait for each other. Otherwise a rank could time out while it
+        waits for one that is still in the phase with the longer timeout.
         """
         new = vars(self.timeouts).get(name)
         if new is None or others() is None:

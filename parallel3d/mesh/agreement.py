@@ -137,12 +137,12 @@ def check_agreement(
         value: named settings. A name that only some ranks have is a difference.
         timeout: how long rank 0 waits for the others, and the others for rank 0; by default the default
             process group's timeout. A rank that arrives long before rank 0 may wait twice this time. After
-            half a minute one of those that wait says who is missing.
+            30 s one of the waiting ranks prints which ranks are missing.
         warn_only: names whose difference is a warning, issued on rank 0, instead of an error.
         store: the store to use, with ``rank`` and ``world_size``; by default those of the default
             process group.
         ranks: the ranks that compare, by default all; the same list on each of them.
-        by_digest: compare a digest of all first, and what is behind it only where that differs.
+        by_digest: compare a digest of ``value`` first, and the settings themselves only if it differs.
         explain: name of a setting -> function from value -> ranks to the message for the case that this
             is the only difference; the default message if it returns ``""``.
 
@@ -272,8 +272,8 @@ class _ReportComparison:
     def _leave(self, readers: int) -> None:
         """Waits until all have read the verdict: the first member may host the store, raise and exit.
 
-        Keys that nobody reads any more are deleted, since checks may be repeated in each step. Where a rank
-        was missing they stay, for it to find out why it is late.
+        Keys that nobody reads any more are deleted, since checks may be repeated in each step. If a rank was
+        missing they stay, so that it can read the verdict when it arrives.
         """
         table, members = self.reports.table, self.reports.members
         own, is_first = self.reports.key(self.reports.rank), self.reports.rank == members[0]

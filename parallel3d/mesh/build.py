@@ -300,8 +300,8 @@ def _check_launch(
 def _too_few_devices(device_type: str, store: dist.Store, rank: int, timeout: timedelta) -> str:
     """Returns what is wrong if this machine has more ranks than devices, else ``""``.
 
-    A rank that sees fewer devices than there are ranks may be of a launcher that shows each its own: it
-    looks at what the other ranks of the machine see.
+    If a rank sees fewer devices than there are ranks, the launcher may have shown each rank only its own. So
+    the rank reads from the store which devices the other ranks of the machine see.
     """
     ranks, local_rank = (os.environ.get(f"LOCAL_{what}", "") for what in ("WORLD_SIZE", "RANK"))
     if device_type == "cpu" or not ranks.isdecimal() or not local_rank.isdecimal():

@@ -1,6 +1,7 @@
 """StoreExchange: each of some ranks puts a small value into the c10d store, and any of them collects all.
 
-Who is late is waited for, and named once. A rank that has raised instead of coming ends the wait.
+``collect`` waits for late ranks and prints their names once. A rank that has raised an exception instead ends
+the wait.
 """
 
 import json
@@ -23,8 +24,8 @@ class StoreExchange:
     Attributes:
         table: a part of the store in which nobody else uses keys that begin with ``name``.
         timeout: how long ``collect`` waits.
-        topic: said after ``store.NOTICE_AFTER``, with the ranks that are late; "" says nothing.
-        whole: where ranks that fail alone post it, the store of all ranks; None: it is not looked at.
+        topic: printed with the late ranks after ``store.NOTICE_AFTER``; "": nothing is printed.
+        whole: the store of all ranks, in which failed ranks post their errors; None: it is not read.
     """
 
     table: dist.Store
@@ -53,12 +54,12 @@ class StoreExchange:
         return {rank: json.loads(self.table.get(self.key(rank))) for rank in here}
 
     def wait(self, keys: Mapping[int, str]) -> None:
-        """Waits until the ranks in ``keys`` have set them.
+        """Waits until each rank in ``keys``, rank -> key, has set its key.
 
         Raises:
-            Late: not within ``timeout``.
-            FailedAlone: one of them has raised, and will not come.
-            PeerFailureError, DistNetworkError: as ``store.wait_for``.
+            Late: a key was not set within ``timeout``.
+            FailedAlone: one of the ranks has raised an error, so that it will not set its key.
+            PeerFailureError, DistNetworkError: see ``store.wait_for``.
         """
 
         def missing() -> list[int]:

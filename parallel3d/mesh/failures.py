@@ -1,7 +1,7 @@
-"""What one rank has raised, told to the ranks that wait for it in the store, and printed once.
+"""Errors of one rank: posted in the store for the ranks that wait for it, and printed once.
 
-A rank that raises and goes on, or ends, never comes to where the others wait: they would wait as long as the
-process group's timeout, and then know only that it is missing.
+A rank that raises never reaches the call in which the others wait. Without this they would wait for the
+process group's timeout, and then know only that the rank is missing.
 """
 
 import functools
@@ -146,12 +146,11 @@ _installed: list[bool] = []
 def print_once(store: dist.Store | None = None, rank: int = 0) -> None:
     """From now on an uncaught error is printed only by rank 0 if rank 0 prints the same.
 
-    Ranks that wait for this one raise it too (see above), and those whose collectives fail when
-    this one ends print one line that names it.
+    Ranks whose collectives fail because this rank has ended print one line that names it.
 
-    An error is the same if its type and text are, and those of the errors that led to it. Ctrl-C, which
-    interrupts all ranks, is one. Errors that only some ranks raise, or that rank 0 doesn't raise within two
-    seconds, are printed by each of them.
+    Two errors are the same if they and the errors that caused them have equal types and texts. Ctrl-C
+    interrupts all ranks with the same error. Errors that only some ranks raise, or that rank 0 doesn't raise
+    within two seconds, are printed by each of these ranks.
 
     Args:
         store, rank: those of a default process group that is yet to be started.
@@ -183,9 +182,10 @@ def print_once(store: dist.Store | None = None, rank: int = 0) -> None:
 
 
 def _print_cause(error: BaseException, store: dist.Store, rank: int, world_size: int) -> bool:
-    """Prints in one line whose failure ``error`` comes from. Returns False if nobody knows.
+    """Prints in one line which rank's failure has caused ``error``. Returns False if no rank has posted one.
 
-    The collectives of this rank end when the process of the rank that failed does, which has posted why.
+    A failing rank posts its error before its process ends, and only that end makes this rank's collectives
+    fail.
     """
     if isinstance(error, PeerFailureError):  # which says it
         say(short(error))

@@ -52,11 +52,12 @@ def kept_with(mesh: DeviceMesh, key: Hashable, make: Callable[[], T]) -> T:
 
 
 def joined_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Returns the mesh that parameters lie on: with the axes shard and cp of ``mesh`` as one, ``shard_cp``.
+    """Returns the mesh that parameters are sharded on: the axes shard and cp of ``mesh`` become ``shard_cp``.
 
-    Without cp it is ``mesh``, as it is where cp is the only axis, or one of two whose other's name is not
-    known, which count by position. A cp of one rank is left out. The first call for a mesh makes process
-    groups, which is collective, unless ``build_mesh`` made the mesh. Every call returns the same object.
+    It is ``mesh`` itself if there is no cp, if cp is the only axis, or if there are two axes and the other's
+    name is unknown, so that axes count by position. A cp of one rank is left out. The first call for a mesh
+    creates process groups, which is collective, unless ``build_mesh`` made the mesh. Every call returns the
+    same object.
 
     Raises:
         MeshError: cp does not come right after shard.
@@ -87,13 +88,13 @@ def axis_sizes(mesh: DeviceMesh) -> dict[str, int]:
 
 @dataclass(frozen=True, eq=False)
 class ExpertView:
-    """The ranks of a mesh as (replicate, efsdp, ep): what experts lie on.
+    """The ranks of a mesh as (replicate, efsdp, ep), the axes on which experts are placed.
 
     Attributes:
-        data: the axes (replicate, efsdp), without replicate where the mesh has none.
-        ep: the axis of expert parallelism, innermost: its ranks hold other experts.
-        mean_over: the number of ranks with other tokens, replicate x shard x cp, that experts' gradients are
-            averaged over: each rank of ``data`` has the sum over all tokens that came to it.
+        data: the axes (replicate, efsdp), without replicate if the mesh has none.
+        ep: the axis of expert parallelism, innermost: its ranks hold different experts.
+        mean_over: the divisor of experts' gradients: replicate x shard x cp, the number of ranks with
+            different tokens. A gradient on a rank of ``data`` is the sum over all tokens routed to it.
     """
 
     data: DeviceMesh
@@ -105,17 +106,17 @@ _VIEW = "experts"
 
 
 def make_expert_view(mesh: DeviceMesh, ep: int) -> ExpertView:
-    """Makes the view of ``mesh`` in which ``ep`` neighbours share the experts, and keeps it with the mesh.
+    """Makes the view of ``mesh`` in which ``ep`` neighbours share the experts, and stores it with the mesh.
 
-    ``build_mesh(MeshLayout(..., ep=...))`` does it; this is for other meshes. It makes process groups: all
-    ranks must call it.
+    ``build_mesh(MeshLayout(..., ep=...))`` calls this itself; call it for other meshes. It creates process
+    groups: all ranks must call it.
 
     Args:
         mesh: a mesh with names that ``parallelize`` takes.
         ep: divides shard x cp x tp.
 
     Raises:
-        MeshError: it doesn't, or the mesh has another view already.
+        MeshError: ``ep`` doesn't divide shard x cp x tp, or the mesh has another view already.
     """
     names = mesh.mesh_dim_names or ()
     inner = tuple(name for name in names if name in (*_SHARD, *_CP, *_TP))

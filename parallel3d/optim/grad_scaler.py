@@ -37,9 +37,9 @@ def is_scaled(backward: int) -> bool:
 class GradScaler(torch.amp.GradScaler):
     """``torch.amp.GradScaler`` for sharded models: all ranks skip a step if any rank finds an infinity.
 
-    torch's own looks at each rank's shards alone: a rank that has the infinity skips the step and halves
-    its scale, the others do neither, and the ranks' weights and scales diverge silently. Here one all-reduce
-    of one number for each ``unscale_`` (or ``step`` without one) lets all ranks know. Used as torch's::
+    torch's own checks only this rank's shards: a rank that has the infinity skips the step and halves its
+    scale, the others do neither, and the ranks' weights and scales diverge silently. Here each ``unscale_``
+    (or ``step`` without one) all-reduces one number, so that all ranks decide alike. Used as torch's::
 
         scaler = p3d.optim.GradScaler("cuda")
         scaler.scale(loss).backward()
@@ -102,7 +102,7 @@ class GradScaler(torch.amp.GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
-        """Unscales; returns by device 1.0 if any rank has found an infinity or nan, else 0.0.
+        """Unscales the gradients. Returns device -> 1.0 if any rank has found an infinity or nan, else 0.0.
 
         float16 gradients are unscaled too, whatever ``allow_fp16`` is: parameters may be float16, or
         gradients (``keep_low_precision_grads``).

@@ -120,7 +120,7 @@ def _specs(grads: list[torch.Tensor | None]) -> list[Any]:
 
 
 class LocalState:
-    """What an optimizer on local tensors steps on: the pieces of all groups and their state.
+    """The pieces of all groups of an optimizer on local tensors, and their state.
 
     Attributes:
         params: the parameters, by group.
@@ -333,8 +333,8 @@ def local(
     other tensors (Adafactor's factors) are kept by every rank. All ranks must have gradients of the same
     parameters. Use a class that looks at all parameters together directly on the model's DTensors.
 
-    What you assert is taken as true: a class of which it isn't true trains on other numbers. Only what shows
-    in its state is noticed, at the first step. `docs/optimizers.md` has what is true of 125 classes.
+    Your assertions are not proven: with a wrong one the training silently computes other numbers. Only
+    contradictions that show in the state raise, at the first step. `docs/optimizers.md` lists 125 classes.
 
     Args:
         params: a module, or what the class itself takes: tensors, (name, tensor) pairs, groups as dicts.
@@ -347,7 +347,7 @@ def local(
             sort or projection over a tensor or several, no random numbers, no blocks (as 8-bit states have);
             that it takes no loss from a closure; and that the state consists of tensors of the
             parameter's shape and single numbers.
-        options: for the class.
+        options: further arguments of the class.
 
     Returns:
         The optimizer.
@@ -415,10 +415,10 @@ def _raise_unknown(optimizer_class: type[Optimizer]) -> None:
 
 
 class LocalSteps:
-    """Mixed into an optimizer class, whose ``step`` then gets plain tensors: pieces in place of parameters.
+    """Base added to an optimizer class, whose ``step`` then gets plain tensors: pieces instead of parameters.
 
     Attributes:
-        local_base: that class, an elementwise one.
+        local_base: the class that it was added to, an elementwise one.
     """
 
     local_base: type[Optimizer]

@@ -123,8 +123,8 @@ class MatrixSteps:
     """Steps of one optimizer on whole parameters.
 
     Args:
-        known: whether the class's states are known to have shapes that don't depend on numbers. Else ranks
-            compare them at a parameter's first step.
+        known: whether the shapes of the class's states are known not to depend on values. If not, ranks
+            compare them at the first step of a parameter.
     """
 
     def __init__(self, known: bool) -> None:
@@ -132,10 +132,10 @@ class MatrixSteps:
         self._known = known
 
     def step(self, optimizer: Optimizer, step: Step) -> None:
-        """Calls ``step(optimizer)`` for one group and some whole parameters at a time.
+        """Calls ``step(optimizer)`` repeatedly, for one group and some whole parameters at a time.
 
-        What the class counts, in attributes, in a group or in ``state`` under keys that are no parameters, it
-        counts once: each call begins with the counts from before the step.
+        Counters of the class, in attributes, in a group or in ``state`` under keys that are no parameters,
+        advance only once: before each call they are set back to the values from before the step.
         """
         numbers = {k: v for k, v in vars(optimizer).items() if isinstance(v, (int, float))}
         before = after = of_no_parameter(optimizer)
@@ -254,7 +254,7 @@ def _is_counter(value: torch.Tensor, param: nn.Parameter) -> bool:
 def can_be_shared(value: Any, param: torch.Tensor) -> bool:
     """Whether ranks can exchange an entry of the state of ``param``.
 
-    That is a number, an ordinary tensor (or one of the parameter's class) or a value alike on all ranks.
+    That is a number, an ordinary tensor (or one of the parameter's class) or a value equal on all ranks.
     """
     if isinstance(value, torch.Tensor):
         return type(value) in (torch.Tensor, nn.Parameter, type(param))
@@ -331,9 +331,10 @@ class _Call:
             )
 
     def on_whole(self, params: list[nn.Parameter], states: list[State]) -> list[State]:
-        """Steps on the plain ``params`` with ``states``; returns their states.
+        """Steps on the plain ``params`` with ``states``; returns their new states.
 
-        Simulated ranks step one after another: each has other numbers, and a class may read them (``item``).
+        Simulated ranks step one after another, because their values differ and a class may read values
+        (``item``).
         """
         by_rank = simulated.tensors_by_rank(params[0])
         if by_rank is None:
@@ -423,7 +424,8 @@ def _state_to_owner(owners: Owners, params: list[nn.Parameter], states: list[Sta
 
 
 def _states_from_owners(owners: Owners, state: State, params: list[nn.Parameter]) -> list[State]:
-    """Returns the states of ``params``, of which each rank's step has made one, ``state`` this rank's.
+    """Exchanges the states of ``params`` and returns them; each rank has stepped on one parameter, and
+    ``state`` is this rank's result.
 
     Entries of the parameter's shape become DTensors. All numbers are exchanged in one collective.
     """

@@ -47,7 +47,7 @@ def step_in_backward(
         optimizer_class: makes the optimizer; not LBFGS, which needs several backwards for a step.
             ``functools.partial(optim.local, torch.optim.AdamW)`` steps on the buckets' plain tensors.
         params: parameters or groups of them, as optimizers take; by default all that require a gradient.
-        kwargs: for ``optimizer_class``. Its step, with its hooks, runs once for each bucket.
+        kwargs: arguments of ``optimizer_class``. Its step, with its hooks, runs once for each bucket.
 
     Returns:
         An optimizer with ``param_groups``, ``state_dict`` and so on, but without a step to call.

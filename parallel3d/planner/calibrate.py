@@ -39,12 +39,12 @@ def calibrate(
     largest: int = 8192,
     seconds: float = 60.0,
 ) -> Gpu:
-    """Measures this machine. Under a process group also its collectives, for all sizes of 2, 4, 8 ... ranks.
+    """Measures this machine and, if there is a process group, collectives of 2, 4, 8 ... ranks.
 
     Args:
         name: name of the profile; by default that of the device. If it names a known GPU, the peak, capacity
             and links of that GPU are kept where they can't be measured.
-        device: "cuda" or "cpu"; what there is by default.
+        device: "cuda" or "cpu"; by default "cuda" if there is one.
         largest: rows of the largest matmul.
         seconds: stop measuring matmuls after this long.
 
@@ -180,10 +180,10 @@ def collective_seconds(
 
 
 def _fit_collective(times: Sequence[tuple[int, float]]) -> tuple[float, float, float]:
-    """(start us, GB/s, ramp MB) of t = start + (S + ramp (1 - exp(-S / ramp))) / bandwidth.
+    """Fits t = start + (S + ramp (1 - exp(-S / ramp))) / bandwidth and returns (start us, GB/s, ramp MB).
 
     Args:
-        times: (bytes, seconds).
+        times: measured (bytes S, seconds t).
     """
     fits = []
     for ramp in (0.25e6, 0.5e6, 1e6, 2e6, 4e6, 8e6, 16e6, 32e6):

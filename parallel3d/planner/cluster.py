@@ -35,7 +35,7 @@ class Gpu:
         host_gib: GiB of that memory: a GPU's part of its node's.
         domain: GPUs that the fast links reach, if more than a node's.
         watts: its power limit; without one its clock is not limited.
-        fp32_slowdown: how many times as long matmuls take in float32.
+        fp32_slowdown: factor by which matmuls take longer in float32 than in bf16.
         mesh_links: links of a GPU if they go to single peers (xGMI); 0: a switch.
         collectives: operation -> GPUs -> (start us, GB/s, ramp MB), as measured; else derived from ``link``.
         source: where these numbers are from.
@@ -75,8 +75,8 @@ class Cluster:
     """``nodes`` nodes of equal GPUs.
 
     Attributes:
-        gpus_per_node: the GPU's own number unless given.
-        nic: GB/s from each GPU to other nodes; the GPU's typical one unless given.
+        gpus_per_node: GPUs of a node; by default ``gpu.node``.
+        nic: GB/s from each GPU to other nodes; by default ``gpu.nic``.
     """
 
     gpu: Gpu
@@ -124,7 +124,7 @@ class Cluster:
             profile: a TOML file with more GPUs (the form of hardware.toml), as ``calibrate`` writes.
 
         Raises:
-            PlanningError: no such GPU, or numbers that can't be.
+            PlanningError: the GPU is unknown, or a number is out of range.
         """
         return cls(gpu(name, profile), nodes, gpus_per_node, nic)  # type: ignore[arg-type]
 
@@ -137,7 +137,7 @@ def gpu(name: str, profile: str | PathLike[str] | None = None) -> Gpu:
         profile: a TOML file of further GPUs, as for ``gpus``.
 
     Raises:
-        PlanningError: there is none; the message names the nearest.
+        PlanningError: no GPU has this name; the message names the nearest.
     """
     if not isinstance(name, str):
         raise PlanningError(f"the GPU is {name!r}; it must be a name, such as 'h100-80gb-sxm'")
@@ -154,7 +154,7 @@ def gpus(profile: str | PathLike[str] | None = None) -> dict[str, Gpu]:
         profile: a TOML file of GPUs, as ``calibrate`` writes; they replace built-in ones of the same name.
 
     Raises:
-        PlanningError: the profile can't be read, or has something else in it.
+        PlanningError: the profile can't be read, or contains anything but GPUs.
     """
     if profile is None:
         return dict(_built_in())
@@ -237,7 +237,7 @@ class AxisLink:
 
     Attributes:
         size: ranks of the group.
-        per_node: how many of them are on one node.
+        per_node: number of these ranks on one node.
     """
 
     size: int
@@ -249,9 +249,10 @@ class AxisLink:
 
 
 def link_of(layout: MeshLayout, axis: str, cluster: Cluster) -> AxisLink:
-    """The placement of the groups of ``axis``, between whose ranks are those of the inner axes.
+    """Returns how groups of ``axis`` are placed on nodes. The ranks of inner axes lie between their ranks.
 
-    Where groups don't end with nodes, it is the worst group's: the fewest ranks that one of its nodes has.
+    If groups differ because their ends are not those of nodes, it is the placement of the worst group:
+    ``per_node`` is then the smallest number of its ranks on a node.
     """
     return _placed(getattr(layout, axis), layout.stride(axis), cluster)
 
@@ -267,17 +268,18 @@ def _placed(size: int, stride: int, cluster: Cluster) -> AxisLink:
 
 
 def collective_time(kind: str, nbytes: float, link: AxisLink, cluster: Cluster) -> float:
-    """Seconds of one collective.
+    """Returns the predicted seconds of one collective.
 
-    On one node: fits of NVIDIA's measured NCCL tables, see hardware.toml. On several: a ring, or for an
-    all-reduce a tree where that is faster: 35 us x log2(nodes) of latency at 0.6 of the ring's bandwidth.
-    An all-to-all, and a send of all ranks to their next, are not in those tables: on one node a rank's bytes
-    take the all-gather's rate of bytes that leave a rank, on several its own network card's.
+    On one node they are fits of NVIDIA's measured NCCL tables, see hardware.toml. On several nodes they are
+    those of a ring, or, if faster, for an all-reduce those of a tree, with a latency of 35 us x log2(nodes)
+    and 0.6 of the ring's bandwidth. An all-to-all, and a send of all ranks to the next one, are not in those
+    tables. On one node a rank is taken to send as many bytes a second as in an all-gather, on several as many
+    as its network card.
 
     Args:
         kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "send".
-        nbytes: bytes of the whole tensor: what is gathered, scattered or reduced; of "all_to_all" and "send":
-            what one rank has.
+        nbytes: bytes of the whole tensor that is gathered, scattered or reduced; for "all_to_all" and "send"
+            bytes of the tensor of one rank.
     """
     return 0.0 if link.size == 1 or not nbytes else _collective(kind, nbytes, link, cluster)[0]
 
@@ -351,10 +353,10 @@ def _constants(kind: str, size: int, cluster: Cluster) -> tuple[float, float, fl
 
 
 def _peer(kind: str, link: AxisLink, cluster: Cluster) -> tuple[float, float]:
-    """(seconds of latency, bytes of a rank a second) of an all-to-all, or of a send to the next rank.
+    """Returns (seconds of latency, bytes a second of one rank) of an all-to-all or a send to the next rank.
 
-    Of an all-to-all what goes to ranks of the same node and to others does so at the same time, the latter by
-    the rank's own network card. A send is as slow as its slowest hop. An all-gather's rate is of the whole
+    An all-to-all sends to ranks of the same node and to other nodes at the same time, the latter through the
+    rank's own network card. A send is as slow as its slowest link. The rate of an all-gather counts the whole
     tensor, of which (n - 1) / n enters a rank.
     """
     n, own = link.size, link.per_node
@@ -370,10 +372,10 @@ def _peer(kind: str, link: AxisLink, cluster: Cluster) -> tuple[float, float]:
 
 
 def _ring(nbytes: float, link: AxisLink, cluster: Cluster) -> tuple[float, float]:
-    """(seconds of latency, bytes a second) of a ring across nodes.
+    """Returns (seconds of latency, bytes a second) of a ring across nodes.
 
-    Latency: nodes x (11 + 3.3 x ranks of a node) us, fitted, as the tree's, to NCCL 2.27's own tuning numbers
-    (mean error 6 %). Bandwidth: every rank's NIC at 0.96 of its rate.
+    The latency is nodes x (11 + 3.3 x ranks of a node) us, fitted, like the tree's, to NCCL 2.27's own tuning
+    numbers (mean error 6 %). The bandwidth is 0.96 of that of all ranks' network cards together.
     """
     n = link.size
     rate = link.per_node * cluster.nic * 0.96e9 * n / (n - 1)

@@ -10,11 +10,11 @@ from parallel3d.planner.arguments import own_data
 
 @dataclass(frozen=True)
 class Constant:
-    """A number that isn't computed.
+    """A number that the planner doesn't compute.
 
     Attributes:
-        source: where it is from, and why it has this value.
-        moved_by: the published sources whose speeds it was fitted to; none: it is from elsewhere.
+        source: where the value comes from, and why it is this one.
+        moved_by: the published sources whose speeds it was fitted to; empty: it was not fitted to any.
     """
 
     name: str
@@ -26,10 +26,10 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """A number, the formula that gives it, and what was put into that, by the formula's names.
+    """A computed number, its formula, and the inputs of the formula by their names in it.
 
     Attributes:
-        value: in ``unit``: "B", "s" or what it says.
+        value: the number, in the unit ``unit``, such as "B" or "s".
     """
 
     name: str

@@ -1,7 +1,7 @@
 """Context parallelism: what attention sends over ``cp``, and what a rank computes and keeps of it.
 
 Bytes, heads and the choice of "auto" are those of ``parallel3d.cp``. The parts of a sequence are balanced: a
-rank has one from its head and one from its tail, so that of causal scores all ranks compute as many.
+rank has one from its head and one from its tail, so that all ranks compute equally many causal scores.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ class AttentionShare:
 
 
 class Kept(NamedTuple):
-    """Elements of one attention layer for each of a rank's tokens.
+    """Numbers of elements that one attention layer stores for each token of a rank.
 
     Attributes:
-        beyond: kept beyond those kept without ``cp``.
-        received: results of the collectives over ``cp``.
+        beyond: elements kept for backward in addition to those that are kept without ``cp``.
+        received: elements in results of the collectives over ``cp``.
     """
 
     beyond: float

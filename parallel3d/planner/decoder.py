@@ -27,8 +27,9 @@ GATED = ("swiglu", "geglu", "gated_relu")
 class ExpertsSpec:
     """A mixture of gated experts in the place of a block's MLP, with stacked weights.
 
-    Every expert's parameters are sharded, gathered and stepped; a token uses those that the router chose.
-    Tensor parallelism splits the features of each expert, as ``tp.Experts`` does: every rank computes all.
+    All experts are sharded, gathered and stepped like other parameters; a token goes through those that the
+    router chose. Tensor parallelism splits the features of each expert, as ``tp.Experts`` does, so that every
+    rank computes all experts.
 
     Attributes:
         count: number of experts in a block.
@@ -104,7 +105,7 @@ class Decoder:
     Attributes:
         kv: key and value heads.
         dim: features of a head.
-        mlp, positions: as in ``spec_from_shapes``.
+        mlp, positions: see ``spec_from_shapes``.
         position_rows: rows of a learned table of positions.
         norm: "rmsnorm", "layernorm" or "none" (it normalizes, but has no parameters).
         norm_bias: whether norms have a bias.
@@ -113,7 +114,7 @@ class Decoder:
         qkv_bias, o_bias, mlp_bias, head_bias: whether these linear layers have a bias.
         fused_qkv, fused_gate: one matrix for queries, keys and values; for both halves of a gated MLP.
         embed_norm: whether a norm follows the embedding.
-        experts: in the place of the MLP.
+        experts: the experts that replace the MLP; None: there is an MLP.
     """
 
     layers: int
@@ -362,7 +363,7 @@ def spec_from_shapes(
         positions: "learned": a table of ``seq_len`` rows; "rope": rotation; "alibi", "none".
         bias: whether all linear layers but the head have a bias. With "layernorm" norms have one.
         tied: the head's weight is the embedding's.
-        name, source: what the plan shows of the model, and of where it is from.
+        name, source: texts that the plan shows as the model's name and origin.
 
     Raises:
         PlanningError: a name that isn't one of these, or a size below 1.

@@ -31,9 +31,10 @@ class Grad:
     """The gradient of one parameter in its bucket.
 
     Attributes:
-        numel: elements as autograd brings it.
-        padded: elements of its copy with padding; 0: no copy is made.
-        waits: whether it stays as it is until the reduction: zero-copy, or small, to be packed with others.
+        numel: elements of the gradient that autograd produces.
+        padded: elements of its padded copy; 0: no copy is made.
+        waits: whether autograd's tensor is held until the reduction, because it is zero-copy, or small and
+            packed with others.
         zero_copy: whether it is reduced from where autograd has put it.
     """
 
@@ -52,8 +53,8 @@ class BucketLayout:
         numel: S, elements of a rank's shard, padding included.
         packed: those of S that are not zero-copy.
         trainable: whether its parameters have gradients.
-        has_large: whether it has large zero-copy gradients, of which the arrival of half issues deferred
-            gathers.
+        has_large: whether it has large zero-copy gradients. Deferred gathers are issued when half of their
+            elements have arrived.
         packs_as_chunks: whether one kernel packs its small gradients.
         grads: its gradients, in the order of the bucket.
     """
@@ -95,7 +96,7 @@ def unit_layout(
     sequence_parallel: bool,
     zero_copy_bytes: int,
 ) -> UnitLayout:
-    """The buckets of ``unit`` on the first rank of ``shard`` x ``tp``, which has the most.
+    """Returns the buckets of ``unit`` on the first rank of ``shard`` x ``tp``, which has the most elements.
 
     Args:
         itemsize: bytes of an element at rest.
@@ -174,8 +175,8 @@ def tp_cut(parameter: Parameter, tp: int) -> tuple[str, list[int]]:
     """How ``tp`` ranks share a parameter at rest, before it is sharded.
 
     Returns:
-        "chunks", "heads" (between heads, where chunks would cut heads; see ``tp/auto/heads.py``) or "whole",
-        and the shape of the first rank's part. Keys and values of fewer heads than ranks are whole.
+        "chunks", "heads" (cut between heads, if chunks would cut within heads; see ``tp/auto/heads.py``) or
+        "whole", and the shape of the first rank's part. Keys and values of fewer heads than ranks are whole.
     """
     shape, dim, heads = list(parameter.shape), parameter.tp_dim, parameter.heads
     if tp == 1 or dim is None:
@@ -297,9 +298,9 @@ class _Timeline:
     Attributes:
         most: (sum, unsharded, buffers) at the largest sum so far.
         inputs: bytes of the inputs of the last reduce-scatter, which are held until the next one.
-        holds_inputs: whether the engine takes them to be held: then gathers are deferred.
+        holds_inputs: whether the engine assumes that these inputs are still held, and so defers gathers.
         deferring: the bucket whose large gradients deferred gathers wait for.
-        awaited: elements of them that must arrive first.
+        awaited: number of elements of these gradients that must still arrive.
     """
 
     def __init__(self, widths: Widths, streams: bool) -> None:

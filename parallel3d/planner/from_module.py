@@ -53,9 +53,9 @@ class ModulePlan:
     Attributes:
         dims: the dim that is sharded over tp.
         heads, kv, partial: ``Parameter``'s ``heads``, ``kv`` and ``tp_partial``.
-        unplanned: ``tp_partial`` of those that aren't in ``partial``.
-        divisible: sizes that only a number of ranks that divides them can share.
-        problem: why there is no plan.
+        unplanned: ``tp_partial`` of parameters that aren't in ``partial``.
+        divisible: sizes that the number of tp ranks must divide.
+        problem: why there is no plan; "": there is one.
     """
 
     dims: dict[str, int] = field(default_factory=dict)
@@ -153,8 +153,9 @@ class _UnitWork:
 
         Args:
             batch: sequences of the recorded run.
-            kv_heads: what the model says of them, where keys were repeated before attention.
-            prefix: the unit's name and a dot, which the names of its parameters begin with.
+            kv_heads: number of key and value heads by the model's config; used if keys were repeated before
+                attention.
+            prefix: the unit's name and a dot, with which the names of its parameters begin.
         """
         recording, is_main = self.recording, self.label in (None, "")
         matmuls = self._matmuls(prefix)
@@ -280,9 +281,10 @@ class _UnitWork:
         return next((self.splits[key] for key, _ in op.writes if key in self.splits), "tp")
 
     def _fused_bytes(self, way: int, group: tuple[int, ...]) -> float:
-        """Bytes of ``group`` as one kernel: read from outside, and written for others.
+        """Returns the bytes that ``group``, fused to one kernel, reads and writes in memory.
 
-        Backward computes again what is ``inside`` a kernel of the forward, from that one's inputs.
+        For tensors that are ``inside`` a kernel of the forward, the backward reads that kernel's inputs and
+        computes them again.
         """
         ops, members = self.ways[way], set(group)
         reads: dict[Any, int] = {}
@@ -523,8 +525,9 @@ class _Builder:
     """Builds the units of ``model`` from a run of ``batch`` sequences of ``seq_len`` tokens.
 
     Attributes:
-        root: the recording of what is outside the units; ``recordings``: one of each kind of unit.
-        calls: the calls of units, by name.
+        root: the recording of the code outside of units.
+        recordings: one recording of each kind of unit.
+        calls: unit's name -> its calls.
         vocab: logits per token; 0: there are none.
     """
 

@@ -11,7 +11,7 @@ from parallel3d.planner.model_spec import AttentionSpec
 
 
 class HeadShare(NamedTuple):
-    """Numbers of heads of the fullest rank.
+    """Numbers of heads of the rank with the most heads.
 
     Attributes:
         query: query heads.
@@ -46,7 +46,7 @@ def head_share(heads: int, kv_heads: int, tp: int, fused: bool = False) -> HeadS
 
 
 def rows_computed(size: int, heads: tuple[int, int] | None, kv: bool, tp: int) -> int:
-    """How many of ``size`` features, which ``tp`` divides, the fullest rank computes.
+    """Returns how many of ``size`` features, split over ``tp`` ranks, the rank with most of them computes.
 
     Args:
         heads: (query heads, key and value heads) if the features are made of heads.

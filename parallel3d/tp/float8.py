@@ -1,9 +1,9 @@
 """torchao's Float8Linear with its features split over ``tp``.
 
-torchao casts a matrix to float8 with a scale by its largest absolute value, or one for each row. Of a matrix
-whose features are split each rank sees a part; here the largest values are those of the whole, by an
-all-reduce of one number (or one a row), so that the ranks cast the values that the plain layer casts. What is
-gathered or summed over ``tp`` has the activations' dtype. torchao is imported when such a layer computes.
+torchao casts a matrix to float8 with a scale from its largest absolute value, or from that of each row. If
+the features are split, each rank has only a part of the matrix. So the largest values are all-reduced (one
+number, or one per row), and all ranks use the scales of the plain layer. Tensors gathered or summed over
+``tp`` have the activations' dtype. torchao is imported when such a layer computes.
 """
 
 from functools import cache
@@ -61,8 +61,8 @@ def float8_linear(
 class _Float8Product(torch.autograd.Function):
     """``x @ w`` and its gradients in float8, as torchao's ``matmul_with_hp_or_float8_args``.
 
-    x is (tokens, in), w (in, out). Each matmul has casts of its own, since scales of rows are taken along the
-    dim that it sums over.
+    x is (tokens, in), w (in, out). Each matmul casts its operands anew, since the scales of rows are computed
+    along the dim that it sums over.
     """
 
     @staticmethod
@@ -111,8 +111,8 @@ class _Scales:
 
         Args:
             x: two-dimensional.
-            dim: the one along which rows' largest values are taken, if rows have scales.
-            split: the one of which this rank has a part; None: it has the whole.
+            dim: the dim over which the maximum of each row is taken, if rows have scales.
+            split: the dim of which this rank has a part; None: it has the whole tensor.
         """
         from torchao.float8.config import ScalingType
         from torchao.float8.distributed_utils import tensor_already_casted_to_fp8

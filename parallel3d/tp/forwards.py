@@ -41,11 +41,12 @@ class TpState:
     Attributes:
         sequence: shared by all modules of one ``apply``.
         inner: the forward that the module had, a function of the module and its arguments.
-        names, first: the arguments of that forward in order, and the first that may be positional, or ``""``.
+        names: names of the arguments of that forward, in order.
+        first: the first of them that may be positional, or ``""``.
         packing: how the style splits features, if not as ``torch.chunk`` does.
-        once: parameters that every rank holds and only the first rank adds.
+        once: names of parameters that every rank holds and only the first rank adds, such as a bias.
         casts: whether the plain forward casts the parameters to the input's dtype.
-        index: an index that a forward keeps; it is made on the device of the first call.
+        index: an index tensor that a forward caches; created on the device of the first call.
     """
 
     style: Any
@@ -89,8 +90,12 @@ def _set_state(module: nn.Module, forward: Any, state: TpState) -> None:
 
 
 def take_input(x: Tensor, layout: str, dim: int, tp: TpState, *, read_only: bool = False) -> Tensor:
-    """Returns the whole input of a module of which each rank computes a part of the output; modules that
-    take the same tensor object share it. ``read_only``: the caller won't change it in place."""
+    """Returns the whole input of a module whose output is computed in parts, one on each rank. Modules that
+    are called with the same tensor object share the result.
+
+    Args:
+        read_only: whether the caller doesn't change the result in place.
+    """
     if layout == "replicate":
         return share_copy(x, tp.axis, read_only=read_only)
     if layout == "sequence":
@@ -153,9 +158,8 @@ def map_first(
 
 
 def bind_base_forward(module: nn.Module, base: type[nn.Module], state: TpState) -> None:
-    """Replaces ``base.forward`` by the style's ``forward`` in the module. A subclass with a forward of its
-    own (an embedding that scales its output) goes on running it; its ``super().forward(...)`` becomes that
-    one."""
+    """Replaces ``base.forward`` by the style's ``forward`` in the module. A subclass that overrides it (an
+    embedding that scales its output) keeps its own, whose ``super().forward(...)`` calls the style's."""
     cls = type(module)
     if cls.forward is base.forward or "forward" in module.__dict__:
         bind_forward(module, state)

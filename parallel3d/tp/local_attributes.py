@@ -48,7 +48,7 @@ class PlannedAttribute:
 def local_attributes(
     path: str, module: nn.Module, values: Mapping[str, tuple[int, ...]]
 ) -> list[PlannedAttribute]:
-    """Returns the attributes of ``module``, at ``path``, that change.
+    """Returns the attributes of ``module``, at ``path``, whose value differs from the plain model's.
 
     Args:
         values: name -> its value on each tp rank; names that are no ``int`` of the module, or don't change,
@@ -86,8 +86,8 @@ def describe_attributes(attributes: Sequence[PlannedAttribute]) -> Iterator[str]
 
 
 def reads_of(module: nn.Module) -> frozenset[str] | None:
-    """Returns the attributes of ``self`` in the source of the module's class and its bases, without
-    ``__init__``: ``"num_heads"``, ``"config.n_head"``. None where there is no source."""
+    """Returns the attributes of ``self`` that the source of the module's class and its bases reads outside of
+    ``__init__``: ``"num_heads"``, ``"config.n_head"``. None if the source can't be read."""
     return _reads_of_class(type(module))  # type: ignore[arg-type]  # a class has a hash
 
 

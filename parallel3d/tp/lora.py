@@ -1,8 +1,9 @@
 """LoRA layers of the peft library: what the rule of a layer means for the adapters around it.
 
-A LoRA layer computes ``base_layer(x) + lora_B(lora_A(dropout(x))) * scaling``. A rule for it is the base
-layer's, and determines the adapters': split by output features, B is split like the base layer and A is
-whole; split by input features, A is split like it and B is whole. peft is not imported.
+A LoRA layer computes ``base_layer(x) + lora_B(lora_A(dropout(x))) * scaling``. A rule for it applies to the
+base layer and determines those of the adapters. If the base layer is split by output features, B is split
+like it and A is whole; if it is split by input features, A is split like it and B is whole. peft is not
+imported.
 """
 
 import copy
@@ -72,8 +73,8 @@ def without_adapters(model: nn.Module) -> nn.Module:
 
 
 def adapter_styles(style: Style, module: Any) -> Iterator[tuple[str, Style]]:
-    """Yields the path from ``module``, a LoRA layer, and the style of each adapter, for the base layer's
-    ``style``; raises PlanError if there are none."""
+    """Yields (path relative to ``module``, style) of each adapter of ``module``, a LoRA layer whose base
+    layer has ``style``. Raises PlanError if the adapters can't be split to fit that style."""
     if type(module).__name__ == "Embedding":
         if isinstance(style, Replicated) or style == VocabParallel():
             return  # its adapters are parameters, whole, and so are their inputs and outputs
@@ -98,9 +99,9 @@ def adapter_styles(style: Style, module: Any) -> Iterator[tuple[str, Style]]:
 
 
 def base_names(model: nn.Module) -> Callable[[str], str]:
-    """Returns a function: the name of a tensor of ``model``, a model of peft's or with its layers -> its name
-    in the base model; ``""`` for an adapter's. A copy that peft trains (``modules_to_save``) has the name of
-    what it is a copy of."""
+    """Returns a function that maps the name of a tensor of ``model``, a ``PeftModel`` or a model with peft's
+    layers, to its name in the base model, or to ``""`` if it belongs to an adapter. A copy that peft trains
+    (``modules_to_save``) gets the name of the original."""
     modules = list(model.named_modules(remove_duplicate=False))
     wrappers = {plain_name(name) for name, module in modules if is_wrapper(module)}
     base = model.get_base_model() if is_peft_model(model) else model  # type: ignore[operator]

@@ -1,8 +1,8 @@
 """Overlap of tensor-parallel collectives with matmuls, and inputs that several modules share.
 
 Plain autograd computes both gradients of a linear layer in one node; the next node sums the input's gradient
-over ``tp``, and the backward waits for it. Here they are separate nodes. Of the nodes that are ready autograd
-runs the one that was made last, so the nodes' sequence numbers give the order::
+over ``tp``, and the backward waits for it. Here they are separate nodes. Autograd always runs the ready node
+with the largest sequence number, so the sequence numbers determine the order::
 
     finish   n      waits for the sum
     weights  n + 1  compute the weights' gradients of all linears that read the input
@@ -44,8 +44,12 @@ WORTHWHILE = {"cpu": 2**24, "other": 2**32}
 
 @dataclass(slots=True)
 class Pending:
-    """A sum over ``tp`` that a backward has started, ``work`` while it is under way; ``order`` is the
-    sequence number of the nodes that compute the weights' gradients."""
+    """A sum over ``tp`` that a backward has started.
+
+    Attributes:
+        work: the collective while it is under way, else None.
+        order: sequence number of the nodes that compute the weights' gradients.
+    """
 
     order: int = 0
     work: Any = None
@@ -274,9 +278,11 @@ def _not_shareable(x: Tensor) -> bool:
 
 
 class _Entry(weakref.ref[Tensor]):
-    """A weak reference to an input, and the result that was made of it. ``state`` is compared with that of
-    the input: how it was taken, and its node, storage and version (the version doesn't change with
-    ``x.detach_()`` or ``x.data = ...``)."""
+    """A cached result and a weak reference to the input that it was computed from.
+
+    The result is valid while ``state`` equals that of the input: the arguments, and the input's autograd
+    node, storage and version (``x.detach_()`` and ``x.data = ...`` don't change the version).
+    """
 
     __slots__ = ("result", "result_version", "state")
 

@@ -1,11 +1,12 @@
 """Parts that leave a tensor-parallel forward by another way than a module's output: hooks and attributes.
 
-Between a column-parallel and a row-parallel layer each rank has a part of the features. A hook on a module
-there, or a value that a forward leaves in an attribute (``self.penalty``, which the training loop adds to the
-loss), is this rank's part alone. Hooks of split modules are refused when they are called. The others are
-looked for in the first training forward, by autograd's graph: what was made of a part, and of which no
-collective has made a whole. An attribute that has a part raises when it is computed with, and only outside
-the model's forward. In a block under ``torch.compile``, and of torch's own styles, nothing of this is seen.
+Between a column-parallel and a row-parallel layer each rank has only a part of the features. So a hook on a
+module there sees a part, and a value that a forward leaves in an attribute (``self.penalty``, which the
+training loop adds to the loss) is a part. Hooks of split modules raise StateError when the module is called.
+Other hooks and attributes are checked in the first training forward: autograd's graph shows whether a tensor
+was computed from a part without a collective that makes it whole. An attribute with a part is replaced by a
+tensor that raises when code outside the model's forward computes with it. Blocks under ``torch.compile`` and
+torch's own styles are not checked.
 """
 
 import functools
@@ -128,7 +129,7 @@ if IS_2_11:  # there a collective in place, of a matmul's output that is a view,
 
 
 class _Graph:
-    """Answers whether tensors are parts, of one forward.
+    """Finds out whether tensors of one forward are parts, by autograd's graph.
 
     Attributes:
         known: node -> whether its output is a part.
@@ -252,7 +253,7 @@ def _guarding(where: str) -> Any:
 
 
 def watch_parts(model: nn.Module, styles: Mapping[str, Any]) -> None:
-    """Refuses hooks, and values in attributes, that see parts in the forward of ``model``.
+    """Makes hooks that see parts, and attributes that hold parts, raise StateError; see the top of the file.
 
     Args:
         styles: path -> style of an applied plan.

@@ -86,9 +86,9 @@ class ResolvedPlan:
         tp_size: the number of ranks of the ``tp`` axis for which it was resolved.
         modules: the modules with a style, in the model's order.
         unplanned: names of the parameters without a style; they stay plain tensors, whole on every rank.
-        notes: what the resolution did that the plan doesn't contain.
-        attributes: the values on each rank of modules' attributes, such as numbers of heads.
-        unchecked: what of the plan could not be checked.
+        notes: messages about what the resolution did beyond the plan's rules.
+        attributes: attributes of modules, such as numbers of heads, that differ on a rank.
+        unchecked: messages about layers of the plan that could not be checked.
     """
 
     tp_size: int
@@ -140,10 +140,10 @@ class ResolvedPlan:
         return "\n".join(lines)
 
     def summary(self) -> str:
-        """Returns what a start of training shows of the plan: three lines of at most 80 characters.
+        """Returns a summary for the start of a training: three lines of at most 80 characters.
 
-        They give the modules and parameters counted, each style with its modules' last names, and the bytes
-        and collectives per token; ``str(plan)`` has every module.
+        They give the numbers of modules and parameters, each style with the last names of its modules, and
+        the bytes and collectives per token. ``str(plan)`` lists every module.
         """
         styles: dict[str, dict[str, None]] = {}
         for m in self.modules:
@@ -298,8 +298,8 @@ def _distribute(param: nn.Parameter, rule: ParamRule, axis: TpAxis) -> nn.Parame
 def _watch_unplanned(
     model: nn.Module, plan: ResolvedPlan, axis: TpAxis, sequence: SequenceLength
 ) -> None:
-    """Makes modules without a style raise for a part of the sequence in their first forward. Their output is
-    right, but their parameters get the gradient of this rank's part alone, and become different by rank."""
+    """Makes modules without a style raise if their first forward gets a part of the sequence. Their output
+    would be right, but their parameters would get the gradient of this rank's part only, and so diverge."""
     splits = [p.style for p in plan.modules if p.style.splits_sequence]
     dims = {getattr(style, "sequence_dim", 1) for style in splits}
     if axis.size == 1 or not dims or not isinstance(axis.rank, int):  # simulated ranks

@@ -87,8 +87,8 @@ def specificity(pattern: str) -> tuple[int, int]:
 
 
 def numberless(path: str, most: int = 0) -> str:
-    """Returns the path with ``*`` for each segment that is a number, or for the first ``most`` of them: the
-    same for all layers."""
+    """Returns the path with each segment that is a number (or only the first ``most`` of these) replaced by
+    ``*``, so that all layers have the same path."""
     return _NUMBER.sub("*", path, count=most)
 
 
@@ -111,9 +111,9 @@ class PlanSource:
 
     Attributes:
         why: pattern -> the reason for the rule, for the report; patterns from the user have none.
-        notes: what a reader of the rules should know.
+        notes: messages for a reader of the rules.
         origin: where the rules come from; ``""``: from the user.
-        unproven: what could not be looked at.
+        unproven: messages about layers that could not be checked.
     """
 
     rules: Mapping[str, Rule]
@@ -193,8 +193,10 @@ _HAS_FAST_PATH = (nn.TransformerEncoder, nn.TransformerEncoderLayer)
 
 @dataclass(frozen=True)
 class RuledModule:
-    """A module with the style that a rule gives it, and the reason for the rule if it isn't the user's; or
-    the owner of a parameter with the parameter's style, and ``name`` is the parameter's path."""
+    """A module with the style that a rule gives it, and the reason for the rule if it isn't the user's.
+
+    For a rule on a parameter: the module that owns it, the parameter's style, and its path as ``name``.
+    """
 
     name: str
     pattern: str
@@ -213,7 +215,8 @@ class Projection:
     Attributes:
         role: what it computes; ``"fused"``: several kinds; ``"latent"``: keys and values for each query
             head, as DeepSeek's kv_b_proj.
-        size, dim: the number of features that the plan splits, and the weight's dim of them.
+        size: number of features that the plan splits.
+        dim: the weight's dim that has this size.
     """
 
     ruled: RuledModule
@@ -262,9 +265,10 @@ class Resolution:
     Attributes:
         modules: the model's modules, by each of their paths.
         ruled: the modules with a style, by identity, so that one with two paths counts once.
-        rules: the rules of their own parameters, by the same key; set by ``finish``.
-        problems, notes: messages about what is wrong, and about what was done that the plan doesn't contain.
-        attributes: the values of modules' attributes on each rank.
+        rules: the rules of these modules' own parameters, by the same key; set by ``finish``.
+        problems: messages about errors in the plan.
+        notes: messages about what the resolution did beyond the plan's rules.
+        attributes: attributes of modules that differ on a rank.
         attentions: the attention layers that the plan splits, as ``auto/heads.py`` found them.
         local_sizes: paths of the modules to which the plan gives ``LocalSizes``.
     """
@@ -399,8 +403,8 @@ class Resolution:
             yield paths[key], list(modules.values())
 
     def add_tied_embeddings(self) -> None:
-        """Gives embeddings and heads without a rule the style that splits their weight like that of a module
-        they share it with and whose vocabulary is split."""
+        """Finds embeddings and heads without a rule that share their weight with a module whose vocabulary is
+        split, and gives them the style that splits the weight in the same way."""
         for _, owners in self._owners():
             modules = [module for module, _ in owners]
             ruled = [self.ruled[id(module)] for module in modules if id(module) in self.ruled]

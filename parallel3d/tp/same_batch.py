@@ -1,10 +1,10 @@
 """check_same_batch: whether the ranks of each tp group, or cp group, got the same batch.
 
-They share each layer's computation, or each sequence, so they must read the same samples. Where they don't,
-nothing fails: the loss is that of a mixture of batches, and decreases more slowly. The check compares inputs
-before every forward, by collectives on tensors alone, so that it works on simulated ranks too.
-``parallelize`` checks the first training forward over tp, and ``shard_batch`` the first batch over cp, in
-which a digest of the inputs is enough unless it differs.
+They share each layer's computation, or each sequence, so they must read the same samples. If they don't,
+nothing raises: the loss is that of a mixture of batches, and decreases more slowly. The check compares inputs
+before every forward. It uses only collectives on tensors, so that it works on simulated ranks too.
+``parallelize`` checks the first training forward over tp, and ``shard_batch`` the first batch over cp; both
+compare a digest first, and the inputs only if it differs.
 """
 
 from __future__ import annotations
@@ -159,8 +159,8 @@ class _BatchCheck:
         return torch.stack([self.filled(number) for number in numbers])
 
     def difference(self, mine: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
-        """Returns a record, int64: global rank, the first place in which ``mine``, int64, differs from that
-        of the first rank of this group, both values, ``more``. All of it is ``_NEVER`` if none does."""
+        """Returns an int64 record of the first element of ``mine``, int64, that differs from the one of the
+        group's first rank: global rank, index, both values, ``more``; all ``_NEVER`` if no element does."""
         mine = torch.cat([mine, mine.new_zeros(1)])  # an input may have no elements
         first = mine.clone()
         dist.broadcast(first, group_src=0, group=self.mesh.get_group(self.axis))
@@ -246,10 +246,10 @@ class _FirstCheck(_BatchCheck):
 
 
 def check_whole(mesh: DeviceMesh, args: Any, kwargs: dict[str, Any]) -> None:
-    """Compares inputs over ``mesh``, the axis cp: only what all its ranks have alike are whole sequences.
+    """Compares inputs over ``mesh``, the axis cp: they are whole sequences only if all ranks have the same.
 
     Raises:
-        StateError: they have others; on every rank.
+        StateError: on every rank: the inputs differ.
     """
     if not dry_run.active() and (others() is not None or ranks_are_simulated()):
         _WholeCheck(mesh, 0).compare(_named_inputs(tuple(args), kwargs))
@@ -326,8 +326,8 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the elements in int64: of floating ones the bits of float64, of which equal numbers have one
-    set (of nan, and of the zeros)."""
+    """Returns the elements as int64, floating-point ones as the bits of float64. Numbers that compare equal
+    get the same bits, also 0.0 and -0.0, and so do all nans."""
     flat = _flat(tensor)
     if flat.dtype == torch.int64:
         return flat

@@ -68,8 +68,8 @@ _MOST_TRIED = 5_000_000
 
 
 def check_groups(model: nn.Module, resolution: Resolution, example: Any = None) -> list[str]:
-    """Adds to the resolution's problems what the plan makes wrong; returns messages about what could not be
-    checked."""
+    """Adds to the resolution's problems the layers that would compute wrong results under the plan. Returns
+    messages about layers that could not be checked."""
     if resolution.tp == 1:
         return []
     check = PlanCheck(model, resolution)
@@ -85,10 +85,10 @@ class PlanCheck:
     """The check of one plan.
 
     Attributes:
-        ruled: path -> module with a style; of several paths the one in the trace.
+        ruled: path -> module with a style. A module with several paths has the path that the trace uses.
         layers: path -> module that the trace runs as one operation.
         ups, downs: path -> style of the linear layers split by output, and by input features.
-        split_params: path -> owner of the layers' parameters of which ranks hold parts.
+        split_params: path -> module that owns it, of the layers' parameters that are split over tp.
     """
 
     model: nn.Module
@@ -362,8 +362,8 @@ class PlanCheck:
     # ---- what can't be proven ----
 
     def not_proven(self, group: Group, why: str) -> None:
-        """Adds a problem, unless the plan has the group's sizes, its heads are known, or it is likely
-        elementwise."""
+        """Adds a problem for a group that was not proven, unless the plan sets its sizes, its heads are
+        known, or the code between its layers is probably elementwise."""
         layer, described = self.attention_of(group), _describe(group)
         # The styles in the plan, before ``resolve`` changed them.
         styles: list[Style] = [self.ups[n] for n in group.ups]
@@ -394,8 +394,8 @@ class PlanCheck:
         return None
 
     def reads_unset(self, layer: Attention) -> str:
-        """Returns an attribute that the layer's forward reads, that may be a size of what is split, and that
-        keeps the plain model's value."""
+        """Returns an attribute that the layer's forward reads, that may be a size of the split features or
+        heads, and that the plan does not change to this rank's size."""
         reads = reads_of(layer.module)
         if reads is None:
             return ""

@@ -46,10 +46,11 @@ class _Fault:
 
 @dataclass
 class _Completion:
-    """The rules of ``model`` on the way: what is added, with reasons, and what is left out, in notes.
+    """Collects the completed rules of ``model``: rules that are added, each with its reason, and rules that
+    are left out, each with a note.
 
     Attributes:
-        unproven: groups that could not be compared.
+        unproven: groups that could not be compared with the plain computation.
     """
 
     model: nn.Module
@@ -245,12 +246,12 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 def complete(model: nn.Module, rules: Rules, tp: int, example: Any = None) -> PlanSource:
-    """Returns the rules, completed, with what could not be looked at.
+    """Returns the completed rules, and the parts of the model that could not be checked.
 
-    Where the model can't be run, the models inside it that have a plan are run instead.
+    If the model can't be run, the models inside it that have a plan are run instead.
 
     Raises:
-        PlanError: an error lies in no block that could be left whole, or in every layer's.
+        PlanError: an error is outside of blocks that could be left whole, or in the blocks of every layer.
     """
     ruled = resolve(model, PlanSource(rules), tp, strict=False).ruled_in_order()
     named = dict(model.named_modules())
@@ -352,8 +353,11 @@ def _names(model: nn.Module) -> list[str]:
 
 
 def _without_overlaps(plan: Mapping[str, str], names: list[str]) -> Rules:
-    """Returns ``plan`` with one rule for each name: as in transformers the one whose ``*`` are all numbers,
-    or else the more specific; the other is written out for the names it keeps."""
+    """Returns ``plan`` changed so that each name matches one rule.
+
+    Of two rules that match a name the one counts whose ``*`` match only numbers, as in transformers, or else
+    the more specific one. The other is replaced by one rule for each name that it keeps.
+    """
     kept: dict[str, list[str]] = {pattern: [] for pattern in plan}
     for name in names:
         matching = [pattern for pattern in plan if matches(pattern, name)]

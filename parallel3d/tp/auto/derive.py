@@ -53,9 +53,10 @@ from parallel3d.tp.styles.base import own_params
 
 @dataclass(frozen=True)
 class Group:
-    """Linear layers, ``ups``, whose outputs are read by others, ``downs``, and by nothing else; to be split
-    by output and by input features. A derived plan's group has one of ``downs``. ``owner`` is the innermost
-    module around them that is called."""
+    """Linear layers that may be split together: ``ups`` by output features, ``downs`` by input features.
+
+    The outputs of ``ups`` are read by ``downs`` and by no other layer. The group of a derived plan has one
+    layer in ``downs``. ``owner`` is the innermost module around all of them whose forward is called."""
 
     owner: str
     ups: tuple[str, ...]
@@ -74,10 +75,10 @@ def ends_of(group: Group) -> dict[str, bool]:
 
 
 def find_groups(trace: Trace, layers: dict[str, Layer]) -> tuple[list[Group], dict[str, str]]:
-    """Returns the groups, and by layer the reason why other linear layers are in none.
+    """Returns the groups, and a dict: linear layer that is in no group -> the reason.
 
-    A layer between two others is in two groups, of which one may be split. Groups of more layers come first
-    (q, k and v before what makes their input), then those earlier in the model.
+    A layer between two others is in two groups, of which only one may be split. Groups of more layers come
+    first (q, k and v before the layer that computes their input), then those earlier in the model.
     """
     linear = [name for name in trace.reads if name in layers and layers[name].kind == "linear"]
     why_not: dict[str, str] = {}
@@ -378,8 +379,8 @@ class _Derivation:
         return PlanSource(rules, why, tuple(self._notes()), "derived")
 
     def _warn_of_whole(self, own: list[str]) -> None:
-        """Warns of layers that stay whole for a reason, if they have many parameters or forwards of their
-        own, ``own``."""
+        """Warns of layers that stay whole, with the reasons, if they have many parameters or are in ``own``,
+        the layers with forwards of their own."""
         layers = [n for n in self.layers if self._kind(n) in ("linear", "embedding")] + own
         whole = [name for name in layers if name not in self.styles and name in self.refused]
         params = {id(p): p.numel() for p in self.model.parameters()}
@@ -552,8 +553,8 @@ class _Derivation:
         return own
 
     def _split_shared(self, head: str) -> bool:
-        """Whether the head's parameters can be split where other modules own them too; gives such modules, if
-        they don't read them, rules that split them alike."""
+        """Whether the head's parameters can be split although other modules own them too. Such modules get
+        rules that split the parameters the same way, if they don't read them."""
         own = {id(p) for p in own_params(self.modules[head]).values()}
         for name, module in self.modules.items():
             layer = self.layers.get(name)

@@ -66,8 +66,12 @@ _ROLES: tuple[tuple[Role, set[str]], ...] = (
 def find_attention(
     ruled: dict[int, RuledModule], modules: dict[str, nn.Module]
 ) -> Iterator[Attention]:
-    """Yields the attention layers in which linears have Colwise with ``output="shard"``; ``ruled`` is as in
-    ``Resolution``, ``modules`` are the model's by path."""
+    """Yields the attention layers with linear layers that have ``Colwise(output="shard")``.
+
+    Args:
+        ruled: see ``Resolution``.
+        modules: path -> module of the model.
+    """
     colwise: dict[str, list[Projection]] = {}  # by parent
     rowwise: dict[str, list[Projection]] = {}
     for one in ruled.values():
@@ -174,8 +178,8 @@ def _numbers(module: nn.Module, names: tuple[str, ...]) -> Iterator[int]:
 def resolve(
     model: nn.Module, source: PlanSource, tp: int, *, strict: bool, tied: bool = True
 ) -> Resolution:
-    """Resolves the rules of ``source`` against ``model``, with whole heads for every rank; what is wrong is
-    among the result's problems.
+    """Resolves the rules of ``source`` against ``model``, so that every rank has whole heads. Errors are
+    collected in the result's ``problems``.
 
     Args:
         strict: whether a rule that matches nothing is a problem, or a note.

@@ -403,7 +403,8 @@ class Prover:
         rules: Mapping[str, dict[str, ParamRule]],
         partial: set[str],
     ) -> float:
-        """Returns the largest difference; adds those whose gradients must be summed to ``partial``."""
+        """Returns the largest difference. Adds to ``partial`` the parameters without a rule whose gradients
+        must be summed over tp."""
         found = [0.0]
         for result in got:
             for what, value in want.values.items():
@@ -420,7 +421,7 @@ class Prover:
                 raise NotProven(
                     f"nothing it puts out depends on {name}, so nothing is proven of it"
                 )
-        # What of a gradient is rounding: a key's bias has none, as softmax ignores it, but for rounding.
+        # The gradient of a key's bias, which softmax ignores, consists of rounding errors only.
         known = (grad for grad in want.param_grads.values() if grad is not None)
         rounding = 1e-13 * max(map(_largest, known), default=0.0)
         for name, grad in want.param_grads.items():
@@ -467,7 +468,7 @@ def _difference(what: str, got: Tensor | None, want: Tensor | None, rounding: fl
     Args:
         what: what is compared, for the error.
         got, want: None where there is none.
-        rounding: differences up to this are none; at least 1e-14.
+        rounding: differences up to this are ignored; at least 1e-14.
     """
     rounding = max(rounding, 1e-14)
     if want is None or got is None:

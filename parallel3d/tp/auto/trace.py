@@ -272,8 +272,8 @@ def find_layers(model: nn.Module) -> dict[str, Layer]:
 def with_patterns(
     styles: Mapping[str, Style], why: Mapping[str, str], modules: Mapping[str, nn.Module]
 ) -> tuple[dict[str, str | Style], dict[str, str]]:
-    """Returns the rules and their reasons; modules that differ only in numbers have one rule, where it
-    matches no other module."""
+    """Returns the rules and their reasons. Modules whose paths differ only in numbers share one rule with
+    ``*``, if that matches no other module."""
     rules: dict[str, str | Style] = {}
     reasons: dict[str, str] = {}
 

@@ -215,9 +215,9 @@ def _as_numbers(name: str, mask: Tensor, like: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class HeadArguments(Style):
-    """For an attention module whose heads are split and one of whose arguments has a part for each head
-    (ALiBi, a position bias): each rank uses its heads' part. The gradient of the whole is complete on each
-    rank.
+    """Style for an attention module whose heads are split and that has arguments with a part for each head
+    (ALiBi, a position bias). Each rank uses the part of its heads. The gradient of the whole argument is
+    complete on each rank.
 
     Attributes:
         heads: number of heads of the plain module. Ranks hold them in order; if the number doesn't divide,

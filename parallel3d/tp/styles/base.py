@@ -31,8 +31,8 @@ from parallel3d.tp.styles.casts import casts_weight
 
 @dataclass(frozen=True)
 class ParamRule:
-    """The placement of one parameter on ``tp``; ``tp_grad`` and ``compute`` are those of ``ParamLayout``, and
-    ``packing`` has the rows of ``placement.dim`` on each rank, if they aren't those of ``torch.chunk``."""
+    """The placement of one parameter on ``tp``. For ``tp_grad`` and ``compute`` see ``ParamLayout``.
+    ``packing`` says which rows of ``placement.dim`` each rank has; None: those of ``torch.chunk``."""
 
     placement: Shard | Replicate
     tp_grad: Literal["whole", "partial"] = "whole"
@@ -187,7 +187,7 @@ def is_embedding(module: nn.Module) -> bool:
 
 def calls_forward_of(module: nn.Module, base: type[nn.Module]) -> bool:
     """Whether ``module`` is a subclass of ``base`` whose forward calls ``super().forward`` once and reads
-    nothing else that a style changes, so that the rest of it runs on whole activations as before."""
+    nothing else that a style changes, so that its other code sees the activations of the plain model."""
     cls = type(module)
     if not isinstance(module, base) or cls.forward is base.forward or "forward" in module.__dict__:
         return False
@@ -195,8 +195,8 @@ def calls_forward_of(module: nn.Module, base: type[nn.Module]) -> bool:
 
 
 def works_by_element(module: nn.Module, base: type[nn.Module]) -> bool:
-    """Whether ``module`` is a plain ``base``, or applies to input and output of its ``super().forward`` only
-    arithmetic with numbers, alike for each element, which is right on any part too."""
+    """Whether ``module`` is a plain ``base``, or a subclass that applies to the input and output of
+    ``super().forward`` only elementwise arithmetic with Python numbers, which is right on any part too."""
     if type(module).forward is base.forward or casts_weight(module):
         return True
     return calls_forward_of(module, base) and all(
@@ -308,7 +308,8 @@ class Style(ABC):
     is a ``Literal`` are checked.
 
     Attributes:
-        random_before: whether the module computes on parts though its input is whole.
+        random_before: whether random numbers must differ by rank already within the module's forward, because
+            it computes on parts although its input is whole.
     """
 
     random_before: ClassVar[bool] = False

@@ -14,8 +14,8 @@ from parallel3d._util import dry_run
 
 
 def casts_weight(module: nn.Module) -> bool:
-    """Whether ``module`` is of a subclass of ``nn.Linear`` whose forward is ``F.linear`` with weight and bias
-    in the input's dtype: it reads nothing else of the module, and gives the same numbers and gradients."""
+    """Whether ``module`` is of a subclass of ``nn.Linear`` whose forward equals ``F.linear`` with weight and
+    bias cast to the input's dtype: it reads no other attribute, and its results and gradients are equal."""
     cls, own = type(module), getattr(type(module), "forward", None)
     if not isinstance(module, nn.Linear) or own is nn.Linear.forward or "forward" in vars(module):
         return False
