@@ -1,9 +1,9 @@
 """Buffers that a block's forward changes, such as BatchNorm's statistics, where the block is recomputed.
 
-A recomputation starts from the buffers as they were when its forward began, and leaves them as it found them:
-outputs, gradients and buffers are those of a block that is not recomputed. A change is seen by a buffer's
-version counter, or by another tensor in its place. What it was is copied before each forward if it is small;
-a larger one before the first, and from then on if a forward has changed it.
+A recomputation starts with the values that the buffers had when the block's forward began, and afterwards the
+buffers are as before it. So outputs, gradients and buffers are those of a block without recomputation. A
+change is detected by a buffer's version counter, or if another tensor has replaced it. Small buffers are
+copied before each forward; larger ones before the first, and later only if a forward has changed them.
 """
 
 from __future__ import annotations

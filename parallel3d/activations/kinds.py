@@ -84,8 +84,8 @@ def recompute_blocks(blocks: Sequence[nn.Module], value: Kind) -> None:
 
 
 def move_activations(blocks: Sequence[nn.Module], value: Kind) -> Callable[[], None]:
-    """Wraps the forwards of ``blocks``, if ``value`` is offload. Returns what is to be called when they are
-    units."""
+    """Wraps the forwards of ``blocks`` if ``value`` is offload. Returns a function to call when the blocks
+    have become units."""
     if not is_offload(value):
         return lambda: None
     settings = value if isinstance(value, ActivationOffload) else ActivationOffload()

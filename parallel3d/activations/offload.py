@@ -1,8 +1,9 @@
-"""Offload: what a block saves for backward is in the CPU's memory until its backward comes.
+"""Offload: tensors that a block saves for backward are in the CPU's memory until its backward begins.
 
-A block's forward copies what it saves to a pool, beside the computation, and the next block's end frees the
-originals. The copy back is issued where the engine issues the all-gather of the block's parameters for
-backward. Values do not change, so neither do gradients. What the last block saves is read at once and stays.
+A block's forward copies the tensors that autograd saves to a pool, overlapped with the computation; they are
+freed when the next block's forward ends. The copy back is issued when the engine issues the all-gather of the
+block's parameters for backward. Values and gradients do not change. Tensors of the last block, whose backward
+comes at once, stay on the device.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ class ActivationOffload:
     """Settings of ``activation_checkpointing="offload"``.
 
     Attributes:
-        pool_gib: size of the pool in the CPU's memory, GiB per rank; it is pinned where there is a device,
-            and taken in the first forward. What does not fit stays on the device: see ``offload_counts``.
+        pool_gib: size of the pool in the CPU's memory, GiB per rank; it is pinned if there is an accelerator,
+            and allocated in the first forward. Tensors that don't fit stay on the device, see
+            ``offload_counts``.
         min_kib: tensors in a storage of less than so many KiB stay on the device.
 
     Raises:
@@ -55,12 +57,13 @@ class ActivationOffload:
 
 @dataclass
 class OffloadCounts:
-    """What offload has done since the model was made parallel, in bytes on this rank.
+    """Bytes that offload has moved on this rank since the model was made parallel.
 
     Attributes:
-        copied_out: copied to the CPU. copied_back: copied back.
-        no_room: what stayed on the device because the pool was full.
-        pool, pool_used: size of the pool, and the most that was used of it.
+        copied_out: bytes copied to the CPU.
+        copied_back: bytes copied back.
+        no_room: bytes that stayed on the device because the pool was full.
+        pool, pool_used: size of the pool, and the largest part of it that was used.
     """
 
     copied_out: int = 0
@@ -119,12 +122,14 @@ class _Moved:
     """The memory of one storage, in the pool.
 
     Attributes:
-        piece: where it is.
-        origin: the storage, weakly; its memory is copied once for all tensors in it.
-        source: a tensor on it, until compute has waited for the copy to the pool. version: its version then.
-        counter: has the version counter of ``source``, and no memory.
-        torn: whether the program has written to it before that.
-        fetched: the memory on the device again. event: of the copy back.
+        piece: its part of the pool.
+        origin: weak reference to the storage; its memory is copied once for all tensors in it.
+        source: a tensor on the storage, until the compute stream has waited for the copy to the pool.
+        version: version of ``source`` when the copy was issued.
+        counter: a tensor with the version counter of ``source`` and without memory.
+        torn: whether the program has written to the storage before the copy ended.
+        fetched: the copy on the device.
+        event: the event of the copy back.
     """
 
     __slots__ = (
@@ -184,8 +189,8 @@ class _Handle:
 
 
 class _Stays:
-    """What autograd keeps of a tensor that stays on the device. Autograd itself checks no version of what a
-    hook has packed."""
+    """Holds a saved tensor that stays on the device, and its version. Autograd does not check the version of
+    tensors that saved-tensor hooks have packed."""
 
     __slots__ = ("_tensor", "_version")
 
@@ -239,7 +244,8 @@ class Offload:
     """The pool and the copies of one model.
 
     Attributes:
-        settings, counts: see there.
+        settings: see ``ActivationOffload``.
+        counts: see ``OffloadCounts``.
     """
 
     def __init__(self, settings: ActivationOffload) -> None:
@@ -366,11 +372,11 @@ def _unpack(packed: _Handle | _Stays) -> Tensor:
 
 
 class BlockOffload(Option):
-    """Moves what one block saves. An option of the block's unit: see ``gather_in_backward``.
+    """Moves the tensors that one block saves. An option of the block's unit: see ``gather_in_backward``.
 
     Attributes:
-        shared: what all blocks share.
-        stays: whether what the block saves is not moved, as its backward comes at once.
+        shared: the pool and the copies that all blocks share.
+        stays: whether the block's tensors stay on the device, as its backward comes at once.
         records: weak references to the records of its forwards; the latest is last.
     """
 

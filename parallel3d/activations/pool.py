@@ -11,10 +11,10 @@ ALIGNMENT = 512
 
 
 class PoolPiece:
-    """A part of a pool, which it goes back to when nobody refers to this any more.
+    """A part of a pool. It is returned to the pool when this object is garbage-collected.
 
     Attributes:
-        start, size: where it is, in bytes.
+        start, size: first byte in the pool, and number of bytes.
     """
 
     __slots__ = ("_pool", "size", "start")
@@ -32,13 +32,13 @@ class PoolPiece:
 
 
 class HostPool:
-    """``size`` bytes on ``device``, taken when the first piece is.
+    """A pool of ``size`` bytes on ``device``, allocated with the first piece.
 
-    A step takes and gives back the same pieces as the one before, the last one first: the first place that is
-    large enough is taken, so that there are no gaps that grow.
+    A piece gets the first gap that is large enough. Every step allocates and frees the same pieces, the last
+    one first, so the pool doesn't fragment over time.
 
     Attributes:
-        used, most_used: bytes that are given out now, and the most that were.
+        used, most_used: bytes that are allocated now, and the largest number so far.
     """
 
     def __init__(self, size: int, device: torch.device, *, pin: bool) -> None:

@@ -1,9 +1,10 @@
 """Selective recomputation: a block's forward keeps the results of some operations, and backward recomputes
 the others from them.
 
-What is kept is detached from the graph and freed as it is used. Of each operation the calls are numbered;
-the recomputation makes the same calls in the same order, and where one was kept it gets the result instead
-of computing. Collectives keep theirs by ``_util.recompute.kept``, whatever the policy says.
+Kept results are detached from the graph, and freed as they are used. The calls of each operation are
+numbered. The recomputation makes the same calls in the same order; for a call whose result was kept it
+returns that instead of computing. Results of collectives are kept by ``_util.recompute.kept``, whatever the
+policy says.
 """
 
 from __future__ import annotations
@@ -136,13 +137,13 @@ class _Kept:
 
 
 class _Region:
-    """What one forward of a block has kept.
+    """The results that one forward of a block has kept.
 
     Attributes:
         policy: see ``Policy``.
-        operations: operation -> of each of its calls what was kept, or None.
-        collectives: what each was, and what was kept of it.
-        memory: id of a storage -> the storage, and what is kept in it.
+        operations: operation -> for each of its calls the kept result, or None.
+        collectives: for each collective its name and the kept result.
+        memory: id of a storage -> the storage, and the kept tensors in it.
         complete: whether the forward has ended.
     """
 
@@ -169,10 +170,10 @@ class _Region:
             self.memory.setdefault(id(storage), (storage, []))[1].append(kept)
 
     def take(self, output: Any, *, leave: bool) -> Any:
-        """Returns the tensors in ``output``, which ``keep`` has returned; ``leave``: they are used again.
+        """Returns the tensors of ``output``, which ``keep`` has returned, and frees them unless ``leave``.
 
         Raises:
-            StateError: one was changed meanwhile, or taken before.
+            StateError: a tensor was changed since ``keep``, or was freed before.
         """
         return _map_kept(partial(self._take_one, leave=leave), output)
 
@@ -427,8 +428,8 @@ def _unchanged(block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Calls ``block`` for a recomputation.
 
     Raises:
-        StateError: it changes what autograd has saved. Of a tensor that is saved by hooks, such as torch's
-            checkpoint has, autograd itself does not check that.
+        StateError: the block changes a tensor that autograd has saved. Autograd itself does not check that
+            for tensors saved through hooks, such as those of torch's checkpoint.
     """
     saved: list[tuple[Tensor, int]] = []
     try:

@@ -1,10 +1,11 @@
 """The first real step, compared with the plain computation (``docs/audit.md``).
 
-What a static check finds was proven of another run: on the meta device, at other lengths, with other kernels.
-Here each unit's real inputs, outputs and gradients are gathered, and the plain module computes the same.
+A static check proves something about another run: on the meta device, at other lengths, with other kernels.
+Here the real inputs, outputs and gradients of each unit are gathered, and compared with what the plain module
+computes from the same inputs.
 
-- ``parallelize(checks=Checks(audit=...))`` asks for it, and has it by default where cp > 1.
-- ``next_step(model)`` asks for it again, ``report(model)`` says what was compared, and what could not be.
+- ``parallelize(checks=Checks(audit=...))`` switches it on; it is on by default if cp > 1.
+- ``next_step(model)`` repeats it, ``report(model)`` returns what was compared and what could not be.
 """
 
 from typing import TYPE_CHECKING

@@ -25,12 +25,13 @@ def bound_of(*dtypes: torch.dtype) -> float:
 
 @dataclass(frozen=True)
 class Gap:
-    """How far a tensor is from the plain one.
+    """The difference between a tensor and the plain one.
 
     Attributes:
-        difference: the largest, relative to the plain tensor's largest entry; inf: shapes differ, or NaN.
+        difference: the largest difference, divided by the plain tensor's largest absolute value; inf: shapes
+            differ, or there is a NaN.
         place: the index of the largest difference.
-        factor: the tensor is the plain one times this; None: it is no multiple of it.
+        factor: the number by which the plain tensor must be multiplied to get the tensor; None: none does.
     """
 
     difference: float
@@ -87,10 +88,10 @@ class Finding:
     Attributes:
         unit: the module's name; "" is the model itself.
         what: ``output``, ``input position_ids``, ``gradient of weight`` and so on.
-        gap: how far it is off, on the rank that is worst.
-        bound: what rounding explains.
-        ranks: on which ranks.
-        cause: the likely one.
+        gap: the difference, on the rank on which it is largest.
+        bound: the largest relative difference that rounding can explain.
+        ranks: the ranks on which the tensor differs.
+        cause: the likely cause.
     """
 
     unit: str
@@ -130,15 +131,15 @@ def named(factor: float, sizes: Mapping[str, int]) -> str:
 
 @dataclass
 class Report:
-    """What an audit has compared.
+    """The result of an audit.
 
     Attributes:
         compared: unit -> number of its tensors that were compared.
-        largest: the largest difference that rounding explains, relative to its bound.
-        left_out: what could not be compared, and why.
-        findings: what differs.
-        seconds: what the comparison took.
-        notes: how the step was changed for it.
+        largest: the largest difference that is no finding, divided by its bound.
+        left_out: messages about what could not be compared, and why.
+        findings: the tensors that differ.
+        seconds: seconds that the comparison took.
+        notes: messages about how the step was changed for the comparison.
     """
 
     compared: dict[str, int] = field(default_factory=dict)
@@ -180,7 +181,7 @@ def cause_of(
     """Returns ``found`` with its ranks and its likely cause.
 
     Args:
-        state: what the modules of a context-parallel model share; None: it is none.
+        state: the state of context parallelism of the model; None: it has none.
     """
     cp = sizes.get("cp", 1) > 1 and state is not None
     factor = found.gap.factor

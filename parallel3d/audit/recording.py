@@ -38,8 +38,8 @@ def kept(tensor: Tensor) -> Tensor:
 
 
 def left_on(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields (``@path.attribute``, tensor) of what a forward has left, with its graph, on attributes of the
-    modules in ``module``."""
+    """Yields (``@path.attribute``, tensor) for each tensor with a graph that a forward has left in an
+    attribute of a module in ``module``."""
     for path, each in module.named_modules():
         for name, value in vars(each).items():
             if isinstance(value, Tensor) and value.grad_fn is not None:
@@ -151,9 +151,10 @@ class Recording:
         return call
 
     def _end(self, call: ModuleCall, output: Any, module: nn.Module) -> Any:
-        """Notes what a call of ``module`` has returned, and returns it with aliases of its tensors.
+        """Records the output of a call of ``module``, and returns it with aliases of its tensors.
 
-        The gradients of these are those of what is outside: a loss may have been made of logits beside it.
+        The gradients of the aliases come only from code outside of the module. A loss that the module returns
+        beside its logits also gives the logits a gradient, which must not be counted.
         """
         left = dict(left_on(module))
         tensors = dict(leaves(output)) | left

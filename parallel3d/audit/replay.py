@@ -1,10 +1,11 @@
 """The plain computation of a recorded step, unit by unit, on gathered inputs and parameters.
 
-The skeleton's own code runs once, from its inputs to its outputs. Each unit inside it is given what the
-parallel unit was given, gathered, and computes from it; what it returns and the gradients that reach it
-are compared, and then the code around it goes on with what the parallel unit has returned. So a difference
-is that of the unit, or the code between units, in which it begins. Memory: one unit whole, and its
-activations of the whole sequence; those of all units where a tensor leaves one by another way, see ``run``.
+The skeleton's own code runs once, from its inputs to its outputs. Each unit inside it gets the gathered
+inputs of the parallel unit and computes its outputs. These and the gradients that reach the unit are
+compared. The code around the unit then continues with the gathered outputs of the parallel unit, so that a
+difference appears only at the unit, or the code between units, that causes it. Memory is needed for one whole
+unit and its activations of the whole sequence; for those of all units if a tensor leaves a unit in another
+way than as an output, see ``run``.
 
 The loss of a step is the mean over the ranks of cp, so the gradients of parts are those of the plain model
 times cp.
@@ -33,8 +34,9 @@ class _Ran:
     """A plain unit that has run.
 
     Attributes:
-        outputs: path -> what the parallel one has returned, gathered.
-        result, plain: what it has returned itself, and its tensors by path.
+        outputs: path -> gathered output of the parallel unit.
+        result: the value that the plain unit has returned.
+        plain: path -> tensor in ``result``.
         trained: the paths of tensors with a gradient.
         known: whether its gradients are known.
     """
@@ -52,8 +54,8 @@ class Replay:
     Args:
         skeleton: the plain model on meta; its audited modules by name in ``modules``.
         values: name of a parameter or buffer -> its whole value, on the device that computes.
-        recording: the step.
-        whole: gathers tensors.
+        recording: the recorded calls of the step.
+        whole: gathers tensors, see ``Whole``.
         backward: whether gradients are compared too.
 
     Attributes:
@@ -91,9 +93,9 @@ class Replay:
     def run(self, args: Any, kwargs: Any) -> None:
         """Runs the model on its whole inputs.
 
-        Where a tensor leaves a unit by another way than its output (the routers' logits that transformers
-        collects for a loss that balances experts), the code around the unit has gradients for it too: the
-        graphs of all units are kept then, and their gradients are compared at the end.
+        A tensor may leave a unit in another way than as an output, such as the routers' logits that
+        transformers collects for its load-balancing loss. The code around the unit then computes a gradient
+        for it too. In this case the graphs of all units are kept, and gradients are compared at the end.
         """
         compared = dict(self.report.compared)
         try:
@@ -349,10 +351,10 @@ class Replay:
 
 
 class _Passed(torch.autograd.Function):
-    """What the parallel unit has returned, in the graph of the plain code around it.
+    """Puts the gathered outputs of the parallel unit into the graph of the plain code around it.
 
-    Its backward compares the gradients of this code with those that have reached the parallel unit, and goes
-    on with the unit's own.
+    Its backward compares the gradients that this code computes with those that reached the parallel unit, and
+    continues with the latter.
     """
 
     @staticmethod

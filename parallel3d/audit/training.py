@@ -103,8 +103,9 @@ class Audit:
     """Compares training steps of one model with the plain computation.
 
     Attributes:
-        skeleton: the plain model on meta; or why there is none.
-        train_due, eval_due: whether the next step, and the next evaluation on parts, is to be compared.
+        skeleton: the plain model on meta; or the exception that says why there is none.
+        train_due: whether the next training step is to be compared.
+        eval_due: whether the next evaluation on parts of sequences is to be compared.
         report: the report of the last comparison.
     """
 

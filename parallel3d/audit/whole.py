@@ -19,9 +19,9 @@ class Whole:
     """Gathers tensors of one step.
 
     Args:
-        cp, tp: the axes; None: there is none of several ranks.
-        batch: what the ranks of cp have of the sequences.
-        device: where results are.
+        cp, tp: the axes; None: the mesh has no such axis of several ranks.
+        batch: which parts of the sequences the ranks of cp have.
+        device: device of the results.
     """
 
     def __init__(
@@ -36,10 +36,10 @@ class Whole:
         self.tp, self.device = tp, device
 
     def __call__(self, tensor: Tensor, shape: torch.Size) -> Tensor:
-        """Returns the whole of ``tensor``, which the plain model has in ``shape``.
+        """Returns the whole tensor, of ``shape``, of which ``tensor`` is this rank's part or a copy.
 
         Raises:
-            Incomparable: its shape is not that of the whole, nor of a part along one dim.
+            Incomparable: the shape of ``tensor`` is neither ``shape`` nor that of a part along one dim.
         """
         tensor = tensor.to(self.device)
         if tensor.shape == shape:

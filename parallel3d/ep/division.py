@@ -15,8 +15,8 @@ class Division:
     """How experts lie on the ranks of ep, as ``torch.chunk`` divides them.
 
     Attributes:
-        experts: their number.
-        ranks: the size of ep.
+        experts: number of experts.
+        ranks: size of the axis ep.
     """
 
     experts: int
@@ -35,8 +35,8 @@ class Division:
 
 
 def reach(experts: int, held: float, top_k: int) -> float:
-    """Returns which part of the tokens has one of ``held`` experts or more among its ``top_k``, which are
-    drawn uniformly and without repetition: 1 - C(E - held, k) / C(E, k)."""
+    """Returns the fraction of tokens that have at least one of ``held`` experts among their ``top_k``, if
+    these are drawn uniformly and without repetition: 1 - C(E - held, k) / C(E, k)."""
     missed, others = 1.0, experts - held
     for drawn in range(top_k):
         missed *= max(others - drawn, 0.0) / (experts - drawn)
@@ -44,9 +44,10 @@ def reach(experts: int, held: float, top_k: int) -> float:
 
 
 def rows_a_pair(experts: int, ranks: int, top_k: int) -> float:
-    """Returns how many rows are sent for each pair where a token's experts are drawn uniformly.
+    """Returns the number of rows sent per (token, expert) pair if the experts of a token are drawn uniformly.
 
-    That is the part of the tokens that a rank gets, ``reach``, divided by k / R, the pairs that go there.
+    That is the fraction of the tokens sent to a rank, ``reach``, divided by k / R, the pairs per token that
+    go to it.
 
     >>> [round(rows_a_pair(128, ranks, 8), 2) for ranks in (2, 4, 8, 16)]
     [0.25, 0.45, 0.67, 0.82]
@@ -55,8 +56,8 @@ def rows_a_pair(experts: int, ranks: int, top_k: int) -> float:
 
 
 def capacities(tokens: int, top_k: int, division: Division, factor: float) -> tuple[int, int]:
-    """Returns how many rows and how many pairs a message has room for: ``factor`` times those that uniform
-    routing gives it."""
+    """Returns the largest numbers of rows and of pairs in a message: ``factor`` times those with uniform
+    routing."""
     pairs = tokens * top_k / division.ranks
     rows = pairs * rows_a_pair(division.experts, division.ranks, top_k)
     return min(tokens, ceil(factor * rows)), min(tokens * top_k, ceil(factor * pairs))

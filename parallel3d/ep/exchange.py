@@ -35,10 +35,10 @@ class EpAxis:
 
 @dataclass(frozen=True)
 class Lengths:
-    """How many rows the messages have that this rank sends to each rank, and gets from each.
+    """Numbers of rows in the messages that this rank sends to each rank, and receives from each rank.
 
     Attributes:
-        equal: whether all messages of all ranks have room for the same number.
+        equal: whether all messages of all ranks have the same number of rows, unused ones included.
     """
 
     sent: list[int]
@@ -52,7 +52,7 @@ class Lengths:
 
 
 def exchange(x: Tensor, lengths: Lengths, axis: EpAxis, what: str) -> Tensor:
-    """Returns the rows that the ranks have for this one, message by message.
+    """Exchanges rows by an all-to-all. Returns the rows that this rank receives, message by message.
 
     Args:
         x: (rows sent, ...), message by message.
@@ -84,8 +84,8 @@ def exchange_counts(counts: Tensor, axis: EpAxis) -> Tensor:
 class Dispatch(torch.autograd.Function):
     """Sends rows and the routing weights of pairs to the ranks of their experts.
 
-    Both are one function: its backward issues their transposes in one order on all ranks, whatever autograd
-    finds ready first on a rank that has no tokens.
+    Both exchanges are one autograd function, so that their backwards are issued in the same order on all
+    ranks. As two functions, autograd could run them in another order on a rank that has no tokens.
     """
 
     @staticmethod

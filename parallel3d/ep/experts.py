@@ -42,7 +42,7 @@ Call = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Experts:
-    """Says of a module that it holds experts, in a plan: ``tp_plan={"layers.*.moe.experts": ep.Experts()}``.
+    """Declares a module that holds experts, in a plan: ``tp_plan={"layers.*.moe.experts": ep.Experts()}``.
 
     Every parameter of the module has the experts as its first dim, and it is called with the hidden states
     (T, H), the experts of each token (T, K), integers, and their weights (T, K); it returns (T, H), the sum
@@ -63,9 +63,9 @@ class _State:
     Attributes:
         inner: the forward that the module had, a function of the module and its arguments.
         names: the names of its three arguments.
-        tp: the tp axis, whose ranks have the same tokens; None without.
-        capacity: room of a message relative to what uniform routing sends; None: what is needed.
-        dropped: pairs that found no room, since ``ep.stats`` read them; a tensor on the device.
+        tp: the tp axis, whose ranks have the same tokens; None: there is no such axis.
+        capacity: size of a message relative to uniform routing; None: the size that is needed.
+        dropped: number of pairs that did not fit since ``ep.stats`` last read it; a tensor on the device.
     """
 
     axis: EpAxis
@@ -119,7 +119,7 @@ class EpPlan:
     """Expert parallelism of one model.
 
     Attributes:
-        view: what the experts lie on.
+        view: the mesh axes on which experts are placed.
         modules: name -> (module, its declaration).
     """
 
@@ -194,7 +194,7 @@ def take_rules(plan: Any) -> tuple[Any, dict[str, Experts]]:
 def plan_ep(
     model: nn.Module, view: ExpertView | None, declared: Mapping[str, Experts]
 ) -> EpPlan | None:
-    """Returns what expert parallelism makes of ``model``; None where the mesh has no ep. Changes nothing.
+    """Returns the plan of expert parallelism for ``model``; None if the mesh has no ep. Changes nothing.
 
     Raises:
         PlanError: no module holds experts, one holds fewer than ep has ranks, or a rule names another module.

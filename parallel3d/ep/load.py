@@ -24,11 +24,11 @@ from parallel3d.fsdp.inspect import units_of
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """What the experts of one module got, summed over all ranks, since it was read last.
+    """The load of the experts of one module since it was last read, summed over all ranks.
 
     Attributes:
-        tokens: for each expert the number of tokens that were given to it.
-        dropped: pairs of a token and an expert that found no room; 0 without ``set_capacity``.
+        tokens: for each expert the number of tokens that the router gave it.
+        dropped: number of (token, expert) pairs that did not fit; 0 without ``set_capacity``.
     """
 
     tokens: tuple[int, ...]
@@ -87,7 +87,7 @@ def _counted(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def stats(model: nn.Module, *, reset: bool = True) -> dict[str, ExpertLoad]:
-    """Returns name of an experts module -> what its experts got since the last call, equal on all ranks.
+    """Returns name of an experts module -> its load since the last call, equal on all ranks.
 
     It communicates: all ranks must call it. ``reset``: whether counting begins anew.
 
@@ -138,11 +138,11 @@ def balance(model: nn.Module, rate: float = 1e-3) -> None:
 
 
 def set_capacity(model: nn.Module, capacity: float | None) -> None:
-    """Gives every message between ep ranks room for ``capacity`` times what uniform routing sends.
+    """Fixes the size of every message between ep ranks at ``capacity`` times the size with uniform routing.
 
-    Sizes are then known before the routing is: no host synchronisation, and memory doesn't depend on the
-    data. A pair of a token and an expert that finds no room is dropped: the expert adds nothing to that
-    token; ``stats`` tells how many were. None: room for what is needed, nothing is dropped.
+    Sizes are then known before the routing is: there is no host synchronisation, and memory doesn't depend on
+    the data. A (token, expert) pair that doesn't fit is dropped: the expert adds nothing to that token;
+    ``stats`` returns how many were. None: messages are as large as needed, and nothing is dropped.
 
     Raises:
         Parallel3dError: ``capacity`` is no positive number.

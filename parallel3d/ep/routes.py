@@ -1,4 +1,4 @@
-"""Routes: where the tokens of a call go, and where what came back belongs. Index arithmetic only.
+"""Routes: to which ranks the tokens of a call are sent, and where results are added. Index arithmetic only.
 
 A *pair* is a token and one of the experts that it was given to. A *row* is a token's vector in a message: a
 token goes to a rank once, however many of its experts are there, and the pairs say which experts compute it.
@@ -31,7 +31,7 @@ def destinations(index: Tensor, division: Division) -> tuple[Tensor, Tensor]:
 
 
 class Routes(NamedTuple):
-    """What a rank sends.
+    """Indices of the tokens and pairs that a rank sends.
 
     Attributes:
         token_of_row: (rows,), the token of each row, message by message. Unused room has token 0; no pair
@@ -57,13 +57,13 @@ def routes(
     starts: tuple[Tensor, Tensor],
     room: tuple[int, int],
 ) -> Routes:
-    """Returns what a rank sends.
+    """Returns the indices of the tokens and pairs that this rank sends.
 
     Args:
         index: (T, K), the experts of each token.
         sizes: rows and pairs in all messages.
         starts: (ranks,) each: where the message to each rank begins, in rows and in pairs.
-        room: rows and pairs that a message has room for.
+        room: largest numbers of rows and of pairs in a message.
     """
     tokens, top_k = index.shape
     by_token, by_pair = destinations(index, division)

@@ -22,8 +22,8 @@ class use(AbstractContextManager["use"]):
         p3d.integrations.accelerate.use()
         accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, ...))
 
-    ``undo()``, or the end of a ``with`` block, puts back what was there, in any order: when several are in
-    effect, the last to end does. Models that are sharded already stay as they are. accelerate imports
+    ``undo()``, or the end of a ``with`` block, restores torch's function; if several are in effect, the last
+    one to end does, in any order. Models that are sharded already stay as they are. accelerate imports
     ``fully_shard`` from ``torch.distributed.fsdp`` each time it shards a model, which is the name that is
     replaced: so other code that imports it from there meanwhile gets ours too, and code that has imported it
     before does not.

@@ -54,7 +54,7 @@ def prepare(
         mesh: with axes ``shard`` and perhaps ``replicate`` and ``tp``.
 
     Raises:
-        Parallel3dError, PlanError, MeshError: something that torch can't do, or fails on later.
+        Parallel3dError, PlanError, MeshError: torch has no equivalent, or would fail later.
     """
     shard = _sharding(model, units, mesh, policy)
     if plan is not None:
@@ -144,8 +144,8 @@ def _check_params(model: nn.Module, units: Sequence[Sequence[nn.Module]]) -> Non
 def _with_torch_styles(plan: ResolvedPlan, model: nn.Module, num_shards: int) -> ResolvedPlan:
     """Returns ``plan`` with torch's styles in place of ours; ``model`` is not changed.
 
-    Modules compute on DTensors and pass on local tensors, so attributes such as numbers of heads are changed
-    as under our styles. What our styles keep whole on every rank is left to no style.
+    Modules compute on DTensors and return local tensors, so attributes such as numbers of heads are changed
+    as by our styles. A module that our styles keep whole on every rank gets no style.
 
     Args:
         plan: resolved for ``model``.

@@ -106,9 +106,10 @@ def chunk_rows(tokens: int, hidden: int, classes: int) -> int:
 
 
 def _own_loss(unit: UnitSpec, local: Local) -> float:
-    """Bytes that a loss over split logits, or in chunks, moves beyond one of whole logits.
+    """Returns the bytes that a loss over split logits, or in chunks, moves in addition to a plain loss.
 
-    Its softmax is made by an operation each, and each chunk's gradient of the head is added to an fp32 sum.
+    Each step of its softmax is a separate operation, and the head's gradient of each chunk is added to an
+    fp32 sum.
     """
     work, tp, tokens = local.work, local.tp, local.tokens
     heads = [local_sizes(m, tp) for m in unit.matmuls]
@@ -134,10 +135,11 @@ def memory_rate(gpu: Gpu) -> float:
 
 
 def power_limited(gpu: Gpu, busy: float = 1.0) -> float:
-    """The part of its clock that a GPU keeps under matmuls: (power_density / (peak / watts))^power_exponent.
+    """Returns the fraction of its clock that a GPU keeps under load because of its power limit:
+    (power_density / (peak / watts))^power_exponent.
 
     Args:
-        busy: how busy a kernel's efficiency keeps the tensor cores, beside a matmul's.
+        busy: utilization of the tensor cores, relative to that of a matmul.
     """
     density = gpu.peak / gpu.watts * busy
     return min(1.0, (constant("power_density").value / density) ** constant("power_exponent").value)
@@ -199,12 +201,12 @@ def gemms_of(unit: UnitSpec, local: Local) -> list[tuple[str, str, tuple[int, in
 
 @lru_cache(maxsize=65536)
 def gemm_time(m: int, n: int, k: int, gpu: Gpu, itemsize: int, stack: Stack | None = None) -> float:
-    """Seconds of one product.
+    """Returns the predicted seconds of one matmul: start + (compute^p + memory^p)^(1/p).
 
-    start + (compute^p + memory^p)^(1/p): FLOPs / (peak * efficiency * (TFLOPs)^growth), bytes / rate.
+    compute is FLOPs / (peak * efficiency * (TFLOPs)^growth), and memory is bytes / rate.
 
     Args:
-        itemsize: bytes of an element of what is multiplied; 1: float8, at twice the peak, results in bf16.
+        itemsize: bytes of an element of the operands; 1: float8, at twice the peak, with results in bf16.
         stack: the software that trains; this library by default.
     """
     flops = 2.0 * m * n * k
@@ -355,10 +357,10 @@ class Activations:
 
 
 def activations_of(model: ModelSpec, local: Local) -> Activations:
-    """The activations of a micro-batch.
+    """Returns the bytes of activations of a micro-batch.
 
-    What goes to the host is on the GPU for two blocks: the one that computes, and the one beside it that is
-    on its way. What the last block keeps stays.
+    Activations that are offloaded to the host are on the GPU for two blocks: the one that computes, and the
+    one whose activations are being copied. Those of the last block are not offloaded.
     """
     work, tp, tokens = local.work, local.tp, local.tokens
     kept = live = host = gradients = 0.0
@@ -395,13 +397,13 @@ def activations_of(model: ModelSpec, local: Local) -> Activations:
 
 
 def _gradients(unit: UnitSpec, hidden: int, local: Local) -> float:
-    """Bytes a token that the backward of a block holds beyond the block's activations.
+    """Returns the bytes per token that the backward of a block holds in addition to the block's activations.
 
-    A branch that ends in ``hidden`` features (attention, MLP) has the gradients of its last matmul's input,
-    which take the place of that, or of the results that it was made from, and of the features between the
-    blocks. Attention's comes last,
-    when the MLP's activations are free again, with the buffers of attention over ``cp``, and with the
-    gradients of scores if these are in memory: of the probabilities, and of what softmax was given.
+    The backward of a branch that ends in ``hidden`` features (attention, MLP) holds the gradient of its last
+    matmul's input and that of the features between the blocks. The former replaces that input, or the results
+    that it was computed from. The backward of attention comes last, when the MLP's activations are freed. It
+    also holds buffers of attention over ``cp`` and, if scores are materialized, the gradients of the
+    probabilities and of the scores.
     """
     if unit.kind != "block":
         return 0.0

@@ -35,7 +35,7 @@ _WARM_UP = 3  # steps that compile, allocate and warm up
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """What a log of ``JsonLines`` says of its last run.
+    """The last run in a log of ``JsonLines``.
 
     Attributes:
         layout: sizes of the mesh's axes.
@@ -61,7 +61,7 @@ def read_run(path: str | PathLike[str]) -> LoggedRun:
     """The last run in a log that ``JsonLines`` wrote.
 
     Raises:
-        PlanningError: it can't be read, has no start line, or too few steps.
+        PlanningError: the log can't be read, has no start line, or too few steps.
     """
     start: dict[str, Any] | None = None
     steps: list[dict[str, Any]] = []
@@ -97,17 +97,18 @@ def read_run(path: str | PathLike[str]) -> LoggedRun:
 
 
 def fit_stack(measured: Sequence[tuple[Prediction, float]], name: str = "calibrated") -> Stack:
-    """The stack of a machine with which predictions come nearest to what was measured on it.
+    """Returns the stack whose predictions are nearest to speeds that were measured on a machine.
 
-    Four constants move: the rates of matmuls, attention and small kernels, and the time of collectives. One
-    step can't tell them apart: each moves by how unsure it was and by how much of the step it is (the most
-    probable values under normal distributions of their logarithms). More steps of other layouts tell more.
+    Four constants are fitted: the rates of matmuls, attention and small kernels, and the time of collectives.
+    One measured step can't determine all four. So each changes in proportion to its uncertainty and to its
+    share of the step (the most probable values if their logarithms are normally distributed). Measurements of
+    more layouts determine them better.
 
     Args:
-        measured: predictions of one machine and stack, and the tokens/s/GPU that were measured.
+        measured: (prediction, measured tokens/s/GPU), all of one machine and stack.
 
     Raises:
-        PlanningError: none is given, they are of several GPUs or stacks, or a speed isn't positive.
+        PlanningError: ``measured`` is empty, has several GPUs or stacks, or a speed isn't positive.
     """
     if not measured:
         raise PlanningError("measured is empty; give at least one measured step")

@@ -21,20 +21,21 @@ from parallel3d.planner.workload import Step, Workload
 
 @dataclass(frozen=True)
 class StateMemory:
-    """Bytes on the fullest rank, which is the first.
+    """Bytes on the rank with most of them, which is the first.
 
     Attributes:
-        parameters, gradients, optimizer: at rest, after a step. The optimizer's step counters, which are on
-            the CPU, are not counted.
+        parameters, gradients, optimizer: bytes at rest, after a step. The optimizer's step counters, which
+            are on the CPU, are not counted.
         keeps_gradients: whether gradients are allocated during the whole step (ZeRO-1, DDP).
-        unsharded, buffers: at the moment of a backward at which their sum is largest: unsharded parameters;
-            buffers of all-gathers, gradients that are not reduced yet, inputs of reductions.
+        unsharded: unsharded parameters at the moment of a backward at which their sum with ``buffers`` is
+            largest.
+        buffers: at that moment, buffers of all-gathers, unreduced gradients and inputs of reductions.
         unsharded_at_loss: unsharded parameters at the end of forward.
         results: results of reductions in another dtype, at the end of a backward, beyond ``gradients``.
         results_again: the same where they are added to the gradients of an earlier micro-batch.
         waiting: gradients of tied weights, which autograd holds from the head's backward to the embedding's.
-        step: what the optimizer's step allocates.
-        inputs: what these were computed from.
+        step: bytes that the optimizer's step allocates temporarily.
+        inputs: the numbers that these were computed from.
     """
 
     parameters: int
@@ -59,10 +60,11 @@ def state_memory(
     zero_copy_bytes: int = ACCELERATOR_BYTES,
     streams: bool = True,
 ) -> StateMemory:
-    """The state and buffers of ``model`` on ``layout``, which is resolved.
+    """Returns the bytes of state and buffers of ``model`` on ``layout``, which must be resolved.
 
     Args:
-        zero_copy_bytes: unsharded bytes from which a parameter is zero-copy; the engine's for accelerators.
+        zero_copy_bytes: unsharded bytes from which a parameter is zero-copy; by default the engine's number
+            for accelerators.
         streams: whether the device has streams, as accelerators have.
     """
     if work.sharding != "fsdp":
@@ -113,13 +115,12 @@ def state_memory(
 
 
 def _results(layouts: Sequence[UnitLayout], widths: Widths, *, again: bool = False) -> int:
-    """Bytes of results of reductions beyond the gradients.
+    """Returns the bytes of results of reductions that exist in addition to the gradients.
 
-    All results wait for the end of the backward. Then each becomes a gradient, of another dtype, and only
-    after that is it freed.
+    All results are held until the end of the backward. Then each is cast to a gradient, and freed after that.
 
     Args:
-        again: each is added to the gradient that is there.
+        again: whether each result is added to an existing gradient.
     """
     rest, reduce = widths.rest, widths.reduce
     sizes = [
@@ -139,9 +140,10 @@ def _results(layouts: Sequence[UnitLayout], widths: Widths, *, again: bool = Fal
 
 
 def _unsharded_state(model: ModelSpec, layout: MeshLayout, work: Workload) -> StateMemory:
-    """ZeRO-1: unsharded parameters and gradients; fp32 copies and optimizer state over ``replicate``. DDP.
+    """Returns the state of ZeRO-1 (unsharded parameters and gradients; fp32 copies and optimizer state
+    sharded over ``replicate``) or of DDP.
 
-    Not the engine's. Frameworks that shard so (Megatron-LM, DeepSpeed) step by fused kernels, in place.
+    The engine has neither. Frameworks that do (Megatron-LM, DeepSpeed) step by fused kernels, in place.
     """
     layouts = [
         unit_layout(u, 1, layout.tp, work.param_itemsize, work.sequence_parallel, ACCELERATOR_BYTES)
@@ -164,16 +166,17 @@ class PredictedMemory:
     """Memory of one GPU at its peak, in bytes.
 
     Attributes:
-        terms: by component, at the moment of the peak; they add up to ``allocated``.
-        beyond: what is needed beyond them.
+        terms: bytes by component, at the moment of the peak; they add up to ``allocated``.
+        beyond: bytes that are needed in addition: fragmentation, workspaces, the context.
         moment: "loss", "backward", "end of backward" or "optimizer".
-        reserved: what the caching allocator holds if it has room: ``allocated``, fragmentation, workspaces.
-        upper: an upper bound of ``reserved``: more fragmentation, and allocations that are not modelled.
-        needed: what must fit: what is allocated, the least fragmentation, workspaces, the context and
+        reserved: bytes that the caching allocator reserves if the GPU has room: ``allocated``, fragmentation
+            and workspaces.
+        upper: an upper bound of ``reserved``, for more fragmentation and allocations that are not modelled.
+        needed: bytes that must fit: ``allocated``, the least fragmentation, workspaces, the context and
             communicators.
         capacity: the GPU's memory.
         host: activations of this GPU in the host's memory.
-        host_capacity: what the GPU's part of that memory has for them (``host_part``).
+        host_capacity: bytes of the host's memory that are available for them per GPU (``host_part``).
     """
 
     terms: dict[str, Term]

@@ -24,7 +24,7 @@ class Parameter:
         heads: (query heads, key and value heads) of the attention layer if ``tp_dim`` is made of heads: tp
             cuts between heads, also where the number of ranks doesn't divide them.
         kv: whether it makes keys or values.
-        used: the part of it that a token goes through, of experts.
+        used: fraction of the parameter that a token goes through; below 1 for experts.
         tp_partial: whether the gradient of a parameter that is replicated over tp is partial, summed over tp:
             "sequence": under sequence parallelism, "always", "never".
     """
@@ -53,8 +53,8 @@ class Matmul:
         split: what tensor parallelism divides: ``"n"`` (colwise), ``"k"`` (rowwise) or None: nothing.
         input_gradient: whether backward computes the gradient of the input too.
         heads, kv: as in ``Parameter``, of the divided features.
-        experts: (how many there are, how many a token goes through), each (n, k); None: every token goes
-            through this one.
+        experts: (number of experts, number that a token goes through), each with a matmul of (n, k); None:
+            every token goes through this one matmul.
     """
 
     name: str
@@ -77,7 +77,8 @@ class AttentionSpec:
     """Softmax attention among the tokens of one sequence; its heads are divided by ``tp``.
 
     Attributes:
-        fused: queries, keys and values come of one matrix, which ``tp`` cuts between groups of heads only.
+        fused: whether queries, keys and values are computed by one matrix, which ``tp`` cuts between groups
+            of heads only.
     """
 
     heads: int
@@ -114,8 +115,8 @@ class Activation:
     """Values that forward keeps for backward, per token.
 
     Attributes:
-        elements: how many.
-        itemsize: bytes of each; None: those of the compute dtype.
+        elements: number of elements per token.
+        itemsize: bytes of an element; None: those of the compute dtype.
         split: as in ``Elementwise``; ``"gathered"``: whole on each rank in spite of sequence parallelism.
         of: the op that computes them, for selective checkpointing: "matmul", "attention", "norm" or
             "elementwise".
@@ -136,9 +137,9 @@ class UnitSpec:
 
     Attributes:
         kind: "block", "embedding", "tail" or "root".
-        parameters: in the order in which forward uses them, so that gradients arrive in reverse; tied ones
-            once.
-        count: how many units of the model are equal to this one.
+        parameters: its parameters in the order in which forward uses them, so that gradients arrive in
+            reverse; tied ones once.
+        count: number of units of the model that are equal to this one, including it.
         tp_inputs: features of inputs that colwise layers share: gathered forward under sequence parallelism,
             their gradients summed over ``tp`` backward.
         tp_outputs: features of rowwise layers' outputs (and of a split embedding's): summed over ``tp``
@@ -167,7 +168,7 @@ class ModelSpec:
     """A model as the planner sees it.
 
     Attributes:
-        units: in the order of the forward.
+        units: its units in the order of the forward.
         hidden: features between the blocks.
         vocab: rows of the logits; 0: no head.
         heads, kv_heads: numbers of heads of attention; 0: there is none.

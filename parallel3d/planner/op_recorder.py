@@ -1,8 +1,8 @@
-"""Which operations a module runs, forward and backward, without computing them.
+"""Records the operations that a module runs, forward and backward, without computing them.
 
-What depends on parameters or on a float input is on the meta device. Positions and masks, which don't, are
-real: so a model may look at them (``if mask.all():``). Fake tensors would do neither that nor let Hugging
-Face's models take the path without a mask, which they train on.
+Tensors that depend on parameters or on a float input are on the meta device. Positions and masks, which
+don't, are real, so that a model can read their values (``if mask.all():``). With fake tensors it could not,
+and Hugging Face's models would not take the path without a mask, which they take in training.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ class RecordedOp:
         sizes: (rows, n, k) of a matmul.
         weight: name of the parameter in a matmul.
         way: what the plan shards of a matmul: "n" or "k".
-        experts: how many matrices a grouped matmul has, of which each row goes through one; 0: it is plain.
-        read_by: indices of the ops of the same way that read what it writes; -1: one of backward.
+        experts: number of matrices of a grouped matmul, of which each row is multiplied by one; 0: no grouped
+            matmul.
+        read_by: indices of the ops of the same way that read its results; -1: an op of backward does.
     """
 
     name: str
@@ -89,7 +90,7 @@ def storage_of(tensor: Tensor) -> int:
 
 
 class OpRecorder:
-    """Records what runs, one forward and backward, with attention and ``rms_norm`` as one operation each.
+    """Records the operations of one forward and backward, attention and ``rms_norm`` as one operation each.
 
     Keys are ``storage_of`` tensors.
 
@@ -99,8 +100,9 @@ class OpRecorder:
         constant: inputs without a gradient, and buffers.
 
     Attributes:
-        forward_ops, backward_ops: what is recorded; ``ops``: the one of them that is under way.
-        label: the label of operations to come.
+        forward_ops, backward_ops: the recorded operations.
+        ops: the one of these lists that is recorded now.
+        label: the label that the next operations get.
         split: keys of tensors that tensor parallelism divides.
         gathered: inputs of colwise layers -> their features.
         summed: features of the outputs that are summed over tp.
@@ -109,7 +111,7 @@ class OpRecorder:
         softmaxed: keys of scores after the softmax.
         masked: whether a mask has hidden the future from scores.
         written: key -> the op that wrote it last, as its list and index.
-        saved: key -> what forward keeps.
+        saved: key -> tensor that forward keeps for backward.
         origin: key -> index of the forward op that made it.
         split_in_forward: ``split`` at the end of forward.
         outputs: the outputs.
@@ -401,7 +403,7 @@ class UnitCall:
 
 
 class MetaParams:
-    """Stand-ins on the meta device for a model's parameters and buffers, shared ones shared.
+    """Copies of a model's parameters and buffers on the meta device. Shared ones have one shared copy.
 
     Args:
         dims: parameter name -> dim that tensor parallelism shards.
@@ -456,7 +458,8 @@ def record_root(
 
     Args:
         blocks: names of the members that are blocks.
-        kind_of: equal for members that do the same, which run once for equal shapes.
+        kind_of: member -> a key. Members with equal keys compute the same, and only the first one runs for
+            equal shapes.
 
     Returns:
         The recorder, whose labels are ``BEFORE`` or "", the calls of the members, and the model's output.

@@ -29,8 +29,8 @@ class Refused:
     """A layout that isn't proposed.
 
     Attributes:
-        reason: in words.
-        prediction: the one that needs least memory, if no prediction of the layout fits.
+        reason: the reason, as a text.
+        prediction: if no prediction of the layout fits, the one that needs least memory.
     """
 
     layout: MeshLayout
@@ -48,8 +48,8 @@ class MeshPlan:
     """Layouts that fit, the fastest first, and those that were refused.
 
     Attributes:
-        candidates: predictions, for each layout one for each micro-batch and kind of checkpointing.
-        refused: layouts with the reason.
+        candidates: predictions of the layouts; one for each micro-batch and kind of checkpointing.
+        refused: the refused layouts, each with the reason.
     """
 
     model: ModelSpec
@@ -60,10 +60,10 @@ class MeshPlan:
 
     @property
     def best(self) -> Prediction:
-        """The fastest that fits.
+        """The fastest prediction that fits.
 
         Raises:
-            PlanningError: nothing fits; the message says which layout needs least memory.
+            PlanningError: no prediction fits; the message says which layout needs least memory.
         """
         if self.candidates:
             return self.candidates[0]
@@ -93,10 +93,10 @@ class MeshPlan:
         return found[: count_close([each.tokens_per_second_per_gpu for each in found])]
 
     def of(self, layout: MeshLayout) -> Prediction:
-        """The fastest prediction of ``layout``, also where it doesn't fit.
+        """Returns the fastest prediction of ``layout``, even if it doesn't fit.
 
         Raises:
-            PlanningError: it was refused for another reason.
+            PlanningError: ``layout`` was refused for a reason other than memory.
         """
         for found in (*self.candidates, *(r.prediction for r in self.refused)):
             if found is not None and found.layout == layout:
@@ -128,10 +128,10 @@ class MeshPlan:
     def sensitivity(
         self, prediction: Prediction | None = None
     ) -> dict[str, list[tuple[str, float, bool]]]:
-        """Predictions with one thing changed: name -> (its value, tokens/s/GPU, whether it fits).
+        """Predicts again with one input changed: its name -> [(its value, tokens/s/GPU, whether it fits)].
 
-        The micro-batch, the sequence, and the bandwidth between nodes and of memory: halved, as they are and
-        doubled. A micro-batch of 1 can't be halved and stays 1.
+        The inputs are the micro-batch, the sequence length, and the bandwidths between nodes and of memory.
+        Each is halved, unchanged and doubled. A micro-batch of 1 can't be halved and stays 1.
         """
         base = prediction or self.best
         work, cluster, gpu = base.workload, base.cluster, base.cluster.gpu
@@ -205,12 +205,12 @@ def _differences(a: dict[str, float], b: dict[str, float], text: Any) -> Sequenc
 
 
 def refusal(model: ModelSpec, layout: MeshLayout, cluster: Cluster, work: Workload) -> str | None:
-    """The first rule that ``layout`` breaks, in words; None if it may be used.
+    """Returns a text with the first rule that ``layout`` breaks; None if it may be used.
 
-    ``parallelize`` cuts sizes that tp doesn't divide: hidden features and vocabularies as ``torch.chunk``
-    does, attention between heads, with key and value heads that several ranks need on each of them. So no
-    size is a reason here but those that a plan says it can't cut (``divisible``), and where tp gains
-    nothing: with fewer heads than ranks each rank computes all attention.
+    ``parallelize`` also cuts sizes that tp doesn't divide: hidden features and vocabularies like
+    ``torch.chunk``, attention between heads, with copies of key and value heads that several ranks need. So
+    sizes refuse a layout in two cases only: a plan can't cut them unevenly (``divisible``), or there are
+    fewer heads than tp ranks, so that each rank would compute all attention.
     """
     tp = layout.tp
     for axis in ("shard", "cp"):
@@ -279,14 +279,14 @@ def plan(
     Args:
         workload: without ``micro_batch`` powers of two up to what the global batch leaves are tried.
         replicate, shard, tp: sizes that these axes may have; any by default.
-        cp: the same; by default 1, and those that leave a rank 16,384 tokens of a sequence or more.
+        cp: the same; by default 1, and sizes with which a rank has 16,384 tokens of a sequence or more.
         checkpointing: kinds to try. By default the workload's own if that isn't "none", else all that
             ``parallelize`` has; ``planner.CHECKPOINTING`` are all that are known.
-        reshard_after_forward: the same; the workload's own by default.
-        chunked_loss, shard_optimizer_over_replicate: whether to have them. None: what the workload has; and
-            where it hasn't, of layouts that don't fit without, and of those of which logits and loss are
-            much of the memory, a chunked loss is tried as well, and of those with several replicas HFSDP.
-        memory_limit_gib: what a GPU may use, of what it has.
+        reshard_after_forward: values to try; by default the workload's own.
+        chunked_loss, shard_optimizer_over_replicate: whether to use them. None: as the workload says. If it
+            says no, a chunked loss is tried too for layouts that don't fit or whose logits and loss take much
+            of the memory, and HFSDP for layouts with several replicas that don't fit.
+        memory_limit_gib: memory that the training may use of each GPU, in GiB.
 
     Returns:
         The plan; ``best.layout`` goes into ``build_mesh``. It may be that nothing fits: then there is no
@@ -495,11 +495,11 @@ def setting(prediction: Prediction) -> str:
 
 @dataclass(frozen=True)
 class Reason:
-    """Refusals that differ in numbers only.
+    """Refusals whose texts differ only in numbers, as one entry.
 
     Attributes:
         text: the reason of the layout that needs least memory.
-        count: how many layouts were refused for it.
+        count: number of layouts that were refused for it.
         examples: the sizes of the first few.
     """
 

@@ -62,16 +62,16 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class Prediction(Step):
-    """Memory and time of a step, on the fullest and slowest rank.
+    """The predicted memory and time of a step: memory on the rank with the most, time on the slowest rank.
 
     Attributes:
-        model, layout, cluster, workload: what is predicted.
+        model, layout, cluster, workload: the inputs of the prediction.
         micro_batch: sequences per data rank and forward.
         accumulation: micro-batches per step.
         memory: bytes by component at the peak, what must fit, an upper bound.
         time: seconds by component.
 
-    Both are computed when they are asked for: of most layouts that don't fit nobody asks how fast they are.
+    Both are computed when they are first read: the time of a layout that doesn't fit is rarely needed.
     """
 
     @cached_property
@@ -134,10 +134,11 @@ class Prediction(Step):
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs over the dense bf16 peak.
+        """Model FLOPs per second, divided by the dense bf16 peak.
 
-        FLOPs are counted of matmuls, twice as many in backward, and of attention as it is (causal: half of
-        the scores; 2.5 times as many in backward); none of the embedding, or of recomputation.
+        The FLOPs are those of matmuls, with twice as many in backward, and of attention, with 2.5 times as
+        many in backward (if causal, only half of the scores count). Those of the embedding and of
+        recomputation don't count.
         """
         return self.time.model_flops / self.time.total / (self.cluster.gpu.peak * 1e12)
 
@@ -148,8 +149,8 @@ class Prediction(Step):
 
     @property
     def mfu_6n(self) -> float:
-        """By the common convention: 6 N + 12 L h s FLOPs a token (PaLM, arXiv:2204.02311, appendix B); of
-        experts N has those that a token goes through."""
+        """The MFU by the common convention of 6 N + 12 L h s FLOPs a token (PaLM, arXiv:2204.02311, appendix
+        B). N counts only the experts that a token goes through."""
         attention = sum(
             12 * u.count * a.heads * a.head_dim * self.workload.seq_len
             for u in self.model.units
@@ -205,8 +206,8 @@ def predict(
         workload: ``micro_batch`` is needed; with ``global_batch`` gradients are accumulated to it.
 
     Raises:
-        PlanningError: sizes that don't go together.
-        MeshError: a layout of another number of ranks.
+        PlanningError: sizes of the arguments contradict each other.
+        MeshError: ``layout`` has another number of ranks than ``cluster`` has GPUs.
     """
     if not isinstance(layout, MeshLayout):
         raise PlanningError(f"layout is {layout!r}; it must be a MeshLayout(replicate, shard, tp)")
@@ -227,10 +228,10 @@ def predict(
 
 
 def _with_kind(model: ModelSpec, local: Local) -> Workload:
-    """The workload with the kind of attention over ``cp`` that is used.
+    """Returns the workload with "auto" replaced by the kind of attention over ``cp`` that is used.
 
     Raises:
-        PlanningError: Ulysses, with fewer heads than ranks.
+        PlanningError: Ulysses with fewer heads than ranks.
     """
     work = replace(local.work, cp_attention=chosen(model, local))
     if work.cp_attention == "ulysses":
@@ -242,10 +243,10 @@ def _with_kind(model: ModelSpec, local: Local) -> Workload:
 
 
 def _batches(layout: MeshLayout, work: Workload) -> tuple[int, int]:
-    """(micro-batch, accumulation).
+    """Returns (micro-batch, number of micro-batches per step).
 
     Raises:
-        PlanningError: the global batch isn't a multiple of what a forward of all ranks takes.
+        PlanningError: the global batch is no multiple of the sequences that one forward of all ranks takes.
     """
     if work.micro_batch is None and work.global_batch is None:
         raise PlanningError("micro_batch and global_batch are both None; give one of them")

@@ -61,7 +61,8 @@ _KINDS = {"tp": "tensor parallel", "cp": "context parallel"}
 
 
 def layer_spans(prediction: Prediction) -> list[ChartSpan]:
-    """One block between two others, forward and then backward, in the last micro-batch of a step, as played.
+    """Returns the played spans of one block between two others, forward and backward, in the last micro-batch
+    of a step.
 
     Tensor parallelism's collectives are spread evenly between equal parts of compute.
     """

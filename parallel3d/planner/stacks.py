@@ -24,8 +24,8 @@ class Stack:
 
     Attributes:
         what: a description for people.
-        attention: family of GPUs, or "other" -> the kernel that it takes if the workload names none; else it
-            takes the best for the GPU.
+        attention: family of GPUs, or "other" -> the attention kernel that it uses if the workload names none.
+            For families that are missing it uses the best kernel for the GPU.
         own: name of a constant -> its value here; all others are those of ``constants.toml``.
         words: words in a published run's source and notes by which ``runs.py`` recognizes the stack.
         measured_on: the GPU on which the constants were fitted to measured steps; "": they weren't.
@@ -61,10 +61,10 @@ def stacks() -> dict[str, Stack]:
 
 
 def stack_of(stack: str | Stack) -> Stack:
-    """The stack of this name; a ``Stack`` itself.
+    """Returns the stack of this name; returns ``stack`` if it is a ``Stack``.
 
     Raises:
-        PlanningError: there is none; the message names the nearest.
+        PlanningError: no stack has this name; the message names the nearest.
     """
     if isinstance(stack, Stack):
         return stack
@@ -86,7 +86,7 @@ def read_stack_file(path: str | PathLike[str]) -> Stack:
     """The stack of a TOML file, as ``calibrate --run`` writes.
 
     Raises:
-        PlanningError: it can't be read, or has other than one stack.
+        PlanningError: the file can't be read, or doesn't contain exactly one stack.
     """
     try:
         entries = tomllib.loads(Path(path).read_text(encoding="utf-8")).get("stack", {})
@@ -102,12 +102,12 @@ def read_stack(name: str, entry: Mapping[str, Any], where: str) -> Stack:
     """A stack from a table of TOML.
 
     Args:
-        entry: ``what``, ``attention``, ``words``, ``measured_on``; others are constants, {value = 1.0,
-            source = "..."}.
-        where: the file, for messages.
+        entry: the table. Keys besides ``what``, ``attention``, ``words`` and ``measured_on`` are constants,
+            {value = 1.0, source = "..."}.
+        where: the file's name, for messages.
 
     Raises:
-        PlanningError: something else in it.
+        PlanningError: the table has an unknown constant, or a value of another form.
     """
     given = dict(entry)
     plain = ("what", "attention", "measured_on")

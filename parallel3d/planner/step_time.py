@@ -31,12 +31,12 @@ class StepTime:
     """Seconds of one step on the slowest rank, and its FLOPs.
 
     Attributes:
-        terms: by component; they add up to ``total``.
+        terms: seconds by component; they add up to ``total``.
         model_flops: FLOPs of the plain model's matmuls and attention in a step, forward and backward, divided
             by the size of tp.
         hardware_flops: FLOPs that one GPU executes, including those that other GPUs execute as well and those
             that checkpointing repeats.
-        units, rules: times of one micro-batch, and how it communicates, for the timeline.
+        units, rules: times of the units in one micro-batch, and rules of its communication; for the timeline.
     """
 
     terms: dict[str, Term]
@@ -74,10 +74,10 @@ def tp_collectives(unit: UnitSpec, local: Local) -> list[tuple[str, str, int]]:
 
 
 def engine_collectives(numel: int, step: Step) -> dict[str, tuple[str, float, str]]:
-    """Name -> (operation, bytes, axis) of the gather and the reductions of a unit of the engine's.
+    """Returns the all-gather and the reductions of a unit in the engine: name -> (operation, bytes, axis).
 
     Args:
-        numel: elements of its parameters on one rank of ``tp``.
+        numel: elements of the unit's parameters on one rank of ``tp``.
     """
     work = step.workload
     if work.sharding != "fsdp" or not numel:
@@ -197,9 +197,9 @@ class _Timing:
         return total["forward"], total["backward"] + again * repeated
 
     def cp_time(self, unit: UnitSpec) -> tuple[float, float]:
-        """(forward, backward) seconds that one unit's attention waits for, or is slower for, over ``cp``.
+        """Returns (forward, backward) seconds by which communication over ``cp`` lengthens attention.
 
-        Beside the sends of a ring attention computes; an all-to-all and a gather are waited for, with their
+        Attention overlaps the sends of a ring. It waits for an all-to-all and an all-gather, with their
         packing and unpacking.
         """
         total = {"forward": 0.0, "backward": 0.0}
@@ -239,11 +239,12 @@ class _Timing:
         return unit.kind == "block" and self.work.reshard_after_forward
 
     def copied(self, unit: UnitSpec) -> tuple[float, float]:
-        """Bytes that the computation's stream moves around an all-gather of ``unit``, and a reduction.
+        """Returns the bytes that the computation's stream moves for an all-gather of ``unit``, and for a
+        reduction.
 
-        Of several shards: out of the gathered buffer, and into that of gradients; twice where rows can't be
-        shared evenly, so that shards are padded. Of one: casts, where parameters are computed with, or
-        gradients reduced, in another dtype.
+        With several shards these are copies out of the gathered buffer, and into the buffer of gradients;
+        twice as many if shards are padded because rows don't divide evenly. With one shard they are casts, if
+        the compute dtype or the reduce dtype differs.
         """
         work, tp, shard = self.work, self.layout.tp, self.links["shard"].size
         numel, dense = self.sizes[id(unit)], self.dense_gradient(unit)

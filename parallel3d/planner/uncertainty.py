@@ -32,14 +32,15 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class Residuals:
-    """residuals.toml: errors of predictions of (source, GPU) pairs that were left out of all fits.
+    """The contents of residuals.toml: errors of predictions, each for a (source, GPU) left out of the fits.
 
     Attributes:
         pairs: (stack, GPU) of the published runs with a speed.
-        speed: by familiarity: 10th and 90th percentile of ln(published / predicted).
-        memory: the same of what is reserved.
-        verdict: standard deviation of ln(what a run really needs / predicted), by runs that fit or didn't.
-        within: how far ln(published / predicted) of two runs of one source and GPU differ, 8 of 10 times.
+        speed: familiarity -> 10th and 90th percentile of ln(published / predicted).
+        memory: the same percentiles for the reserved bytes.
+        verdict: standard deviation of ln(needed / predicted bytes), from published runs that fit or didn't.
+        within: 80th percentile of the difference in ln(published / predicted) between two runs of one source
+            and GPU.
     """
 
     pairs: frozenset[tuple[str, str]]
@@ -108,9 +109,9 @@ def verdict_part(z: float) -> float:
 
 
 def count_close(speeds: Sequence[float]) -> int:
-    """How many of a plan's speeds, the fastest first, can't be told apart from the first.
+    """Returns how many of a plan's speeds, the fastest first, don't differ significantly from the first.
 
-    They are of one machine, model and stack, whose common error doesn't count: they differ by less than
-    the errors of published runs of one source and GPU do.
+    The speeds are of one machine, model and stack, so their common error cancels. A difference is significant
+    if it is larger than ``Residuals.within``.
     """
     return sum(log(speeds[0] / speed) <= residuals().within for speed in speeds)

@@ -48,15 +48,15 @@ class Workload:
         optimizer: "adamw" (8 bytes of state a parameter), "sgd_momentum" (4), "sgd" (0), "adamw_8bit" (2).
         checkpointing: activation checkpointing. As ``parallelize`` has it: "none"; "selective" (results of
             matmuls, attention and collectives are kept, the rest is computed again); "offload" (what a block
-            keeps waits in the host's memory); "full" (each block is computed again). Of other frameworks:
-            "full_offload" (full, with the blocks' inputs on the host), "selective_layer" (every second block
-            is computed again), "selective_op" (of matmuls the results of every second one are kept).
+            keeps is copied to the host's memory); "full" (each block is computed again). Only in other
+            frameworks: "full_offload" (full, with the blocks' inputs on the host), "selective_layer" (every
+            second block is computed again), "selective_op" (the results of every second matmul are kept).
         compile: torch.compile of each block: elementwise ops are fused.
-        attention: the kernel; "naive" has the scores in memory. None: cudnn on Hopper and Blackwell, else
+        attention: the kernel; "naive" materializes the scores. None: cudnn on Hopper and Blackwell, else
             flash2.
         cp_attention: how attention communicates over ``cp``: "ulysses" (all-to-alls between heads and
-            sequence), "gather" (of keys and values), "ring" (they go from rank to rank), "auto": as the
-            library chooses.
+            sequence), "gather" (an all-gather of keys and values), "ring" (keys and values are sent from rank
+            to rank), "auto" (the library chooses).
         fused_norm: norms are one kernel also without ``compile``.
         fused_loss: the loss keeps no fp32 copies of the logits: one fp32 softmax, its gradient in place.
         chunked_loss: ``parallelize(loss_parallel="chunked")``: loss and backward compute the logits of some
@@ -71,7 +71,7 @@ class Workload:
             ``replicate``; "ddp": nothing sharded.
 
     Raises:
-        PlanningError: a value that isn't one of these, or isn't positive.
+        PlanningError: a value is not one of those listed, or not positive.
     """
 
     seq_len: int
@@ -145,11 +145,12 @@ class Workload:
 
 
 class Local(NamedTuple):
-    """What one GPU has of a micro-batch.
+    """The share of a micro-batch that one GPU computes.
 
     Attributes:
-        tp: over how many GPUs layers are divided; cp: over how many each sequence is.
-        micro_batch: sequences.
+        tp: number of GPUs over which layers are divided.
+        cp: number of GPUs over which each sequence is divided.
+        micro_batch: number of sequences.
     """
 
     gpu: Gpu

@@ -203,9 +203,10 @@ def _applied(apply: Callable[[nn.Module, DeviceMesh], nn.Module]) -> Callable[..
 
 
 def _copy_for_ranks(model: nn.Module) -> None:
-    """Replaces plain parameters and buffers, which every simulated rank would update. Tied ones stay tied.
+    """Replaces plain parameters and buffers, which every simulated rank would update, by tensors with a copy
+    for each rank. Tied ones stay tied.
 
-    Other tensors are each rank's own already; one with hooks can't be replaced.
+    Other tensors have a value for each rank already. A tensor with hooks can't be replaced.
     """
     copies: dict[int, torch.Tensor] = {}
     for module in model.modules():

@@ -45,7 +45,7 @@ RELEASE = b"release"
 
 @dataclass(frozen=True)
 class Job:
-    """One run, as one rank gets it.
+    """The description of one run that a rank receives.
 
     Attributes:
         store: path of the store's file.
@@ -86,7 +86,8 @@ class WorkerError(RuntimeError):
     """A rank failed in ``GlooPool.run``; the message contains every failed rank's traceback.
 
     Attributes:
-        failures: by rank, in the order in which they failed. ``__cause__`` is the first one's exception.
+        failures: rank -> its failure, in the order in which they failed. ``__cause__`` is the exception of
+            the first one.
         unfinished: ranks that had neither returned nor failed and were ended.
     """
 

@@ -143,10 +143,10 @@ def assert_parity(
         defer: what all micro-batches but the last defer: ``"all_reduce"`` (``optim.accumulate``), ``"sync"``
             (``set_requires_gradient_sync``) or ``"nothing"``.
         apply: makes the model parallel; by default ``parallelize(model, mesh, **options)``.
-        shard_batch: ``shard_batch(inputs, mesh)`` returns a cp rank's part of its data rank's inputs: of the
-            tuple of them, or of the dict; by default ``p3d.cp.shard_batch`` where ``parallelize`` makes the
-            attention of a model that of all cp ranks; with ``apply`` each of them gets all. The plain model's
-            loss is compared with the mean of their losses.
+        shard_batch: ``shard_batch(inputs, mesh)`` returns a cp rank's part of its data rank's inputs, a tuple
+            or a dict. The default is ``p3d.cp.shard_batch`` if ``parallelize`` has found the model's
+            attention; with ``apply`` each cp rank gets the whole inputs. The plain model's loss is compared
+            with the mean of the losses of the cp ranks.
         fp32: whether to run in float32 too.
         tolerance: tolerance of loss and gradients in float64; that of weights is ten times as large. Above
             1e-8, for models that compute something in float32 themselves, the float64 run uses SGD too.
@@ -334,9 +334,8 @@ class Case:
                 self._check("loss", "loss", rank, replace(gap, factor=None), self.run.grads)
 
     def _compare_tensors(self, what: str) -> None:
-        """Compares each weight, relative to its largest value, or each gradient.
-
-        Gradients relative to the model's largest: a key bias has true gradient zero.
+        """Compares each weight, relative to its largest value, or each gradient, relative to the model's
+        largest gradient, as the exact gradient of a key bias is zero.
         """
         plain, parallel = (
             {

@@ -40,7 +40,7 @@ class Fit:
             ``"slices"``: other entries along ``dim``, such as packed sections or heads that ranks share.
             ``"partial"``: the ranks' tensors add up to it.
         index: for each tp rank, the entries along ``dim`` that it has.
-        odd: why the form is seldom intended; ``""`` for a usual one.
+        odd: why the form is unusual; ``""`` for a usual one.
     """
 
     kind: Kind
@@ -248,8 +248,8 @@ def _oddity(index: Sequence[Tensor], size: int) -> str:
 def _entries(whole: Tensor, part: Tensor, dim: int, bound: float) -> Tensor:
     """Finds each entry of ``part`` along ``dim`` of ``whole``; the result is shorter if one isn't found.
 
-    Entries are compared by a random projection. Of several that are equal, the one is taken after which most
-    entries agree.
+    Entries are compared by a random projection. If several are equal, the one is taken that is followed by
+    the most matching entries.
     """
     a, b = (_doubles(t).movedim(dim, 0).unsqueeze(-1).flatten(1) for t in (whole, part))
     generator = torch.Generator().manual_seed(0)

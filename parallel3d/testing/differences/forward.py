@@ -31,11 +31,11 @@ class Difference:
     Attributes:
         module: its name in the plain model; ``""`` is the model itself, ``"(loss)"`` the loss function.
         kind: what differs.
-        what: the same in words, such as ``"gradient of weight"``.
+        what: a description of the tensor, such as ``"gradient of weight"``.
         step: counted from 0.
         rank: a rank that has the difference.
-        difference: relative to the largest value of the plain model's tensor (for gradients: of all
-            gradients); infinite if there are no two tensors to subtract.
+        difference: the largest difference, divided by the largest value of the plain model's tensor (for
+            gradients: of all gradients); infinite if there are no two tensors to subtract.
         bound: the largest difference that is accepted.
         hint: how the two tensors are related, if that is simple.
         module_type: the module's class.
@@ -116,8 +116,8 @@ class Forward:
     def first(self, step: int) -> Difference | None:
         """Returns the cause of the first tensor that does not fit, unless a call around it is right.
 
-        The inputs of a module are the work of the code around it. A tensor in a form that is seldom intended,
-        such as a sum that was not reduced, is the cause if what is computed from it is wrong.
+        The inputs of a module are attributed to the code around it. A tensor in an unusual form, such as a
+        sum that was not reduced, is the cause if a tensor computed from it is wrong.
         """
         event = next((event for event in self.plain.events if self._is_wrong(event)), None)
         if event is None:
@@ -198,8 +198,8 @@ class Backward:
     def first(self, gaps: Mapping[str, FitGap], step: int) -> Difference | None:
         """Returns the cause of the ``gaps`` in parameters' gradients; None if there are no gaps.
 
-        The gradient of a module's output is the work of the calls that read it; those of its input and its
-        parameters are its own.
+        The gradient of a module's output is attributed to the calls that read the output; the gradients of
+        its input and its parameters to the module itself.
         """
         if not gaps:
             return None

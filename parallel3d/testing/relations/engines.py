@@ -41,10 +41,10 @@ class Engine:
         variant: how this training differs from others of it.
 
     Attributes:
-        name: as the user gives it.
+        name: the name by which users select it.
         package: the library that must be installed.
-        axes: the axes of the mesh that it has.
-        never: variants that it doesn't have -> why.
+        axes: the axes of the mesh that it supports.
+        never: variants that it doesn't support -> why.
     """
 
     name: ClassVar[str] = "plain"
@@ -511,12 +511,12 @@ def shared_folder() -> Iterator[Path]:
 
 @contextmanager
 def accelerates_state(*, fsdp: bool = True, cpu: bool | None = None) -> Iterator[None]:
-    """accelerate's global state is new in the body.
+    """Gives accelerate a new global state within the body.
 
     Args:
-        fsdp: it allows FSDP on accelerators alone: without GPUs it is told that the ranks have some. What it
-            computes on is the CPU nevertheless.
-        cpu: whether it uses the CPU; by default if there is no GPU.
+        fsdp: whether FSDP is used. accelerate allows it on accelerators only, so without GPUs it is made to
+            believe that there are some; it computes on the CPU nevertheless.
+        cpu: whether accelerate uses the CPU; by default if there is no GPU.
     """
     from accelerate.state import AcceleratorState, GradientState, PartialState
     from accelerate.utils import DistributedType

@@ -27,13 +27,13 @@ class Variant:
 
     Attributes:
         plain: the plain model, in one process, on all ranks' samples in one batch.
-        micro_batches: into how many parts a data rank's batch is cut.
+        micro_batches: number of parts into which a data rank's batch is cut.
         rotated: each data rank gets the samples of the next one.
         frozen: the parameters of the first module that has some are frozen in the first step.
         resumed: the last step is taken by a new model and optimizer, which load a checkpoint.
         recomputed: activations are recomputed in the backward.
         compiled: blocks are compiled.
-        again: nothing differs.
+        again: a repetition without a change.
     """
 
     plain: bool = False
@@ -84,10 +84,10 @@ class Program:
         samples: the inputs of each data rank's micro-batches.
         loss: ``loss(model, *inputs)``.
         layout: the mesh.
-        tp_plan, options: for ``parallelize``.
+        tp_plan, options: arguments of ``parallelize``.
         step: the user's training step; None: the engine's own way to accumulate, and no clipping.
         optimizer: makes the optimizer.
-        steps: how many.
+        steps: number of optimizer steps.
         seed: seed of the weights.
         shard_batch: see ``assert_parity``.
     """

@@ -46,14 +46,14 @@ class Outcome:
     Attributes:
         relation, engine: their names.
         verdict: whether it holds.
-        what: for one that fails: ``loss``, ``gradient``, ``norm``, ``weight``, ``exported weight`` or an
-            error; else why it was not run.
-        group: the parameters that differ, with ``*`` for numbers.
-        factor: they are the right ones times this; None: they are no multiple of them.
-        axes: the factor in sizes of axes, such as ``1 / tp``.
+        what: if it fails: ``loss``, ``gradient``, ``norm``, ``weight``, ``exported weight`` or an error; if
+            it was not run: why.
+        group: names of the parameters that differ, with ``*`` for numbers.
+        factor: the number by which the correct values are multiplied; None: they are no multiple.
+        axes: the factor as a formula of sizes of axes, such as ``1 / tp``.
         step: the first step that differs, from 0.
-        ranks: those on which it does.
-        difference: the largest, relative to the largest right value.
+        ranks: the ranks on which it differs.
+        difference: the largest difference, divided by the largest correct value.
     """
 
     relation: str
@@ -82,13 +82,13 @@ class Outcome:
 
 @dataclass(frozen=True)
 class AuditTable:
-    """What ``audit`` found.
+    """The results of ``audit``.
 
     Attributes:
         layout: the mesh.
-        outcomes: by relation, and of each by engine.
-        seconds: what it took.
-        made: which inputs were made, if none were given.
+        outcomes: the outcomes, ordered by relation and then by engine.
+        seconds: seconds that the audit took.
+        made: description of the inputs that were made, if none were given.
     """
 
     layout: MeshLayout
@@ -128,12 +128,12 @@ _BASE = Variant()
 
 @dataclass(frozen=True)
 class Relation:
-    """Two trainings that must give the same.
+    """Two trainings that must have the same results.
 
     Attributes:
-        says: what must hold, in words.
-        left, right: the variants: ``left`` is the right one, ``right`` is compared with it.
-        exact: bit for bit.
+        says: the relation as a sentence.
+        left, right: the two variants; ``right`` is compared with ``left``, which counts as correct.
+        exact: whether results must be equal bit for bit.
     """
 
     says: str

@@ -53,7 +53,7 @@ def made(under: Callable[..., Any], table: Mapping[str, tuple[Any, ...]]) -> Opt
     """Returns options listed under a panel.
 
     Args:
-        under: makes them, see ``panel``.
+        under: the function that makes an option of the panel, see ``panel``.
         table: name -> (type, default, help), and its name on the command line if it isn't the same, and a
             dict of what else ``typer.Option`` takes. With None as default an option may be left out.
     """

@@ -88,7 +88,7 @@ _LENGTH, _LONGEST, _STEP = 4096, 8192, 2**22  # where no config says; of a confi
 def _setup(
     options: Mapping[str, Any], *, several: bool
 ) -> tuple[ModelSpec, Cluster, Workload, str]:
-    """Returns what a command's options describe, and in words what stands for those that are not given.
+    """Returns the setup that a command's options describe, and texts that name the defaults in use.
 
     ``several``: whether layouts and micro-batches are tried; else a micro-batch of 1 is the default.
     """

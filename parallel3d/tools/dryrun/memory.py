@@ -61,12 +61,12 @@ class Change(NamedTuple):
 
 
 class Ledger:
-    """Follows storages by identity.
+    """Records when storages are allocated and freed.
 
     Attributes:
         changes: all changes, in order.
         operation: index of the operation that runs.
-        closed: whether changes are no longer noted.
+        closed: whether changes are no longer recorded.
         on_new, on_free: called with the record of memory that is allocated or freed.
     """
 

@@ -131,9 +131,9 @@ def _work(func: Any, args: Any, read: list[Tensor], written: list[Tensor]) -> di
 
 
 def _attention(func: Any, args: Any, read: list[Tensor]) -> dict[str, Any]:
-    """FLOPs and sizes: two matmuls, half of them if it is causal; more in backward.
+    """Returns the FLOPs and sizes of an attention: two matmuls, half of it if causal; more in backward.
 
-    A mask is taken to be a causal one.
+    A mask is assumed to be causal.
     """
     backward = "backward" in func.overloadpacket.__name__
     given = arguments_of(func, args, {})
@@ -157,10 +157,10 @@ class DryMode(RecordingMode):
     or come from another rank; so are tensors that were there before.
 
     Attributes:
-        recorder, operations: the collectives, and everything that was done.
+        recorder, operations: the recorded collectives, and all recorded operations.
         ledger: the memory of the fake tensors.
         streams: the streams of a GPU, for the engine.
-        races: what looks for races between them; or None.
+        races: the race detector of these streams; or None.
         meshes: the meshes that the program has made.
     """
 
