@@ -36,8 +36,8 @@ def make_fake_mode() -> FakeTensorMode:
 
 
 def forget_conversions(mode: FakeTensorMode) -> None:
-    """Drops the weak references that ``mode`` keeps to its tensors: ``swap_tensors``, with which a module
-    changes the dtype of its parameters, refuses tensors that have some."""
+    """Drops the weak references that ``mode`` keeps to its tensors. ``swap_tensors``, by which a module
+    changes the dtype of its parameters, raises for tensors with weak references."""
     mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
 
 

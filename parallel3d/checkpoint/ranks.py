@@ -133,8 +133,8 @@ class Ranks:
     def _refuse_aborted(self) -> None:
         """Raises PeerFailureError if ``guards.watch`` has aborted the model's collectives.
 
-        Called before each step that writes or makes what was written valid: values that are copied after an
-        abort may be what an aborted collective has left.
+        Called before each step that writes files or completes a checkpoint, as an aborted collective may have
+        left undefined values in the tensors that are saved.
         """
         refuse_aborted(f"checkpoint.{self.call} was not finished")
 
@@ -262,8 +262,11 @@ def _text(problem: Exception) -> str:
 
 @contextmanager
 def new_folder(ranks: Ranks, path: Path, check: Callable[[Path], None]) -> Iterator[Path]:
-    """Yields a temporary folder, which the first rank makes next to ``path`` and renames to it at the end; it
-    is removed after an error. ``check`` raises unless the existing folder ``path`` may be replaced."""
+    """Yields a temporary folder, which the first rank makes next to ``path``. At the end the folder is
+    renamed to ``path``; after an error it is removed.
+
+    Args:
+        check: called with ``path``; raises if a folder exists there that must not be replaced."""
 
     def make() -> Path:
         if path.is_symlink() or (path.exists() and not path.is_dir()):

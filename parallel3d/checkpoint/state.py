@@ -61,8 +61,11 @@ class StoredNames:
         )
 
     def reader(self, where: str) -> Callable[[str], Tensor]:
-        """Returns the ``tensor`` argument of ``decode`` for values of ``where``, which reads whole tensors to
-        the CPU: 1 GiB in all."""
+        """Returns a function for the ``tensor`` argument of ``decode``: it reads a stored tensor whole to the
+        CPU. ``where`` names the values in errors.
+
+        The function raises CheckpointError when it has read more than 1 GiB in all.
+        """
 
         def read(name: str) -> Tensor:
             entry = self.take(name, where)

@@ -51,8 +51,8 @@ class ContextParallel:
     Attributes:
         kind: how attention communicates: ``"ulysses"``, ``"gather"`` (of keys and values), ``"ring"``, or
             ``"auto"``, which picks by heads, length and bytes; ``p3d.cp.summary(model)`` says what and why.
-        position_wise: names of modules (with wildcards) that compute each position of a sequence from itself
-            alone. You assert it: they are not looked into. ``""`` is the whole model but for attention.
+        position_wise: names of modules (with wildcards) that compute each position of a sequence from that
+            position alone. This is not checked. ``""`` is the whole model except for attention.
     """
 
     kind: Kind | Literal["auto"] = "auto"

@@ -314,16 +314,16 @@ def positions(
 ) -> Tensor:
     """Returns the positions in the whole sequence of the tokens that a forward has, (length,) int64.
 
-    For models that make positions themselves: ``p3d.cp.positions(self, x.shape[1], device=x.device)`` in the
-    place of ``torch.arange(x.shape[1], device=x.device)``, which it is in a plain model.
+    Models that compute positions themselves call ``p3d.cp.positions(self, x.shape[1], device=x.device)``
+    instead of ``torch.arange(x.shape[1], device=x.device)``. In a plain model the two are equal.
 
     Args:
         module: the module whose forward calls it.
-        length: how many tokens this rank has.
+        length: number of tokens that this rank has.
         device: device of the result.
 
     Raises:
-        StateError: this rank has another number of tokens.
+        StateError: this rank has another number of tokens than ``length``.
     """
     state = state_of(module)
     if isinstance(state, Tracing):

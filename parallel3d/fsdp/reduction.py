@@ -71,10 +71,10 @@ DEFAULT_REDUCER = Reducer()
 
 @dataclass(frozen=True)
 class BucketSettings:
-    """What the user and options have set of a bucket; ``Bucket.change`` sets another.
+    """Settings of a bucket by the user and by options. ``Bucket.change`` replaces them.
 
     Attributes:
-        divide_factor: what gradients are divided by; None: the number of data ranks.
+        divide_factor: divisor of gradients; None: the number of data ranks.
         reduce_unused: whether parameters without a gradient are reduced as zeros.
         reducer: the collectives on gradients.
         scatter_group: process group of the reduce-scatter; None: that of the all-gather.
@@ -130,12 +130,13 @@ class Reduction:
         inputs: the inputs of the reduce-scatter in the reduce dtype: (n * segment) for each zero-copy
             gradient, and one buffer with a row per shard rank for the others. Empty when they have been read.
         used: indices of the parameters that got a gradient.
-        scale: what the sum over shard is multiplied by.
-        final: whether the result is the gradient. False: it is accumulated, its all-reduce is put off.
-        earlier: (S,), what earlier micro-batches have accumulated, to be all-reduced with this; or None.
+        scale: factor of the sum over shard.
+        final: whether the result is the gradient. False: it is accumulated, its all-reduce is deferred.
+        earlier: (S,), the sum that earlier micro-batches have accumulated, to be all-reduced with this; or
+            None.
         tp_partial: indices of the parameters whose gradients are partial over tp in this backward, beside
             those that always are.
-        final_scale: what the result is multiplied by at the end.
+        final_scale: factor of the result, applied at the end.
         stages: the stages that are still to run.
         on_host: whether the result is being copied to the CPU's memory by an accelerator.
         tensor: the result of the stages so far: the input, then (S,). With HFSDP (R * S,) in between.
@@ -166,7 +167,7 @@ class Stage:
     """One step of a reduction.
 
     Attributes:
-        lane: what it runs on.
+        lane: the lane that it runs on.
         stream: an accelerator's stream to run on instead; None: the lane's.
         is_collective: whether ``start`` issues a collective.
     """
@@ -323,11 +324,11 @@ def _runs(bucket: Reduced, tp_partial: Collection[int]) -> list[tuple[int, int]]
 
 
 def divisor_before_sum(divisor: float, dtype: torch.dtype) -> float:
-    """Returns what gradients are divided by before the sum. The quotient of ``divisor`` by it follows after.
+    """Returns the divisor of gradients before the sum. After it they are divided by ``divisor`` over this.
 
-    The largest float16 is 65504: a sum over many ranks may overflow, and summands divided by their number may
-    underflow. So each division takes about the root, as in torch's DDP and FSDP; a power of two rounds
-    nothing. Other dtypes are divided after the sum only.
+    The largest float16 is 65504: a sum over many ranks may overflow, and summands divided by the number of
+    ranks may underflow. So each division is by about the square root, as in torch's DDP and FSDP; a power of
+    two is exact. Other dtypes are divided only after the sum.
     """
     before = 1.0
     if dtype is torch.float16:

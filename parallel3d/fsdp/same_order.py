@@ -1,16 +1,16 @@
 """SameOrder: all ranks issue the same collectives, in every pass.
 
-Collectives are matched by their order alone. Where a rank leaves a unit out that others run, or runs another
-one, an all-gather would meet another unit's; where parameters of one unit have a gradient on some ranks only,
-their shards would part. Both are found in every forward and backward before a wrong number is used:
+Collectives are matched by their order alone. If a rank skips a unit that others run, or runs another one, its
+all-gather is matched with that of another unit. If parameters of a unit have a gradient on some ranks only,
+their shards diverge. Both are detected in every forward and backward before a wrong number is used:
 
-- A rank remembers what it issued in the last pass of a kind. As long as each next collective is the expected
-  one there is nothing to compare, and one small all-reduce at the end of the pass says that it was so on all
-  ranks.
-- A rank that is about to issue another one first takes part in all that the others expect from it in this
-  pass: with its shards, and with zeros as gradients. So no rank waits for it, or gets other values. At the
-  end of the pass it tells what it would have done. If all ranks are about to do the same, they go on.
-- In a pass without expectations, as the first one, and after one that has differed, ranks compare each
+- A rank records the collectives of the last forward, and of the last backward. While each next collective is
+  the expected one, nothing is compared; one small all-reduce at the end of the pass confirms it on all ranks.
+- A rank that is about to issue an unexpected collective first takes part in the remaining expected ones of
+  this pass, with its shards, and with zeros as gradients. So no rank waits for it, or gets other values. At
+  the end of the pass it tells the others which collective that is. If it is the same on all ranks, they
+  continue.
+- In a pass without expectations, such as the first, and after an unexpected collective, ranks compare each
   collective before they issue it.
 """
 
@@ -169,8 +169,8 @@ class SameOrder:
             self._end(each)
 
     def settle(self) -> None:
-        """Waits for the comparisons of passes that have ended. On an accelerator not for the last one: the
-        host would wait for all that is queued. That one is settled with the next pass, on all ranks alike.
+        """Waits for the comparisons of passes that have ended. On an accelerator the last one is left to the
+        next call, on all ranks, because the host would wait for all queued kernels.
 
         Raises:
             AgreementError: ranks have issued different collectives; on every rank.
@@ -184,9 +184,10 @@ class SameOrder:
                 self._learn(each)
 
     def note_error(self, error: BaseException) -> None:
-        """Forgets the passes under way after an error with which no other rank goes on either.
+        """Drops the passes under way after an error that stops other ranks too: an AgreementError, a failed
+        collective, or Ctrl-C.
 
-        After another one, of this rank alone, it takes part in the rest of the pass.
+        After an error of this rank alone, it takes part in the remaining collectives of the pass.
         """
         alone = isinstance(error, Exception) and not isinstance(error, AgreementError)
         if not alone or is_of_communication(error):
@@ -228,7 +229,7 @@ class SameOrder:
         """Called before the all-gathers of ``unit`` are issued.
 
         Raises:
-            AgreementError: other ranks issue something else.
+            AgreementError: other ranks issue other collectives.
         """
         event = self._gathers.get(id(unit))
         if event is not None:

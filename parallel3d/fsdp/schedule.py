@@ -1,11 +1,11 @@
-"""GatherSchedule: which unit is gathered when. Forwards and backwards come in, units to gather go out.
+"""GatherSchedule: which unit is gathered when. Its input are forwards and backwards, its output are units.
 
-This file imports no torch and knows no clock: the same events give the same gathers, so that all ranks issue
-theirs in one order. The engine runs it, on streams and on asynchronous works; the planner's timeline and the
+This file imports no torch and reads no clock: equal events give equal gathers, so that all ranks issue theirs
+in one order. The engine runs it, on streams and on asynchronous works; the planner's timeline and the
 pictures of the documentation run it too.
 
-As usual each unit's forward asks for the unit that came after it in the last iteration, and each backward for
-the one whose forward came before.
+By default each unit's forward gathers the unit that came after it in the last iteration, and each backward
+the unit whose forward came before.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class PrefetchSettings:
     Attributes:
         forward: whether forwards ask for the next unit in order.
         backward: see ``Prefetch``.
-        limit: how many units may be gathered ahead of their use; None: all that are asked for.
+        limit: number of units that may be gathered ahead of their use; None: no limit.
     """
 
     forward: bool = True

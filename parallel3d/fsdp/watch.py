@@ -171,15 +171,16 @@ def _write_data(param: torch.Tensor, value: Any) -> bool:
 
 
 def explain(error: RuntimeError, outputs: Sequence[Any]) -> str | None:
-    """Returns what has happened where ``error``, of a backward of ``outputs``, is about a unit's parameters;
-    else None."""
+    """Returns a message that explains ``error``, which a backward of ``outputs`` has raised, if a unit's
+    parameters are its cause; else None."""
     return _of_versions(error, outputs) or _of_recomputation(error) or explain_mixed(error)
 
 
 def _of_versions(error: RuntimeError, outputs: Sequence[Any]) -> str | None:
-    """Where autograd has refused to read what was saved for backward: as it isn't what it was.
+    """Explains the error of autograd that a saved tensor was changed.
 
-    Of which unit it is, is found by trying: it can be read if the unit's counters are those of the forward.
+    The unit of that tensor is found by trials: the tensor can be read if the version counters of its unit are
+    set to those of the forward.
     """
     for node in () if isinstance(error, Parallel3dError) else _nodes_of(outputs):
         for read in saved_by(node):

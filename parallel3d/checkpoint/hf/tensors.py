@@ -416,8 +416,8 @@ class Assembly:
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Assembles the tensors. Collective; a problem of this rank alone is kept for ``finish``, because the
-        others depend on what it sends."""
+        """Assembles the tensors; all ranks must call it. An error of this rank is not raised here but stored
+        for ``finish``, because the other ranks need its messages."""
         self.guarded(self._copy_here)
         for number, own in self._in_place:
             self._gather_in_place(self.values[number], own.reshape(-1))

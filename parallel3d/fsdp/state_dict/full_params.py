@@ -309,8 +309,8 @@ def check_at_rest(unit: Unit, what: str) -> None:
 
 
 def to_rest(unit: Unit, meta_ok: bool = False) -> None:
-    """Reshards ``unit`` and takes replaced Parameters back into its buckets; raises StateError if on meta,
-    unless ``meta_ok``."""
+    """Reshards ``unit``, and copies Parameters that were replaced or moved back into its buckets. Raises
+    StateError if its parameters are on the meta device, unless ``meta_ok``."""
     group = unit.group
     if unit.context is not None:
         group.register_sharded()

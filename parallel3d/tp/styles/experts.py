@@ -161,8 +161,8 @@ _GROUPED = 16  # bytes of which torch's grouped matmul takes multiples, in each 
 
 
 def _forward_of(tp: TpState, module: Any) -> Callable[..., Any]:
-    """Returns the module's forward; of transformers' experts the family's own, which computes one expert
-    after the other, where this rank's part of the features is too narrow for a grouped matmul."""
+    """Returns the module's forward. For transformers' experts, if this rank's part of the features is too
+    narrow for a grouped matmul, it is the model family's own, which computes one expert after the other."""
     chosen = getattr(getattr(module, "config", None), "_experts_implementation", None)
     if chosen != "grouped_mm" or not hasattr(module, "is_concatenated"):
         return tp.inner

@@ -92,8 +92,8 @@ class Replicated(Style):
 
 @dataclass(frozen=True)
 class LocalSizes(Style):
-    """For a module whose forward uses sizes that it has as attributes (``num_heads``, ``split_size``) on
-    outputs of its children: where these are split, the attributes become the sizes of a rank's part.
+    """Style for a module whose forward applies sizes from its attributes (``num_heads``, ``split_size``) to
+    outputs of its children. If these outputs are split, the attributes become the sizes of a rank's part.
 
     Attributes:
         names: the module's int attributes, each of which is divided by the number of ranks.
@@ -165,14 +165,14 @@ class SequenceParallel(LayoutStyle):
 
 @dataclass(frozen=True)
 class PrepareOutput(Style):
-    """Changes the layout of a module's output, of a tuple or list the first tensor.
+    """Changes the layout of a module's output; if that is a tuple or list, of its first tensor.
 
     The module's own parameters stay whole, and its forward plain.
 
     Attributes:
         given: the layout of the output: ``"partial"``: partial sums. ``"replicate"``: whole.
             ``"sequence"``: a part along ``sequence_dim``. ``"shard"``: a part of the last dim.
-        wanted: the layout that it gets: ``"replicate"``, ``"sequence"`` or ``"shard"``.
+        wanted: the layout to change it to: ``"replicate"``, ``"sequence"`` or ``"shard"``.
         features: the size of the last dim of the whole, when ``given="shard"``.
         sequence_dim: the sequence dim of the output.
     """
@@ -259,13 +259,15 @@ def _change_layout(y: Any, style: PrepareOutput, tp: TpState) -> Any:
 
 @dataclass(frozen=True)
 class RopeOutput(Style):
-    """For a whole linear layer (or any module) whose last output features go to this rank's heads directly,
-    not through a column-parallel layer: they become a copy, whose gradient is summed.
+    """Style for a whole linear layer (or any module) whose last output features are used by this rank's heads
+    directly, not through a column-parallel layer. The gradient of these features is summed over ``tp``.
 
-    The compressed keys and values of multi-head latent attention: ``[kv_lora_rank | qk_rope_head_dim]``.
+    An example is the layer that computes the compressed keys and values of multi-head latent attention,
+    ``[kv_lora_rank | qk_rope_head_dim]``.
 
     Attributes:
-        features: their number; 0: the ``qk_rope_head_dim`` of the module around it, or of the model's config.
+        features: number of these last features; 0: the ``qk_rope_head_dim`` of the module around it, or of
+            the model's config.
     """
 
     features: int = 0
@@ -318,9 +320,9 @@ class PrepareInput(Style):
             for one with another layout.
         sequence_dim: the sequence dim of the input, when ``layout="sequence"``.
         wanted: ``"copy"``: each rank computes something else from the input, so that its gradients are
-            summed. All that the module computes from it must go through children that are split: what is
-            computed alike on every rank would get ``tp`` times its gradient. ``"whole"``: each rank
-            computes the same from it, and children that are split take copies of their own.
+            summed. Everything that the module computes from it must go through children that are split; the
+            gradient of anything else would be ``tp`` times too large. ``"whole"``: each rank computes the
+            same from it, and children that are split make their own copies.
         params: the rules of the module's own parameters, (name, style).
     """
 
