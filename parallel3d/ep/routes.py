@@ -19,9 +19,9 @@ def destinations(index: Tensor, division: Division) -> tuple[Tensor, Tensor]:
     """Returns which tokens, and which pairs, go to which rank.
 
     Args:
-        index: (T, K), the experts of each token; a number that is no expert's counts for nothing.
+        index: (T, K), the experts of each token; a number that is no expert's is ignored.
 
-    Returns: (ranks, T) and (ranks, T * K), bool.
+    Returns: (ranks, T) and (ranks, T * K), bool: whether the token, or the pair, goes to the rank.
     """
     valid = (index >= 0) & (index < division.experts)
     to = torch.where(valid, index // division.chunk, division.ranks)

@@ -483,10 +483,10 @@ class Bucket:
 class PostForwardGroup:
     """The shard of a bucket over fewer ranks that a rank keeps between forward and backward.
 
-    ``reshard_after_forward=k`` spends memory, n/k times a shard, to gather within k neighbouring ranks, which
-    are one machine's if k is the number of its devices. Rank j of them keeps the rows that the shard ranks
-    from j*n/k to (j+1)*n/k have in the gathered buffer: an all-gather over the k ranks fills that buffer as
-    one over all n does.
+    With ``reshard_after_forward=k`` a rank keeps n/k shards, so that the next all-gather needs only k
+    consecutive ranks, which are on one machine if k is the number of its devices. Rank j of the k ranks keeps
+    the shards of the shard ranks from j*n/k to (j+1)*n/k. So an all-gather over the k ranks fills the same
+    gathered buffer as one over all n ranks.
 
     Attributes:
         in_rows: whether the shard has rows of S, as custom all-gathers take it. If not, it has the n/k rows

@@ -65,14 +65,13 @@ class ParallelMixin:
 
         class MyTrainer(ParallelMixin, SomeTrainer): ...
 
-    The mesh is that of the model's parameters. Ranks of one tp group read the same rows, and what is counted,
-    averaged or gathered is so over the data ranks. ``save_model`` writes a folder that ``from_pretrained``
-    loads. A checkpoint has that and ``parallel3d.checkpoint``'s: resuming is exact on the same mesh, and
-    possible on another, if the rows per step stay the same. For a model of ``get_peft_model``, both contain
-    the adapters and other trained parameters, but not the frozen base; ``PeftModel.from_pretrained`` loads
-    them.
-    Gradient accumulation reduces gradients to shards each time. ``bf16=True`` is autocast, unless the
-    model's ``mp_policy`` computes in bfloat16 already.
+    The mesh is that of the model's parameters. Ranks of one tp group read the same rows; the Trainer counts,
+    averages and gathers over the data ranks. ``save_model`` writes a folder that ``from_pretrained`` loads. A
+    checkpoint contains these files and those of ``parallel3d.checkpoint``: resuming is exact on the same
+    mesh, and possible on another if the rows per step stay the same. For a model of ``get_peft_model``, both
+    contain the adapters and other trained parameters, but not the frozen base, and
+    ``PeftModel.from_pretrained`` loads them. Gradient accumulation reduce-scatters gradients in each
+    micro-batch. ``bf16=True`` is autocast, unless the model's ``mp_policy`` computes in bfloat16 already.
 
     Raises:
         Parallel3dError: the model is not parallel or has parameters that are not, or an argument can't be

@@ -35,7 +35,7 @@ class MeshLayout:
     of them, but not ep, may be ``-1``: it is inferred from the world size, see :meth:`resolve`.
 
     Raises:
-        MeshError: a size is not an int, zero or below -1, two sizes are -1, or ep doesn't divide
+        MeshError: a size is no int, or is 0 or below -1; two sizes are -1; or ep doesn't divide
             shard x cp x tp.
         WrongTypeError: a name that is no axis, or a fourth size by position.
     """

@@ -56,13 +56,15 @@ def wait_for(
     notice: Callable[[], None] | None = None,
     look: Callable[[], None] | None = None,
 ) -> None:
-    """Waits until all ``keys`` are set; Late if not within ``timeout``.
-
-    DistNetworkError if the store has ended; PeerFailureError within ``guards.watch``.
+    """Waits until all ``keys`` are set.
 
     Args:
         notice: called once, after ``NOTICE_AFTER``.
-        look: called at each of the slow polls; an exception ends the wait.
+        look: called at each of the slow polls; an exception that it raises ends the wait.
+
+    Raises:
+        Late: the keys are not set within ``timeout``.
+        DistNetworkError: the store has ended. Within ``guards.watch`` it is a PeerFailureError.
     """
     # Not store.wait: on a TCP store it can't be interrupted, and prints to stderr when it times out.
     for _ in _polls(timeout, notice=notice, look=look):

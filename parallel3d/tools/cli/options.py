@@ -54,8 +54,9 @@ def made(under: Callable[..., Any], table: Mapping[str, tuple[Any, ...]]) -> Opt
 
     Args:
         under: the function that makes an option of the panel, see ``panel``.
-        table: name -> (type, default, help), and its name on the command line if it isn't the same, and a
-            dict of what else ``typer.Option`` takes. With None as default an option may be left out.
+        table: name -> (type, default, help). A further string is the option's name on the command line, if
+            it differs; a further dict has more arguments of ``typer.Option``. With None as default an option
+            may be left out.
     """
     found: Options = {}
     for name, (kind, default, *words) in table.items():
