@@ -97,12 +97,15 @@ def experts_of(module: nn.Module) -> int:
 
 def _takes_routes(module: nn.Module) -> bool:
     """Whether the forward takes hidden states, the experts of each token, and their weights."""
+    words = _arguments(module)
+    return len(words) == 3 and any(word in words[1] for word in ("ind", "expert", "selected"))
+
+
+def _arguments(module: nn.Module) -> list[str]:
+    """Names of the forward's positional arguments."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    given = [p for p in inspect.signature(module.forward).parameters.values() if p.kind in kinds]
-    words = [p.name for p in given]
-    return len(words) == 3 and any(
-        "ind" in word or "expert" in word or "selected" in word for word in words[1:2]
-    )
+    given = inspect.signature(module.forward).parameters.values()
+    return [p.name for p in given if p.kind in kinds]
 
 
 def find_experts(model: nn.Module) -> dict[str, nn.Module]:
@@ -155,9 +158,9 @@ class EpPlan:
                 for name, value in list(vars(module).items()):
                     if type(value) is int and value == division.experts and "experts" in name:
                         setattr(module, name, _here(division, axis))
-                names = tuple(inspect.signature(module.forward).parameters)
+                names = tuple(_arguments(module)[:3])
                 inner = wrap_forward(module, functools.partial(as_if, _forward), _forward)
-                state = _State(axis, division, declared.call or inner, names[:3], tp_axis)
+                state = _State(axis, division, declared.call or inner, names, tp_axis)
                 vars(module)[_ATTRIBUTE] = state
 
     def placement_of(self, param: nn.Parameter) -> Shard | None:
@@ -208,7 +211,7 @@ def plan_ep(
                 f"ep: the rule {pattern!r} matches no module; there are {', '.join(list(named)[1:9])}, ..."
             )
         for name in matched:
-            if not experts_of(named[name]):
+            if not experts_of(named[name]) or len(_arguments(named[name])) < 3:
                 raise PlanError(_why_not(name, named[name]))
             modules[name] = named[name], each
     if view is None:
@@ -242,8 +245,13 @@ def plan_ep(
 def _why_not(name: str, module: nn.Module) -> str:
     shapes = {n: tuple(p.shape) for n, p in module.named_parameters()}
     shown = ", ".join(f"{n} {shape}" for n, shape in list(shapes.items())[:3]) or "no parameters"
+    has = (
+        f"is called with ({', '.join(_arguments(module))})"
+        if experts_of(module)
+        else f"has {shown}"
+    )
     return (
-        f"{name} ({type(module).__name__}) has {shown}; ep divides parameters of the module's own, all with "
+        f"{name} ({type(module).__name__}) {has}; ep divides parameters of the module's own, all with "
         "the experts as their first dim, one of them of three dims, in a module called with (hidden states, "
         "experts of each token, their weights). Stack experts that are modules in a list"
     )

@@ -111,3 +111,36 @@ def test_refused() -> None:
         assert_parity(
             functools.partial(torch.nn.Linear, 4, 4), torch.randn(2, 4), MeshLayout(shard=2, ep=2)
         )
+
+
+class Sorted(Batched):
+    """Experts that are given their tokens sorted, as llama4's: nothing says which token goes where."""
+
+    def forward(self, hidden, *sorted):
+        return hidden
+
+
+@pytest.mark.parametrize("rules", [{}, {"layers.*.experts": ep.Experts()}], ids=["found", "named"])
+def test_experts_called_in_another_way_are_refused(rules) -> None:
+    with pytest.raises(
+        PlanError, match=r"experts \(Sorted\) is called with \(hidden\); ep divides"
+    ):
+        assert_parity(
+            functools.partial(Mixture, Sorted), batch, MeshLayout(shard=2, ep=2), tp_plan=rules
+        )
+
+
+class Counting(Batched):
+    """Experts whose forward needs all of them."""
+
+    def forward(self, hidden, index, weights):
+        assert self.up.shape[0] == 4
+        return super().forward(hidden, index, weights)
+
+
+def test_a_call_of_its_own() -> None:
+    rules = {"layers.*.experts": ep.Experts(call=Batched.forward)}
+    build = functools.partial(Mixture, Counting)
+    layout = MeshLayout(shard=4, ep=2)
+    found = assert_parity(build, batch, layout, loss=loss, tp_plan=rules)
+    assert found.grads["float64"] < 1e-12
