@@ -1,5 +1,6 @@
 """Private names of DTensor and DeviceMesh."""
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import combinations
@@ -186,6 +187,16 @@ def clear_dtensor_caches() -> None:
     for module, path in caches:
         with suppress(AttributeError):  # of another version
             attrgetter(path)(module)()
+
+
+def gather_whole(tensor: DTensor) -> torch.Tensor:
+    """``tensor.full_tensor()``, without torch's warning where that takes a collective for each axis."""
+    logger = logging.getLogger(_redistribute.__name__)
+    disabled, logger.disabled = logger.disabled, True
+    try:
+        return tensor.full_tensor()
+    finally:
+        logger.disabled = disabled
 
 
 def get_local_tensor(tensor: torch.Tensor) -> torch.Tensor:

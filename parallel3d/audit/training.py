@@ -16,7 +16,7 @@ from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from parallel3d._torch.autograd import function_modes, in_backward_pass, untraced
-from parallel3d._torch.dtensor import get_local_tensor, make_dtensor
+from parallel3d._torch.dtensor import gather_whole, get_local_tensor, make_dtensor
 from parallel3d._torch.simulated import ranks_are_simulated
 from parallel3d._trace.copies import meta_copy
 from parallel3d._util import dry_run
@@ -490,4 +490,4 @@ def _full(tensor: Tensor) -> Tensor:
     local = get_local_tensor(tensor)
     if local.device.type != kind:  # CPU offload
         tensor = make_dtensor(local.to(kind), tensor._spec)
-    return tensor.full_tensor()
+    return gather_whole(tensor)

@@ -1,7 +1,7 @@
 """Expert parallelism on real processes: uneven messages, room, load, clipping, checkpoints, the audit."""
 
 import pytest
-from _support.ep.on_ranks import clipped, loads, parity, planted, resumed, saved, with_room
+from _support.ep.on_ranks import clipped, loads, logged, parity, planted, resumed, saved, with_room
 
 from parallel3d import MeshLayout
 
@@ -88,3 +88,7 @@ def test_the_audit_finds_planted_faults(gloo_pool, fault, layout, said) -> None:
     for message in gloo_pool.run(planted, fault, layout, world_size=4):
         assert bool(message) == bool(fault), message
         assert re.search(said, message), message
+
+
+def test_a_step_prints_no_warning_of_torchs(gloo_pool) -> None:
+    assert not any(gloo_pool.run(logged, MeshLayout(shard=4, ep=2), world_size=4))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -13,9 +14,10 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from _support.ep.models import Looped, Mixture, batch, loss
+from _support.ep.models import HIDDEN, Looped, Mixture, batch, loss
 from parallel3d import Checks, MeshLayout, build_mesh, checkpoint, ep, optim, parallelize
-from parallel3d.testing import assert_parity
+from parallel3d.ep.routes import Division, capacities
+from parallel3d.testing import assert_parity, record_collectives
 
 EIGHT = functools.partial(Mixture, Looped, 8)
 
@@ -97,6 +99,50 @@ def loads(layout: MeshLayout) -> tuple[dict[str, tuple[int, ...]], list[list[flo
     )
 
 
+def traffic(
+    ep: int, rows: int, pairs: int, hidden: int, size: int, weight: int
+) -> tuple[list[int], list[int]]:
+    """Bytes of the exchanges over ep of a layer, in forward and in backward, as docs/expert_parallel.md says.
+
+    Args:
+        size, weight: bytes of an element of the hidden states, and of the weights of pairs.
+    """
+    row = rows * hidden * size
+    return [16 * ep, row, pairs * weight, 8 * pairs, row], [row, row, pairs * weight]
+
+
+def exchanged(layout: MeshLayout, capacity: float | None) -> tuple[list[int], list[int]]:
+    """Bytes of each exchange over ep that the recorder counts, and those of the routing that there was."""
+    build = functools.partial(Mixture, Looped, 8, layers=1)
+    mesh, _, parallel = made(layout, build)
+    if capacity is not None:
+        ep.set_capacity(parallel, capacity)
+    routed: list[torch.Tensor] = []
+    experts = parallel.layers[0].experts
+    experts.register_forward_pre_hook(lambda module, args: routed.append(args[1]))
+    axis = ep.make_expert_view(mesh, layout.ep).ep
+    with record_collectives(axis) as recorder:
+        loss(parallel, batch(layout.data_rank(dist.get_rank()))).backward()
+    index = routed[0].chunk(layout.tp)[mesh.get_local_rank("tp") if layout.tp > 1 else 0]
+    to = index // (8 // layout.ep)
+    ranks = range(layout.ep)
+    if capacity is None:
+        sent = [[int((to == r).any(1).sum()), int((to == r).sum())] for r in ranks]
+        every: list[Any] = [None] * layout.ep
+        dist.all_gather_object(every, sent, group=axis.get_group())
+        taken = [each[axis.get_local_rank()] for each in every]
+        # Of each call the larger of what is sent and what comes.
+        rows, pairs = (max(sum(n[i] for n in way) for way in (sent, taken)) for i in (0, 1))
+    else:
+        room = capacities(*index.shape, Division(8, layout.ep), capacity)
+        rows, pairs = (each * layout.ep for each in room)
+    forward, backward = traffic(layout.ep, rows, pairs, HIDDEN, 8, 8)
+    wanted = [*(forward if capacity is None else forward[1:]), *backward]
+    # Where one group is that of ep and of shard, the engine's are on it too.
+    calls = recorder.select(op="all_to_all", axis="ep", unit="layers.0.experts")
+    return [call.bytes for call in calls], wanted
+
+
 def saved(folder: str, layout: MeshLayout) -> None:
     """Two steps of AdamW, saved."""
     _, plain, parallel = made(layout)
@@ -126,6 +172,24 @@ def resumed(folder: str, layout: MeshLayout) -> None:
     for name, p in parallel.named_parameters():
         assert torch.equal(whole(p.detach()), state[name]), name
         assert torch.equal(whole(optimizer.state[p]["exp_avg"]), moments[name]), name
+
+
+def logged(layout: MeshLayout) -> list[str]:
+    """What torch logs of redistributions in a first step, which the audit compares."""
+    from torch.distributed.tensor import _redistribute
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger(_redistribute.__name__)
+    getattr(_redistribute, "_warned_flatten_issues", set()).clear()  # it warns once
+    logger.addHandler(handler)
+    try:
+        _, _, parallel = made(layout, checks=Checks())
+        loss(parallel, batch(layout.data_rank(dist.get_rank()))).backward()
+    finally:
+        logger.removeHandler(handler)
+    return said
 
 
 def planted(fault: str, layout: MeshLayout) -> str:
