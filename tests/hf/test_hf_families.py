@@ -38,7 +38,7 @@ def run(gloo_pool, cases, plan="auto", timeout=300.0):
     """The cases' outcomes; all on meshes of one size."""
     from _support.hf.side_by_side_hf import compare_cases, merged
 
-    (size,) = {prod(sizes) for _, _, sizes in cases}
+    (size,) = {prod(sizes[:4]) for _, _, sizes in cases}  # a fifth is ep's, a view of these
     return merged(gloo_pool.run(compare_cases, cases, plan, world_size=size, timeout=timeout))
 
 
@@ -93,7 +93,7 @@ def test_a_wrong_plan_is_noticed(gloo_pool, family, rule, instead, differs) -> N
 
 def test_the_page_says_what_the_tests_find() -> None:
     """``docs/families.md`` has the families of ``refused.txt`` as refused, and all others as equal; in the
-    column of cp those of ``refused_cp.txt``."""
+    columns of cp and ep those of their files."""
     from _support.hf.side_by_side_hf import CASES, refused_families
 
     page = (Path(__file__).resolve().parents[2] / "docs" / "families.md").read_text()
@@ -107,10 +107,12 @@ def test_the_page_says_what_the_tests_find() -> None:
     assert {
         name for name, found in verdicts.items() if found != {"equal"}
     } == refused_families().keys()
-    with_cp = {row[0]: row[2 + len(CASES)] for row in rows[2:]}
-    assert set(with_cp.values()) == {"equal", "refused"}
-    refused = {name for name, verdict in with_cp.items() if verdict == "refused"}
-    assert refused == refused_families("refused_cp.txt").keys()
+    for place, axis in enumerate(("cp", "ep"), 2 + len(CASES)):
+        column = {row[0]: row[place] for row in rows[2:] if row[place] != "-"}
+        assert set(column.values()) == {"equal", "refused"}
+        assert len(column) > (90 if axis == "cp" else 50)
+        refused = {name for name, verdict in column.items() if verdict == "refused"}
+        assert refused == refused_families(f"refused_{axis}.txt").keys()
 
 
 # Parameters without a gradient: what chooses (experts by bias, keys by an index), another modality, a state
@@ -141,6 +143,40 @@ def test_families_with_context_parallelism(gloo_pool) -> None:
     outcomes = run(gloo_pool, [(name, *CP_CASE) for name, _ in WITH_CP])
     found = [(name, o.verdict) for (name, _), o in zip(WITH_CP, outcomes, strict=True)]
     assert found == WITH_CP, [o.note for o in outcomes]
+
+
+# Grouped matmul of experts; a router with a correction bias, groups and shared experts; dense experts.
+WITH_EP = [("mixtral", "equal"), ("deepseek_v3", "equal"), ("llama4_text", "refused")]
+
+
+@pytest.mark.slow
+def test_families_with_expert_parallelism(gloo_pool) -> None:
+    from _support.hf.side_by_side_hf import ep_cases, refused_families
+
+    cases = [case for name, _ in WITH_EP for case in ep_cases(name)]
+    wanted = dict(WITH_EP)
+    for case, outcome in zip(cases, run(gloo_pool, cases), strict=True):
+        assert outcome.verdict == wanted[case[0]], (case, outcome.note)
+        assert refused_families("refused_ep.txt").get(case[0], "") in outcome.note
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_family_with_expert_parallelism(gloo_pool, part: int) -> None:
+    """Equal on all meshes, or refused and in ``refused_ep.txt``."""
+    from _support.hf.side_by_side_hf import ep_cases, refused_families
+    from _support.hf.tiny import families, is_moe
+
+    refused = refused_families("refused_ep.txt")
+    names = [name for name in families() if is_moe(name)]
+    assert refused.keys() <= set(names)
+    cases = [case for name in names[part::PARTS] for case in ep_cases(name)]
+    wrong = []
+    for case, outcome in zip(cases, run(gloo_pool, cases), strict=True):
+        verdict = "refused" if case[0] in refused else "equal"
+        if outcome.verdict != verdict or refused.get(case[0], "") not in outcome.note:
+            wrong.append(f"{case}: {outcome.verdict}, {outcome.note}")
+    assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.full

@@ -3,9 +3,10 @@
     python tests/_support/hf/families_table.py                # all; about ten minutes on two cores
     python tests/_support/hf/families_table.py llama doge     # some; only prints
     python tests/_support/hf/families_table.py --cp           # the column cp alone, written into the page
+    python tests/_support/hf/families_table.py --ep           # the same of the column ep
 
 Exits with 1 where a family is unequal or failed, or refused without being in ``refused.txt``, with cp in
-``refused_cp.txt``.
+``refused_cp.txt``, with ep in ``refused_ep.txt``.
 """
 
 import re
@@ -29,15 +30,16 @@ if __name__ == "__main__":  # under pytest it is there already
 from _support.hf.side_by_side_hf import (  # noqa: E402
     CASES,
     CP_CASE,
+    Case,
     Outcome,
     compare_cases,
+    ep_cases,
     merged,
     refused_families,
 )
 from _support.hf.tiny import families, is_moe, tiny_model  # noqa: E402
 
 PAGE = ROOT / "docs" / "families.md"
-ALL_CASES = (*CASES, CP_CASE)
 AT_ONCE = 6  # families in one run of the pool
 BROKEN = Outcome("failed", "its processes ended or hung")
 
@@ -54,42 +56,44 @@ text model that is a family of its own and part of a composite one (`gemma3_text
 *cp*: *base* on two ranks of [context parallelism](context_parallel.md), which share each sequence; equal, or
 refused with the reason: what mixes positions outside attention can't run on parts of sequences.
 
+*ep*: MoE families with [experts on an axis of their own](expert_parallel.md): *base* on (1, 4, 1) with ep 2
+and on (1, 2, 2) with ep 4, *odd* on (2, 2, 1) with ep 2 where that variant has experts; equal on all, or
+refused with the reason.
+
 {counts}
 
-| family | kind | {columns} | cp | held | note |
-|---|---|{rule}---|---|---|
+| family | kind | {columns} | cp | ep | held | note |
+|---|---|{rule}---|---|---|---|
 """
+
+DENSE = Outcome("-")
 
 
 def main(names: list[str]) -> int:
     refused, rows, bad = refused_families(), [], []
-    refused_cp = refused_families("refused_cp.txt")
     counts: Counter[tuple[str, str]] = Counter()
     with GlooPool(4) as pool:
-        for name, (*found, cp) in in_turn(pool, names or families()):
-            worst = next(
-                (v for v in ("failed", "unequal", "refused") if v in [o.verdict for o in found]),
-                "equal",
-            )
+        for name, (found, cp, ep) in in_turn(pool, names or families()):
+            all_found = worst(found)
             kind = "MoE" if is_moe(name) else "dense"
-            counts[kind, worst] += 1
-            if worst not in ("equal", "refused") or (worst == "refused") != (name in refused):
+            counts[kind, all_found.verdict] += 1
+            if all_found.verdict != ("refused" if name in refused else "equal"):
                 bad.append(name)
-            if cp.verdict not in ("equal", "refused") or (cp.verdict == "refused") != (
-                name in refused_cp
-            ):
-                bad.append(f"{name} (cp)")
-            counts["cp", cp.verdict] += 1
-            cells = [outcome.verdict for outcome in (*found, cp)]
+            for axis, outcome in (("cp", cp), ("ep", ep)):
+                if is_wrong(axis, name, outcome):
+                    bad.append(f"{name} ({axis})")
+                if outcome is not DENSE:
+                    counts[axis, outcome.verdict] += 1
+            cells = [outcome.verdict for outcome in (*found, cp, ep)]
             notes = dict.fromkeys(outcome.note for outcome in found if outcome.note)
-            notes |= dict.fromkeys([short(cp.note)] if cp.note else [])
+            shorter = [short(axis, o.note) for axis, o in (("cp", cp), ("ep", ep)) if o.note]
             held = f"{max(outcome.held for outcome in found):.2f}"
-            said = "; ".join([*notes, *notes_of(name)]).replace("|", "/")[:300]
+            said = "; ".join([*notes, *shorter, *notes_of(name)]).replace("|", "/")[:300]
             rows.append("| " + " | ".join([name, kind, *cells, held, said]) + " |")
             print(rows[-1], flush=True)
     told = "\n".join(
         f"- {kind}: " + ", ".join(f"{n} {v}" for (k, v), n in sorted(counts.items()) if k == kind)
-        for kind in ("dense", "MoE", "cp")
+        for kind in ("dense", "MoE", "cp", "ep")
     )
     print(told)
     if not names:
@@ -105,66 +109,92 @@ def main(names: list[str]) -> int:
     return 1 if bad else 0
 
 
-def renew_cp() -> int:
-    """Runs the column cp and writes it into the page, whose other cells stay."""
-    refused, bad, counts = refused_families("refused_cp.txt"), [], Counter()
+def renew(axis: str) -> int:
+    """Runs the column of an axis, cp or ep, and writes it into the page, whose other cells stay."""
+    bad, counts = [], Counter()
     lines = PAGE.read_text().splitlines()
     rows = {line.split("|")[1].strip(): i for i, line in enumerate(lines) if line.startswith("| ")}
-    names, place = families(), 2 + len(CASES) + 1
-    with GlooPool(2) as pool:
-        for first in range(0, len(names), AT_ONCE):
-            few = names[first : first + AT_ONCE]
-            cases = [(name, *CP_CASE) for name in few]
-            found = merged(pool.run(compare_cases, cases, world_size=2, timeout=600.0))
-            for name, cp in zip(few, found, strict=True):
-                print(f"{name}: {cp.verdict} {short(cp.note) if cp.note else ''}", flush=True)
-                counts[cp.verdict] += 1
-                cells = lines[rows[name]].split(" | ")
-                cells[-1] = cells[-1].removesuffix(" |").strip()
-                cells[place - 1] = cp.verdict
-                notes = [*(n for n in cells[-1].split("; ") if n and not n.startswith("cp: "))]
-                notes += [short(cp.note).replace("|", "/")] if cp.note else []
-                cells[-1] = "; ".join(notes)[:300]
-                lines[rows[name]] = " | ".join(cells) + " |"
-                if cp.verdict != ("refused" if name in refused else "equal"):
-                    bad.append(name)
-    told = "- cp: " + ", ".join(f"{n} {verdict}" for verdict, n in sorted(counts.items()))
-    lines = [told if line.startswith("- cp: ") else line for line in lines]
+    place = [cell.strip() for cell in lines[rows["family"]].split("|")].index(axis) - 1
+    with GlooPool(4) as pool:
+        for name, found in in_turn(pool, families(), (axis,)):
+            outcome = found[0]
+            said = [short(axis, outcome.note).replace("|", "/")] if outcome.note else []
+            cells = lines[rows[name]].removesuffix("|").removeprefix("|").split("|")
+            cells = [cell.strip() for cell in cells]
+            notes = [n for n in cells[-1].split("; ") if n and not n.startswith(f"{axis}: ")]
+            cells[place], cells[-1] = outcome.verdict, "; ".join([*notes, *said])[:300]
+            lines[rows[name]] = f"| {' | '.join(cells)} |"
+            print(f"{name}: {outcome.verdict}", *said, flush=True)
+            if outcome is not DENSE:
+                counts[outcome.verdict] += 1
+            if is_wrong(axis, name, outcome):
+                bad.append(name)
+    told = f"- {axis}: " + ", ".join(f"{n} {verdict}" for verdict, n in sorted(counts.items()))
+    lines = [told if line.startswith(f"- {axis}: ") else line for line in lines]
     PAGE.write_text("\n".join(lines) + "\n")
     print(told, *bad)
     return 1 if bad else 0
 
 
-def in_turn(pool, names):
-    """Each name with its outcomes, in CASES' order. Some at once, since making groups takes longest."""
+def is_wrong(axis: str, name: str, outcome: Outcome) -> bool:
+    """Whether a family's cell of cp or ep is not what its file of refused families says."""
+    expected = "refused" if name in refused_families(f"refused_{axis}.txt") else "equal"
+    return outcome is not DENSE and outcome.verdict != expected
+
+
+def cases_of(name: str, column: str) -> list[Case]:
+    """What a family is run as for the columns of its plan ("tp"), cp or ep."""
+    if column == "ep":
+        return ep_cases(name)
+    return [(name, *case) for case in ((CP_CASE,) if column == "cp" else CASES)]
+
+
+def worst(outcomes: list[Outcome]) -> Outcome:
+    order = ("failed", "unequal", "refused", "equal")
+    return min(outcomes, key=lambda outcome: order.index(outcome.verdict), default=DENSE)
+
+
+def in_turn(pool, names, columns=("tp", "cp", "ep")):
+    """Each name with its outcomes: a list for "tp", one for cp and ep. Some families at once, since making
+    groups takes longest."""
     for first in range(0, len(names), AT_ONCE):
         few = names[first : first + AT_ONCE]
-        outcomes = run_some(pool, few)
+        outcomes = run_some(pool, few, columns)
         if outcomes is None:  # one broke the run: each by itself
-            outcomes = {name: (run_some(pool, [name]) or {}).get(name) for name in few}
+            outcomes = {}
+            for name in few:
+                outcomes |= run_some(pool, [name], columns) or {}
         for name in few:
-            yield name, outcomes[name] or [BROKEN] * len(ALL_CASES)
+            found = [
+                [outcomes.get(case, BROKEN) for case in cases_of(name, column)]
+                for column in columns
+            ]
+            yield name, [f if c == "tp" else worst(f) for f, c in zip(found, columns, strict=True)]
 
 
-def run_some(pool, names):
-    """Name -> outcomes; None where the run as a whole failed."""
+def run_some(pool, names, columns) -> dict[Case, Outcome] | None:
+    """Case -> outcome; None where the run as a whole failed."""
     outcomes = {}
+    every = [case for name in names for column in columns for case in cases_of(name, column)]
     for size in (2, 4):
-        cases = [(name, *case) for name in names for case in ALL_CASES if prod(case[1]) == size]
+        cases = [case for case in every if prod(case[2][:4]) == size]
+        if not cases:
+            continue
         try:
             found = merged(pool.run(compare_cases, cases, world_size=size, timeout=600.0))
         except WorkerError as error:
             print(error, file=sys.stderr)
             return None
         outcomes.update(zip(cases, found, strict=True))
-    return {name: [outcomes[name, *case] for case in ALL_CASES] for name in names}
+    return outcomes
 
 
-def short(note: str) -> str:
-    """Why context parallelism is refused, without advice and folders."""
+def short(axis: str, note: str) -> str:
+    """Why an axis is refused, without advice and folders."""
     why = note.removeprefix("context parallelism: ").split(", but each rank has")[0]
     why = why.split(", which is not made")[0]
-    return "cp: " + re.sub(r"/\S*/([^/\s]+\.py)", r"\1", why.split("; each rank has")[0])
+    why = why.split("known to hold experts: ")[-1].split("; ep divides")[0]
+    return f"{axis}: " + re.sub(r"/\S*/([^/\s]+\.py)", r"\1", why.split("; each rank has")[0])
 
 
 def notes_of(name: str) -> list[str]:
@@ -180,4 +210,5 @@ def notes_of(name: str) -> list[str]:
 if __name__ == "__main__":
     transformers.logging.set_verbosity_error()
     warnings.filterwarnings("ignore")
-    sys.exit(renew_cp() if sys.argv[1:] == ["--cp"] else main(sys.argv[1:]))
+    one = {"--cp": "cp", "--ep": "ep"}.get(" ".join(sys.argv[1:]))
+    sys.exit(renew(one) if one else main(sys.argv[1:]))

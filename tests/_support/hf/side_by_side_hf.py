@@ -14,7 +14,7 @@ from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from _support.hf.all_double import AllDouble
-from _support.hf.tiny import LENGTH, VARIANTS, tiny_model
+from _support.hf.tiny import LENGTH, VARIANTS, is_moe, tiny_model
 from parallel3d import Checks, MeshLayout, build_mesh, cp, parallelize
 from parallel3d.errors import PlanError, StateError
 from parallel3d.testing.parity import shards_of
@@ -75,6 +75,16 @@ def compare_cases(cases: list[Case], plan: Plan = "auto") -> list[Outcome]:
     return [_outcome(case, plan, meshes) for case in cases]
 
 
+def ep_cases(name: str) -> list[Case]:
+    """A family's cases of expert parallelism: those whose variant has experts; none of a dense family."""
+    return [
+        (name, variant, sizes)
+        for variant, sizes in EP_CASES
+        if is_moe(name)
+        and any("expert" in path for path, _ in tiny_model(name, variant).named_parameters())
+    ]
+
+
 def merged(by_rank: list[list[Outcome]]) -> list[Outcome]:
     """The worst of what the ranks found, case by case."""
     order = ("failed", "unequal", "refused", "equal")
@@ -85,7 +95,7 @@ def merged(by_rank: list[list[Outcome]]) -> list[Outcome]:
 
 
 def refused_families(file: str = "refused.txt") -> dict[str, str]:
-    """Family -> the beginning of the reason, from ``refused.txt``, or for cp ``refused_cp.txt``."""
+    """Family -> a part of the reason, from ``refused.txt``, ``refused_cp.txt`` or ``refused_ep.txt``."""
     lines = (Path(__file__).parent / file).read_text().splitlines()
     pairs = [line.split(": ", 1) for line in lines if line and not line.startswith("#")]
     return dict(pairs)
