@@ -78,6 +78,20 @@ def test_pretrain(tmp_path: Path) -> None:
     assert len(lines) == 3 and printed(words, tmp_path) == lines
 
 
+@pytest.mark.slow
+def test_moe(tmp_path: Path) -> None:
+    """It prints what it shows, and the folder that it writes loads in plain transformers."""
+    from transformers import AutoModelForCausalLM
+
+    path = EXAMPLES / "moe.py"
+    words, lines = shown(path)
+    assert path.read_text().count("\n") <= 80
+    assert len(lines) == 4 and printed(words, tmp_path) == lines
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "qwen3_moe")
+    ids = torch.arange(65)[None]
+    assert model(input_ids=ids, labels=ids).loss < 0.67  # that of the last step, and less
+
+
 STUBS = {
     "scontrol": """\
 if [ "$1" = show ]; then echo localhost; else echo "$*" >> requeued; fi
