@@ -1,4 +1,4 @@
-"""FSDP, HSDP, tensor and context parallelism on a (replicate, shard, cp, tp) mesh, in one call."""
+"""FSDP, HSDP, tensor, context and expert parallelism on a (replicate, shard, cp, tp) mesh, in one call."""
 
 from typing import TYPE_CHECKING
 

@@ -16,6 +16,7 @@ ON_RANKS = [section for section in SECTIONS if section.world == "gloo"]
 SLOW = {
     "README.md",  # eight processes
     "context_parallel.md",
+    "expert_parallel.md",
     "from_accelerate.md",
     "from_fsdp2.md",
     "from_megatron_fsdp.md",

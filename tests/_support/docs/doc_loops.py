@@ -91,6 +91,11 @@ LOOPS: dict[str, tuple[Callable[[Names], nn.Module], Loss, float]] = {
         lambda names, plain: _next_tokens(plain, _everyones(names["data"])),
         1e-4,
     ),
+    "expert_parallel.md": (
+        lambda names: names["Model"](),
+        lambda names, plain: _next_tokens(plain, _everyones(names["data"])),
+        1e-4,
+    ),
     "from_accelerate.md": (_auto, _hf, 0.1),
     "from_fsdp1.md": (
         _lm,
