@@ -60,11 +60,12 @@ def wait_for(
 
     Args:
         notice: called once, after ``NOTICE_AFTER``.
-        look: called at each of the slow polls; an exception that it raises ends the wait.
+        look: called at each poll once these are ``_LONGEST`` apart; an exception in it ends the wait.
 
     Raises:
         Late: the keys are not set within ``timeout``.
-        DistNetworkError: the store has ended. Within ``guards.watch`` it is a PeerFailureError.
+        DistNetworkError: the store has ended.
+        PeerFailureError: within ``guards.watch``: another rank has failed.
     """
     # Not store.wait: on a TCP store it can't be interrupted, and prints to stderr when it times out.
     for _ in _polls(timeout, notice=notice, look=look):

@@ -284,8 +284,9 @@ def plan(
             ``parallelize`` has; ``planner.CHECKPOINTING`` are all that are known.
         reshard_after_forward: values to try; by default the workload's own.
         chunked_loss, shard_optimizer_over_replicate: whether to use them. None: as the workload says. If it
-            says no, a chunked loss is tried too for layouts that don't fit or whose logits and loss take much
-            of the memory, and HFSDP for layouts with several replicas that don't fit.
+            says no, a chunked loss is tried too for predictions whose logits and loss take much of the memory
+            or that don't fit, and HFSDP, if there are several replicas, for those that don't fit and for the
+            fastest of the layout that fits.
         memory_limit_gib: memory that the training may use of each GPU, in GiB.
 
     Returns:

@@ -176,7 +176,7 @@ class MergedBuckets(Option):
     """Merges the buckets of one root.
 
     Attributes:
-        merged: the MergedBuckets of the last backward.
+        merged: the ``MergedBucket`` objects of the last backward.
     """
 
     def __init__(self) -> None:
