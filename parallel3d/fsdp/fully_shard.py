@@ -214,8 +214,8 @@ def _make_buckets(
 ) -> list[Bucket]:
     """Returns the buckets of a unit, in order of their first parameter.
 
-    Parameters on the meta device have buckets apart from others, as they may get values one by one. Those
-    that keep their dtype have a policy for that.
+    Parameters on the meta device and others are in different buckets, as the former may get their values one
+    by one. Parameters that keep their dtype get buckets whose policy keeps it.
     """
     kinds = tuple[type[Bucket], MixedPrecisionPolicy, *tuple[object, ...]]
     grouped: dict[kinds, list[ShardedParam]] = {}

@@ -108,8 +108,8 @@ class Monitor(threading.Thread):
         return self._ask(lambda: self._board.facts(topic, ranks)) or {}
 
     def forward_begins(self) -> None:
-        """Called when a forward of a model begins. A forward that is more than the usual ones of a step is
-        posted first: if other ranks don't run it, this process may be ended within it.
+        """Called when a forward of a model begins. A forward without gradients, or one more than the last
+        step had, is posted first: if other ranks don't run it, this process may be ended within it.
         """
         if torch.is_grad_enabled() and here.micro_batch <= here.usual:
             return
@@ -386,8 +386,10 @@ def _others_lost(monitor: Monitor) -> str:
 
 
 def _more_forwards(counts: Mapping[int, tuple[int, int]]) -> str:
-    """Returns a text with the ranks that have begun more forwards (with a gradient, without) than the others;
-    "" if there are none.
+    """Returns a text with the ranks that have begun more forwards than most ranks; "" if there are none.
+
+    Args:
+        counts: rank -> numbers of its forwards (with a gradient, without).
 
     After an additional forward a rank's collectives are matched with different ones of the other ranks, so
     that any rank may fail.

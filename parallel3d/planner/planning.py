@@ -253,7 +253,7 @@ def _context_refusal(model: ModelSpec, layout: MeshLayout, work: Workload) -> st
 
 _MOST_MICRO = 64
 MUCH = 0.15
-"""Fraction of the memory that logits and loss may take before the loss is computed in chunks."""
+"""Fraction of the memory that logits and loss must exceed for a chunked loss to be tried."""
 _LEAST_TOKENS = 16384
 """Least tokens of a sequence on one rank of cp, if the user names no sizes of cp: with fewer, communication
 costs more than it saves."""
@@ -284,9 +284,9 @@ def plan(
             ``parallelize`` has; ``planner.CHECKPOINTING`` are all that are known.
         reshard_after_forward: values to try; by default the workload's own.
         chunked_loss, shard_optimizer_over_replicate: whether to use them. None: as the workload says. If it
-            says no, a chunked loss is tried too for predictions whose logits and loss take much of the memory
-            or that don't fit, and HFSDP, if there are several replicas, for those that don't fit and for the
-            fastest of the layout that fits.
+            says no, a chunked loss is tried too for predictions whose logits and loss take much of the
+            memory, and HFSDP, if there are several replicas, for those that don't fit and the fastest that
+            fits.
         memory_limit_gib: memory that the training may use of each GPU, in GiB.
 
     Returns:

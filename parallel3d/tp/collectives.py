@@ -100,8 +100,8 @@ def reduce_from_tp(x: Tensor, axis: TpAxis, *, in_place: bool = False) -> Tensor
 
 
 def gather_from_tp(x: Tensor, dim: int, global_size: int, axis: TpAxis) -> Tensor:
-    """Joins the chunks of the ranks of ``axis`` along ``dim``; the gradient of ``x`` is its chunk of the
-    result's.
+    """Concatenates the chunks of the ranks of ``axis`` along ``dim``. The gradient of ``x`` is this rank's
+    chunk of the result's gradient.
 
     Args:
         x: this rank's chunk.

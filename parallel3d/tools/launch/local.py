@@ -59,8 +59,8 @@ def demo(arguments: Sequence[str]) -> int:
     processes, unless ``PARALLEL3D_DEVICE`` is set.
 
     Args:
-        arguments: more options of ``train.py``. With a mesh of its own as many processes start as it has
-            ranks.
+        arguments: more options of ``train.py``. If they give the sizes of a mesh, as many processes start as
+            that mesh has ranks.
 
     Returns:
         The exit code, as ``run`` does.
