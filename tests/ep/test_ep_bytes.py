@@ -7,7 +7,7 @@ import pytest
 from _support.ep.on_ranks import exchanged, traffic
 
 from parallel3d import MeshLayout
-from parallel3d.ep.routes import rows_a_pair
+from parallel3d.ep.division import rows_a_pair
 
 
 @pytest.mark.parametrize(

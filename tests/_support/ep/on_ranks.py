@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from _support.ep.models import HIDDEN, Looped, Mixture, batch, loss
 from parallel3d import Checks, MeshLayout, build_mesh, checkpoint, ep, optim, parallelize
-from parallel3d.ep.routes import Division, capacities
+from parallel3d.ep.division import Division, capacities
 from parallel3d.testing import assert_parity, record_collectives
 
 EIGHT = functools.partial(Mixture, Looped, 8)
