@@ -89,7 +89,11 @@ def _counted(self: Any, *args: Any, **kwargs: Any) -> Any:
 def stats(model: nn.Module, *, reset: bool = True) -> dict[str, ExpertLoad]:
     """Returns name of an experts module -> its load since the last call, equal on all ranks.
 
-    It communicates: all ranks must call it. ``reset``: whether counting begins anew.
+    It communicates: all ranks must call it.
+
+    Args:
+        model: as given to ``count``.
+        reset: whether counting begins anew.
 
     Raises:
         StateError: ``count(model)`` was not called before.
@@ -114,6 +118,10 @@ def balance(model: nn.Module, rate: float = 1e-3) -> None:
     on all ranks; ``count(model)`` must have been called. The bias is the buffer or parameter with an entry
     for each expert, of the module around the experts, whose name ends in ``correction_bias`` or
     ``expert_bias``.
+
+    Args:
+        model: as given to ``count``.
+        rate: what is added to or taken from a bias.
 
     Raises:
         Parallel3dError: ``rate`` is no positive number.
