@@ -49,6 +49,7 @@ def test_as_the_plain_model(kind, layout) -> None:
     assert found.grads["float64"] < 1e-12
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "build",
     [
@@ -62,12 +63,14 @@ def test_routing(build) -> None:
     assert parity(build, layout={"shard": 4, "ep": 4}).grads["float64"] < 1e-12
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("defer", ["all_reduce", "sync", "nothing"])
 def test_accumulated(defer) -> None:
     layout = {"replicate": 2, "shard": 2, "ep": 2}
     assert parity(layout=layout, micro_batches=4, defer=defer).grads["float64"] < 1e-12
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", [True, "selective"])
 def test_recomputed(kind) -> None:
     layout = {"shard": 4, "ep": 2}
@@ -75,18 +78,21 @@ def test_recomputed(kind) -> None:
     assert found.grads["float64"] < 1e-12
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("reshard", [False, True])
 def test_kept_after_forward(reshard) -> None:
     found = parity(layout={"shard": 4, "ep": 2}, fsdp=Sharding(reshard_after_forward=reshard))
     assert found.grads["float64"] < 1e-12
 
 
+@pytest.mark.ci
 def test_optimizer_sharded_over_replicate() -> None:
     layout = {"replicate": 2, "shard": 2, "ep": 2}
     found = parity(layout=layout, fsdp=Sharding(shard_optimizer_over_replicate=True))
     assert found.grads["float64"] < 1e-12
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("frozen", ["experts", "router", "embed"])
 def test_frozen(frozen) -> None:
     def build() -> torch.nn.Module:
