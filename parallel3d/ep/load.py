@@ -87,7 +87,7 @@ def _counted(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def stats(model: nn.Module, *, reset: bool = True) -> dict[str, ExpertLoad]:
-    """Returns name of an experts module -> its load since the last call, equal on all ranks.
+    """Returns name of an experts module of ``model`` -> its load since the last call, equal on all ranks.
 
     It communicates: all ranks must call it.
 
@@ -110,8 +110,8 @@ def stats(model: nn.Module, *, reset: bool = True) -> dict[str, ExpertLoad]:
 
 
 def balance(model: nn.Module, rate: float = 1e-3) -> None:
-    """Moves each router's correction bias against its experts' load: by ``rate`` up for an expert with fewer
-    tokens than the mean since the last call, down for one with more.
+    """Moves the correction biases of ``model``'s routers against their experts' load: by ``rate`` up for an
+    expert with fewer tokens than the mean since the last call, down for one with more.
 
     The balancing without an auxiliary loss of DeepSeek-V3 (arXiv 2412.19437, section 2.1.2). The load is
     summed over all data ranks, so the biases are the same on every mesh. Call it after ``optimizer.step()``,
