@@ -27,7 +27,7 @@ from parallel3d.testing import GlooPool, record_collectives
 
 RANKS = 4
 TOKENS = (4, 128)
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 1024,
     "hidden_size": 256,
     "moe_intermediate_size": 128,
