@@ -206,8 +206,8 @@ def left_out(rows: Sequence[Row], models: Models) -> dict[Group, LeftOut]:
             for each, value in zip(free, values, strict=True):
                 each.set(value)
             predictions = {row["id"]: predict_run(row, models) for row in mine}
-            for each in predictions.values():  # they are computed when they are asked for
-                each.as_dict()
+            for made in predictions.values():  # they are computed when they are asked for
+                made.as_dict()
         names = [
             each.name
             if each.tables[0] is constants.CONSTANTS
