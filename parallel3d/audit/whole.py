@@ -56,6 +56,11 @@ class Whole:
     def _joined(self, tensor: Tensor, dim: int, length: int) -> Tensor:
         sequence = self.sequence
         part = None if self.cp is None or sequence is None else (sequence.rows, sequence.length)
+        if part is not None and dim == 0 and tensor.shape[0] % part[0] == 0:
+            samples = tensor.shape[0] // part[0]
+            if samples > 1 and samples * part[1] == length:  # tokens, sample by sample
+                by_sample = tensor.unflatten(0, (samples, part[0]))
+                return self.of_input(by_sample, 1).flatten(0, 1)
         if self.tp is not None and (tensor.shape[dim], length) != part:
             tensor = self._over_tp(tensor, dim)
         return self.of_input(tensor, dim) if (tensor.shape[dim], length) == part else tensor
