@@ -36,6 +36,7 @@ from parallel3d.ep.routes import Routes, destinations, routes
 from parallel3d.errors import PlanError, StateError
 from parallel3d.mesh.joined import ExpertView
 from parallel3d.tp import ResolvedPlan, TpAxis, gather_from_tp, split_to_tp
+from parallel3d.tp.lora import is_adapter
 
 Call = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 
@@ -225,6 +226,13 @@ def plan_ep(
             'Name it, tp_plan={"layers.*.moe.experts": parallel3d.ep.Experts()}, or use ep=1'
         )
     for name, (module, _) in modules.items():
+        around = [n for n in named if name.startswith(f"{n}.") and is_adapter(named[n])]
+        if around:
+            raise PlanError(
+                f"{around[-1]} ({type(named[around[-1]]).__name__} of peft) has adapters of all experts for "
+                f"the parameters of {name}, which ep can't divide. Adapt linear layers (target_modules), or "
+                f'train the experts themselves (modules_to_save=["{around[0].rpartition(".")[2]}"])'
+            )
         count = experts_of(module)
         if count < ep:
             fitting = [n for n in range(1, count + 1) if ep % n == 0]

@@ -261,6 +261,12 @@ class ParamAxes:
             self._from_spmd(name, param)
         elif isinstance(param, DTensor):
             self._from_dtensor(name, param)
+        elif data.mean_over is not None:
+            raise MeshError(
+                f"parameter {name} is whole on each rank of ep, whose tokens the mesh {data.mesh} of experts "
+                "doesn't sum over; give parallelize the model and a mesh with ep, which divides the experts, "
+                "or fully_shard the mesh itself, not its view"
+            )
         else:
             self._from_plain()
         self.cuts = [

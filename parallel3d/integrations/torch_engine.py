@@ -22,6 +22,7 @@ from parallel3d._torch.simulated import ranks_are_simulated
 from parallel3d.errors import MeshError, Parallel3dError, PlanError
 from parallel3d.fsdp import MixedPrecisionPolicy
 from parallel3d.fsdp.inspect import data_axes
+from parallel3d.mesh.joined import expert_view
 from parallel3d.tp.plan import PlannedModule, PlannedParam, ResolvedPlan
 from parallel3d.tp.resolve import numberless
 from parallel3d.tp.styles import (
@@ -73,7 +74,13 @@ def _sharding(
         raise Parallel3dError(
             "engine=\"torch\": torch's fully_shard can't run on simulated ranks; use real processes"
         )
-    axes = data_axes(mesh)
+    axes, view = data_axes(mesh), expert_view(mesh)
+    if view is not None:
+        raise MeshError(
+            f"engine=\"torch\": the mesh has ep={view.ep.size()}, and torch's fully_shard can't average the "
+            "gradients of experts, which ep has summed, over other ranks than it reduces them over; use "
+            'ep=1, or engine="parallel3d"'
+        )
     if axes.shard is None:
         raise MeshError(
             f'engine="torch" needs a mesh with a shard axis, if of one rank; this one has '

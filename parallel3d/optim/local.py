@@ -331,7 +331,8 @@ def local(
     on the plain model: the parameters of one shape are distributed over the ranks that share them by
     all-to-alls, and each rank steps on its own. State shaped as the parameter stays sharded between steps;
     other tensors (Adafactor's factors) are kept by every rank. All ranks must have gradients of the same
-    parameters. Use a class that looks at all parameters together directly on the model's DTensors.
+    parameters. Use a class that looks at all parameters together directly on the model's DTensors. To torch's
+    Muon a parameter of three dims is a stack of matrices, as experts are: each is stepped on by itself.
 
     Your assertions are not proven: with a wrong one the training silently computes other numbers. Only
     contradictions that show in the state raise, at the first step. `docs/optimizers.md` lists 125 classes.
@@ -368,7 +369,27 @@ def local(
         matrix = not elementwise and bool(getattr(optimizer_class, "whole_matrix", known))
     if not (matrix or elementwise or is_known_elementwise(optimizer_class)):
         _raise_unknown(optimizer_class)
-    return _local_class(optimizer_class, matrix)(groups, **options)  # type: ignore[arg-type]
+    made = _local_class(optimizer_class, matrix)  # type: ignore[arg-type]
+    if matrix and base_among(MATRIX, optimizer_class) == "Muon":
+        return _of_matrices(made, groups, options)
+    return made(groups, **options)
+
+
+def _of_matrices(made: Any, groups: list[Any], options: dict[str, Any]) -> Optimizer:
+    """Makes a Muon, whose ``__init__`` refuses parameters of three dims: here they are stacks of matrices."""
+    by_group = groups if groups and isinstance(groups[0], dict) else [{"params": groups}]
+    optimizer = made([{"params": []}] if groups else [], **options)
+    optimizer.param_groups.clear()
+    for group in by_group:
+        optimizer.add_param_group(group)
+    odd = next((p for g in by_group for p in g["params"] if p.dim() not in (2, 3)), None)
+    if odd is not None:
+        raise Parallel3dError(
+            f"optim.local: Muon steps on matrices, and on stacks of them as experts have (three dims, each "
+            f"matrix by itself), but a parameter has the shape {tuple(odd.shape)}; give it to another "
+            "optimizer, such as AdamW"
+        )
+    return optimizer
 
 
 def _check(optimizer_class: Any, matrix: Any, elementwise: Any, options: dict[str, Any]) -> None:
@@ -455,7 +476,8 @@ class LocalMatrixSteps(LocalSteps):
     def _step_locally(self, step: Callable[[Any], Any]) -> None:
         optimizer: Any = self
         if self._matrices is None:
-            self._matrices = MatrixSteps(known=base_among(MATRIX, self.local_base) is not None)
+            base = base_among(MATRIX, self.local_base)
+            self._matrices = MatrixSteps(known=base is not None, stacked=base == "Muon")
         self._matrices.step(optimizer, step)
 
 

@@ -21,11 +21,11 @@ import torch
 from torch import distributed as dist
 from torch import nn
 from torch.distributed import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim import Optimizer
 
-from parallel3d._layout.packed import packed_boxes
+from parallel3d._layout.packed import PackedShard, packed_boxes
 from parallel3d._torch import simulated
 from parallel3d._torch.dtensor import flatten_axes, get_local_tensor
 from parallel3d._torch.groups import all_gather_single
@@ -125,11 +125,12 @@ class MatrixSteps:
     Args:
         known: whether the shapes of the class's states are known not to depend on values. If not, ranks
             compare them at the first step of a parameter.
+        stacked: whether a parameter of three dims is a stack of matrices, each of which is stepped on alone.
     """
 
-    def __init__(self, known: bool) -> None:
-        self._owners: dict[Hashable, Owners] = {}
-        self._known = known
+    def __init__(self, known: bool, stacked: bool = False) -> None:
+        self._owners: dict[Hashable, Owners | None] = {}
+        self._known, self._stacked = known, stacked
 
     def step(self, optimizer: Optimizer, step: Step) -> None:
         """Calls ``step(optimizer)`` repeatedly, for one group and some whole parameters at a time.
@@ -148,7 +149,7 @@ class MatrixSteps:
             after = of_no_parameter(optimizer)
 
         for group in optimizer.param_groups:
-            call = _Call(optimizer, step_once, group, self._known)
+            call = _Call(optimizer, step_once, group, self._known, self._stacked)
             options = GroupOptions(group)
             params = group["params"]
             try:
@@ -185,13 +186,24 @@ class MatrixSteps:
         """Returns the ranks that share ``param``; None if each has it whole."""
         if not isinstance(param, DTensor):
             return None
-        mesh, placements = param.device_mesh, param.placements
-        axes = [a for a, n in enumerate(mesh.shape) if n > 1 and not placements[a].is_replicate()]
-        if not axes:
-            return None
-        key = (mesh, placements, param.shape, param.dtype)
+        mesh, placements, shape = param.device_mesh, param.placements, param.shape
+        key = (mesh, placements, shape, param.dtype)
         if key not in self._owners:
-            self._owners[key] = Owners(mesh, placements, param.shape, axes)
+            axes = [
+                a for a, n in enumerate(mesh.shape) if n > 1 and not placements[a].is_replicate()
+            ]
+            of_stacks = [a for a in axes if getattr(placements[a], "dim", None) == 0]  # strided too
+            stacks = math.prod(mesh.size(axis) for axis in of_stacks)
+            packed = any(isinstance(each, PackedShard) for each in placements)
+            if self._stacked and len(shape) == 3 and shape[0] % stacks == 0 and not packed:
+                # Each rank has whole matrices, or parts of the same as its neighbours on other axes.
+                placements = tuple(
+                    Replicate() if axis in of_stacks else each
+                    for axis, each in enumerate(placements)
+                )
+                axes = [axis for axis in axes if axis not in of_stacks]
+                shape = torch.Size((shape[0] // stacks, *shape[1:]))
+            self._owners[key] = Owners(mesh, placements, shape, axes) if axes else None
         return self._owners[key]
 
 
@@ -276,6 +288,7 @@ class _Call:
     step: Step
     group: dict[str, Any]
     known: bool
+    stacked: bool
 
     def on_shared(self, params: list[nn.Parameter], owners: Owners | None) -> None:
         """Steps on ``params``, which ``owners`` share; without owners every rank has them whole."""
@@ -302,8 +315,8 @@ class _Call:
                 )
         if owners is None:
             shown = [
-                {k: placed_as(p, v) if _has_shape(v, p.shape) else _unwrap(v) for k, v in s.items()}
-                for p, s in zip(params, results, strict=True)
+                {k: placed_as(p, v) if _has_shape(v, w.shape) else _unwrap(v) for k, v in s.items()}
+                for p, w, s in zip(params, wholes, results, strict=True)
             ]
         else:
             if not (self.known or inputs[0] or dry_run.active()):
@@ -356,6 +369,11 @@ class _Call:
             ]
 
     def _once(self, params: list[nn.Parameter], states: list[State]) -> list[State]:
+        if self.stacked and any(param.dim() == 3 for param in params):
+            pairs = zip(params, states, strict=True)
+            return [
+                self._by_matrix(p, s) if p.dim() == 3 else self._once([p], [s])[0] for p, s in pairs
+            ]
         optimizer = self.optimizer
         groups, shown = optimizer.param_groups, optimizer.state
         own_state: defaultdict[Any, State] = defaultdict(dict)
@@ -369,6 +387,23 @@ class _Call:
         finally:
             optimizer.param_groups, optimizer.state = groups, shown
         return [own_state.get(param, {}) for param in params]
+
+    def _by_matrix(self, param: nn.Parameter, state: State) -> State:
+        """Steps on each matrix of a stack."""
+        matrices = [nn.Parameter(each) for each in param.detach().unbind()]
+        for matrix, grad in zip(matrices, param.grad.unbind(), strict=True):  # type: ignore[union-attr]
+            matrix.grad = grad
+        own = [
+            {k: v[at] if _has_shape(v, param.shape) else v for k, v in state.items()}
+            for at in range(len(matrices))
+        ]
+        first, *_ = results = self._once(matrices, own)
+        return {
+            key: torch.stack([each[key] for each in results])
+            if _has_shape(value, param.shape[1:])
+            else value
+            for key, value in first.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -414,7 +449,7 @@ def _state_to_owner(owners: Owners, params: list[nn.Parameter], states: list[Sta
             owned[key] = example
         elif _is_counter(example, params[0]):
             owned[key] = example.clone()
-        elif _has_shape(example, owners.shape):
+        elif _has_shape(example, params[0].shape):
             parts = [part_of(p, value) for p, value in zip(params, values, strict=True)]
             owned[key] = owners.to_owner(parts)
         else:

@@ -28,6 +28,11 @@ def is_wrapper(module: nn.Module) -> bool:
     return _is_of_peft(module, _WRAPPERS)
 
 
+def is_adapter(module: nn.Module) -> bool:
+    """Whether ``module`` is a layer of peft that adds adapters to what one of the model's computes."""
+    return _is_of_peft(module, ("BaseTunerLayer",))
+
+
 def is_peft_model(module: nn.Module) -> bool:
     """Whether ``module`` is what ``get_peft_model`` returns."""
     return _is_of_peft(module, ("PeftModel",))

@@ -132,7 +132,7 @@ def test_the_argument_and_the_attribute() -> None:
         optimizer = local(cls, plain, matrix=matrix)
         optimizer.step(lambda: plain(torch.ones(1, 3)).sum())
         assert optimizer.state[plain.weight]["step"] == 1
-    with pytest.raises(ValueError, match="2D"):
+    with pytest.raises(ValueError, match="Muon steps on matrices"):
         local(optim.Muon, plain)
 
 

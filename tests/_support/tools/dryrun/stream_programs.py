@@ -14,6 +14,7 @@ from torch import distributed as dist
 from torch import nn
 
 import parallel3d as p3d
+from _support.ep.models import Mixture, batch
 from _support.extended import Bf16, extend, mlp
 from _support.tools.dryrun.dry_programs import parallel_llama, policy
 from parallel3d._torch.groups import all_gather_single, reduce_scatter_single
@@ -49,6 +50,7 @@ class Program:
         unshards: whether a unit is unsharded with ``async_op=True`` after each step, and not waited for.
         evaluates: whether the weights are changed after a forward without gradients.
         event: whether the optimizer's event is given to the engine (``set_post_optim_event``).
+        ep: ranks that share experts; with 1 there are none.
     """
 
     mesh: tuple[int, int, int] = (1, 4, 1)
@@ -75,6 +77,7 @@ class Program:
     unshards: bool = False
     evaluates: bool = False
     event: bool = False
+    ep: int = 1
     local: bool = False
     steps: int = 3
 
@@ -157,6 +160,13 @@ CASES: dict[str, Program] = {
     "cp, a forward that raises": Program(mesh=(2, 1, 1), cp=2, raises="forward"),
     "optimizer's event": Program(event=True),
     "local optimizer": Program(mesh=(2, 2, 1), local=True),
+    "experts": Program(ep=2),
+    "experts, HSDP, accumulated": Program(mesh=(2, 2, 1), ep=2, micro=2, all_reduce=False),
+    "experts, HFSDP": Program(mesh=(2, 2, 1), ep=2, hfsdp=True),
+    "experts, tp, activations offloaded": Program(mesh=(1, 2, 2), ep=4, recompute=OFFLOADED),
+    "experts, recomputed selectively": Program(ep=4, recompute="selective"),
+    "experts, a forward that raises": Program(ep=2, raises="forward"),
+    "experts, step in backward": Program(ep=2, in_backward=True, clip=False),
 }
 
 
@@ -240,6 +250,21 @@ def _llama(program: Program, mesh: Any) -> _Made:
     return _Made(model, [*model.layers, model], batch, lambda out: out.float().square().mean())
 
 
+def _mixture(program: Program, mesh: Any) -> _Made:
+    plan = {"layers.*.shared": "colwise_gather_output"} if program.mesh[2] > 1 else None
+    model: Any = p3d.parallelize(
+        Mixture(experts=8),
+        mesh,
+        plan,
+        p3d.Sharding(shard_optimizer_over_replicate=program.hfsdp),
+        mp_policy=policy(program.mixed),
+        activation_checkpointing=program.recompute,
+        checks=p3d.Checks(audit=False),
+    )
+    units = [*model.layers, model]
+    return _Made(model, units, (batch(0),), lambda out: out.float().square().mean())
+
+
 def _extended(program: Program, mesh: Any) -> _Made:
     model = extend(mlp(24), Bf16)
     for layer in model:
@@ -307,8 +332,10 @@ def _own_reduction(state: CommHookState, grad: torch.Tensor, output: Any = None)
 
 def train(program: Program) -> None:
     """Trains ``program.steps`` steps."""
-    mesh = p3d.build_mesh(p3d.MeshLayout(*program.mesh, cp=program.cp), device_type="cpu")
-    made = (_extended if program.extended else _llama)(program, mesh)
+    layout = p3d.MeshLayout(*program.mesh, cp=program.cp, ep=program.ep)
+    mesh = p3d.build_mesh(layout, device_type="cpu")
+    make = _extended if program.extended else _mixture if program.ep > 1 else _llama
+    made = make(program, mesh)
     model: Any = made.model
     _set_options(program, made)
 
