@@ -112,9 +112,7 @@ def in_bf16(layout: MeshLayout, name: str) -> None:
         given: list[torch.dtype] = []
         for path, module in model.named_modules():
             if path.endswith("experts"):
-                module.register_forward_pre_hook(
-                    lambda _, args: given.extend(t.dtype for t in args)
-                )
+                module.register_forward_pre_hook(partial(note, given))
         found = loss(model, each.data_rank(dist.get_rank()))
         found.backward()
         grads = {path: whole(p.grad) for path, p in model.named_parameters()}
