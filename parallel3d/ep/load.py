@@ -150,7 +150,12 @@ def set_capacity(model: nn.Module, capacity: float | None) -> None:
 
     Sizes are then known before the routing is: there is no host synchronisation, and memory doesn't depend on
     the data. A (token, expert) pair that doesn't fit is dropped: the expert adds nothing to that token;
-    ``stats`` returns how many were. None: messages are as large as needed, and nothing is dropped.
+    ``stats`` returns how many were. The ranks of an ep group must then have equally many tokens in each
+    forward, as sizes are not exchanged.
+
+    Args:
+        model: as ``parallelize`` has returned it.
+        capacity: the factor. None: messages are as large as needed, and nothing is dropped.
 
     Raises:
         Parallel3dError: ``capacity`` is no positive number.
