@@ -321,7 +321,9 @@ class AuditedStep:
         joined = joined_mesh(mesh)
         axes = data_axes(joined)
         tp = None if axes.size(axes.tp) == 1 else joined[(mesh.mesh_dim_names or ())[-1]]
-        whole = Whole(cp_axis(mesh), tp, self.batch, device)
+        shapes = [tuple(t.shape[:2]) for _, t in leaves(self.inputs) if t.dim() > 1]
+        tokens = frozenset(samples * length for samples, length in shapes if samples > 1)
+        whole = Whole(cp_axis(mesh), tp, self.batch, device, tokens)
         skeleton = audit.skeleton
         assert isinstance(skeleton, nn.Module)
         self._take_modes(skeleton)

@@ -22,6 +22,7 @@ class Whole:
         cp, tp: the axes; None: the mesh has no such axis of several ranks.
         batch: which parts of the sequences the ranks of cp have.
         device: device of the results.
+        tokens: the numbers of tokens of those inputs of the step that have several samples.
     """
 
     def __init__(
@@ -30,10 +31,11 @@ class Whole:
         tp: DeviceMesh | None,
         batch: Batch | None,
         device: torch.device,
+        tokens: frozenset[int] = frozenset(),
     ) -> None:
         self.sequence = None if batch is None else batch.sequence
         self.cp = None if cp is None or self.sequence is None else CpAxis(cp)
-        self.tp, self.device = tp, device
+        self.tp, self.device, self.tokens = tp, device, tokens
 
     def __call__(self, tensor: Tensor, shape: torch.Size) -> Tensor:
         """Returns the whole tensor, of ``shape``, of which ``tensor`` is this rank's part or a copy.
@@ -61,6 +63,8 @@ class Whole:
             if samples > 1 and samples * part[1] == length:  # tokens, sample by sample
                 by_sample = tensor.unflatten(0, (samples, part[0]))
                 return self.of_input(by_sample, 1).flatten(0, 1)
+        if self.tp is not None and dim == 0 and tensor.dim() == 2 and length in self.tokens:
+            raise Incomparable("its tokens may lie sample by sample on each rank of tp, or not")
         if self.tp is not None and (tensor.shape[dim], length) != part:
             tensor = self._over_tp(tensor, dim)
         return self.of_input(tensor, dim) if (tensor.shape[dim], length) == part else tensor

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -52,9 +52,12 @@ class Experts:
     Attributes:
         call: ``call(module, hidden, index, weights)`` computes the same from this rank's experts, whose
             numbers begin with 0; by default the module's own forward.
+        input: ``"replicate"``: the ranks of tp have the same tokens. ``"sequence"``: each has its part of
+            them, by sequence parallelism; the output is this part's.
     """
 
     call: Call | None = None
+    input: Literal["replicate", "sequence"] = "replicate"
 
 
 @dataclass
@@ -161,7 +164,8 @@ class EpPlan:
                         setattr(module, name, _here(division, axis))
                 names = tuple(_arguments(module)[:3])
                 inner = wrap_forward(module, functools.partial(as_if, _forward), _forward)
-                state = _State(axis, division, declared.call or inner, names, tp_axis)
+                same = None if declared.input == "sequence" else tp_axis
+                state = _State(axis, division, declared.call or inner, names, same)
                 vars(module)[_ATTRIBUTE] = state
 
     def placement_of(self, param: nn.Parameter) -> Shard | None:
@@ -214,6 +218,8 @@ def plan_ep(
         for name in matched:
             if not experts_of(named[name]) or len(_arguments(named[name])) < 3:
                 raise PlanError(_why_not(name, named[name]))
+            if each.input not in ("replicate", "sequence"):
+                raise PlanError(f'{name}: input is {each.input!r}; use "replicate" or "sequence"')
             modules[name] = named[name], each
     if view is None:
         return None
@@ -283,15 +289,16 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         )
     hidden, index, weights = (given[name] for name in state.names)
     _check(self, hidden, index, weights)
-    if state.tp is None:
-        return _on_ep(self, state, hidden, index, weights)
     tokens, tp = hidden.shape[0], state.tp
+    if tp is None:
+        return _on_ep(self, state, hidden, index, weights, tokens)
     part = _on_ep(
         self,
         state,
         split_to_tp(hidden, 0, tp),
         local_chunk(index, 0, tp.size, tp.rank),
         split_to_tp(weights, 0, tp),
+        tp.chunk(tokens),
     )
     return gather_from_tp(part, 0, tokens, tp)
 
@@ -310,10 +317,13 @@ def _check(module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) ->
         )
 
 
-def _on_ep(module: Any, state: _State, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """Returns (T, H), the sum over each token's experts, wherever they are."""
+def _on_ep(
+    module: Any, state: _State, hidden: Tensor, index: Tensor, weights: Tensor, most: int
+) -> Tensor:
+    """Returns (T, H), the sum over each token's experts, wherever they are; ``most``: the largest T of all
+    ranks."""
     axis = state.axis
-    way, by_row, by_pair, taken = _ways(state, index)
+    way, by_row, by_pair, taken = _ways(state, index, most)
     rows = hidden[way.token_of_row]
     weights = weights.flatten()[way.pair_of] * way.filled.to(weights.dtype)
     rows, weights = Dispatch.apply(rows, weights, by_row, by_pair, axis)
@@ -341,13 +351,13 @@ def _has_none(state: _State) -> bool:
     return not last and not state.division.by_rank[rank]
 
 
-def _ways(state: _State, index: Tensor) -> tuple[Routes, Lengths, Lengths, Tensor]:
+def _ways(state: _State, index: Tensor, most: int) -> tuple[Routes, Lengths, Lengths, Tensor]:
     """Returns what this rank sends, how many rows and pairs are in each message, and the numbers of those
     that come, (ranks, 2), on the device."""
     axis, division = state.axis, state.division
     if state.capacity is not None or dry_run.active():  # which has no routing: uniform
         factor = 1.0 if state.capacity is None else state.capacity
-        room = capacities(index.shape[0], index.shape[1], division, factor)
+        room = capacities(most, index.shape[1], division, factor)
         ways = _equal_ways(state, index, room)
         dropped = ways[0].dropped
         state.dropped = dropped if state.dropped is None else state.dropped + dropped

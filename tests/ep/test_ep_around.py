@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from _support.ep.around import USES, balanced, compiled, muon, refused
+from _support.ep.around import USES, balanced, compiled, in_sequence, muon, odd_room, refused
 
 from parallel3d import MeshLayout
 
@@ -43,6 +43,13 @@ def test_compiled(gloo_pool, recompute) -> None:
 )
 def test_muon_steps_on_each_expert(gloo_pool, layout, experts) -> None:
     gloo_pool.run(muon, layout, experts, world_size=4)
+
+
+@pytest.mark.parametrize("case", [in_sequence, odd_room], ids=lambda case: case.__name__)
+def test_parts_of_the_tokens_on_tp(gloo_pool, case) -> None:
+    for layout in (MeshLayout(shard=2, tp=2, ep=4), MeshLayout(tp=4, ep=2)):
+        if case is odd_room or layout.tp == 2:  # the length is six
+            gloo_pool.run(case, layout, world_size=4)
 
 
 def test_biases_that_are_parameters(gloo_pool) -> None:

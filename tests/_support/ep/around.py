@@ -6,15 +6,17 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import distributed as dist
 from torch import nn
 
 from _support.ep.models import Looped, Mixture, batch, loss
 from _support.ep.on_ranks import EIGHT, backward, made, whole
-from parallel3d import MeshLayout, build_mesh, ep, optim, parallelize
-from parallel3d.errors import Parallel3dError
+from parallel3d import Checks, MeshLayout, build_mesh, ep, optim, parallelize
+from parallel3d.errors import AuditError, Parallel3dError
 from parallel3d.fsdp import FSDPModule, full_params, fully_shard
+from parallel3d.tp import Colwise, Replicated, VocabParallel
 
 
 def check(plain: nn.Module, parallel: nn.Module, *, grads: bool = True, tol: float = 1e-12) -> None:
@@ -141,6 +143,38 @@ def used(layout: MeshLayout) -> None:
     for step, last in ((0, False), (1, False), (2, True)):
         parallel.set_requires_gradient_sync(last)
         backward(layout, plain, parallel, step)
+    check(plain, parallel)
+
+
+def in_sequence(layout: MeshLayout) -> None:
+    """Each rank of tp has its part of the tokens, which are flattened; the audit is on."""
+    part = Replicated(tp_grad="partial")
+    plan: dict[str, Any] = {
+        "embed": VocabParallel(output="sequence"),
+        "layers.*.norm": "sequence_parallel",
+        "layers.*.{router,shared}": part,
+        "layers.*.experts": ep.Experts(input="sequence"),
+        "head": Colwise(input="sequence", output="replicate"),
+    }
+    _, plain, parallel = made(layout, tp_plan=plan, checks=Checks())
+    backward(layout, plain, parallel)
+    check(plain, parallel)
+    ep.set_capacity(parallel, 8.0)
+    backward(layout, plain, parallel, 1)
+    check(plain, parallel)
+    plan["layers.*.experts"] = ep.Experts()
+    _, plain, parallel = made(layout, tp_plan=plan, checks=Checks())
+    with pytest.raises(AuditError):
+        backward(layout, plain, parallel)
+
+
+def odd_room(layout: MeshLayout) -> None:
+    """Messages of one size where tp doesn't divide the tokens."""
+    _, plain, parallel = made(layout)
+    ep.set_capacity(parallel, 8.0)
+    for rank in range(layout.data_size):
+        (loss(plain, batch(rank, 1, 7)) / layout.data_size).backward()
+    loss(parallel, batch(layout.data_rank(dist.get_rank()), 1, 7)).backward()
     check(plain, parallel)
 
 
