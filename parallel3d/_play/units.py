@@ -22,6 +22,7 @@ class UnitTimes:
         gather_again: the all-gather in backward; 0 if the unit is not resharded after forward.
         tp_forward, tp_backward: tensor parallelism's part of the first two.
         cp_forward, cp_backward: context parallelism's: what attention waits for.
+        ep_forward, ep_backward: expert parallelism's: the all-to-alls around the experts.
         offload: copying a unit's activations to the host; copying them back takes as long.
         parts: number of parts of the computation that end with a collective of tensor parallelism, and
             whether each begins with one too (sequence parallel).
@@ -38,21 +39,24 @@ class UnitTimes:
     tp_backward: float = 0.0
     cp_forward: float = 0.0
     cp_backward: float = 0.0
+    ep_forward: float = 0.0
+    ep_backward: float = 0.0
     offload: float = 0.0
     parts: tuple[int, bool] = (1, False)
 
     def pieces(self, way: str) -> list[tuple[str, float]]:
-        """(``COMPUTE``, "tp" or "cp"; seconds) in turn; ``way``: "forward" or "backward"."""
-        whole, tp, cp = (getattr(self, f"{kind}{way}") for kind in ("", "tp_", "cp_"))
-        parts, around = self.parts if tp else (1, False)
+        """(``COMPUTE``, "tp", "cp" or "ep"; seconds) in turn; ``way``: "forward" or "backward"."""
+        whole, tp, cp, ep = (getattr(self, f"{kind}{way}") for kind in ("", "tp_", "cp_", "ep_"))
+        parts, around = self.parts if tp else (2 if cp and ep else 1, False)
         before = tp / parts / 2 if around else 0.0
-        each = (whole - tp - cp) / parts
-        own = [(COMPUTE, each)]
-        if cp:  # around the first part's attention
-            own = [(COMPUTE, each / 3), ("cp", cp / 2)] * 2 + [(COMPUTE, each / 3)]
+        each = (whole - tp - cp - ep) / parts
+        middle = [[(COMPUTE, each)] for _ in range(parts)]
+        for kind, seconds, at in (("cp", cp, 0), ("ep", ep, -1)):  # around attention, experts
+            if seconds:
+                around_it = [(COMPUTE, each / 3), (kind, seconds / 2)]
+                middle[at] = around_it * 2 + [(COMPUTE, each / 3)]
         ends = [("tp", before)], [("tp", tp / parts - before)]
-        first, rest = (ends[0] + middle + ends[1] for middle in (own, [(COMPUTE, each)]))
-        return [piece for piece in first + rest * (parts - 1) if piece[1]]
+        return [piece for own in middle for piece in ends[0] + own + ends[1] if piece[1]]
 
 
 class PlayRules(NamedTuple):
@@ -91,7 +95,7 @@ class Exposed(NamedTuple):
 
 
 class Span(NamedTuple):
-    """What runs on a lane: ``COMPUTE``, "tp", "cp", "gather", "reduce", "all-reduce" or "host".
+    """What runs on a lane: ``COMPUTE``, "tp", "cp", "ep", "gather", "reduce", "all-reduce" or "host".
 
     Attributes:
         kind: ``COMPUTE``; "wait", where the computation waits for the lane; or the lane itself.

@@ -262,6 +262,11 @@ def shard_link(layout: MeshLayout, cluster: Cluster) -> AxisLink:
     return _placed(layout.shard * layout.cp, layout.stride("cp"), cluster)
 
 
+def experts_link(layout: MeshLayout, cluster: Cluster) -> AxisLink:
+    """The placement of the ranks of a copy that have the same experts: efsdp, outside of ep."""
+    return _placed(layout.ranks_of_a_copy // layout.ep, layout.ep, cluster)
+
+
 def _placed(size: int, stride: int, cluster: Cluster) -> AxisLink:
     per_domain = max(cluster.domain // stride, 1)
     return AxisLink(size, size if per_domain % size == 0 else gcd(size, per_domain))

@@ -29,7 +29,7 @@ class ExpertsSpec:
 
     All experts are sharded, gathered and stepped like other parameters; a token goes through those that the
     router chose. Tensor parallelism splits the features of each expert, as ``tp.Experts`` does, so that every
-    rank computes all experts.
+    rank computes all experts; with expert parallelism a rank has some of the experts, whole.
 
     Attributes:
         count: number of experts in a block.
@@ -50,9 +50,9 @@ class ExpertsSpec:
         used = self.chosen / self.count
         yield Parameter("mlp.gate.weight", (self.count, hidden))
         up = (self.count, 2 * self.ffn, hidden)
-        yield Parameter("mlp.experts.gate_up_proj", up, 1, used=used)
+        yield Parameter("mlp.experts.gate_up_proj", up, 1, used=used, experts=self.count)
         down = (self.count, hidden, self.ffn)
-        yield Parameter("mlp.experts.down_proj", down, 2, used=used)
+        yield Parameter("mlp.experts.down_proj", down, 2, used=used, experts=self.count)
         if self.shared:
             for name in ("gate_proj", "up_proj"):
                 yield Parameter(f"mlp.shared_expert.{name}.weight", (self.shared, hidden), 0)
@@ -73,29 +73,34 @@ class ExpertsSpec:
 
     def elementwise(self, hidden: int) -> Iterator[Elementwise]:
         """Routing, tokens copied to their experts and weighted results added up; the activation functions."""
-        f = self.chosen * self.ffn + self.shared
 
         def alike(
-            name: str, forward: float, backward: float, kernels: tuple[int, int]
+            name: str, forward: float, backward: float, kernels: tuple[int, int], own: bool = True
         ) -> Elementwise:
             moved = forward, backward
-            return Elementwise(name, moved, moved, kernels, "gathered")
+            return Elementwise(name, moved, moved, kernels, "gathered", of_experts=own)
 
         copies = self.chosen * hidden
-        yield alike("router", 6 * self.count, 8 * self.count, (4, 6))
+        yield alike("router", 6 * self.count, 8 * self.count, (4, 6), own=False)
         yield alike("permute", 2 * copies, 3 * copies, (1, 1))
         yield alike("combine", 4 * copies, 5 * copies, (2, 2))
-        yield Elementwise("experts' swiglu", (5 * f, 9 * f), (3 * f, 5 * f), (2, 3), "tp")
+        for name, f in (("experts'", self.chosen * self.ffn), ("shared", self.shared)):
+            sizes, own = ((5 * f, 9 * f), (3 * f, 5 * f)), name != "shared"
+            if f:
+                yield Elementwise(f"{name} swiglu", *sizes, (2, 3), "tp", of_experts=own)
 
     def activations(self, hidden: int) -> Iterator[Activation]:
         """What autograd keeps: the copies of the tokens, hidden features, and results before weighting."""
-        copies, f = self.chosen * hidden, self.chosen * self.ffn + self.shared
+        copies = self.chosen * hidden
         yield Activation("router", 2 * self.count, 4, "gathered")
-        yield Activation("experts' input", copies, split="gathered")
-        yield Activation("experts' hidden", 2 * f, split="tp", of="matmul")
-        yield Activation("experts' swiglu output", f, split="tp")
-        yield Activation("experts' silu", f, split="tp", eager_only=True)
-        yield Activation("experts' output", copies, split="gathered", of="matmul")
+        yield Activation("experts' input", copies, split="gathered", of_experts=True)
+        for name, f in (("experts'", self.chosen * self.ffn), ("shared", self.shared)):
+            own = name != "shared"
+            if f:
+                yield Activation(f"{name} hidden", 2 * f, None, "tp", "matmul", of_experts=own)
+                yield Activation(f"{name} swiglu output", f, split="tp", of_experts=own)
+                yield Activation(f"{name} silu", f, None, "tp", eager_only=True, of_experts=own)
+        yield Activation("experts' output", copies, None, "gathered", "matmul", of_experts=True)
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,13 @@ The planner runs the engine's own arithmetic: ``fsdp/layout.py`` says how parame
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from typing import Any
 
+from parallel3d.ep.division import shard_dim
 from parallel3d.fsdp.layout import (
     PartialGrad,
     Segment,
@@ -74,17 +76,26 @@ class UnitLayout:
 
     Attributes:
         arrivals: (index of the bucket, of the gradient in it), in the order in which backward brings them.
+        experts: the unit of experts in each of these; None: its parameters are among the unit's own.
     """
 
     kind: str
     count: int
     buckets: tuple[BucketLayout, ...]
     arrivals: tuple[tuple[int, int], ...]
+    experts: UnitLayout | None = None
 
     @property
     def unsharded_numel(self) -> int:
         """Elements of the unsharded parameters of one unit, padding included."""
-        return sum(bucket.num_shards * bucket.numel for bucket in self.buckets)
+        own = sum(bucket.num_shards * bucket.numel for bucket in self.buckets)
+        return own + (self.experts.unsharded_numel if self.experts is not None else 0)
+
+
+def each_unit(layouts: Iterable[UnitLayout]) -> list[UnitLayout]:
+    """Every single unit, in the order of the forward: experts after the block that they are in."""
+    both = ((each, each.experts) for each in layouts for _ in range(each.count))
+    return [unit for pair in both for unit in pair if unit is not None]
 
 
 @lru_cache(maxsize=65536)
@@ -95,14 +106,31 @@ def unit_layout(
     itemsize: int,
     sequence_parallel: bool,
     zero_copy_bytes: int,
+    ep: int = 1,
 ) -> UnitLayout:
     """Returns the buckets of ``unit`` on the first rank of ``shard`` x ``tp``, which has the most elements.
 
     Args:
         itemsize: bytes of an element at rest.
         zero_copy_bytes: unsharded bytes from which a parameter is zero-copy.
+        ep: the ranks of shard x tp that share the experts. If they are several, these are a unit of their
+            own, sharded over the others.
     """
-    layouts = [_segment(p, shard, tp, sequence_parallel) for p in unit.parameters]
+    dense, experts = unit, None
+    if ep > 1 and any(p.experts for p in unit.parameters):
+        dense = replace(unit, parameters=tuple(p for p in unit.parameters if not p.experts))
+        own = tuple(replace(p, tp_dim=0, tp_partial="never") for p in unit.parameters if p.experts)
+        efsdp = shard * tp // ep
+        segments = [_segment(p, efsdp, ep, False, shard_dim(p.shape, ep, efsdp)) for p in own]
+        inner = replace(unit, kind="experts", parameters=own)
+        experts = _laid_out(inner, segments, itemsize, zero_copy_bytes)
+    segments = [_segment(p, shard, tp, sequence_parallel) for p in dense.parameters]
+    return replace(_laid_out(dense, segments, itemsize, zero_copy_bytes), experts=experts)
+
+
+def _laid_out(
+    unit: UnitSpec, layouts: list[tuple[Segment, int]], itemsize: int, zero_copy_bytes: int
+) -> UnitLayout:
     members: dict[tuple[bool, int, int], list[int]] = {}
     for index, (parameter, (segment, _)) in enumerate(zip(unit.parameters, layouts, strict=True)):
         key = parameter.trainable, segment.num_shards, parameter.itemsize
@@ -141,9 +169,13 @@ def _bucket(
 
 
 def _segment(
-    parameter: Parameter, shard: int, tp: int, sequence_parallel: bool
+    parameter: Parameter, shard: int, tp: int, sequence_parallel: bool, dim: int | None = None
 ) -> tuple[Segment, int]:
-    """The segment of ``parameter``, and the elements of the first rank's unsharded parameter."""
+    """The segment of ``parameter``, and the elements of the first rank's unsharded parameter.
+
+    Args:
+        dim: over which it is sharded; None: the first that can be.
+    """
     shape = parameter.shape
     how, largest = tp_cut(parameter, tp)
     cut, packing = None if how == "whole" else parameter.tp_dim, how == "heads"
@@ -151,7 +183,8 @@ def _segment(
         d != cut or (not packing and is_exact(size, (), (tp,), shard))
         for d, size in enumerate(shape)
     ]
-    dim = can_be_cut.index(True) if True in can_be_cut else None
+    if dim is None and True in can_be_cut:
+        dim = can_be_cut.index(True)
     num_shards = 1 if dim is None else shard
     padded = padded_shape(largest, dim, num_shards)
     fills = cut is None or not (packing or shape[cut] % tp)
@@ -224,7 +257,7 @@ def run_backward(
         which their sum is largest; and bytes of unsharded parameters before the backward begins.
     """
     timeline = _Timeline(widths, streams)
-    every = [layout for layout in layouts if layout.buckets for _ in range(layout.count)]
+    every = [layout for layout in each_unit(layouts) if layout.buckets]
     trained = (index for index, layout in enumerate(every) if layout.arrivals)
     first_trained = next(trained, len(every))
     units = [
@@ -241,7 +274,7 @@ def run_backward(
         for index, layout in enumerate(every)
     ]
     order = sorted(units, key=lambda unit: unit.layout.kind != "root")
-    kept = ("tail", "root") if reshard_after_forward else ("tail", "root", "block")
+    kept = ("tail", "root", *(() if reshard_after_forward else ("block", "experts")))
     for unit in order:
         if unit.layout.kind in kept:
             unit.gathered = True
@@ -337,7 +370,10 @@ class _Timeline:
             unit = order[place]
             if not unit.in_backward:
                 continue
-            self.begin(unit, place)
+            if unit.layout.kind == "experts":  # the block that they are in begins before them
+                self.begin(order[place - 1], place - 1)
+            if not unit.begun:
+                self.begin(unit, place)
             self.arrive(unit)
             if unit.ends_last:
                 last.append(unit)

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard
 
 from parallel3d._util.trees import map_tensors, tensors_in
 from parallel3d._util.units import Units, find_units
+from parallel3d.ep.experts import experts_of, find_experts
 from parallel3d.errors import Parallel3dError, PlanningError
 from parallel3d.planner.hf_config import longest
 from parallel3d.planner.model_spec import (
@@ -529,6 +530,7 @@ class _Builder:
         recordings: one recording of each kind of unit.
         calls: unit's name -> its calls.
         vocab: logits per token; 0: there are none.
+        experts: of parameters that ep divides, how many experts they have, by their ids.
     """
 
     model: nn.Module
@@ -540,6 +542,13 @@ class _Builder:
     calls: dict[str, UnitCall]
     vocab: int
     recordings: dict[Any, OpRecorder] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.experts = {
+            id(param): experts_of(module)
+            for module in find_experts(self.model).values()
+            for param in module.parameters()
+        }
 
     def units(self) -> list[UnitSpec]:
         """In the order of the forward: root and embeddings, blocks, final norm and head."""
@@ -608,6 +617,7 @@ class _Builder:
                 name in plan.kv,
                 plan.partial.get(name, plan.unplanned),
                 self._used(name, recording),
+                self.experts.get(id(param), 0),
             )
             for param in params
             for name in [names[id(param)]]

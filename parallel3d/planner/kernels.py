@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, prod
 
-from parallel3d.planner import context
+from parallel3d.planner import context, mixture
 from parallel3d.planner.cluster import Gpu
 from parallel3d.planner.constants import Constant, constant
 from parallel3d.planner.context import share_of
@@ -86,7 +86,10 @@ def kernels_of(unit: UnitSpec, local: Local) -> Kernels:
         again = kind.again(forward, each, elementwise[0])
         again_flops = kind.again(all_flops, flops, 0.0)
         if each:
-            left = kind.blocks * (1 - work.profile.value("last_matmul_again"))
+            # Of experts the results are needed for the gradients of their weights.
+            needed = unit.matmuls[-1].experts is not None
+            again_of_last = 1.0 if needed else work.profile.value("last_matmul_again")
+            left = kind.blocks * (1 - again_of_last)
             again, again_flops = again - left * each[-1], again_flops - left * flops[-1]
     elif unit.kind == "tail" and work.chunked_loss:
         again, again_flops = matmul[0], sum(flops)
@@ -112,7 +115,7 @@ def _own_loss(unit: UnitSpec, local: Local) -> float:
     fp32 sum.
     """
     work, tp, tokens = local.work, local.tp, local.tokens
-    heads = [local_sizes(m, tp) for m in unit.matmuls]
+    heads = [local_sizes(m, local) for m in unit.matmuls]
     is_split = tp > 1 and work.loss_parallel
     if unit.kind != "tail" or not heads or not (work.chunked_loss or is_split):
         return 0.0
@@ -158,23 +161,30 @@ def sustained(gpu: Gpu, stack: Stack | None = None) -> dict[str, Constant]:
     return {name: (stack or stack_of(OURS)).constant(name) for name in names}
 
 
-def local_sizes(matmul: Matmul, tp: int) -> tuple[int, int]:
-    """n and k of the fullest rank."""
-    n, k, split = matmul.n, matmul.k, matmul.split
+def local_sizes(matmul: Matmul, local: Local) -> tuple[int, int]:
+    """n and k of the fullest rank; experts that ep divides are whole."""
+    n, k, split, tp = matmul.n, matmul.k, matmul.split, local.tp
+    if matmul.experts is not None and local.ep > 1:
+        return n, k
     if split == "n":
         return rows_computed(n, matmul.heads, matmul.kv, tp), k
     return (n, rows_computed(k, matmul.heads, matmul.kv, tp)) if split == "k" else (n, k)
 
 
+def rows_of(matmul: Matmul, unit: UnitSpec, local: Local) -> float:
+    """Rows of this product on the fullest rank for each of a rank's tokens."""
+    return matmul.times * (mixture.load(unit, local).pairs if matmul.experts is not None else 1)
+
+
 def gemms_of(unit: UnitSpec, local: Local) -> list[tuple[str, str, tuple[int, int, int], float]]:
     """(name, "forward", "input gradient" or "weight gradient", (m, n, k), seconds) of one unit's matmuls."""
-    gpu, work, tp, tokens = local.gpu, local.work, local.tp, local.tokens
+    gpu, work, tokens = local.gpu, local.work, local.tokens
     found, experts = [], {}
     for each in unit.matmuls:
-        n, k = local_sizes(each, tp)
-        rows = tokens * each.times
+        n, k = local_sizes(each, local)
+        rows = ceil(tokens * rows_of(each, unit, local))
         if each.experts is not None:
-            experts[each.name] = min(each.experts[0], rows)
+            experts[each.name] = min(ceil(each.experts[0] / local.ep), rows)
         found.append((each.name, "forward", (rows, n, k)))
         if each.input_gradient:
             found.append((each.name, "input gradient", (rows, k, n)))
@@ -191,7 +201,7 @@ def gemms_of(unit: UnitSpec, local: Local) -> list[tuple[str, str, tuple[int, in
             return start + groups * (each + cast * (m * k + k * n))
         if not (work.chunked_loss and unit.kind == "tail"):
             return gemm_time(m, n, k, gpu, itemsize, work.profile) + cast * (m * k + k * n)
-        classes, hidden = max(local_sizes(each, tp) for each in unit.matmuls)
+        classes, hidden = max(local_sizes(each, local) for each in unit.matmuls)
         rows = chunk_rows(tokens, hidden, classes)
         sizes = (m, n, rows) if way == "weight gradient" else (rows, n, k)
         return ceil(tokens / rows) * gemm_time(*sizes, gpu, itemsize, work.profile)
@@ -304,8 +314,15 @@ def elements(each: Elementwise, unit: UnitSpec, local: Local) -> tuple[float, fl
     """(forward, backward) elements for one token on one GPU."""
     fused = local.work.compile or (each.norm and local.work.fused_norm)
     forward, backward = each.fused if fused else each.eager
-    part = share(each.split, local, unit.attention)
-    return forward / part, backward / part
+    part = _part(each, unit, local)
+    return forward * part, backward * part
+
+
+def _part(each: Elementwise | Activation, unit: UnitSpec, local: Local) -> float:
+    """The part of a token's values that the fullest rank has, for each of a rank's tokens."""
+    if each.of_experts and local.ep > 1:
+        return mixture.load(unit, local).pairs
+    return 1 / share(each.split, local, unit.attention)
 
 
 def share(split: str, local: Local, attention: tuple[AttentionSpec, ...] = ()) -> int | float:
@@ -412,7 +429,7 @@ def _gradients(unit: UnitSpec, hidden: int, local: Local) -> float:
     of_others, inside = [0.0], 0.0
     between = hidden / share("sequence", local)
     for matmul in unit.matmuls:
-        n, k = (size * matmul.times for size in local_sizes(matmul, tp))
+        n, k = (size * rows_of(matmul, unit, local) for size in local_sizes(matmul, local))
         if matmul.n != hidden:
             inside += n
             continue
@@ -459,7 +476,7 @@ def _entry(unit: UnitSpec, local: Local) -> float:
 
 def _kept(unit: UnitSpec, whole: float, local: Local) -> float:
     """Bytes a token that one unit keeps until its backward; ``whole``: all its activations."""
-    work, tp = local.work, local.tp
+    work = local.work
     if unit.kind != "block" or work.checkpointing in ("none", "offload"):
         return whole
     entry = _entry(unit, local)
@@ -473,14 +490,15 @@ def _kept(unit: UnitSpec, whole: float, local: Local) -> float:
         # Of a rowwise matmul, whose result is only summed over tp, the sum is kept; of a colwise one also
         # the input that tp gathers.
         split = {"n": 1.0, "k": float(sequence)}
-        results = sum(
-            m.times * local_sizes(m, tp)[0] / split.get(m.split or "", 1.0) for m in unit.matmuls
-        )
+        results = mixture.received_bytes(unit, local) / work.compute_itemsize
+        for m in unit.matmuls:
+            parts = 1.0 if m.experts and local.ep > 1 else split.get(m.split or "", 1.0)
+            results += rows_of(m, unit, local) * local_sizes(m, local)[0] / parts
         results += sum(unit.tp_inputs) if sequence > 1 else 0
         results += sum(context.kept(a, local).received for a in unit.attention)
     else:
         kept = unit.matmuls[0::2]
-        results = sum(local_sizes(m, tp)[0] / (1 if m.split == "n" else sequence) for m in kept)
+        results = sum(local_sizes(m, local)[0] / (1 if m.split == "n" else sequence) for m in kept)
     return entry + results * work.compute_itemsize + _bytes(unit, attended, local)
 
 
@@ -490,8 +508,8 @@ def _bytes(unit: UnitSpec, activations: Sequence[Activation], local: Local) -> f
     for each in activations:
         is_fused = work.compile or (each.of == "norm" and work.fused_norm)
         if not (each.eager_only and is_fused):
-            part = share(each.split, local, unit.attention)
-            found += each.elements * (each.itemsize or work.compute_itemsize) / part
+            size = each.elements * (each.itemsize or work.compute_itemsize)
+            found += size * _part(each, unit, local)
     if unit.attention and attention_kernel(local.gpu, work) == "naive" and activations:
         found += sum(local_heads(a, local.tp).query * work.seq_len * _NAIVE for a in unit.attention)
     return found

@@ -10,7 +10,7 @@ from math import ceil
 from parallel3d.fsdp.layout import ACCELERATOR_BYTES
 from parallel3d.mesh import MeshLayout
 from parallel3d.planner.constants import Term, constant
-from parallel3d.planner.engine import UnitLayout, Widths, run_backward, unit_layout
+from parallel3d.planner.engine import UnitLayout, Widths, each_unit, run_backward, unit_layout
 from parallel3d.planner.kernels import Activations, activations_of, logit_bytes
 from parallel3d.planner.model_spec import ModelSpec
 from parallel3d.planner.workload import Step, Workload
@@ -76,16 +76,15 @@ def state_memory(
         zero_copy_bytes = sys.maxsize
     sizes = layout.shard * layout.cp, layout.tp, widths.rest
     layouts = tuple(
-        unit_layout(u, *sizes, work.sequence_parallel, zero_copy_bytes) for u in model.units
+        unit_layout(u, *sizes, work.sequence_parallel, zero_copy_bytes, layout.ep)
+        for u in model.units
     )
     unsharded, buffers, at_loss = run_backward(layouts, widths, work.reshard_after_forward, streams)
-    buckets = [(unit.count, bucket) for unit in layouts for bucket in unit.buckets]
+    buckets = [bucket for unit in each_unit(layouts) for bucket in unit.buckets]
     ranks = layout.replicate if hybrid else 1
-    copied = sum(count * bucket.numel for count, bucket in buckets) * hybrid
-    numel = sum(count * ceil(bucket.numel / ranks) for count, bucket in buckets)
-    trained = sum(
-        count * ceil(bucket.numel / ranks) for count, bucket in buckets if bucket.trainable
-    )
+    copied = sum(bucket.numel for bucket in buckets) * hybrid
+    numel = sum(ceil(bucket.numel / ranks) for bucket in buckets)
+    trained = sum(ceil(bucket.numel / ranks) for bucket in buckets if bucket.trainable)
     # AdamW's foreach implementation, which is the default on accelerators, makes the square roots of all
     # second moments at once; SGD's step allocates nothing.
     step = work.param_itemsize if work.optimizer in ("adam", "adamw") else 0
@@ -108,6 +107,7 @@ def state_memory(
             "shard": layout.shard,
             **({"cp": layout.cp} if layout.cp > 1 else {}),
             "tp": layout.tp,
+            **({"ep": layout.ep} if layout.ep > 1 else {}),
             **({"copied, in the compute dtype": copied} if hybrid else {}),
             "unsharded block": max(blocks, default=0),
         },
@@ -125,8 +125,7 @@ def _results(layouts: Sequence[UnitLayout], widths: Widths, *, again: bool = Fal
     rest, reduce = widths.rest, widths.reduce
     sizes = [
         bucket.numel
-        for unit in reversed(layouts)
-        for _ in range(unit.count)
+        for unit in reversed(each_unit(layouts))
         for bucket in unit.buckets
         if bucket.trainable
     ]

@@ -27,6 +27,7 @@ class Parameter:
         used: fraction of the parameter that a token goes through; below 1 for experts.
         tp_partial: whether the gradient of a parameter that is replicated over tp is partial, summed over tp:
             "sequence": under sequence parallelism, "always", "never".
+        experts: how many experts its first dim has, which ep divides; 0: it is of none.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Parameter:
     kv: bool = False
     tp_partial: str = "sequence"
     used: float = 1.0
+    experts: int = 0
 
     @property
     def numel(self) -> int:
@@ -100,6 +102,7 @@ class Elementwise:
             same, in whole query heads, or key and value heads; ``"sequence"``: divided by tp under sequence
             parallelism only.
         norm: whether this is a norm, for which there are fused kernels without a compiler.
+        of_experts: whether it is of the experts that a token goes through, which ep divides.
     """
 
     name: str
@@ -108,6 +111,7 @@ class Elementwise:
     kernels: tuple[int, int] = (1, 1)
     split: str = "sequence"
     norm: bool = False
+    of_experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,6 +125,7 @@ class Activation:
         of: the op that computes them, for selective checkpointing: "matmul", "attention", "norm" or
             "elementwise".
         eager_only: whether a compiler would compute them again instead.
+        of_experts: as in ``Elementwise``.
     """
 
     name: str
@@ -129,6 +134,7 @@ class Activation:
     split: str = "sequence"
     of: str = "elementwise"
     eager_only: bool = False
+    of_experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -202,6 +208,11 @@ class ModelSpec:
     def numel(self) -> int:
         """Elements of all parameters, tied ones once."""
         return sum(unit.count * unit.numel for unit in self.units)
+
+    @property
+    def experts(self) -> int:
+        """The fewest experts of a block that has any; 0: there are none."""
+        return min((p.experts for u in self.units for p in u.parameters if p.experts), default=0)
 
     @property
     def active_numel(self) -> int:

@@ -15,7 +15,7 @@ from parallel3d.planner.cluster import Cluster
 from parallel3d.planner.constants import Term, shown
 from parallel3d.planner.context import why_not_ulysses
 from parallel3d.planner.model_spec import ModelSpec
-from parallel3d.planner.prediction import Prediction, predict
+from parallel3d.planner.prediction import Prediction, predict, why_no_ep
 from parallel3d.planner.recompute import OWN
 from parallel3d.planner.stacks import OURS, stacks
 from parallel3d.planner.uncertainty import count_close
@@ -182,12 +182,15 @@ class MeshPlan:
             "nodes": self.cluster.nodes,
             "candidates": [each.as_dict() for each in self.candidates[:most]],
             "close": len(self.close),
-            "refused": [{"layout": r.layout.as_dict(), "reason": r.reason} for r in self.refused],
+            "refused": [
+                {"layout": r.layout.as_dict(views=True), "reason": r.reason} for r in self.refused
+            ],
         }
 
 
 def _named(prediction: Prediction) -> str:
-    return f"{prediction.layout.sizes} micro-batch {prediction.micro_batch}, {setting(prediction)}"
+    sizes = f"({sizes_of(prediction.layout, ', ')})"
+    return f"{sizes} micro-batch {prediction.micro_batch}, {setting(prediction)}"
 
 
 def _per_token(prediction: Prediction) -> dict[str, float]:
@@ -218,6 +221,8 @@ def refusal(model: ModelSpec, layout: MeshLayout, cluster: Cluster, work: Worklo
             size = getattr(layout, axis)
             return f"{work.sharding} shards nothing over {axis}, which is {size}; it must be 1"
     if layout.cp > 1 and (why := _context_refusal(model, layout, work)) is not None:
+        return why
+    if layout.ep > 1 and (why := why_no_ep(model, layout.ep, work)) is not None:
         return why
     if tp == 1:
         return None
@@ -268,6 +273,7 @@ def plan(
     shard: int | Iterable[int] | None = None,
     tp: int | Iterable[int] | None = None,
     cp: int | Iterable[int] | None = None,
+    ep: int | Iterable[int] | None = None,
     checkpointing: str | Sequence[str] | None = None,
     reshard_after_forward: bool | Sequence[bool] | None = None,
     chunked_loss: bool | None = None,
@@ -280,6 +286,8 @@ def plan(
         workload: without ``micro_batch`` powers of two up to what the global batch leaves are tried.
         replicate, shard, tp: sizes that these axes may have; any by default.
         cp: the same; by default 1, and sizes with which a rank has 16,384 tokens of a sequence or more.
+        ep: the same, of layouts whose shard x cp x tp it divides; by default 1, and of a mixture also those
+            that divide its experts, if they divide the GPUs that fast links join or are some of these.
         checkpointing: kinds to try. By default the workload's own if that isn't "none", else all that
             ``parallelize`` has; ``planner.CHECKPOINTING`` are all that are known.
         reshard_after_forward: values to try; by default the workload's own.
@@ -321,9 +329,15 @@ def plan(
     if cp is None:
         longest = max(workload.seq_len // _LEAST_TOKENS, 1)
         allowed["cp"] = frozenset(range(1, longest + 1 if workload.sharding == "fsdp" else 2))
-    layouts = list(_layouts(cluster.world_size, allowed))
+    sizes_of_ep = sorted(_sizes("ep", ep) or _sizes_of_ep(model, cluster, workload))
+    layouts = [
+        each
+        for layout in _layouts(cluster.world_size, allowed)
+        for each in _with_ep(layout, sizes_of_ep)
+    ]
     if not layouts:
         names = " x ".join(axis for axis in axes if axis != "cp" or cp is not None)
+        names += " with an ep" if ep is not None else ""
         raise PlanningError(
             f"no {names} of the sizes that are asked for has {cluster.world_size} ranks"
         )
@@ -412,6 +426,20 @@ def _layouts(world: int, allowed: Mapping[str, Set[int] | None]) -> Iterator[Mes
                     yield MeshLayout(replicate, shard, tp, cp=cp)
 
 
+def _sizes_of_ep(model: ModelSpec, cluster: Cluster, work: Workload) -> set[int]:
+    """Sizes of ep that divide the experts, of whole nodes or in one."""
+    if work.sharding != "fsdp" or not model.experts:
+        return {1}
+    sizes = (n for n in range(1, model.experts + 1) if model.experts % n == 0)
+    return {n for n in sizes if cluster.domain % n == 0 or n % cluster.domain == 0}
+
+
+def _with_ep(layout: MeshLayout, sizes: Iterable[int]) -> Iterator[MeshLayout]:
+    for ep in sizes:
+        if layout.ranks_of_a_copy % ep == 0:
+            yield replace(layout, ep=ep)
+
+
 def _micro_batches(layout: MeshLayout, work: Workload) -> Iterator[int]:
     """Powers of two that divide the sequences of a data rank in a step; or the workload's own, if it does."""
     if work.global_batch is None:
@@ -441,6 +469,7 @@ TIME = {
     "recompute": ("recompute",),
     "tensor parallel": ("tensor parallel",),
     "context parallel": ("context parallel",),
+    "expert parallel": ("expert parallel",),
     "exposed gather, reduce": ("exposed gather", "exposed reduce"),
     "exposed all-reduce": ("exposed all_reduce",),
     "exposed offload": ("exposed offload",),
@@ -472,14 +501,15 @@ def time_groups(prediction: Prediction) -> dict[str, float]:
 
 
 def short(prediction: Prediction) -> str:
-    """The layout's sizes, "4 x 8 x 8": replicate, shard, tp; "4 x 8 x cp 2 x 8" if cp isn't 1."""
+    """The layout's sizes, "4 x 8 x 8": replicate, shard, tp; with cp and ep "4 x 8 x cp 2 x 8, ep 8"."""
     return sizes_of(prediction.layout, " \N{MULTIPLICATION SIGN} ")
 
 
 def sizes_of(layout: MeshLayout, between: str) -> str:
-    """The sizes, with ``between`` them; that of cp, if there is one, with its name."""
+    """The sizes, with ``between`` them; those of cp and ep, if there are such, with their names."""
     each = layout.as_dict().items()
-    return between.join(f"cp {size}" if axis == "cp" else str(size) for axis, size in each)
+    text = between.join(f"cp {size}" if axis == "cp" else str(size) for axis, size in each)
+    return text if layout.ep == 1 else f"{text}, ep {layout.ep}"
 
 
 def setting(prediction: Prediction) -> str:

@@ -6,10 +6,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from typing import Any
 
 from parallel3d.errors import PlanningError
 from parallel3d.mesh import MeshLayout
+from parallel3d.planner import mixture
 from parallel3d.planner.cluster import (
     Cluster,
     Gpu,
@@ -44,7 +46,7 @@ from parallel3d.planner.stacks import Stack
 from parallel3d.planner.step_time import (
     StepTime,
     engine_collectives,
-    local_numel,
+    local_parts,
     step_time,
     tp_collectives,
 )
@@ -172,11 +174,12 @@ class Prediction(Step):
             "model": self.model.name,
             "gpu": self.cluster.gpu.name,
             "nodes": self.cluster.nodes,
-            "layout": self.layout.as_dict(),
+            "layout": self.layout.as_dict(views=True),
             "micro_batch": self.micro_batch,
             "accumulation": self.accumulation,
             "checkpointing": self.workload.checkpointing,
             **({"cp_attention": self.workload.cp_attention} if self.layout.cp > 1 else {}),
+            **({"routing": self.workload.routing} if self.layout.ep > 1 else {}),
             "stack": self.workload.profile.name,
             "fits": self.fits,
             "fits_probability": self.fits_probability,
@@ -219,12 +222,25 @@ def predict(
                 f"{workload.sharding} shards nothing over {axis}, which is {size}; it must be 1: give "
                 f"replicate {layout.replicate * size}"
             )
+    if layout.ep > 1 and (why := why_no_ep(model, layout.ep, workload)) is not None:
+        raise PlanningError(why)
     micro_batch, accumulation = _batches(layout, workload)
     if layout.cp > 1:
         workload = _with_kind(
             model, Local(cluster.gpu, workload, layout.tp, micro_batch, layout.cp)
         )
     return Prediction(model, layout, cluster, workload, micro_batch, accumulation)
+
+
+def why_no_ep(model: ModelSpec, ep: int, work: Workload) -> str | None:
+    """Why ``ep``, which isn't 1, can't divide the experts of ``model``, in words; None if it can."""
+    if not model.experts:
+        return f"ep {ep}: {model.name} has no experts that it could divide"
+    if model.experts < ep:
+        return f"ep {ep} is more than the {model.experts} experts of a block: some ranks would have none"
+    if work.sharding != "fsdp":
+        return f"{work.sharding} and ep {ep}: only fsdp shards what ep leaves of a copy's ranks"
+    return None
 
 
 def _with_kind(model: ModelSpec, local: Local) -> Workload:
@@ -411,8 +427,16 @@ def _collectives(prediction: Prediction, unit: UnitSpec) -> Iterator[Term]:
             times = f", {each.count} times" if each.count > 1 else ""
             name = f"cp {each.operation} {each.way}{times}"
             calls.append((name, each.operation, each.nbytes, "cp"))
-    own = engine_collectives(local_numel(unit, local.tp), prediction)
-    calls += [(name, *call) for name, call in own.items() if prediction.links[call[2]].size > 1]
+    for a2a in mixture.exchanges(unit, local):
+        calls.append((f"ep {a2a.name} {a2a.way}", "all_to_all", a2a.nbytes, "ep"))
+    for axis, parts in local_parts(unit, prediction.layout).items():
+        own = engine_collectives(sum(prod(shape) for _, shape in parts), prediction, axis)
+        of = " of experts" if axis == "efsdp" else ""
+        calls += [
+            (f"{name}{of}", *call)
+            for name, call in own.items()
+            if prediction.links[call[2]].size > 1
+        ]
     beside = local.work.profile.constant("collective_time")
     for name, kind, nbytes, axis in calls:
         link = prediction.links[axis]

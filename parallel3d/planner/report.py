@@ -28,7 +28,7 @@ from parallel3d.planner.recompute import KINDS
 
 # The timeline: how much of a block's communication its compute hides, as bars on lanes.
 
-LANES = ("compute", "tp", "cp", "gather", "reduce", "all-reduce", "host")
+LANES = ("compute", "tp", "cp", "ep", "gather", "reduce", "all-reduce", "host")
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,8 @@ class ChartSpan:
     """A bar: ``seconds`` from ``start`` on ``lane``.
 
     Attributes:
-        kind: "compute", "tensor parallel", "context parallel", "slowdown", "hidden" or "exposed".
+        kind: "compute", "tensor parallel", "context parallel", "expert parallel", "slowdown", "hidden" or
+            "exposed".
         what: its description.
         phase: "forward" or "backward".
     """
@@ -57,7 +58,7 @@ _WHAT = {
     ("host", "forward"): "activations of the block before",
     ("host", "backward"): "activations of the block after",
 }
-_KINDS = {"tp": "tensor parallel", "cp": "context parallel"}
+_KINDS = {"tp": "tensor parallel", "cp": "context parallel", "ep": "expert parallel"}
 
 
 def layer_spans(prediction: Prediction) -> list[ChartSpan]:
@@ -133,6 +134,7 @@ _TIME: dict[str, page.Fill] = {
     "recompute": (page.BLUE, True),
     "tensor parallel": (page.ORANGE, False),
     "context parallel": (page.ORANGE, True),
+    "expert parallel": (page.SKY, True),
     "exposed gather, reduce": (page.VERMILION, False),
     "exposed all-reduce": (page.VERMILION, True),
     "exposed offload": (page.GREEN, True),
@@ -147,6 +149,7 @@ _SPANS: dict[str, tuple[str, page.Fill]] = {
     "slowdown": ("compute is slower", (page.YELLOW, False)),
     "tensor parallel": ("tensor parallel", (page.ORANGE, False)),
     "context parallel": ("context parallel", (page.ORANGE, True)),
+    "expert parallel": ("expert parallel", (page.SKY, True)),
     "hidden": ("collective, hidden", (page.GREEN, False)),
     "exposed": ("collective, waited for", (page.VERMILION, False)),
 }

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from math import log2, prod
+from math import ceil, log2, prod
 
 from parallel3d._play.units import Exposed, PlayRules, UnitTimes, exposed_of
+from parallel3d.mesh import MeshLayout
+from parallel3d.planner import mixture
 from parallel3d.planner.cluster import Gpu, collective_time
 from parallel3d.planner.constants import Constant, Term, constant
 from parallel3d.planner.context import exchanges
@@ -21,7 +23,7 @@ from parallel3d.planner.kernels import (
     offloaded,
     share,
 )
-from parallel3d.planner.model_spec import UnitSpec
+from parallel3d.planner.model_spec import Parameter, UnitSpec
 from parallel3d.planner.recompute import KINDS
 from parallel3d.planner.workload import Local, Step
 
@@ -73,11 +75,14 @@ def tp_collectives(unit: UnitSpec, local: Local) -> list[tuple[str, str, int]]:
     return calls
 
 
-def engine_collectives(numel: int, step: Step) -> dict[str, tuple[str, float, str]]:
+def engine_collectives(
+    numel: int, step: Step, axis: str = "shard"
+) -> dict[str, tuple[str, float, str]]:
     """Returns the all-gather and the reductions of a unit in the engine: name -> (operation, bytes, axis).
 
     Args:
-        numel: elements of the unit's parameters on one rank of ``tp``.
+        numel: elements of the unit's parameters on one rank of ``tp``, or of ``ep``.
+        axis: that shards them, "efsdp" of experts that ep divides.
     """
     work = step.workload
     if work.sharding != "fsdp" or not numel:
@@ -87,15 +92,29 @@ def engine_collectives(numel: int, step: Step) -> dict[str, tuple[str, float, st
     name = "reduce over replicate" if is_hybrid else "all-reduce"
     over_replicate = "reduce_scatter" if is_hybrid else "all_reduce"
     return {
-        "gather": ("all_gather", numel * work.compute_itemsize, "shard"),
-        "reduce": ("reduce_scatter", reduced, "shard"),
-        name: (over_replicate, reduced / step.links["shard"].size, "replicate"),
+        "gather": ("all_gather", numel * work.compute_itemsize, axis),
+        "reduce": ("reduce_scatter", reduced, axis),
+        name: (over_replicate, reduced / step.links[axis].size, "replicate"),
     }
 
 
 def local_numel(unit: UnitSpec, tp: int) -> int:
     """Elements of a unit's parameters on the fullest rank of ``tp``."""
     return sum(prod(tp_cut(p, tp)[1]) for p in unit.parameters)
+
+
+def local_parts(unit: UnitSpec, layout: MeshLayout) -> dict[str, list[tuple[Parameter, list[int]]]]:
+    """Axis -> a unit's parameters that it shards, and their shapes on the fullest rank of tp, or of ep.
+
+    Experts are sharded over "efsdp" if ep divides them, all others over "shard".
+    """
+    found: dict[str, list[tuple[Parameter, list[int]]]] = {"shard": [], "efsdp": []}
+    for p in unit.parameters:
+        if p.experts and layout.ep > 1:
+            found["efsdp"].append((p, [ceil(p.shape[0] / layout.ep), *p.shape[1:]]))
+        else:
+            found["shard"].append((p, tp_cut(p, layout.tp)[1]))
+    return found
 
 
 def host_rate(gpu: Gpu) -> float:
@@ -116,10 +135,17 @@ class _Timing:
         self.units, self.rate = step.model.units, memory_rate(self.gpu)
         self.local = step.local
         self.hybrid = step.workload.is_hybrid(step.layout.replicate)
-        # Elements of the parameters of one tp rank, before they are sharded: of each unit, of all.
-        self.sizes = {id(u): local_numel(u, self.layout.tp) for u in self.units}
-        self.numel = sum(u.count * self.sizes[id(u)] for u in self.units)
         self.links = step.links
+        # Parameters of one rank of tp, or of ep, before they are sharded, by unit and axis: with their
+        # shapes, and their elements. All elements, and those of a shard.
+        self.parts = {id(u): local_parts(u, self.layout) for u in self.units}
+        self.sizes = {
+            key: {axis: sum(prod(shape) for _, shape in own) for axis, own in parts.items()}
+            for key, parts in self.parts.items()
+        }
+        every = [(u.count * n, axis) for u in self.units for axis, n in self.sizes[id(u)].items()]
+        self.numel = sum(n for n, _ in every)
+        self.at_rest = sum(n / self.links[axis].size for n, axis in every)
 
     def time(self) -> StepTime:
         units, tp, cp = self.units, self.layout.tp, self.layout.cp
@@ -136,13 +162,14 @@ class _Timing:
                 "tp_exposed * tp_wait * sum of the units' collectives over tp",
                 {"tp": tp, "of a micro-batch": tp_total, **waits, "tokens": self.local.tokens},
             ),
+            *self.experts_terms(times),
             *self.context_terms(times, *lost),
             *self.engine_terms(*lost),
             self.optimizer(),
         ]
         terms.append(self.stragglers(sum(term.value for term in terms)))
         flops = [u.count * sum(k.flops) for u, k in zip(units, kernels, strict=True)]
-        whole = self.local._replace(tp=1, cp=1)
+        whole = self.local._replace(tp=1, cp=1, ep=1)
         plain = [kernels_of(u, whole).flops for u in units]
         useful = sum(u.count * (f[0] + f[1]) for u, f in zip(units, plain, strict=True))
         return StepTime(
@@ -214,22 +241,41 @@ class _Timing:
                 total[each.way] += each.count * (slowed + waited)
         return self.with_repeated(unit, total)
 
+    def ep_time(self, unit: UnitSpec) -> tuple[float, float]:
+        """(forward, backward) seconds that one unit's experts wait for, over ``ep``: all-to-alls with their
+        packing, and the host, which has to know how long the messages are before it can start what follows.
+        """
+        total = {"forward": 0.0, "backward": 0.0}
+        for each in mixture.exchanges(unit, self.local):
+            seconds = self.collective("all_to_all", each.nbytes, "ep")
+            total[each.way] += seconds + each.copied / self.rate
+        forward, backward = self.with_repeated(unit, total)
+        if forward:
+            kind, sync = KINDS[self.work.checkpointing], self.stack.value("host_sync")
+            forward += sync
+            backward += sync * max(kind.blocks, kind.elementwise)
+        return forward, backward
+
     def unit_times(self, unit: UnitSpec, kernels: Kernels) -> UnitTimes:
         tp_forward, tp_backward = self.tp_time(unit)
         cp_forward, cp_backward = self.cp_time(unit)
-        forward = kernels.forward + tp_forward + cp_forward
-        backward = kernels.backward + tp_backward + cp_backward
+        ep_forward, ep_backward = self.ep_time(unit)
+        forward = kernels.forward + tp_forward + cp_forward + ep_forward
+        backward = kernels.backward + tp_backward + cp_backward + ep_backward
         moved = offloaded(unit, self.local) * self.local.tokens
         gather = reduce = summed = again = 0.0
-        if calls := engine_collectives(self.sizes[id(unit)], self.step):
-            gather, reduce, summed = (self.collective(*call) for call in calls.values())
+        for axis, numel in self.sizes[id(unit)].items():
+            if calls := engine_collectives(numel, self.step, axis):
+                own = [self.collective(*call) for call in calls.values()]
+                gather, reduce, summed = gather + own[0], reduce + own[1], summed + own[2]
+        if self.work.sharding == "fsdp" and sum(self.sizes[id(unit)].values()):
             again = gather if self.is_gathered_again(unit) else 0.0
             copy, copied = (each / self.rate for each in self.copied(unit))
             forward += copy
             backward += copied + (copy if self.is_gathered_again(unit) else 0.0)
         return UnitTimes(
             *(unit.count, forward, backward, gather, again, reduce, summed),
-            *(tp_forward, tp_backward, cp_forward, cp_backward),
+            *(tp_forward, tp_backward, cp_forward, cp_backward, ep_forward, ep_backward),
             offload=moved / host_rate(self.gpu),
             parts=(max(len(unit.tp_inputs), len(unit.tp_outputs), 1), self.work.sequence_parallel),
         )
@@ -246,23 +292,25 @@ class _Timing:
         twice as many if shards are padded because rows don't divide evenly. With one shard they are casts, if
         the compute dtype or the reduce dtype differs.
         """
-        work, tp, shard = self.work, self.layout.tp, self.links["shard"].size
-        numel, dense = self.sizes[id(unit)], self.dense_gradient(unit)
-        if shard == 1:
+        parts = [self.copied_of(unit, axis) for axis in ("shard", "efsdp")]
+        dense = self.dense_gradient(unit)
+        return sum(each for each, _ in parts), sum(each for _, each in parts) + dense
+
+    def copied_of(self, unit: UnitSpec, axis: str) -> tuple[float, float]:
+        """``copied`` of the parameters that ``axis`` shards."""
+        work, ranks, numel = self.work, self.links[axis].size, self.sizes[id(unit)][axis]
+        if ranks == 1:
             sizes = work.param_itemsize, work.compute_itemsize, work.reduce_itemsize
             cast, reduced = ((a + b) * numel if a != b else 0 for a, b in pairwise(sizes))
-            return cast, reduced + dense
+            return cast, reduced
         gather, reduce = (self.stack.value(name) for name in ("gather_copy", "reduce_copy"))
-        parts = (tp_cut(p, tp)[1] for p in unit.parameters)
-        padded = sum(prod(part) for part in parts if part and part[0] % shard)
+        parts = [shape for _, shape in self.parts[id(unit)][axis]]
+        padded = sum(prod(part) for part in parts if part and part[0] % ranks)
         copied = max(
             gather, 2 * work.compute_itemsize
         )  # out of the buffer: padded, and all of HFSDP
         out = numel if self.hybrid else padded
-        return (
-            copied * out + gather * (numel - out),
-            reduce * (numel + padded) + dense,
-        )
+        return copied * out + gather * (numel - out), reduce * (numel + padded)
 
     def dense_gradient(self, unit: UnitSpec) -> float:
         """Bytes moved for the gradient of an embedding's whole table: zeros, and with a tied head the sum."""
@@ -288,7 +336,7 @@ class _Timing:
             if self.accumulation > 1 and self.layout.replicate > 1:
                 each = exposed_of(times, rules, all_reduce=False)
             if self.hybrid:  # the copy is renewed before each forward
-                renewed = numel * work.compute_itemsize / self.links["shard"].size
+                renewed = self.at_rest * work.compute_itemsize
                 renewal = self.collective("all_gather", renewed, "replicate")
                 each, last = (e._replace(gather=e.gather + renewal) for e in (each, last))
             return each, last
@@ -334,6 +382,23 @@ class _Timing:
         for name, (seconds, what) in found.items():
             yield self.repeated(name, seconds, what, {"micro-batch": seconds})
 
+    def experts_terms(self, times: list[UnitTimes]) -> Iterator[Term]:
+        """What experts wait for over ``ep``."""
+        if self.layout.ep == 1:
+            return
+        waited = sum(t.count * (t.ep_forward + t.ep_backward) for t in times)
+        yield self.repeated(
+            "expert parallel",
+            waited,
+            "sum of the units' all-to-alls over ep, of the fullest rank, their packing and host_sync",
+            {
+                "ep": self.layout.ep,
+                "routing": self.work.routing,
+                "of a micro-batch": waited,
+                "host_sync": self.stack.constant("host_sync"),
+            },
+        )
+
     def context_terms(
         self, times: list[UnitTimes], exposed: Exposed, last: Exposed
     ) -> Iterator[Term]:
@@ -366,7 +431,7 @@ class _Timing:
 
     def engine_terms(self, exposed: Exposed, last: Exposed) -> Iterator[Term]:
         """Copies in and out of buffers, exposed communication, accumulation."""
-        numel, is_fsdp, rate = self.numel, self.work.sharding == "fsdp", {"memory rate": self.rate}
+        is_fsdp, rate = self.work.sharding == "fsdp", {"memory rate": self.rate}
         copied = 0.0
         for unit in self.units if is_fsdp else ():
             gathered, reduced = self.copied(unit)
@@ -379,18 +444,17 @@ class _Timing:
             both = getattr(exposed, name), getattr(last, name)
             title = name if name == "slowdown" else f"exposed {name}"
             yield self.waited(title, *both, what, slowdown)
-        shard, add = self.links["shard"].size, self.stack.constant("accumulate")
-        added = (numel // shard if is_fsdp else numel) if self.accumulation > 1 else 0
+        add = self.stack.constant("accumulate")
+        added = (self.at_rest if is_fsdp else self.numel) if self.accumulation > 1 else 0
         inputs = {"gradients": added, "accumulate": add, **rate}
         what = "accumulate * gradients / memory rate"
         yield self.repeated("accumulate", add.value * added / self.rate, what, inputs)
 
     def optimizer(self) -> Term:
         """Parameters, gradients and state are read, parameters and state written."""
-        work, numel, rate = self.work, self.numel, self.rate
-        sharded = self.links["shard"].size
-        hybrid = sharded * (self.layout.replicate if self.hybrid else 1)
-        ranks = {"fsdp": hybrid, "zero1": self.layout.replicate, "ddp": 1}[work.sharding]
+        work, numel, rate, replicate = self.work, self.numel, self.rate, self.layout.replicate
+        hybrid = numel / self.at_rest * (replicate if self.hybrid else 1)
+        ranks = {"fsdp": hybrid, "zero1": replicate, "ddp": 1}[work.sharding]
         per = 3 * work.param_itemsize + 2 * work.optimizer_bytes
         return Term(
             "optimizer",

@@ -9,9 +9,10 @@ from typing import NamedTuple
 from parallel3d.errors import PlanningError
 from parallel3d.mesh import MeshLayout
 from parallel3d.planner.arguments import check_choice, check_size
-from parallel3d.planner.cluster import AxisLink, Cluster, Gpu, link_of, shard_link
+from parallel3d.planner.cluster import AxisLink, Cluster, Gpu, experts_link, link_of, shard_link
 from parallel3d.planner.model_spec import ModelSpec
 from parallel3d.planner.recompute import KINDS
+from parallel3d.planner.routing import popularity
 from parallel3d.planner.stacks import OURS, Stack, stack_of
 
 CHECKPOINTING = tuple(KINDS)
@@ -66,6 +67,9 @@ class Workload:
         reshard_after_forward: parameters are freed between forward and backward.
         shard_optimizer_over_replicate: HFSDP: parameters, gradients and optimizer state are sharded over
             replicate as well, and a copy in the compute dtype over shard alone.
+        routing: how tokens are spread over experts that ``ep`` divides, whose fullest rank decides: "uniform"
+            (balanced), "zipf:1.2" (the n-th most popular expert is n^-1.2 times as popular as the first),
+            "hot" (one expert that every token goes to).
         stack: the software that trains, by its name in stacks.toml, or a ``Stack``; this library by default.
         sharding: "fsdp" over ``shard``; "zero1": parameters unsharded, the optimizer's state sharded over
             ``replicate``; "ddp": nothing sharded.
@@ -93,6 +97,7 @@ class Workload:
     loss_parallel: bool = True
     reshard_after_forward: bool = True
     shard_optimizer_over_replicate: bool = False
+    routing: str = "uniform"
     sharding: str = "fsdp"
     stack: str | Stack = OURS
 
@@ -104,6 +109,7 @@ class Workload:
             if isinstance(field.default, bool) and type(value) is not bool:
                 raise PlanningError(f"{field.name} is {value!r}; it must be True or False")
         check_size("seq_len", self.seq_len)
+        popularity(self.routing)
         stack_of(self.stack)
         for name in ("micro_batch", "global_batch"):
             if getattr(self, name) is not None:
@@ -151,6 +157,7 @@ class Local(NamedTuple):
         tp: number of GPUs over which layers are divided.
         cp: number of GPUs over which each sequence is divided.
         micro_batch: number of sequences.
+        ep: number of GPUs over which experts are divided.
     """
 
     gpu: Gpu
@@ -158,6 +165,7 @@ class Local(NamedTuple):
     tp: int = 1
     micro_batch: int = 1
     cp: int = 1
+    ep: int = 1
 
     @property
     def tokens(self) -> int:
@@ -185,11 +193,14 @@ class Step:
     def local(self) -> Local:
         """What a GPU has of a micro-batch."""
         layout = self.layout
-        return Local(self.cluster.gpu, self.workload, layout.tp, self.micro_batch, layout.cp)
+        sizes = layout.tp, self.micro_batch, layout.cp, layout.ep
+        return Local(self.cluster.gpu, self.workload, *sizes)
 
     @cached_property
     def links(self) -> dict[str, AxisLink]:
-        """How the ranks of each axis lie on nodes; those of shard with cp's, which share parameters."""
-        axes = ("replicate", "cp", "tp")
+        """How the ranks of each axis lie on nodes; those of shard with cp's, which share parameters; of efsdp
+        those that share the parameters of one rank's experts."""
+        axes = ("replicate", "cp", "tp", "ep")
         links = {axis: link_of(self.layout, axis, self.cluster) for axis in axes}
+        links["efsdp"] = experts_link(self.layout, self.cluster)
         return links | {"shard": shard_link(self.layout, self.cluster)}

@@ -129,3 +129,30 @@ def test_experts(layout):
         parallelize(model, mesh, "auto" if layout.tp > 1 else None, mp_policy=MIXED)
         buckets = [b for unit in units_of(model, recurse=True) for b in unit.group.buckets]
         assert sum(bucket.flat.nbytes for bucket in buckets) == found.parameters
+
+
+@pytest.mark.parametrize(
+    ("layout", "experts"),
+    [
+        (MeshLayout(1, 4, 1, ep=2), 8),
+        (MeshLayout(1, 8, 1, ep=8), 8),
+        (MeshLayout(2, 4, 1, ep=4), 6),
+        (MeshLayout(1, 4, 2, ep=4), 4),
+        (MeshLayout(1, 8, 1, ep=2), 6),
+        (MeshLayout(1, 4, 2, ep=2), 4),
+    ],
+    ids=str,
+)
+def test_experts_on_ep(layout, experts, monkeypatch):
+    """Experts are units of their own, in blocks, sharded over what ep leaves: as the engine holds them."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 72, "vocab_size": 96, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_local_experts": experts}
+    config = transformers.MixtralConfig(**sizes, **heads)
+    found = on_cpu(spec_from_hf_config(config), layout, False)
+    with torch.device("meta"):
+        spec = spec_from_module(transformers.AutoModelForCausalLM.from_config(config))
+    assert found == on_cpu(spec, layout, False)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    engine = held(model, layout, "auto", monkeypatch)
+    assert engine == (found.unsharded_at_loss, found.unsharded + found.buffers, found.gradients)

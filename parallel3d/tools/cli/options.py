@@ -125,6 +125,7 @@ WORK = of_fields(
         "compile": "torch.compile of each block.",
         "attention": f"{', '.join(ATTENTION)}; the GPU's best if not given.",
         "cp_attention": f"auto, {', '.join(CP_ATTENTION)}: how attention communicates over cp.",
+        "routing": "uniform, zipf:1.2 or hot: how tokens are spread over experts that ep divides.",
         "fused_loss": "No fp32 copies of the logits.",
         "chunked_loss": f"{_CHUNKED}.",
         "shard_optimizer_over_replicate": (f"{_HYBRID}.", _HFSDP),
@@ -160,13 +161,16 @@ LAYOUT = made(
         "shard": (int, -1, "Ranks that share a copy; -1: all that the other axes leave."),
         "cp": (int, 1, "Ranks that share each sequence (context parallelism)."),
         "tp": (int, 1, "Ranks that share each layer's computation."),
+        "ep": (int, 1, "Ranks that share the experts; it divides shard x cp x tp."),
     },
 )
 _SIZE = "Only this size; several by repeating it."
 _CP_SIZE = "The same; by default 1, and those that leave a rank 16,384 tokens of a sequence."
+_EP_SIZE = "The same; by default 1, and of a mixture those that divide its experts, in or of nodes."
 SIZES = made(
     panel("Layout"),
-    {axis: (list[int], None, _CP_SIZE if axis == "cp" else _SIZE) for axis in LAYOUT}
+    dict.fromkeys(LAYOUT, (list[int], None, _SIZE))
+    | {"cp": (list[int], None, _CP_SIZE), "ep": (list[int], None, _EP_SIZE)}
     | {"memory_limit": (float, None, "GiB of a GPU's memory that may be used.")},
 )
 Json = Annotated[bool, panel("Output")("Print only JSON on stdout.", "--json")]

@@ -385,7 +385,7 @@ def _show_plan(plan: MeshPlan, top: int, explain: bool, chosen: str) -> None:
 def _show_next(found: MeshPlan) -> None:
     """Prints how to run the best."""
     best, cluster = found.best, found.cluster
-    mesh = " ".join(f"--{axis} {n}" for axis, n in best.layout.as_dict().items())
+    mesh = " ".join(f"--{axis} {n}" for axis, n in best.layout.as_dict(views=True).items())
     arguments = "".join(f"      {name}={value},\n" for name, value in _arguments(best).items())
     many, each = cluster.nodes > 1, cluster.gpus_per_node
     nodes = f"--nnodes {cluster.nodes} " if many else ""
@@ -488,7 +488,7 @@ def _refused(plan: MeshPlan) -> Table:
 
 def _details(console: Console, each: Prediction, lead: str) -> None:
     memory, layout = each.memory, each.layout
-    mesh = f"\n{lead}{', '.join(f'{axis} {n}' for axis, n in layout.as_dict().items())}"
+    mesh = f"\n{lead}{', '.join(f'{axis} {n}' for axis, n in layout.as_dict(views=True).items())}"
     low, high = each.speed_interval
     kind = f", attention over cp: {each.workload.cp_attention}" if layout.cp > 1 else ""
     console.print(

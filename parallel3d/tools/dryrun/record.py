@@ -116,6 +116,8 @@ def record(
         if named := [mesh for mesh in mode.meshes if mesh.mesh_dim_names]:
             mesh = max(named, key=lambda mesh: (mesh.ndim, mesh.size()))
             groups, axes = axis_groups(mesh), mesh.mesh_dim_names or ()
+            for other in named:  # views of the same ranks
+                groups = axis_groups(other) | groups
         return DryRun(
             rank=rank,
             world_size=world_size,

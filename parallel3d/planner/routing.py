@@ -1,0 +1,93 @@
+"""Routing: how much more than its share the fullest rank of ep gets. It decides the step, and the memory."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import exp, inf
+from random import Random
+from statistics import median
+from typing import NamedTuple
+
+from parallel3d.ep.division import Division, reach
+from parallel3d.errors import PlanningError
+
+_PLACEMENTS = 65  # of experts on ranks, of which the median is taken
+
+
+class Peak(NamedTuple):
+    """What the fullest rank of ep has.
+
+    Attributes:
+        rows: that come to it, for each token that a rank sends: see ``ep.routes``.
+        pairs: tokens' choices that it computes, for each that a rank makes; 1 if all ranks are equally full.
+    """
+
+    rows: float
+    pairs: float
+
+
+def popularity(routing: str) -> float:
+    """The exponent of "zipf:EXPONENT"; 0 of "uniform", infinite of "hot".
+
+    Raises:
+        PlanningError: it is none of these.
+    """
+    name, _, exponent = routing.partition(":") if isinstance(routing, str) else ("", "", "")
+    if routing in ("uniform", "hot"):
+        return 0.0 if routing == "uniform" else inf
+    try:
+        value = float(exponent) if name == "zipf" else -1.0
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < inf:
+        raise PlanningError(
+            f"routing is {routing!r}; it must be 'uniform', 'hot' (one expert that every token goes to) or "
+            "'zipf:1.2' (the n-th most popular expert is n^-1.2 times as popular as the first)"
+        )
+    return value
+
+
+@lru_cache(maxsize=4096)
+def peak(routing: str, experts: int, top_k: int, ep: int) -> Peak:
+    """The fullest rank's part where ``ep`` ranks share ``experts``, of which a token goes to ``top_k``.
+
+    "uniform" is balanced: as many tokens come to every expert. Of others it is not known which experts the
+    popular ones are: it is the median of the fullest rank over random placements.
+    """
+    if ep == 1:
+        return Peak(1.0, 1.0)
+    held, exponent = Division(experts, ep).chunk, popularity(routing)
+    if not exponent:
+        return Peak(ep * reach(experts, held, top_k), ep * held / experts)
+    if exponent == inf:
+        others = (top_k - 1) * (held - 1) / max(experts - 1, 1)
+        return Peak(float(ep), ep * (1 + others) / top_k)
+    weights = [(n + 1) ** -exponent for n in range(experts)]
+    rate = _rate(weights, top_k)
+    found, draw = [], Random(0)
+    for _ in range(_PLACEMENTS):
+        draw.shuffle(weights)
+        ranks = [weights[at : at + held] for at in range(0, experts, held)]
+        fullest = max(ranks, key=lambda own: _chosen(own, rate))
+        found.append((_chosen(fullest, rate), 1 - exp(-rate * sum(fullest))))
+    return Peak(ep * median(rows for _, rows in found), ep * median(p for p, _ in found) / top_k)
+
+
+def _chosen(weights: list[float], rate: float) -> float:
+    """How many of these experts a token goes to."""
+    return sum(1 - exp(-rate * weight) for weight in weights)
+
+
+def _rate(weights: list[float], top_k: int) -> float:
+    """The time at which ``top_k`` of the experts are expected to have been drawn.
+
+    An expert is drawn first at a random, exponential time, the sooner the larger its weight; the first
+    ``top_k`` are a draw without repetition.
+    """
+    low, high = 0.0, 1.0
+    while _chosen(weights, high) < top_k * (1 - 1e-9) and high < 1e12:
+        high *= 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _chosen(weights, middle) < top_k else (low, middle)
+    return high
