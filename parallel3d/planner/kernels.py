@@ -115,7 +115,7 @@ def _own_loss(unit: UnitSpec, local: Local) -> float:
     fp32 sum.
     """
     work, tp, tokens = local.work, local.tp, local.tokens
-    heads = [local_sizes(m, local) for m in unit.matmuls]
+    heads = [local_sizes(m, local.tp, local.ep) for m in unit.matmuls]
     is_split = tp > 1 and work.loss_parallel
     if unit.kind != "tail" or not heads or not (work.chunked_loss or is_split):
         return 0.0
@@ -161,10 +161,10 @@ def sustained(gpu: Gpu, stack: Stack | None = None) -> dict[str, Constant]:
     return {name: (stack or stack_of(OURS)).constant(name) for name in names}
 
 
-def local_sizes(matmul: Matmul, local: Local) -> tuple[int, int]:
+def local_sizes(matmul: Matmul, tp: int, ep: int = 1) -> tuple[int, int]:
     """n and k of the fullest rank; experts that ep divides are whole."""
-    n, k, split, tp = matmul.n, matmul.k, matmul.split, local.tp
-    if matmul.experts is not None and local.ep > 1:
+    n, k, split = matmul.n, matmul.k, matmul.split
+    if matmul.experts is not None and ep > 1:
         return n, k
     if split == "n":
         return rows_computed(n, matmul.heads, matmul.kv, tp), k
@@ -181,7 +181,7 @@ def gemms_of(unit: UnitSpec, local: Local) -> list[tuple[str, str, tuple[int, in
     gpu, work, tokens = local.gpu, local.work, local.tokens
     found, experts = [], {}
     for each in unit.matmuls:
-        n, k = local_sizes(each, local)
+        n, k = local_sizes(each, local.tp, local.ep)
         rows = ceil(tokens * rows_of(each, unit, local))
         if each.experts is not None:
             experts[each.name] = min(ceil(each.experts[0] / local.ep), rows)
@@ -201,7 +201,7 @@ def gemms_of(unit: UnitSpec, local: Local) -> list[tuple[str, str, tuple[int, in
             return start + groups * (each + cast * (m * k + k * n))
         if not (work.chunked_loss and unit.kind == "tail"):
             return gemm_time(m, n, k, gpu, itemsize, work.profile) + cast * (m * k + k * n)
-        classes, hidden = max(local_sizes(each, local) for each in unit.matmuls)
+        classes, hidden = max(local_sizes(each, local.tp, local.ep) for each in unit.matmuls)
         rows = chunk_rows(tokens, hidden, classes)
         sizes = (m, n, rows) if way == "weight gradient" else (rows, n, k)
         return ceil(tokens / rows) * gemm_time(*sizes, gpu, itemsize, work.profile)
@@ -429,7 +429,9 @@ def _gradients(unit: UnitSpec, hidden: int, local: Local) -> float:
     of_others, inside = [0.0], 0.0
     between = hidden / share("sequence", local)
     for matmul in unit.matmuls:
-        n, k = (size * rows_of(matmul, unit, local) for size in local_sizes(matmul, local))
+        n, k = (
+            size * rows_of(matmul, unit, local) for size in local_sizes(matmul, local.tp, local.ep)
+        )
         if matmul.n != hidden:
             inside += n
             continue
@@ -493,12 +495,15 @@ def _kept(unit: UnitSpec, whole: float, local: Local) -> float:
         results = mixture.received_bytes(unit, local) / work.compute_itemsize
         for m in unit.matmuls:
             parts = 1.0 if m.experts and local.ep > 1 else split.get(m.split or "", 1.0)
-            results += rows_of(m, unit, local) * local_sizes(m, local)[0] / parts
+            results += rows_of(m, unit, local) * local_sizes(m, local.tp, local.ep)[0] / parts
         results += sum(unit.tp_inputs) if sequence > 1 else 0
         results += sum(context.kept(a, local).received for a in unit.attention)
     else:
         kept = unit.matmuls[0::2]
-        results = sum(local_sizes(m, local)[0] / (1 if m.split == "n" else sequence) for m in kept)
+        results = sum(
+            local_sizes(m, local.tp, local.ep)[0] / (1 if m.split == "n" else sequence)
+            for m in kept
+        )
     return entry + results * work.compute_itemsize + _bytes(unit, attended, local)
 
 

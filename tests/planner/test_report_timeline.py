@@ -69,7 +69,7 @@ def test_spans_of_cp_and_of_the_host(kind: str) -> None:
 def test_bars_of_a_lane_do_not_lie_on_each_other() -> None:
     layout = MeshLayout(2, 4, 2, cp=2)
     spans = layer_spans(predicted(layout, 2.0, checkpointing="offload"))
-    assert {span.lane for span in spans} == set(LANES)
+    assert {span.lane for span in spans} == set(LANES) - {"ep"}
     for lane in {span.lane for span in spans}:
         mine = sorted((s for s in spans if s.lane == lane), key=lambda s: s.start)
         assert all(b.start >= a.start + a.seconds - 1e-12 for a, b in pairwise(mine)), lane
