@@ -161,15 +161,19 @@ class GatherSchedule:
             self._ask_for([each for each in named if self.units.is_read_in_backward(each)])
         elif self.settings.backward is not Prefetch.NEVER:
             for before in reversed(self.order[:position]):
-                if self.units.may_be_next(before):
+                # A unit within the one before was asked for when the unit around this one began.
+                if self.units.may_be_next(before) and not self._is_ahead(before):
                     if self.units.is_read_in_backward(before):
                         self._ask_for((before,))
                     return
 
     def _ask_for(self, units: Sequence[Unit]) -> None:
         for unit in units:
-            if unit not in self._wanted and not self.units.is_gathering(unit):
+            if not self._is_ahead(unit):
                 self._wanted.append(unit)
+
+    def _is_ahead(self, unit: Unit) -> bool:
+        return unit in self._wanted or self.units.is_gathering(unit)
 
     def _use(self, unit: Unit) -> None:
         """``unit`` is no longer ahead of its use."""

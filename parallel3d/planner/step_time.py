@@ -268,7 +268,7 @@ class _Timing:
             if calls := engine_collectives(numel, self.step, axis):
                 own = [self.collective(*call) for call in calls.values()]
                 gather, reduce, summed = gather + own[0], reduce + own[1], summed + own[2]
-        if self.work.sharding == "fsdp" and sum(self.sizes[id(unit)].values()):
+        if self.work.sharding == "fsdp" and any(self.sizes[id(unit)].values()):
             again = gather if self.is_gathered_again(unit) else 0.0
             copy, copied = (each / self.rate for each in self.copied(unit))
             forward += copy

@@ -136,6 +136,12 @@ TABLE = {
         ["", "", "", "", "", "a", ""],
     ),
     "a unit that ran twice": ("|aba-AB", None, None, ["", "", "", "", "", "b", ""]),
+    "units within others, whose backwards begin after these": (
+        "|axby-BYAX",
+        None,
+        None,
+        ["", "", "", "", "", "", "x", "a", "", ""],
+    ),
     "put off until it is wanted": (
         "|abc-~C/BA",
         None,
