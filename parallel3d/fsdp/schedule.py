@@ -69,7 +69,7 @@ class GatherSchedule:
     Attributes:
         order: units in the order of their forwards, this iteration.
         last_order: the same of the iteration before.
-        deferred: (unit, position) of the backward whose gathers were put off.
+        deferred: (unit, position) of the backwards whose gathers were put off, each within the one before.
     """
 
     def __init__(self, units: ScheduledUnits, settings: PrefetchSettings) -> None:
@@ -77,7 +77,7 @@ class GatherSchedule:
         self.settings = settings
         self.order: list[Unit] = []
         self.last_order: list[Unit] = []
-        self.deferred: tuple[Unit, int] | None = None
+        self.deferred: list[tuple[Unit, int]] = []
         self._positions: dict[Unit, int] = {}  # of the forwards whose backwards were begun last
         self._wanted: deque[Unit] = deque()
         self._ahead: list[Unit] = []
@@ -113,20 +113,23 @@ class GatherSchedule:
 
         ``defer`` puts the gathers of the unit before off, until ``issue_deferred``.
         """
-        self.deferred = None  # the unit it would have asked for begins by itself
+        # What another would have asked for begins by itself, unless that is around this one.
+        self.deferred = [each for each in self.deferred if each[1] < position]
         self._use(unit)
         if defer:
-            self.deferred = unit, position
-        elif self.settings.backward is not Prefetch.AFTER:
+            self.deferred.append((unit, position))
+            return
+        self.issue_deferred()
+        if self.settings.backward is not Prefetch.AFTER:
             self._ask_in_backward(unit, position)
         else:
             self._positions[unit] = position
 
     def issue_deferred(self) -> None:
         """The gathers that were put off are wanted now."""
-        if self.deferred is not None:
-            deferred, self.deferred = self.deferred, None
-            self._ask_in_backward(*deferred)
+        deferred, self.deferred = self.deferred, []
+        for each in deferred:
+            self._ask_in_backward(*each)
 
     def end_backward(self, unit: Unit) -> None:
         """The backward of ``unit`` is over and its parameters are freed; its reduction comes next."""
@@ -135,12 +138,12 @@ class GatherSchedule:
 
     def end_backwards(self) -> None:
         """The backward is over, or has failed."""
-        self.deferred = None
+        self.deferred = []
 
     def abandon(self) -> None:
         """After an exception: the iteration that broke off is not looked back at."""
         self.order.clear()
-        self.deferred = None
+        self.deferred = []
 
     # -- gathers -------------------------------------------------------------------------------------
 

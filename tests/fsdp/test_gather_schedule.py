@@ -142,6 +142,18 @@ TABLE = {
         None,
         ["", "", "", "", "", "", "x", "a", "", ""],
     ),
+    "put off around a unit, and in it": (
+        "|axby-~B~Y/AX",
+        None,
+        None,
+        ["", "", "", "", "", "", "", "", "xa", "", ""],
+    ),
+    "put off around a unit": (
+        "|axby-~BYAX",
+        None,
+        None,
+        ["", "", "", "", "", "", "", "xa", "", ""],
+    ),
     "put off until it is wanted": (
         "|abc-~C/BA",
         None,
