@@ -152,7 +152,7 @@ def _layout(row: Row) -> MeshLayout:
     if _word(row, "sharding", "fsdp", _SHARDING) != "fsdp":
         # Only the optimizer's state is sharded, over all data ranks.
         replicate, shard = replicate * shard, 1
-    return MeshLayout(replicate, shard, tp, cp=cp)
+    return MeshLayout(replicate, shard, tp, cp=cp, ep=_int(row, "ep", 1))
 
 
 def _cluster(row: Row, world: int) -> Cluster:
