@@ -217,6 +217,32 @@ def test_long_sequences_are_cut_over_cp(tmp_path: Path) -> None:
     assert {each["layout"]["cp"] for each in json.loads(asked)["candidates"]} <= {2, 4}
 
 
+def test_layouts_with_ep() -> None:
+    """In the table, in JSON, and in the commands, which launch takes."""
+    words = [
+        "--model",
+        "mixtral-8x7b",
+        "--gpu",
+        "a100-80gb-sxm",
+        "--nodes",
+        "4",
+        "--seq-len",
+        "4096",
+    ]
+    text = run("plan", *words, "--micro-batch", "1", "--ep", "8").stdout
+    assert "32 \N{MULTIPLICATION SIGN} 1, ep 8" in text and "expert parallel" in text
+    commands = text.replace(" \\\n    ", " ")
+    launch = commands[commands.index("parallel3d launch ") :].splitlines()[0].split()
+    assert launch[launch.index("--ep") + 1] == "8"
+    assert run(*launch[1 : launch.index("--out")], "train.py").exit_code == 0
+    one = run("predict", *words, "--shard", "32", "--ep", "4", "--routing", "zipf:1.2", "--json")
+    found = json.loads(one.stdout)
+    assert (found["layout"]["ep"], found["routing"]) == (4, "zipf:1.2")
+    assert found["seconds"]["expert parallel"] > 0
+    wrong = run("predict", *words, "--shard", "32", "--ep", "16")
+    assert wrong.exit_code == 2 and "ep 16 is more than the 8 experts" in wrong.output
+
+
 def test_constraints_reach_the_plan() -> None:
     words = ["--tp", "2", "--tp", "4", "--replicate", "2"]
     words += ["--micro-batch", "1", "--memory-limit", "20"]
