@@ -137,10 +137,19 @@ class Untouched(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor, *params: Tensor) -> Tensor:
         ctx.like = [torch.empty_like(each, device="meta") for each in (rows, weights, *params)]
+        ctx.save_for_backward(rows, weights, *params)
         return rows.new_zeros(rows.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            # A second derivative is wanted: zeros that depend on all that the other ranks' gradients depend
+            # on, so that this rank issues the same collectives in its backward.
+            inputs = ctx.saved_tensors
+            given = zip(inputs, ctx.needs_input_grad, strict=True)
+            return tuple(
+                Untouched.apply(x, grad, *inputs) if wanted else None for x, wanted in given
+            )
         needed = zip(ctx.like, ctx.needs_input_grad, strict=True)
         return tuple(
             torch.zeros_like(like, device=grad.device) if wanted else None

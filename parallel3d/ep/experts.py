@@ -231,6 +231,11 @@ def plan_ep(
             f"the mesh has ep={ep}, but no module of {type(model).__name__} is known to hold experts{near}. "
             'Name it, tp_plan={"layers.*.moe.experts": parallel3d.ep.Experts()}, or use ep=1'
         )
+    if "" in modules:
+        raise PlanError(
+            f"{type(model).__name__} itself holds the experts; give parallelize the module around it, whose "
+            "other parameters lie on the mesh without ep"
+        )
     for name, (module, _) in modules.items():
         around = [n for n in named if name.startswith(f"{n}.") and is_adapter(named[n])]
         if around:
@@ -253,6 +258,15 @@ def plan_ep(
         ]
         if tied:
             raise PlanError(f"{name}.{tied[0]} is shared with another module; ep can't divide it")
+    for name, (module, declared_as) in modules.items():
+        count = experts_of(module)
+        whole = [n for n, b in module.named_buffers(recurse=False) if b.shape[:1] == (count,)]
+        if whole and declared_as.call is None:
+            raise PlanError(
+                f"{name}.{whole[0]} is a buffer with an entry for each expert; ep divides parameters alone, "
+                "and a forward of other experts would read the first entries. Make it a parameter with "
+                "requires_grad=False, or pass Experts(call=...) with a function that reads the right ones"
+            )
     return EpPlan(view, modules)
 
 
@@ -336,8 +350,9 @@ def _on_ep(
     else:
         y = state.inner(module, rows[row], expert.unsqueeze(1), weights.unsqueeze(1))
         outputs = torch.zeros_like(rows, dtype=y.dtype).index_add(0, row, y)
-    back = Combine.apply(outputs, by_row, axis)
-    return torch.zeros_like(hidden, dtype=back.dtype).index_add(0, way.token_of_row, back)
+    # A rank without tokens can't know the dtype of the others' outputs: all send that of the hidden states.
+    back = Combine.apply(outputs.to(hidden.dtype), by_row, axis)
+    return torch.zeros_like(hidden).index_add(0, way.token_of_row, back)
 
 
 def _has_none(state: _State) -> bool:
