@@ -160,7 +160,11 @@ class EpPlan:
             with unchanged_on_error(module), marking_replaced(module):
                 module._parameters.update(new)
                 for name, value in list(vars(module).items()):
-                    if type(value) is int and value == division.experts and "experts" in name:
+                    if (
+                        type(value) is int
+                        and value == division.experts
+                        and name.endswith("experts")
+                    ):
                         setattr(module, name, _here(division, axis))
                 names = tuple(_arguments(module)[:3])
                 inner = wrap_forward(module, functools.partial(as_if, _forward), _forward)
