@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from parallel3d.ep.division import Division
 from parallel3d.planner.model_spec import Matmul, UnitSpec
-from parallel3d.planner.routing import Peak, peak
+from parallel3d.planner.routing import PeakLoad, peak
 from parallel3d.planner.workload import Local
 
 _NUMBERS = 8  # bytes of a pair's expert and row
@@ -39,7 +39,7 @@ class ExpertShare(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Exchange:
+class ExpertExchange:
     """An all-to-all over ``ep`` of one layer and micro-batch.
 
     Attributes:
@@ -78,7 +78,7 @@ def share_of(unit: UnitSpec, local: Local) -> ExpertShare | None:
     )
 
 
-def exchanges(unit: UnitSpec, local: Local) -> tuple[Exchange, ...]:
+def exchanges(unit: UnitSpec, local: Local) -> tuple[ExpertExchange, ...]:
     """The all-to-alls over ``ep`` of one layer and micro-batch, in their order."""
     if (own := share_of(unit, local)) is None:
         return ()
@@ -88,14 +88,14 @@ def exchanges(unit: UnitSpec, local: Local) -> tuple[Exchange, ...]:
     # Rows are picked to be sent, and again for each pair; outputs are added up on both sides.
     picked, added = 2 * sent + 2 * pair * row, 3 * sent + 3 * pair * row
     return (
-        Exchange("forward", "counts", local.ep * _COUNTS),
-        Exchange("forward", "rows", rows, picked),
-        Exchange("forward", "weights", pair * itemsize),
-        Exchange("forward", "pairs", pair * _NUMBERS),
-        Exchange("forward", "outputs", rows, added),
-        Exchange("backward", "outputs", rows, picked),
-        Exchange("backward", "rows", rows, added),
-        Exchange("backward", "weights", pair * itemsize),
+        ExpertExchange("forward", "counts", local.ep * _COUNTS),
+        ExpertExchange("forward", "rows", rows, picked),
+        ExpertExchange("forward", "weights", pair * itemsize),
+        ExpertExchange("forward", "pairs", pair * _NUMBERS),
+        ExpertExchange("forward", "outputs", rows, added),
+        ExpertExchange("backward", "outputs", rows, picked),
+        ExpertExchange("backward", "rows", rows, added),
+        ExpertExchange("backward", "weights", pair * itemsize),
     )
 
 
@@ -108,9 +108,9 @@ def received_bytes(unit: UnitSpec, local: Local) -> float:
     return (rows + own.pairs * (itemsize + _NUMBERS)) / local.tp
 
 
-def load(unit: UnitSpec, local: Local) -> Peak:
+def load(unit: UnitSpec, local: Local) -> PeakLoad:
     """(rows, pairs) of the fullest rank beside what the tokens of a rank of data are without ep."""
     own = share_of(unit, local)
     if own is None:
-        return Peak(1.0, 1.0)
-    return Peak(own.rows / local.tp, own.pairs / own.chosen / local.tp)
+        return PeakLoad(1.0, 1.0)
+    return PeakLoad(own.rows / local.tp, own.pairs / own.chosen / local.tp)

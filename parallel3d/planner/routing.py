@@ -14,7 +14,7 @@ from parallel3d.errors import PlanningError
 _PLACEMENTS = 65  # of experts on ranks, of which the median is taken
 
 
-class Peak(NamedTuple):
+class PeakLoad(NamedTuple):
     """What the fullest rank of ep has.
 
     Attributes:
@@ -48,20 +48,20 @@ def popularity(routing: str) -> float:
 
 
 @lru_cache(maxsize=4096)
-def peak(routing: str, experts: int, top_k: int, ep: int) -> Peak:
+def peak(routing: str, experts: int, top_k: int, ep: int) -> PeakLoad:
     """The fullest rank's part where ``ep`` ranks share ``experts``, of which a token goes to ``top_k``.
 
     "uniform" is balanced: as many tokens come to every expert. Of others it is not known which experts the
     popular ones are: it is the median of the fullest rank over random placements.
     """
     if ep == 1:
-        return Peak(1.0, 1.0)
+        return PeakLoad(1.0, 1.0)
     held, exponent = Division(experts, ep).chunk, popularity(routing)
     if not exponent:
-        return Peak(ep * reach(experts, held, top_k), ep * held / experts)
+        return PeakLoad(ep * reach(experts, held, top_k), ep * held / experts)
     if exponent == inf:
         others = (top_k - 1) * (held - 1) / max(experts - 1, 1)
-        return Peak(float(ep), ep * (1 + others) / top_k)
+        return PeakLoad(float(ep), ep * (1 + others) / top_k)
     weights = [(n + 1) ** -exponent for n in range(experts)]
     rate = _rate(weights, top_k)
     found, draw = [], Random(0)
@@ -70,7 +70,9 @@ def peak(routing: str, experts: int, top_k: int, ep: int) -> Peak:
         ranks = [weights[at : at + held] for at in range(0, experts, held)]
         fullest = max(ranks, key=lambda own: _chosen(own, rate))
         found.append((_chosen(fullest, rate), 1 - exp(-rate * sum(fullest))))
-    return Peak(ep * median(rows for _, rows in found), ep * median(p for p, _ in found) / top_k)
+    return PeakLoad(
+        ep * median(rows for _, rows in found), ep * median(p for p, _ in found) / top_k
+    )
 
 
 def _chosen(weights: list[float], rate: float) -> float:
