@@ -74,6 +74,11 @@ def test_a_change_of_ep_is_a_resharding(gloo_pool, tmp_path) -> None:
             "router.weight|gradient of its input",
         ),
         (
+            "gradient missing of what is before the experts",
+            MeshLayout(shard=4, ep=2),
+            "experts: gradient of its input",
+        ),
+        (
             "gradient of tokens that went elsewhere missing",
             MeshLayout(shard=4, ep=4),
             "experts: gradient of",

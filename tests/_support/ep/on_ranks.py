@@ -214,6 +214,10 @@ def planted(fault: str, layout: MeshLayout) -> str:
         inner = experts.Dispatch.apply
         apply = staticmethod(lambda rows, weights, *rest: inner(rows, weights.detach(), *rest))
         put(experts, "Dispatch", type("Dispatch", (), {"apply": apply}))
+    elif fault == "gradient missing of what is before the experts":
+        inner = experts.Dispatch.apply
+        apply = staticmethod(lambda rows, weights, *rest: inner(rows.detach(), weights, *rest))
+        put(experts, "Dispatch", type("Dispatch", (), {"apply": apply}))
     elif fault == "gradient of tokens that went elsewhere missing":
         inner = exchange._transposed
         put(exchange, "_transposed", lambda g, *rest: inner(g, *rest) * 0.5)
