@@ -32,6 +32,7 @@ except ImportError as error:
     ) from error
 
 from parallel3d import checkpoint
+from parallel3d._torch.autograd import torch_function_off
 from parallel3d._util import dry_run
 from parallel3d.errors import CheckpointError, MeshError, Parallel3dError
 from parallel3d.fsdp import FSDPModule
@@ -429,7 +430,7 @@ class _Items(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         items = next((arg for arg in args if isinstance(arg, _Items)), None)
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch_function_off():
             result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
         if name == "to" and items is not None:
