@@ -1,8 +1,8 @@
-"""Folders of ``torch.distributed.checkpoint``, as FSDP2 and torchtitan write them: loaded and saved.
+"""load_dcp and save_dcp: folders of ``torch.distributed.checkpoint`` (DCP), as FSDP2 and torchtitan use them.
 
-DCP's own reader unpickles the table of contents, ``.metadata``, which runs code that it contains. Here the
-standard library's unpickler gets the few names that DCP writes, each of which stands for a class without
-code.
+DCP's own reader unpickles a folder's index, the file ``.metadata``, and a pickle can run any code. Here the
+standard library's unpickler accepts only the few class names that DCP writes, and makes plain records, which
+have no code of those classes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pickle
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from parallel3d.checkpoint.state import stateful
 from parallel3d.checkpoint.torch_formats.loading import Checkpoint, LoadOptions, load, state_at_rest
 from parallel3d.checkpoint.torch_formats.names import MAX_NAME, without_wrappers
 from parallel3d.checkpoint.torch_formats.optimizer import SavedOptimizer, saved_in_names
-from parallel3d.checkpoint.torch_formats.sources import Archive, Budget, Records, Source
+from parallel3d.checkpoint.torch_formats.sources import Archive, Budget, Source, Verify
 from parallel3d.checkpoint.values import refuse_wrapper
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
 from parallel3d.fsdp import optim_state_dict
@@ -58,21 +58,21 @@ def load_dcp(
     a model's state dict at the top, ``{"app": ...}`` as in torch's tutorial, torchtitan's, and flattened
     optimizers.
 
-    Each rank reads the chunks that contain a part of what it holds twice, one at a time: first all ranks
-    check that everything is there, fits and has its checksum; then it loads the chunk and copies. Nothing in
-    the folder is executed. State that the optimizer doesn't have yet is allocated, placed as its parameters
-    are.
+    Each rank reads the stored chunks that overlap its shards, one at a time, in two passes: first all ranks
+    check that everything is there, fits and has the stored checksum; then each loads the chunks and copies.
+    Nothing in the folder is executed. State that the optimizer doesn't have yet is allocated, with its
+    parameters' placements.
 
     Args:
-        folder: where it is; every rank must be able to read it.
+        folder: its path; every rank must be able to read it.
         model: values are copied into its parameters and persistent buffers.
         optimizer: an optimizer of ``model``'s parameters, also of ``parallel3d.optim``; None: load the model
             alone.
-        model_prefix, optimizer_prefix: what precedes the model's names, and "param_groups", in the folder's
-            names, such as "app.model."; None: search for it.
+        model_prefix, optimizer_prefix: what comes before the model's names, and before the optimizer's
+            "state." and "param_groups", in the folder's names, such as "app.model."; None: search for it.
         strict: require all of the model's names, and no others.
         cast: convert values of another dtype.
-        checksums: verify them. False: for what was written under
+        checksums: verify the CRC-32 of what is read. False: for what was written under
             ``torch.serialization.set_crc32_options(False)``.
         trusted: read values of classes that torch doesn't write, by ``pickle``, which runs code that the
             folder contains: only for folders you made.
@@ -86,28 +86,24 @@ def load_dcp(
 
 
 class _Folder(Checkpoint):
-    """A DCP folder."""
+    """A DCP folder, opened for ``load_dcp``."""
 
     def __init__(self, path: Path, options: LoadOptions) -> None:
-        self._path, self._options = path, options
+        self._options = options
         contents = read_folder(path, trusted=options.trusted, checksums=options.checksums)
         self.names = without_wrappers(contents)
 
     def value(self, name: str) -> Any:
         stored = self.names[name]
-        if not isinstance(stored, StoredAt):
+        if not isinstance(stored, Archive):
             return stored
-        archive = stored.archive(f"{self._path}: {name}")
-        for records in archive.checked(checksums=self._options.checksums):
-            records.verify()
-        trusted = self._options.trusted
-        value = archive.load(trusted=trusted, device="cpu" if trusted else "meta")
-        tensors = Budget(archive.length, archive.what).count(value)
-        if trusted or not tensors:
-            return value
-        for tensor in tensors:  # torch reads as many bytes as the pickle says
-            archive.check(tensor)
-        return archive.load()
+        if self._options.checksums:
+            stored.verify()
+        if not self._options.trusted:
+            described = stored.load(device="meta")
+            for tensor in Budget(stored.length, stored.what).count(described):
+                stored.check(tensor)
+        return stored.load(trusted=self._options.trusted)
 
     def optimizer(self, prefix: str, params: Mapping[str, Any]) -> SavedOptimizer:
         flat = {}
@@ -129,16 +125,18 @@ def save_dcp(
     optimizer_prefix: str = "optimizer.",
     flatten_optimizer: bool = False,
 ) -> None:
-    """Writes a folder that any program of torch reads with ``torch.distributed.checkpoint.load``.
+    """Writes a checkpoint folder that any program can read with ``torch.distributed.checkpoint.load``.
 
     Every rank of the model's mesh must call it, and writes what it holds. The names are those of
     ``get_model_state_dict`` and ``get_optimizer_state_dict``: a torch FSDP2 model on any mesh loads
     ``{"model": ..., "optimizer": ...}`` made by these, and sets it with ``set_state_dict``.
 
     Args:
-        folder: must not exist, or be empty; it gets its name when everything is written.
-        optimizer: an optimizer of ``model``'s parameters; None: save the model alone. Before its first step
-            it has no state, which torch's loading, which first makes some, then doesn't find.
+        folder: its path; it must be empty or not exist. It is written under a temporary name and renamed at
+            the end.
+        optimizer: an optimizer of ``model``'s parameters; None: save the model alone. Save it after its first
+            step: before that it has no state, and torch's loading, which makes state before it reads, would
+            miss it in the folder.
         model_prefix, optimizer_prefix: precede the names; "" puts a model at the top, as torchtitan does.
         flatten_optimizer: as the option ``flatten_optimizer_state_dict`` does.
 
@@ -167,27 +165,20 @@ def save_dcp(
 
     # By itself, since a rank alone may have such state, and the others would wait in ``write``.
     ranks.all(lambda: _check_optimizer(model, optimizer))
-    with new_folder(ranks, path, _check_empty) as temporary:
+    with new_folder(ranks, path) as temporary:
         ranks.all(write)
 
 
 def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
-    """Raises CheckpointError for state that torch would store, and ``load_dcp`` not read."""
+    """Raises CheckpointError for optimizer state in a tensor subclass, which ``load_dcp`` can't read."""
     for name, param in model.named_parameters():
         for key, value in (getattr(stateful(optimizer), "state", {}).get(param) or {}).items():
             if isinstance(value, torch.Tensor):
                 refuse_wrapper(f"optimizer.{plain_name(name)}.{key}", value)
 
 
-def _check_empty(path: Path) -> None:
-    if any(path.iterdir()):
-        raise CheckpointError(
-            f"{path} exists already, with files in it; give another, or remove it"
-        )
-
-
 class _Planner(torch_checkpoint.DefaultSavePlanner):
-    """torch's planner, for tensors with a conjugate or negative bit, which torch does not store portably."""
+    """DCP's save planner, with conjugate and negative bits resolved, which torch doesn't store portably."""
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         value = super().transform_object(write_item, object)
@@ -195,7 +186,7 @@ class _Planner(torch_checkpoint.DefaultSavePlanner):
 
 
 def _put(state: dict[str, Any], prefix: str, values: dict[str, Any]) -> None:
-    """Puts ``values`` into the nested dict that ``prefix`` leads to."""
+    """Puts ``values`` into ``state`` below the nested keys that ``prefix`` names, such as "app.model."."""
     for part in filter(None, prefix.split(".")):
         state = state.setdefault(part, {})
     state.update(values)
@@ -227,81 +218,62 @@ _sizes = partial(files.numbers_of, what="sizes or offsets")
 
 
 @dataclass(frozen=True)
-class StoredAt:
-    """Bytes [offset, offset + length) of a file in ``folder``."""
-
-    folder: Path
-    name: str
-    offset: int
-    length: int
-
-    def archive(self, what: str) -> Archive:
-        """Returns the archive that is stored there."""
-        path, end = files.file_in(self.folder, self.name), self.offset + self.length
-        size = path.stat().st_size
-        if end > size:
-            raise CorruptCheckpointError(
-                f"{what}: bytes {self.offset} to {end} of {path.name}, which has {size}"
-            )
-        return Archive(path, self.offset, self.length, what)
-
-
-@dataclass(frozen=True)
 class StoredChunk(pieces.Boxed):
-    """A box of a tensor, and where it is stored; ``at`` is None if it is listed but not stored."""
+    """A chunk of a tensor (its offsets and sizes), and the archive ``at`` that holds its values; None if the
+    index lists the chunk but no archive is stored."""
 
-    at: StoredAt | None
+    at: Archive | None
 
 
 @dataclass(eq=False)
 class DcpTensor(Source):
-    """A tensor of a DCP folder, in chunks that are archives; ``what`` names it in errors."""
+    """A tensor of a DCP folder, in chunks, each a ``torch.save`` archive; ``what`` names it in errors."""
 
     what: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     chunks: list[StoredChunk]
     checksums: bool
-    _archives: dict[pieces.Box, Archive] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.budget = Budget(sum(c.at.length for c in self.chunks if c.at is not None), self.what)
 
-    def records(self, boxes: Iterable[pieces.Box]) -> list[Records]:
-        boxes, found = list(boxes), []
-        for chunk in self.chunks:
-            if chunk.box not in self._archives and any(
-                pieces.intersection(b, chunk.box) for b in boxes
-            ):
-                found += self._check(chunk)
-        return found
+    def checks(self, boxes: Iterable[pieces.Box]) -> list[Verify]:
+        boxes = list(boxes)
+        needed = [c for c in self.chunks if any(pieces.intersection(b, c.box) for b in boxes)]
+        archives = [self._checked(chunk) for chunk in needed]
+        return [archive.verify for archive in archives if self.checksums]
 
-    def _check(self, chunk: StoredChunk) -> list[Records]:
-        """Checks that a tensor of the chunk's shape is stored, without reading its values."""
-        what = f"{self.what} at {chunk.offsets}"
-        if chunk.at is None:
-            raise CorruptCheckpointError(f"{what} is listed but not stored")
-        archive = self._archives[chunk.box] = chunk.at.archive(what)
-        records = archive.checked(checksums=self.checksums)
+    def _checked(self, chunk: StoredChunk) -> Archive:
+        """Returns the chunk's archive if it has a tensor of the right shape; reads no values."""
+        archive = chunk.at
+        if archive is None:
+            raise CorruptCheckpointError(f"{self.what} at {chunk.offsets} is listed but not stored")
+        if self.checksums:
+            archive.verify(["data.pkl"])
         value = archive.load(device="meta")
         if not isinstance(value, Tensor):
-            raise CorruptCheckpointError(f"{what} is not a tensor")
+            raise CorruptCheckpointError(f"{archive.what} is not a tensor")
         archive.check(value)
         if value.dtype != self.dtype or tuple(value.shape) != chunk.sizes:
             raise CorruptCheckpointError(
-                f"{what} is {value.dtype} of {tuple(value.shape)}; the metadata says {self.dtype} of "
+                f"{archive.what} is {value.dtype} of {tuple(value.shape)}; the metadata says {self.dtype} of "
                 f"{chunk.sizes}"
             )
-        return records
+        return archive
 
     def fill(self, tensor: Tensor) -> None:
-        """As for all sources; one chunk is in memory at a time."""
+        """Copies this rank's parts of the stored tensor into ``tensor``; one chunk is in memory at a time."""
         held = pieces.pieces_of(tensor)
         for chunk in self.chunks:
             parts = [(piece, pieces.intersection(piece.box, chunk.box)) for piece in held]
             if not any(part for _, part in parts):
                 continue
-            value = self._archives[chunk.box].load()
+            if chunk.at is None:
+                raise CorruptCheckpointError(
+                    f"{self.what} at {chunk.offsets} is listed but not stored"
+                )
+            value = chunk.at.load()
             for piece, part in parts:
                 if part is not None:
                     offsets, sizes = part
@@ -314,11 +286,11 @@ def _less(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def read_small(source: Source, name: str) -> Tensor:
-    """Reads and verifies a whole tensor, if it takes no more memory than is stored of it."""
-    records = source.records([pieces.whole_box(source.shape)])
+    """Returns a whole stored tensor, verified; raises if it would have more bytes than the folder stores."""
+    checks = source.checks([pieces.whole_box(source.shape)])
     source.take(name)
-    for each in records:
-        each.verify()
+    for verify in checks:
+        verify()
     return source.whole()
 
 
@@ -327,9 +299,9 @@ def read_small(source: Source, name: str) -> Tensor:
 
 def read_folder(
     path: Path, *, trusted: bool, checksums: bool = True
-) -> dict[str, DcpTensor | StoredAt]:
-    """Returns the contents of a folder by flat names, such as "model.layers.0.weight"; what is no tensor as a
-    StoredAt. ``trusted``: read its ``.metadata`` by ``pickle``, which runs code in it."""
+) -> dict[str, DcpTensor | Archive]:
+    """Returns a folder's contents by flat names, such as "model.layers.0.weight": a DcpTensor for a tensor,
+    else an Archive. ``trusted``: read ``.metadata`` by ``pickle``, which runs code in it."""
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a folder; load_dcp reads those of dcp.save")
     what = path / _TABLE
@@ -346,18 +318,19 @@ def read_folder(
     ):
         content = FileSystemReader(path).read_metadata() if trusted else _Unpickler(file).load()
     invalid = f"{what} is not valid metadata of torch.distributed.checkpoint"
-    with files.damaged_if(invalid, (ValueError, KeyError, TypeError, AttributeError)):
+    with files.damaged_if(invalid, (ValueError, LookupError, TypeError, AttributeError)):
         return _contents(path, content, checksums)
 
 
 class _Record:
-    """An object of the table, of a class with the name of DCP's: its state. No code belongs to it."""
+    """An object of one of DCP's classes in ``.metadata``: its attributes, without code of the class."""
 
     def __init__(self, *arguments: Any) -> None:
         pass
 
     def __setstate__(self, state: Any) -> None:
-        self.state = state
+        # That of TensorProperties is a tuple, which begins with the dtype.
+        vars(self).update({"dtype": state[0]} if isinstance(state, tuple) else state)
 
 
 _METADATA, _FILESYSTEM = (f"torch.distributed.checkpoint.{n}" for n in ("metadata", "filesystem"))
@@ -376,9 +349,10 @@ _RECORDS = {
 
 
 class _Unpickler(pickle._Unpickler):
-    """The standard library's unpickler in Python, whose memo is a dict, with the names that DCP writes.
+    """The standard library's unpickler in Python, which accepts only the class names that DCP writes; its
+    memo is a dict, whose size does not depend on the numbers in the file.
 
-    What a name stands for is made anew each time: a pickle can set attributes of it.
+    Each lookup of a name makes a new class, because a pickle can set attributes of what it looks up.
     """
 
     def find_class(self, module: str, name: str) -> Any:
@@ -402,49 +376,38 @@ class _Unpickler(pickle._Unpickler):
         raise ValueError("an extension of this process's pickles")
 
 
-def _fields(value: Any, kind: str) -> dict[str, Any]:
-    """Returns the attributes of ``value``, an object of the class of this name."""
-    if type(value).__name__ != kind:
-        raise ValueError(f"a {type(value).__name__} instead of a {kind}")
-    fields = value.state if isinstance(value, _Record) else vars(value)
-    if kind == "TensorProperties" and isinstance(fields, tuple):  # by its __getstate__
-        return {"dtype": fields[0]}
-    if not isinstance(fields, dict):
-        raise ValueError(f"a {kind} without attributes")
-    return fields
-
-
-def _contents(path: Path, value: Any, checksums: bool) -> dict[str, DcpTensor | StoredAt]:
-    metadata = _fields(value, "Metadata")
-    described, places = metadata["state_dict_metadata"], metadata["storage_data"]
-    if not isinstance(described, dict) or not isinstance(places, dict):
-        raise ValueError("no state_dict_metadata or no storage_data")
-    stored = dict(_place(path, index, at) for index, at in places.items())
-    files.check_disjoint((at.name, at.offset, at.length, key) for key, at in stored.items())
-    _check_paths(described, metadata.get("planner_data"))
+def _contents(path: Path, metadata: Any, checksums: bool) -> dict[str, DcpTensor | Archive]:
+    stored = dict(_place(path, *item) for item in metadata.storage_data.items())
+    files.check_disjoint((at.name, at.offset, at.length, at.what) for at in stored.values())
+    _check_paths(metadata.state_dict_metadata, getattr(metadata, "planner_data", None))
     listed = 0
-    contents: dict[str, DcpTensor | StoredAt] = {}
-    for name, entry in described.items():
+    contents: dict[str, DcpTensor | Archive] = {}
+    for name, entry in metadata.state_dict_metadata.items():
         if type(name) is not str or len(name) > MAX_NAME:
             raise ValueError(f"the name {name!r:.40}, no string or longer than {MAX_NAME}")
-        if type(entry).__name__ == "TensorStorageMetadata":
-            fields = _fields(entry, "TensorStorageMetadata")
-            listed += len(fields["chunks"])
-            if listed > 2 * len(stored) + 1000:  # many tensors may refer to one list
-                raise ValueError("more chunks are listed than stored")
-            dtype, shape, chunks = _tensor(name, fields, stored)
-            contents[name] = DcpTensor(f"{path}: {name}", dtype, shape, chunks, checksums)
-        elif type(entry).__name__ != "BytesStorageMetadata":
-            raise ValueError(f"a {type(entry).__name__} as the description of a value")
-        elif (at := stored.get(_key(name, None))) is None:
-            raise ValueError(f"{name} is listed but not stored")
-        else:
+        if type(entry).__name__ == "BytesStorageMetadata":
+            if (at := stored.get(_key(name, None))) is None:
+                raise ValueError(f"{name} is listed but not stored")
             contents[name] = at
+            continue
+        dtype = entry.properties.dtype
+        if type(dtype) is not torch.dtype:
+            raise ValueError(f"{name} has no dtype")
+        listed += len(entry.chunks)
+        if listed > 2 * len(stored) + 1000:  # many tensors may refer to one list
+            raise ValueError("more chunks are listed than stored")
+        shape = files.shape_of(entry.size, f"shape of {name!r:.100}")
+        listed_boxes = [(_sizes(chunk.offsets), _sizes(chunk.sizes)) for chunk in entry.chunks]
+        boxes = list({str(box): box for box in listed_boxes}.values())
+        pieces.check_tiles(name, shape, boxes)
+        chunks = [StoredChunk(*box, stored.get(_key(name, box[0]))) for box in boxes]
+        contents[name] = DcpTensor(f"{path}: {name}", dtype, shape, chunks, checksums)
     return contents
 
 
 def _check_paths(described: dict[Any, Any], planned: Any) -> None:
-    """Raises ValueError if torch's planner has not made the names of the paths in its data."""
+    """Raises ValueError unless ``planned``, the planner's table name -> path of keys, has the names in
+    ``described``, and each is its path joined by dots."""
     if not isinstance(planned, dict):
         return  # of another planner
     for name, path in planned.items():
@@ -455,39 +418,23 @@ def _check_paths(described: dict[Any, Any], planned: Any) -> None:
         raise ValueError("another number of paths than of names")
 
 
-def _key(name: str, offset: tuple[int, ...] | None) -> str:
-    """Returns a dict key; a tuple of numbers could be chosen to have the hash of many others."""
-    return f"{offset} {name}"
+def _key(name: str, offsets: tuple[int, ...] | None) -> str:
+    """Returns a string as dict key: a file could choose tuples of numbers that all collide in a dict."""
+    return f"{offsets} {name}"
 
 
-def _place(folder: Path, index: Any, at: Any) -> tuple[str, StoredAt]:
-    fields, place = _fields(index, "MetadataIndex"), _fields(at, "_StorageInfo")
-    name, offset = fields["fqn"], fields.get("offset")
-    path, start, length = place["relative_path"], place["offset"], place["length"]
-    if type(name) is not str or type(path) is not str:
+def _place(folder: Path, index: Any, at: Any) -> tuple[str, Archive]:
+    """Returns (``_key``, archive with the values) of an entry of DCP's index; ``at``: its bytes in a file."""
+    name, file = index.fqn, at.relative_path
+    if type(name) is not str or type(file) is not str:
         raise ValueError("a name that is not a string")
-    if place.get("transform_descriptors"):
+    if getattr(at, "transform_descriptors", None):
         raise CheckpointError(
             f"{name} was written through an extension, such as compression, which load_dcp doesn't undo; "
             "write it without"
         )
-    _sizes((start, length))
-    key = _key(name, None if offset is None else _sizes(offset))
-    return key, StoredAt(folder, path, start, length)
-
-
-def _tensor(
-    name: str, fields: dict[str, Any], stored: Mapping[str, StoredAt]
-) -> tuple[torch.dtype, tuple[int, ...], list[StoredChunk]]:
-    """Returns (dtype, shape, chunks); each element of the tensor is in exactly one of the chunks."""
-    dtype = _fields(fields["properties"], "TensorProperties")["dtype"]
-    if type(dtype) is not torch.dtype:
-        raise ValueError(f"{name} has no dtype")
-    shape = files.shape_of(fields["size"], f"shape of {name!r:.100}")
-    chunks: dict[str, StoredChunk] = {}
-    for chunk in fields["chunks"]:
-        box = _fields(chunk, "ChunkStorageMetadata")
-        offsets, sizes = _sizes(box["offsets"]), _sizes(box["sizes"])
-        chunks[f"{offsets} {sizes}"] = StoredChunk(offsets, sizes, stored.get(_key(name, offsets)))
-    pieces.check_tiles(name, shape, [chunk.box for chunk in chunks.values()])
-    return dtype, shape, list(chunks.values())
+    start, length = _sizes((at.offset, at.length))
+    given = getattr(index, "offset", None)
+    offsets = None if given is None else _sizes(given)
+    what = f"{folder}: {name}" + ("" if offsets is None else f" at {offsets}")
+    return _key(name, offsets), Archive(folder, file, start, length, what)

@@ -6,7 +6,6 @@ import os
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from parallel3d.checkpoint.format.folder import Index, TensorEntry
 from parallel3d.checkpoint.format.storage import LoadPlanner, Reader, read_whole
 from parallel3d.checkpoint.pieces import check_own_memory
 from parallel3d.checkpoint.ranks import HALF_READ, Ranks, check_same, dcp_errors, ranks_of
-from parallel3d.checkpoint.rng import LoadedRng
+from parallel3d.checkpoint.rng import loaded_rng
 from parallel3d.checkpoint.saving import axes_of, mesh_of
 from parallel3d.checkpoint.state import (
     PREFIX,
@@ -38,6 +37,7 @@ from parallel3d.checkpoint.state import (
     model_state,
     stored_extra_state,
 )
+from parallel3d.checkpoint.torch_formats.names import shown
 from parallel3d.checkpoint.values import as_dict, decode, encode, keeper
 from parallel3d.errors import CheckpointError, CorruptCheckpointError, DryRunError
 
@@ -169,7 +169,7 @@ _Candidates = list[tuple[Path, tuple[int, int, int] | None]]
 
 
 def _find(given: str | os.PathLike[str]) -> tuple[Path, _Candidates]:
-    """Returns (the absolute path, the folders to try in this order, each with its identity)."""
+    """Returns (the absolute path, checkpoints to try in this order, each with its ``identity``)."""
     path = folders.as_path(given).absolute()
     if not path.exists():
         raise CheckpointError(f"there is nothing at {path}")
@@ -193,7 +193,7 @@ def _find(given: str | os.PathLike[str]) -> tuple[Path, _Candidates]:
 
 
 def _open(folder: Path, run: Path) -> tuple[Index, dict[str, Any]]:
-    """As ``open_checkpoint``, but follows a link only if it is the path that the user gave."""
+    """As ``open_checkpoint``, but refuses a link, unless it is ``run``, the path that the user gave."""
     if folder != run and folder.is_symlink():
         raise CorruptCheckpointError(
             f"{folder} is a link, and those in a run's folder aren't followed; load it by its own path"
@@ -203,7 +203,7 @@ def _open(folder: Path, run: Path) -> tuple[Index, dict[str, Any]]:
 
 @dataclass
 class _Load:
-    """One try to load one folder."""
+    """One attempt to load the checkpoint ``folder``; ``targets``: stored name -> tensor to read into."""
 
     folder: Path
     index: Index
@@ -218,7 +218,7 @@ class _Load:
         extra: Mapping[str, Any] | None,
         skipped: list[tuple[Path, str]],
     ) -> Info:
-        """Verifies, reads, and then sets the state of optimizers and generators. Collective."""
+        """Checks everything, reads tensors, then sets state of optimizers and generators. Collective."""
         check_same("load", self.ranks.all(lambda: self._prepare(model, optimizers, extra)))
         self.ranks.with_undo(self.extra_state.apply, self._read, self.extra_state.undo)
         self.optimizers.commit()
@@ -228,12 +228,12 @@ class _Load:
             extra=self.extra,
             mesh=self.contents.mesh,
             versions=self.contents.versions,
-            rng=self.rng.apply(),
+            rng=self.rng(),
             skipped=skipped,
         )
 
     def _read(self) -> None:
-        """Reads into the targets after all ranks have verified what they need. Collective."""
+        """Reads into the target tensors, once all ranks have verified what they need. Collective."""
         with dcp_errors(self.ranks):
             dcp.load(
                 {name: tensor.detach() for name, tensor in self.targets.items()},
@@ -251,8 +251,8 @@ class _Load:
     def _prepare(
         self, model: nn.Module, optimizers: list[Optimizer], extra: Mapping[str, Any] | None
     ) -> dict[str, object]:
-        """Finds the targets and checks that everything fits; reads what each rank reads whole (random states,
-        extra state, extra). Returns the arguments that must be the same on all ranks."""
+        """Finds the tensors to read into and checks that everything fits; reads what every rank reads whole
+        (random states, extra state, extra). Returns the arguments that must be the same on all ranks."""
         contents = self.contents = Contents(self.folder, self.info, self.index)
         stored = StoredNames(self.folder, self.index)
         for alias, name in contents.ties.items():
@@ -265,7 +265,7 @@ class _Load:
         self._prepare_extra(extra, stored)
         mesh = mesh_of(model.parameters())
         same = contents.ranks == self.ranks.size and contents.mesh == axes_of(mesh)
-        self.rng = LoadedRng(contents, stored, self.ranks, mesh, same)
+        self.rng = loaded_rng(contents, stored, self.ranks, mesh, same)
         for name, target in self.targets.items():
             _check_fits(self.folder, name, self.index.tensors[name], target)
         return {"optimizers": len(optimizers)}
@@ -295,7 +295,7 @@ class _Load:
 def _matched(
     folder: Path, index: Index, state: ModelState, contents: Contents
 ) -> dict[str, Tensor]:
-    """Returns the model's tensors by the names they are stored under, which must be the same."""
+    """Returns the model's tensors by stored name; raises CheckpointError unless both have the same names."""
     stored = {name for name in index.tensors if name.startswith(PREFIX)}
     known = {*state.tensors, *state.ties}
     missing = [name for name in state.tensors if name not in stored]
@@ -310,10 +310,7 @@ def _matched(
             (lost, known, "the model doesn't have its"),
         ):
             if names:
-                near = get_close_matches(names[0], among, n=1, cutoff=0.6)
-                like = f" (nearest: {_short(near[0])})" if near else ""
-                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-                parts.append(f"{what} {', '.join(map(_short, names[:3]))}{more}{like}")
+                parts.append(f"{what} {shown(map(_short, names), map(_short, among))}")
         raise CheckpointError("; ".join(parts))
     if state.derived:
         raise CheckpointError(

@@ -1,4 +1,5 @@
-"""Boxes of a global tensor, and those that a rank holds: of plain tensors, DTensors and packed DTensors."""
+"""Boxes, (offsets, sizes), of a global tensor, and which of them a rank holds: of plain, sharded and packed
+tensors."""
 
 from __future__ import annotations
 
@@ -22,17 +23,14 @@ _MAX_CUT_DIMS = 8  # dims that a tensor is divided along; a mesh has three axes
 
 
 def slices_of(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
-    """Returns the index of a box."""
     return tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
 
 
 def whole_box(shape: Sequence[int]) -> Box:
-    """Returns the box that covers a tensor of ``shape``."""
     return (0,) * len(shape), tuple(shape)
 
 
 def intersection(a: Box, b: Box) -> Box | None:
-    """Returns the common part of two boxes; None if it is empty."""
     offsets = tuple(map(max, a[0], b[0]))
     ends = [min(o + n, p + m) for o, n, p, m in zip(*a, *b, strict=True)]
     sizes = tuple(end - o for end, o in zip(ends, offsets, strict=True))
@@ -65,7 +63,7 @@ def tile(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
 
 
 def check_tiles(name: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> None:
-    """Raises ValueError unless ``boxes`` lie within the tensor ``name`` of ``shape``, and tile it."""
+    """Raises ValueError unless ``boxes`` cover each element of the tensor ``name`` exactly once."""
     for offsets, sizes in boxes:
         inside = len(offsets) == len(sizes) == len(shape) and all(
             o + s <= n for o, s, n in zip(offsets, sizes, shape, strict=True)
@@ -80,14 +78,13 @@ def check_tiles(name: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> None
 
 @dataclass(frozen=True)
 class Boxed:
-    """A part of a tensor: where it begins in it, and its shape."""
+    """A part of a tensor: a box that begins at ``offsets``, one for each dim, and has the shape ``sizes``."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Its index in the tensor."""
         return slices_of(self.offsets, self.sizes)
 
     @property
@@ -97,13 +94,13 @@ class Boxed:
 
 @dataclass(frozen=True)
 class Piece(Boxed):
-    """A box of a global tensor that this rank holds, and its values, a view of the local tensor."""
+    """A box of a global tensor that this rank holds, and its values ``local``, a view of the local tensor."""
 
     local: Tensor
 
 
 def pieces_of(tensor: Tensor) -> list[Piece]:
-    """Returns what this rank holds of ``tensor``, in the order of its local rows, without empty pieces."""
+    """Returns the boxes that this rank holds of ``tensor``, with values, in the order of local rows."""
     if not isinstance(tensor, DTensor):
         return [Piece(*whole_box(tensor.shape), tensor.detach())]
     coordinate = tensor.device_mesh.get_coordinate()
@@ -124,13 +121,12 @@ def pieces_of(tensor: Tensor) -> list[Piece]:
 
 
 def boxes_of(tensor: Tensor) -> list[Box]:
-    """Returns the boxes that this rank holds of ``tensor``."""
     return [piece.box for piece in pieces_of(tensor)]
 
 
 def held_boxes(tensor: DTensor) -> dict[Box, list[int]]:
-    """Returns each box that a rank of the mesh holds, with those ranks of the default group; the same on all
-    ranks, without communication."""
+    """Returns box -> the ranks (of the default group) that hold it, for all ranks of the tensor's mesh. It is
+    computed from placements, without communication."""
     _check_no_partial(tensor)
     mesh = tensor.device_mesh
     ranks: dict[Box, list[int]] = {}
@@ -165,7 +161,7 @@ def _check_no_partial(tensor: DTensor) -> None:
 
 
 def shares_memory_within(tensor: Tensor) -> bool:
-    """Returns whether several elements share memory, as in an expanded tensor, which can't be read into."""
+    """Returns whether elements of the tensor share memory, as after ``expand``: it can't be read into."""
     local = get_local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
     sizes = zip(local.shape, local.stride(), strict=True)
     return local.numel() > 1 and any(n > 1 and stride == 0 for n, stride in sizes)

@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
-from parallel3d._torch.groups import set_group_timeout, wake_waiting
+from parallel3d._torch.groups import all_groups, set_group_timeout, wake_waiting
 from parallel3d._util import dry_run
 from parallel3d._util.arguments import text_of
 from parallel3d.checkpoint.format.files import hidden_beside, replace_folder
@@ -31,7 +31,7 @@ from parallel3d.errors import AgreementError, CheckpointError, CorruptCheckpoint
 from parallel3d.fsdp.inspect import parameters_at_rest
 from parallel3d.guards.session import refuse_aborted
 from parallel3d.guards.timeouts import keep_for_saving, saving_limit
-from parallel3d.mesh.agreement import check_agreement, name_ranks
+from parallel3d.mesh.agreement import check_agreement, name_ranks, ranks_by_value
 
 T = TypeVar("T")
 
@@ -51,7 +51,8 @@ class Ranks:
             model's groups; None for a single process.
         rank, size: this rank's number among them, and how many there are.
         ranks: their ranks in the default group.
-        call: the function that the user called; compared when they first communicate.
+        call: the function that the user called; the first communication checks that it is the same on all
+            ranks.
     """
 
     group: ProcessGroup | None
@@ -66,8 +67,8 @@ class Ranks:
         return self.rank == 0
 
     def all(self, function: Callable[[], T]) -> list[T]:
-        """Calls ``function`` on every rank and returns the results of all ranks, on every rank; if it raises
-        on any, all raise a CheckpointError, a CorruptCheckpointError if all errors were."""
+        """Calls ``function`` on every rank and returns all ranks' results, on every rank. If it raises on any
+        rank, all raise a CheckpointError, or a CorruptCheckpointError if each of the errors is one."""
         self._refuse_aborted()
         value: T | None = None
         problem: Exception | None = None
@@ -82,7 +83,7 @@ class Ranks:
         results: list = [None] * self.size
         dist.all_gather_object(results, (self.call, value, _portable(problem)), group=self.group)
         self._compared[:] = [True]
-        calls = _by_value(zip(self.ranks, (call for call, _, _ in results), strict=True))
+        calls = ranks_by_value(dict(zip(self.ranks, (r[0] for r in results), strict=True)))
         if len(calls) > 1:
             texts = ", ".join(f"{call} on {name_ranks(ranks)}" for call, ranks in calls.items())
             raise CheckpointError(
@@ -122,7 +123,7 @@ class Ranks:
     def with_undo(
         self, change: Callable[[], object], rest: Callable[[], None], undo: Callable[[], None]
     ) -> None:
-        """Calls ``change`` on every rank, then ``rest``, a collective; ``undo`` if either fails on any."""
+        """Calls ``change`` on every rank, then the collective ``rest``; if either fails, calls ``undo``."""
         try:
             self.all(change)
             rest()
@@ -131,41 +132,36 @@ class Ranks:
             raise
 
     def _refuse_aborted(self) -> None:
-        """Raises PeerFailureError if ``guards.watch`` has aborted the model's collectives.
-
-        Called before each step that writes files or completes a checkpoint, as an aborted collective may have
-        left undefined values in the tensors that are saved.
-        """
+        """Raises PeerFailureError if ``guards.watch`` has aborted the model's collectives, which may have
+        left undefined values in the tensors to be saved."""
         refuse_aborted(f"checkpoint.{self.call} was not finished")
 
-    def give_up(self) -> None:
-        """Makes the collectives of ranks that wait for this one fail, because it cannot continue.
+    def is_whole(self) -> bool:
+        """Whether the process group still exists: the user may have destroyed it."""
+        return self.group is None or self.group in all_groups()
 
-        They would otherwise wait as long as this process lives, which may itself wait for one of them.
-        """
+    def give_up(self) -> None:
+        """Makes collectives fail in which other ranks wait for this one, because it can't take part."""
         if self.group is not None:
             wake_waiting(self.group)
             _groups.pop(self.ranks, None)
 
 
-def ranks_of(
-    model: nn.Module | None, call: str, at_rest: Iterable[nn.Parameter] | None = None
-) -> Ranks:
+def ranks_of(model: nn.Module | None, call: str) -> Ranks:
     """Returns the ranks of the mesh of ``model``'s parameters; all ranks for a plain model or None.
 
-    The first call is collective among them. It raises a CheckpointError if a rank does not join within
-    ``guards.Timeouts(save=)`` or the default group's timeout, or calls another function; within
-    ``guards.watch`` a PeerFailureError if another rank has failed, at every call.
-
-    Waits for a save in the background, which uses the same group, and raises its error if that is unreported:
-    a CheckpointError on all ranks; what ended it on one rank, such as the loss of a peer, on that rank alone.
+    The first call is collective. Waits for a save in the background, which uses the same group, and raises
+    its error if the user has not seen that yet: a CheckpointError on all ranks, any other error on its rank
+    alone.
 
     Args:
         call: the function that the user has called, the same on all of them.
-        at_rest: the model's parameters at rest, if the caller has them.
 
     Raises:
         DryRunError: in a dry run, which has neither values nor other ranks.
+        CheckpointError: a rank does not join within ``guards.Timeouts(save=)`` or the default group's
+            timeout, or calls another function.
+        PeerFailureError: within ``guards.watch``: another rank has failed.
     """
     if dry_run.active():
         raise DryRunError(
@@ -174,12 +170,10 @@ def ranks_of(
         )
     refuse_aborted(f"checkpoint.{call} was not begun")
     failed = wait_for_background()
-    shared = failed is not None and isinstance(failed.cause, CheckpointError)  # it is on all ranks
+    shared = failed is not None and failed.is_shared
     if failed is not None and not shared:
         failed.report()  # without communication, as a rank may be gone
-    if at_rest is None:
-        at_rest = parameters_at_rest(model) if model is not None else []
-    ranks = _ranks_of(at_rest, call)
+    ranks = _ranks_of(parameters_at_rest(model) if model is not None else [], call)
     if failed is not None and shared:
         ranks.all(failed.report)
     return ranks
@@ -187,14 +181,14 @@ def ranks_of(
 
 def _ranks_of(params: Iterable[nn.Parameter], call: str) -> Ranks:
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return Ranks(None, 0, 1, (0,))
+        return Ranks(None, 0, 1, (0,), call)
     ranks = tuple(range(dist.get_world_size()))
     # By id, because hashing a mesh is slow.
     meshes = {id(p.device_mesh): p.device_mesh for p in params if isinstance(p, DTensor)}
     if meshes:
         ranks = tuple(sorted({r for m in meshes.values() for r in m.mesh.flatten().tolist()}))
     if len(ranks) == 1:
-        return Ranks(None, 0, 1, ranks)
+        return Ranks(None, 0, 1, ranks, call)
     world = dist.group.WORLD
     assert world is not None
     known = _groups.get(ranks)
@@ -219,25 +213,17 @@ def _new_group(ranks: tuple[int, ...], call: str) -> ProcessGroup:
 
 
 def check_same(call: str, arguments: Sequence[Mapping[str, object]]) -> None:
-    """Raises a CheckpointError if the ranks called ``call`` with different arguments, given by rank."""
+    """Raises CheckpointError unless ``arguments`` of ``call``, a dict for each rank, are equal."""
     for name in arguments[0]:
-        ranks = _by_value(enumerate(values[name] for values in arguments))
+        ranks = ranks_by_value(dict(enumerate(values[name] for values in arguments)))
         if len(ranks) > 1:
             texts = ", ".join(f"{value!r} on {name_ranks(who)}" for value, who in ranks.items())
             raise CheckpointError(f"{call}: {name} differs: {texts}; give the same on all ranks")
 
 
-def _by_value(pairs: Iterable[tuple[int, T]]) -> dict[T, list[int]]:
-    """Returns value -> ranks for pairs of rank and value."""
-    ranks: dict[T, list[int]] = {}
-    for rank, value in pairs:
-        ranks.setdefault(value, []).append(rank)
-    return ranks
-
-
 def as_checkpoint_error(problems: dict[int, Exception], size: int) -> CheckpointError:
     """Returns one error for ``problems``, by rank; ranks with the same text are named together."""
-    by_text = _by_value((rank, _text(problem)) for rank, problem in problems.items())
+    by_text = ranks_by_value({rank: _text(problem) for rank, problem in problems.items()})
     kind: type[CheckpointError] = CheckpointError
     if all(isinstance(problem, CorruptCheckpointError) for problem in problems.values()):
         kind = CorruptCheckpointError
@@ -248,7 +234,7 @@ def as_checkpoint_error(problems: dict[int, Exception], size: int) -> Checkpoint
 
 
 def _portable(problem: Exception | None) -> Exception | None:
-    """Returns it without traceback and context, as a class that any rank can unpickle."""
+    """Returns the error as a CheckpointError without traceback and cause, which any rank can unpickle."""
     if problem is None:
         return None
     kind = CorruptCheckpointError if type(problem) is CorruptCheckpointError else CheckpointError
@@ -261,25 +247,41 @@ def _text(problem: Exception) -> str:
 
 
 @contextmanager
-def new_folder(ranks: Ranks, path: Path, check: Callable[[Path], None]) -> Iterator[Path]:
-    """Yields a temporary folder, which the first rank makes next to ``path``. At the end the folder is
-    renamed to ``path``; after an error it is removed.
+def new_folder(
+    ranks: Ranks, path: Path, is_ours: Callable[[Path], bool] | None = None
+) -> Iterator[Path]:
+    """Context manager: yields a temporary folder, which the first rank makes next to ``path`` and all ranks
+    must see. At the end it is renamed to ``path``; after an error it is removed.
 
     Args:
-        check: called with ``path``; raises if a folder exists there that must not be replaced."""
+        is_ours: whether an entry of an existing folder may be replaced; None: the folder must be empty.
+    """
 
     def make() -> Path:
         if path.is_symlink() or (path.exists() and not path.is_dir()):
             raise CheckpointError(f"{path} exists already and is not a folder")
-        if path.exists():
-            check(path)
+        there = sorted(path.iterdir()) if path.exists() else []
+        foreign = [entry.name for entry in there if is_ours is None or not is_ours(entry)]
+        if foreign:
+            others = "" if is_ours is None else f", which {ranks.call} did not write"
+            raise CheckpointError(
+                f"{path} exists already and holds {', '.join(foreign[:5])}{others}; give another folder"
+            )
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = hidden_beside(path, "tmp")
         temporary.mkdir()
         return temporary
 
+    def check_seen() -> None:
+        if not temporary.is_dir():
+            raise CheckpointError(
+                f"this rank doesn't see {temporary}, which the first has made; the folder must be on a file "
+                "system that all ranks share"
+            )
+
     temporary = ranks.first(make)
     try:
+        ranks.all(check_seen)
         yield temporary
         ranks.first(lambda: replace_folder(temporary, path))
     finally:
@@ -295,7 +297,7 @@ HALF_READ = (
 
 @contextmanager
 def dcp_errors(ranks: Ranks) -> Iterator[None]:
-    """Converts a CheckpointException, which DCP raises on all ranks, to one CheckpointError."""
+    """Context manager: turns a CheckpointException, which DCP raises on all ranks, into a CheckpointError."""
     try:
         with warnings.catch_warnings() if ranks.group is None else nullcontext():
             if ranks.group is None:
@@ -313,17 +315,26 @@ def dcp_errors(ranks: Ranks) -> Iterator[None]:
 
 
 class Saving(Future[Path]):
-    """The future of a save in the background, which records whether its error has been reported."""
+    """The future of a save in the background. It knows whether the user has seen its error (``reported``)."""
 
     reported = False  # whether ``result`` or ``exception`` has been called since it ended
 
+    def __init__(self, ranks: Ranks) -> None:
+        super().__init__()
+        self._ranks = ranks
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether all ranks have the save's error, and their process group still exists."""
+        return isinstance(self.cause, CheckpointError) and self._ranks.is_whole()
+
     @property
     def cause(self) -> BaseException | None:
-        """As ``exception()``, but does not count as reporting it."""
+        """The save's error, as ``exception()`` returns it, but without marking it as reported."""
         return super().exception()
 
     def report(self) -> None:
-        """Raises its error if that has not been reported."""
+        """Raises the save's error unless it has been reported."""
         if not self.reported:
             self.result()
 
@@ -351,8 +362,9 @@ _thread: ThreadPoolExecutor | None = None
 """Kept, because starting a thread blocks its caller for a while."""
 
 
-def run_in_background(work: Callable[[], Path]) -> Future[Path]:
-    """Runs ``work`` in a thread that the interpreter waits for at exit; the previous save must have ended."""
+def run_in_background(work: Callable[[], Path], ranks: Ranks) -> Future[Path]:
+    """Starts ``work``, a save, in a thread that the interpreter waits for at exit; returns its future. The
+    save before must have ended."""
     global _pending, _last, _thread
     assert _pending is None
     if _last is None:
@@ -360,7 +372,7 @@ def run_in_background(work: Callable[[], Path]) -> Future[Path]:
             atexit.register(_report_at_exit)
         else:  # multiprocessing's children call no atexit handlers
             Finalize(None, _exit_with_error, exitpriority=_EXIT_PRIORITY)
-    _pending = _last = Saving()
+    _pending = _last = Saving(ranks)
     _pending.set_running_or_notify_cancel()  # it can't be cancelled
     if _thread is None:
         _thread = ThreadPoolExecutor(1, thread_name_prefix="parallel3d-checkpoint")
@@ -369,7 +381,7 @@ def run_in_background(work: Callable[[], Path]) -> Future[Path]:
 
 
 def _report_at_exit() -> None:
-    """Prints an unreported error of the last save, whose thread has ended; makes the process fail."""
+    """At exit: prints the error of the last save if nobody has seen it, and makes the exit code not 0."""
     if _print_unreported():
         # Python's only exit code at this stage is 120, when a standard stream cannot be flushed. Other
         # handlers still run, and open files are closed.
@@ -377,7 +389,7 @@ def _report_at_exit() -> None:
 
 
 def _exit_with_error() -> None:
-    """The same in a process of ``multiprocessing``."""
+    """As ``_report_at_exit``, in a child process of ``multiprocessing``."""
     if _pending is not None:
         wait([_pending])
     if _print_unreported():
@@ -385,7 +397,7 @@ def _exit_with_error() -> None:
 
 
 def _print_unreported() -> bool:
-    """Prints an unreported error of the last save; returns whether there was one."""
+    """Prints the error of the last save if nobody has seen it; returns whether there was one."""
     if _last is None or _last.reported or not _last.done():
         return False
     error = _last.exception()
@@ -401,7 +413,7 @@ def _print_unreported() -> bool:
 
 
 class _FailingStream:
-    """A standard stream whose last flush, at the interpreter's exit, fails."""
+    """A standard stream whose last flush, at the interpreter's exit, raises, so that the exit code is 120."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -418,7 +430,7 @@ class _FailingStream:
 
 
 def wait_for_background() -> Saving | None:
-    """Waits for the save under way, if there is one; returns it if it has failed."""
+    """Waits for the background save under way, if there is one; returns its future if it has failed."""
     global _pending
     pending, _pending = _pending, None
     return pending if pending is not None and pending.cause is not None else None

@@ -1,4 +1,4 @@
-"""States of random generators: stored per rank, and as arguments of ``seed_step`` for other meshes."""
+"""Random generators: their states, stored per rank, and the arguments of ``seed_step``, for other meshes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _KINDS = ("cpu", "python", "python_gauss", "numpy", "numpy_rest", "cuda", "xpu",
 
 
 def rng_state(ranks: Ranks, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Puts this rank's generator states into ``tensors``; returns the last arguments of ``seed_step``."""
+    """Adds this rank's generator states to ``tensors``; returns the arguments of the last ``seed_step``."""
     tensors |= {f"rng.{ranks.rank}.{kind}": state for kind, state in _states().items()}
     last = last_step_seed()
     return {"step_seed": asdict(last) if last else None}
@@ -51,51 +51,43 @@ def _states() -> dict[str, Tensor]:
 
 
 def _accelerator() -> dict[str, Any]:
-    """Returns the module of the accelerator, such as torch.cuda, by its name; empty without one."""
+    """Returns {"cuda": torch.cuda} or the like for the accelerator; empty without one."""
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return {} if kind is None else {kind.type: torch.get_device_module(kind)}
 
 
-class LoadedRng:
-    """The stored states, tried on temporary generators; ``apply`` sets the real ones.
+def loaded_rng(
+    contents: Contents, stored: StoredNames, ranks: Ranks, mesh: DeviceMesh | None, same: bool
+) -> Callable[[], str]:
+    """Tries the stored states on temporary generators, and returns a function that sets the real ones and
+    returns what was done: ``"restored"`` if ``same``, on the ranks and mesh that saved; else ``"reseeded"``
+    with the saved arguments of ``seed_step``, or ``"left"`` without them."""
+    seed = None
+    if contents.step_seed is not None:
+        given = StepSeed(**contents.step_seed)
+        seed = given, number_of(given, mesh)
+    states: dict[str, Tensor] = {}
+    prefix = f"rng.{ranks.rank}."
+    for kind in _KINDS if same else ():
+        entry = stored.index.tensors.get(prefix + kind)
+        if entry is not None and entry.nbytes <= _LIMIT:
+            states[kind] = stored.reader(prefix)(prefix + kind)
+    what = f"{stored.folder}: its states of rank {ranks.rank}'s random generators are damaged"
+    with damaged_if(what, (TypeError, ValueError, RuntimeError, ArithmeticError, LookupError)):
+        setters = _setters(states) if same else []
 
-    On the ranks and the mesh that saved, each generator continues where it was. On others they are seeded
-    from the arguments of ``seed_step``, if it was used.
-    """
-
-    def __init__(
-        self,
-        contents: Contents,
-        stored: StoredNames,
-        ranks: Ranks,
-        mesh: DeviceMesh | None,
-        same: bool,
-    ) -> None:
-        self._seed: tuple[StepSeed, int] | None = None
-        if contents.step_seed is not None:
-            seed = StepSeed(**contents.step_seed)
-            self._seed = seed, number_of(seed, mesh)
-        states: dict[str, Tensor] = {}
-        prefix = f"rng.{ranks.rank}."
-        for kind in _KINDS if same else ():
-            entry = stored.index.tensors.get(prefix + kind)
-            if entry is not None and entry.nbytes <= _LIMIT:
-                states[kind] = stored.reader(prefix)(prefix + kind)
-        what = f"{stored.folder}: its states of rank {ranks.rank}'s random generators are damaged"
-        with damaged_if(what, (TypeError, ValueError, RuntimeError, ArithmeticError, LookupError)):
-            self._setters = _setters(states) if same else []
-
-    def apply(self) -> str:
-        """Sets the generators; returns what was done: ``"restored"``, ``"reseeded"`` or ``"left"``."""
-        if self._seed is not None:
-            set_step_seed(*self._seed)
-        for function, state in self._setters:
+    def apply() -> str:
+        if seed is not None:
+            set_step_seed(*seed)
+        for function, state in setters:
             function(state)
-        return "restored" if self._setters else "reseeded" if self._seed else "left"
+        return "restored" if setters else "reseeded" if seed else "left"
+
+    return apply
 
 
 def _setters(states: dict[str, Tensor]) -> list[tuple[Callable[[Any], Any], Any]]:
-    """Returns (function, state) for each generator with a stored state; each state has been tried."""
+    """Returns (function to set it, state) for each generator with a stored state, after trying the state."""
     setters: list[tuple[Callable[[Any], Any], Any]] = []
     torch.Generator().set_state(states["cpu"])
     setters.append((torch.set_rng_state, states["cpu"]))

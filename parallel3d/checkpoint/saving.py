@@ -31,13 +31,7 @@ from parallel3d.checkpoint.format.lock import Lock
 from parallel3d.checkpoint.format.storage import SavePlanner, Writer
 from parallel3d.checkpoint.ranks import Ranks, check_same, dcp_errors, ranks_of, run_in_background
 from parallel3d.checkpoint.rng import rng_state
-from parallel3d.checkpoint.state import (
-    PREFIX,
-    ModelState,
-    as_optimizers,
-    model_state,
-    optimizer_state,
-)
+from parallel3d.checkpoint.state import PREFIX, as_optimizers, model_state, optimizer_state
 from parallel3d.checkpoint.values import as_dict, encode, keeper
 from parallel3d.errors import CheckpointError
 from parallel3d.fsdp.inspect import owner_of
@@ -48,7 +42,7 @@ _host_buffers: dict[str, Tensor] = {}
 
 
 def copy_to_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies tensors to the CPU, with the same placements, into memory that the next call reuses."""
+    """Returns copies on the CPU with the same placements, in memory that the next call uses again."""
     locals_ = {
         name: get_local_tensor(t) if isinstance(t, DTensor) else t for name, t in tensors.items()
     }
@@ -79,7 +73,7 @@ def copy_to_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def mesh_of(parameters: Iterable[Tensor]) -> DeviceMesh | None:
-    """Returns the mesh with the most axes of a parameter; None for a plain model's."""
+    """Returns the mesh with the most axes among the parameters' meshes; None for a plain model."""
     # A parameter's own mesh may be an equal one made earlier, whose shard and cp are others.
     owners = ((p, owner_of(p)) for p in parameters if isinstance(p, DTensor))
     meshes = [p.device_mesh if owner is None else owner.on.mesh for p, owner in owners]
@@ -87,7 +81,6 @@ def mesh_of(parameters: Iterable[Tensor]) -> DeviceMesh | None:
 
 
 def axes_of(mesh: DeviceMesh | None) -> dict[str, int] | None:
-    """Returns axis -> size; None without a mesh."""
     if mesh is None:
         return None
     if mesh.mesh_dim_names is None:
@@ -152,36 +145,27 @@ def save(
         future: Future[Path] = Future()
         future.set_result(folder)
         return future
-    state: ModelState | None = None
-    problem: Exception | None = None
+    work = _Save(run_folder, step, keep, ranks_of(model, "save"), only)
     try:
         with torch.inference_mode(False), torch.no_grad():
-            state = model_state(model, only)
-    except Exception as error:  # raised on all ranks by ``_Save.run``
-        problem = error
-    ranks = ranks_of(model, "save", state.parameters.values() if state else None)
-    work = _Save(run_folder, step, keep, ranks, only=only, problem=problem)
-    if state is not None:
-        try:
-            with torch.inference_mode(False), torch.no_grad():
-                work.collect(state, as_optimizers(optimizer), extra)
-                if async_:
-                    work.tensors = copy_to_host(work.tensors)
-        except Exception as error:
-            work.problem = error
-    return run_in_background(work.run) if async_ else work.run()
+            work.collect(model, as_optimizers(optimizer), extra)
+            if async_:
+                work.tensors = copy_to_host(work.tensors)
+    except Exception as error:  # raised on all ranks by ``run``
+        work.problem = error
+    return run_in_background(work.run, work.ranks) if async_ else work.run()
 
 
 @dataclass
 class _Save:
-    """One save."""
+    """One call of ``save``: what it collects from the model and optimizers, and how that is written."""
 
     run_folder: Path
     step: int
     keep: int | None
     ranks: Ranks
     only: str | None
-    problem: Exception | None  # the error for which this rank has nothing to write
+    problem: Exception | None = None  # the error for which this rank has nothing to write
     optimizers: int = 0  # how many were given
     tensors: dict[str, Tensor] = field(default_factory=dict)  # what DCP stores, by name
     info: dict[str, Any] = field(default_factory=dict)  # the content of checkpoint.json
@@ -189,8 +173,9 @@ class _Save:
     buffers: dict[str, int] = field(default_factory=dict)  # name -> checksum of this rank's
 
     def collect(
-        self, state: ModelState, optimizers: list[Optimizer], extra: Mapping[str, Any] | None
+        self, model: nn.Module, optimizers: list[Optimizer], extra: Mapping[str, Any] | None
     ) -> None:
+        state = model_state(model, self.only)
         self.optimizers = len(optimizers)
         params = state.parameters
         # Recorded now, as a forward may register other parameters; formatting them takes time.
@@ -240,6 +225,10 @@ class _Save:
         except CheckpointError:
             if self.ranks.is_first and writer is not None and writer.folder is not None:
                 folders.discard(writer.folder)
+            if (
+                not self.ranks.is_whole()
+            ):  # DCP then runs for this rank alone: only it has the error
+                self.ranks.give_up()
             raise
         except BaseException:  # of this rank alone, as when a collective loses a rank
             self.ranks.give_up()
@@ -256,7 +245,7 @@ class _Save:
         return {**self.info, "plan": plan, "versions": versions}
 
     def _prune(self, run: Path) -> None:
-        """Removes older checkpoints; warns if that fails, as the new one is complete."""
+        """Removes older checkpoints of ``run``; only warns if that fails, as the new one is complete."""
         try:
             folders.note_newest(run)
             if self.keep is not None:
@@ -265,7 +254,7 @@ class _Save:
             warnings.warn(f"old checkpoints could not be removed: {error}", stacklevel=4)
 
     def _compare_buffers(self, of_ranks: list[dict[str, int]]) -> None:
-        """Warns, on the first rank, of buffers that other ranks have other values of."""
+        """Warns, on the first rank, of buffers that differ; ``of_ranks``: for each rank name -> checksum."""
         names = [
             name.removeprefix(PREFIX)
             for name, value in self.buffers.items()
@@ -280,7 +269,7 @@ class _Save:
             )
 
     def _arguments(self) -> tuple[Path, dict[str, object], dict[str, int]]:
-        """Returns the folder, what must be the same on all ranks, and the buffers' checksums."""
+        """Returns (run's folder, arguments that must be the same on all ranks, checksums of buffers)."""
         if self.problem is not None:
             raise self.problem
         number = self.optimizers
@@ -289,14 +278,14 @@ class _Save:
 
 
 def _checksum(tensor: Tensor) -> int:
-    """The CRC-32 of a tensor's values; 0 for a DTensor's, of which ranks have their own parts."""
+    """Returns the CRC-32 of a tensor's values; 0 for a DTensor, of which each rank has another part."""
     if isinstance(tensor, DTensor):
         return 0
     return crc32(bytes_of(tensor.detach().cpu().contiguous()))
 
 
 class _LockingWriter(Writer):
-    """A Writer that takes the run's lock, on the first rank, before it makes a folder."""
+    """A Writer whose first rank takes the run's lock before it makes the checkpoint's folder."""
 
     def __init__(
         self, path: Path, step: int, info: Callable[[], dict[str, Any]], ranks: int

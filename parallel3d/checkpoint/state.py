@@ -6,6 +6,7 @@ Of a model: names, tensors, ties, extra state. Of optimizers: state by parameter
 from __future__ import annotations
 
 import copy
+import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +22,7 @@ from parallel3d._torch.dtensor import get_local_tensor, make_dtensor, make_spec,
 from parallel3d._torch.fully_shard import plain_name
 from parallel3d._util.arguments import counted
 from parallel3d._util.quantised import packed_kind, wrapper_kind
-from parallel3d.checkpoint.format.files import damaged_if, get_of, shown
+from parallel3d.checkpoint.format.files import damaged_if, get_of
 from parallel3d.checkpoint.format.folder import Index, TensorEntry
 from parallel3d.checkpoint.format.storage import read_whole
 from parallel3d.checkpoint.pieces import shares_memory_within
@@ -34,10 +35,8 @@ _LIMIT = 1 << 30  # bytes
 
 
 class StoredNames:
-    """Resolves the names of tensors in values: each may be used once, and only where it belongs.
-
-    Otherwise a value could name a parameter, which would then be read in the value's place.
-    """
+    """Looks up stored tensors that values in checkpoint.json name. Each may be named once, and only by a
+    value that it belongs to, so that a damaged file can't have a parameter read in a value's place."""
 
     def __init__(self, folder: Path, index: Index) -> None:
         self.folder, self.index = folder, index
@@ -45,7 +44,7 @@ class StoredNames:
         self._left = _LIMIT
 
     def take(self, name: str, where: str) -> TensorEntry:
-        """Returns the entry of the tensor ``name``, which a value of ``where`` refers to."""
+        """Returns the index entry of ``name``, which must begin with ``where``, the value that names it."""
         entry = self.index.tensors.get(name)
         if entry is None:
             problem = "which isn't stored"
@@ -61,11 +60,8 @@ class StoredNames:
         )
 
     def reader(self, where: str) -> Callable[[str], Tensor]:
-        """Returns a function for the ``tensor`` argument of ``decode``: it reads a stored tensor whole to the
-        CPU. ``where`` names the values in errors.
-
-        The function raises CheckpointError when it has read more than 1 GiB in all.
-        """
+        """Returns a function for ``decode`` that reads a tensor named by a value of ``where``, whole and to
+        the CPU. It raises CheckpointError if all tensors that are read so have more than 1 GiB."""
 
         def read(name: str) -> Tensor:
             entry = self.take(name, where)
@@ -101,7 +97,7 @@ class ModelState:
     """Names of subclasses that also hold something computed from their values, such as a scale."""
 
     def add(self, name: str, first_name: str, tensor: Tensor) -> None:
-        """Adds a tensor, or another name of one."""
+        """Adds a tensor as ``name``; or notes ``name`` as a further name of the tensor ``first_name``."""
         if name != first_name:
             self.ties[PREFIX + name] = PREFIX + first_name
         else:
@@ -109,7 +105,7 @@ class ModelState:
 
 
 def model_state(model: nn.Module, only: str | None = None) -> ModelState:
-    """Returns the state of ``model``; with ``only="trainable"`` that of parameters with ``requires_grad``."""
+    """Returns the model's state; with ``only="trainable"`` just parameters that have ``requires_grad``."""
     for unit in units_of(model, recurse=True):
         check_at_rest(unit, "checkpoint.save or load")
         unit.show_shards()
@@ -144,8 +140,8 @@ def model_state(model: nn.Module, only: str | None = None) -> ModelState:
 
 
 def bring_to_rest(model: nn.Module, what: str, meta_ok: bool = False) -> None:
-    """Reshards all units and registers their sharded parameters; raises StateError if one is in use, or is on
-    meta without ``meta_ok``."""
+    """Reshards all units and registers their sharded parameters. Raises StateError if one is in use, in a
+    forward or backward, say, or is on meta without ``meta_ok``; ``what`` is for the error."""
     units = list(units_of(model, recurse=True))
     for unit in units:
         check_at_rest(unit, what)
@@ -154,18 +150,12 @@ def bring_to_rest(model: nn.Module, what: str, meta_ok: bool = False) -> None:
 
 
 def extra_name(module: str) -> str:
-    """Returns the beginning of the names of tensors in a module's extra state."""
+    """Returns how the stored names of tensors in the module's extra state begin."""
     return f"{PREFIX}{module}._extra_state" if module else f"{PREFIX}_extra_state"
 
 
 def has_extra(module: nn.Module) -> bool:
-    """Returns whether ``module`` defines ``get_extra_state``."""
     return type(module).get_extra_state is not nn.Module.get_extra_state
-
-
-def parameter_names(model: nn.Module) -> dict[int, str]:
-    """Returns the first name of each parameter, by its id."""
-    return {id(param): plain_name(name) for name, param in model.named_parameters()}
 
 
 def _storable(name: str, tensor: Tensor, state: ModelState) -> Tensor:
@@ -177,31 +167,27 @@ def _storable(name: str, tensor: Tensor, state: ModelState) -> Tensor:
     if tensor.layout != torch.strided:
         raise CheckpointError(f"{name} is {tensor.layout}; checkpoints hold dense tensors only")
     if kind := packed_kind(tensor):
-        raise CheckpointError(
-            f"{name} is a {kind}, whose values are packed in blocks; checkpoints "
-            'hold dense tensors only. only="trainable" leaves out frozen weights, which can be quantised '
-            "again from the original model"
-        )
+        raise _not_dense(name, kind, "packed in blocks")
     if not hasattr(local, "__tensor_flatten__"):
         return tensor
     values = _inner_values(name, local, state)
     return make_dtensor(values, spec_of(tensor)) if isinstance(tensor, DTensor) else values
 
 
-def _inner_values(name: str, local: Tensor, state: ModelState) -> Tensor:
-    """Returns the inner tensor of a wrapper subclass that holds its values unchanged.
+def _not_dense(name: str, kind: str, where: str) -> CheckpointError:
+    return CheckpointError(
+        f"{name} is a {kind}, whose values are {where}; checkpoints hold dense tensors only. "
+        'only="trainable" leaves out frozen weights, which can be quantised again from the original model'
+    )
 
-    torchao's float8 weights are such wrappers, some with a scale computed from the values. A subclass that
-    holds its values in another form, such as NF4, has no dense tensor to store.
-    """
+
+def _inner_values(name: str, local: Tensor, state: ModelState) -> Tensor:
+    """Returns the inner tensor in which a wrapper subclass holds its values unchanged, as torchao's float8
+    weights do, some with a scale computed from them; raises CheckpointError for others, such as NF4."""
     inner = {attr: getattr(local, attr) for attr in local.__tensor_flatten__()[0]}  # type: ignore[attr-defined]
     values = [t for t in inner.values() if (t.shape, t.dtype) == (local.shape, local.dtype)]
     if len(values) != 1 or any(t.numel() > 1 for t in inner.values() if t is not values[0]):
-        raise CheckpointError(
-            f"{name} is a {type(local).__name__}, whose values are in {', '.join(inner)}; checkpoints hold "
-            'dense tensors only. only="trainable" leaves out frozen weights, which can be quantised again '
-            "from the original model"
-        )
+        raise _not_dense(name, type(local).__name__, f"in {', '.join(inner)}")
     if len(inner) > 1:
         state.derived.append(name)
     return values[0]
@@ -239,13 +225,13 @@ class Contents:
             self.step, self.ranks = _count(info, "step"), _count(info, "ranks", 1)
             self.only: str | None = model.get("only")
             if self.only not in (None, "trainable") or "only" not in model:
-                raise ValueError(f"only is {shown(self.only)}")
+                raise ValueError(f"only is {reprlib.repr(self.only)}")
             self.mesh: dict[str, int] | None = get_of(info, "mesh", dict, None)
             for axis in self.mesh or ():
                 _count(self.mesh, axis, 1)
             self.versions: dict[str, str] = get_of(info, "versions", dict)
             if not all(isinstance(text, str) for text in self.versions.values()):
-                raise ValueError(f"versions is {shown(self.versions)}")
+                raise ValueError(f"versions is {reprlib.repr(self.versions)}")
             seed = get_of(rng, "step_seed", dict, None)
             if seed is not None:
                 keys = ("seed", "step", "micro_batch")
@@ -255,7 +241,7 @@ class Contents:
             for alias, name in self.ties.items():
                 known = isinstance(name, str) and name.startswith(PREFIX) and name in index.tensors
                 if not known or not alias.startswith(PREFIX) or alias in index.tensors:
-                    raise ValueError(f"it ties {alias!r:.80} to {shown(name)}")
+                    raise ValueError(f"it ties {alias!r:.80} to {reprlib.repr(name)}")
             self.extra_state: dict[str, Any] = get_of(model, "extra_state", dict)
             self.groups, self.state = _optimizer(get_of(info, "optimizer", dict, None))
             self.extra: dict[str, Any] = get_of(info, "extra", dict)
@@ -271,7 +257,7 @@ def _optimizer(
     for group in get_of(stored, "groups", list):
         names = get_of(group, "params", list)
         if not all(isinstance(name, str) for name in names):
-            raise ValueError(f"a group's params are {shown(names)}")
+            raise ValueError(f"a group's params are {reprlib.repr(names)}")
         if len(names) + len(known) != len(known | set(names)):
             raise ValueError("a parameter is twice in the optimizer's groups")
         known.update(names)
@@ -287,31 +273,30 @@ def _optimizer(
 def _count(holder: Any, key: str, least: int = 0, most: int = 1 << 62) -> int:
     value = get_of(holder, key, int)
     if not least <= value < most:
-        raise ValueError(f"{key} is {shown(value)}")
+        raise ValueError(f"{key} is {reprlib.repr(value)}")
     return int(value)
 
 
 @dataclass
 class ExtraState:
-    """Extra state to be given to modules; can be undone."""
+    """Values for modules' ``set_extra_state``, which can be undone."""
 
     values: list[tuple[nn.Module, Any]] = field(default_factory=list)
     _before: list[tuple[nn.Module, Any]] = field(default_factory=list)
 
     def apply(self) -> None:
-        """Calls ``set_extra_state``."""
+        """Gives each module its value, keeping the present one for ``undo``."""
         for module, value in self.values:
             self._before.append((module, copy.deepcopy(module.get_extra_state())))
             module.set_extra_state(value)
 
     def undo(self) -> None:
-        """Restores the modules' previous extra state."""
         for module, value in reversed(self._before):
             module.set_extra_state(value)
 
 
 def stored_extra_state(model: nn.Module, contents: Contents, stored: StoredNames) -> ExtraState:
-    """Returns what the checkpoint has for the modules of ``model``."""
+    """Returns the modules' stored extra state; raises unless the checkpoint has it for the same modules."""
     modules = {plain_name(n): m for n, m in model.named_modules() if has_extra(m)}
     wanted = modules if contents.only is None else {}
     wrong = sorted(wanted.keys() ^ contents.extra_state.keys())
@@ -338,15 +323,15 @@ _SAME = {"AdamW": "Adam"}  # their state and options are the same, so one can lo
 
 
 def stateful(optimizer: Any) -> Any:
-    """Returns the optimizer that has the state: ``optimizer``, or the one that ``step_in_backward`` made."""
+    """Returns the optimizer that has the state: ``optimizer``, or the one that ``step_in_backward`` wraps."""
     while isinstance(optimizer, StepInBackward):
         optimizer = optimizer.optimizer
     return optimizer
 
 
 def kind_of(optimizer: Optimizer) -> str:
-    """Returns the name of the class that defines an optimizer's state, the first derived from ``Optimizer``:
-    a user's subclass of AdamW, or what ``optim.local`` makes of one, can load AdamW's state."""
+    """Returns the name of the base class, the one right below ``torch.optim.Optimizer``, which defines the
+    state: so a user's subclass of AdamW, or what ``optim.local`` makes of it, can load AdamW's state."""
     mro = type(stateful(optimizer)).__mro__
     classes = [c for c in mro if issubclass(c, Optimizer) and c is not Optimizer]
     name = classes[-1].__name__ if classes else Optimizer.__name__
@@ -354,7 +339,7 @@ def kind_of(optimizer: Optimizer) -> str:
 
 
 def as_optimizers(optimizer: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer]:
-    """Converts a user's argument; raises CheckpointError unless it is one optimizer, several or None."""
+    """Returns a user's argument as a list; raises CheckpointError unless it is optimizers, or None."""
     if optimizer is None:
         return []
     several = isinstance(optimizer, Iterable) and not isinstance(optimizer, Optimizer)
@@ -370,7 +355,8 @@ def as_optimizers(optimizer: Optimizer | Iterable[Optimizer] | None) -> list[Opt
 def optimizer_state(
     names: Mapping[int, str], optimizers: Sequence[Optimizer], tensors: dict[str, Tensor]
 ) -> dict[str, Any]:
-    """Puts the tensors of the state into ``tensors``; returns groups and state, encoded; ``names``: by id."""
+    """Adds the tensors of the optimizers' state to ``tensors``; returns their groups and state as JSON
+    values. ``names``: a parameter's id -> its name."""
     keep = keeper(tensors)
     groups: list[dict[str, Any]] = []
     state: dict[str, Any] = {}
@@ -411,24 +397,95 @@ def _names_of(group: dict[str, Any], number: int, names: Mapping[int, str]) -> l
     return result
 
 
-class _LoadedGroups:
-    """The stored ``param_groups``, for an optimizer that may group its parameters in another way."""
+def _copied(value: Any, current: Any) -> Any:
+    """Returns a copy of an option's stored value, as two groups may get it; on the device of ``current``."""
+    if isinstance(value, Tensor):
+        return value.to(current.device, copy=True) if isinstance(current, Tensor) else value.clone()
+    return copy.deepcopy(value)
 
-    def __init__(self, contents: Contents, stored: StoredNames) -> None:
+
+def alike(current: Any, stored: Any) -> bool:
+    """Returns whether an option's ``stored`` value may replace the ``current`` one, by their types."""
+    if current is None or stored is None or (_is_number(current) and _is_number(stored)):
+        return True
+    if isinstance(current, (list, tuple)) and isinstance(stored, (list, tuple)):
+        return len(current) == len(stored) and all(map(alike, current, stored))
+    return type(current) is type(stored)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def empty_state(param: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns new memory of ``param``'s shape and placements and of ``dtype``, plain even if it is float8."""
+    if not wrapper_kind(param):
+        return torch.empty_like(param.detach(), dtype=dtype)
+    if not isinstance(param, DTensor):
+        return torch.empty(param.shape, dtype=dtype, device=param.device)
+    local = get_local_tensor(param)
+    empty = torch.empty(local.shape, dtype=dtype, device=local.device)
+    return make_dtensor(empty, make_spec(param.device_mesh, param.placements, param.shape, dtype))
+
+
+class LoadedOptimizers:
+    """The optimizers that stored state is loaded into. ``tensors``, by stored name, are those to read into:
+    existing state where it fits, else new tensors, placed as the parameter if of its shape, else whole."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        contents: Contents,
+        stored: StoredNames,
+    ) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._stored = stored
+        self._states: list[tuple[Optimizer, dict[Tensor, dict[str, Any]]]] = []
+        self._options: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        if not optimizers:
+            return
+        if contents.groups is None:
+            raise CheckpointError(
+                f"{stored.folder} was saved without an optimizer; load it without one"
+            )
+        names = {id(param): plain_name(name) for name, param in model.named_parameters()}
         self._same_torch = contents.versions.get("torch") == torch.__version__
         # By parameter name: (encoded options, decoded ones, kind of optimizer).
-        self.of: dict[str, tuple[Any, dict[str, Any], str | None]] = {}
-        for number, (names, encoded, kind) in enumerate(contents.groups or ()):
+        self._groups: dict[str, tuple[Any, dict[str, Any], str | None]] = {}
+        for number, (members, encoded, kind) in enumerate(contents.groups):
             options = decode(encoded, stored.reader(f"optimizer.group {number}["))
             if any(not isinstance(key, str) or key in NO_OPTIONS for key in options):
                 raise CorruptCheckpointError(
                     f"{stored.folder}: checkpoint.json is damaged: an optimizer's group has invalid options"
                 )
-            self.of |= dict.fromkeys(names, (encoded, options, kind))
+            self._groups |= dict.fromkeys(members, (encoded, options, kind))
+        wanted: set[str] = set()
+        for optimizer in optimizers:
+            entries: dict[Tensor, dict[str, Any]] = {}
+            for number, group in enumerate(optimizer.param_groups):
+                own = _names_of(group, number, names)
+                wanted.update(own)
+                self._options.append((group, self._options_of(optimizer, number, own)))
+                for name, param in zip(own, group["params"], strict=True):
+                    if name in contents.state:
+                        old = optimizer.state.get(param) or {}
+                        entries[param] = self._entry(name, param, contents.state[name], old)
+            self._states.append((optimizer, entries))
+        lost = [name for name in self._groups if name not in wanted]
+        if lost:
+            raise CheckpointError(
+                f"the checkpoint has optimizer state of {counted(len(lost), 'parameter')} that the "
+                f"optimizer doesn't have, the first {lost[0]!r}; give it the same parameters"
+            )
 
-    def options(self, optimizer: Optimizer, number: int, names: Sequence[str]) -> dict[str, Any]:
-        """Returns the stored options of the parameters ``names``, the optimizer's group ``number``."""
-        missing = [name for name in names if name not in self.of]
+    def _options_of(
+        self, optimizer: Optimizer, number: int, names: Sequence[str]
+    ) -> dict[str, Any]:
+        """Returns the stored options of the optimizer's group ``number``, with the parameters ``names``."""
+        missing = [name for name in names if name not in self._groups]
         if missing:
             raise CheckpointError(
                 f"the checkpoint has no optimizer state of {counted(len(missing), 'parameter')} of "
@@ -438,9 +495,9 @@ class _LoadedGroups:
         if not names:
             return {}
         class_name = type(optimizer).__name__
-        encoded, options, _ = self.of[names[0]]
+        encoded, options, _ = self._groups[names[0]]
         for name in names:
-            other, own, kind = self.of[name]
+            other, own, kind = self._groups[name]
             if kind not in (kind_of(optimizer), None):
                 if kind == "Adam" and own.get("decoupled_weight_decay") is True:
                     kind = "AdamW"
@@ -469,85 +526,6 @@ class _LoadedGroups:
                 )
         return {key: _copied(value, current.get(key)) for key, value in options.items()}
 
-
-def _copied(value: Any, current: Any) -> Any:
-    """Returns a copy, because two groups may get the option; a tensor on the device of the current one."""
-    if isinstance(value, Tensor):
-        return value.to(current.device, copy=True) if isinstance(current, Tensor) else value.clone()
-    return copy.deepcopy(value)
-
-
-def alike(current: Any, stored: Any) -> bool:
-    """Returns whether an option may change from one value to the other."""
-    if current is None or stored is None or (_is_number(current) and _is_number(stored)):
-        return True
-    if isinstance(current, (list, tuple)) and isinstance(stored, (list, tuple)):
-        return len(current) == len(stored) and all(map(alike, current, stored))
-    return type(current) is type(stored)
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.numel() == 1
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def empty_state(param: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns memory for state of the parameter: an ordinary tensor, also for float8 weights."""
-    if not wrapper_kind(param):
-        return torch.empty_like(param.detach(), dtype=dtype)
-    if not isinstance(param, DTensor):
-        return torch.empty(param.shape, dtype=dtype, device=param.device)
-    local = get_local_tensor(param)
-    empty = torch.empty(local.shape, dtype=dtype, device=local.device)
-    return make_dtensor(empty, make_spec(param.device_mesh, param.placements, param.shape, dtype))
-
-
-class LoadedOptimizers:
-    """The tensors that stored state is read into, by name, and how they become the optimizers' state.
-
-    State that exists and fits is read in place. Otherwise it is allocated: with the parameter's placements if
-    it has the parameter's shape, whole on each rank if not.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Sequence[Optimizer],
-        contents: Contents,
-        stored: StoredNames,
-    ) -> None:
-        self.tensors: dict[str, Tensor] = {}
-        self._stored = stored
-        self._states: list[tuple[Optimizer, dict[Tensor, dict[str, Any]]]] = []
-        self._options: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        if not optimizers:
-            return
-        if contents.groups is None:
-            raise CheckpointError(
-                f"{stored.folder} was saved without an optimizer; load it without one"
-            )
-        names = parameter_names(model)
-        loaded = _LoadedGroups(contents, stored)
-        wanted: set[str] = set()
-        for optimizer in optimizers:
-            entries: dict[Tensor, dict[str, Any]] = {}
-            for number, group in enumerate(optimizer.param_groups):
-                own = _names_of(group, number, names)
-                wanted.update(own)
-                self._options.append((group, loaded.options(optimizer, number, own)))
-                for name, param in zip(own, group["params"], strict=True):
-                    if name in contents.state:
-                        old = optimizer.state.get(param) or {}
-                        entries[param] = self._entry(name, param, contents.state[name], old)
-            self._states.append((optimizer, entries))
-        lost = [name for name in loaded.of if name not in wanted]
-        if lost:
-            raise CheckpointError(
-                f"the checkpoint has optimizer state of {counted(len(lost), 'parameter')} that the "
-                f"optimizer doesn't have, the first {lost[0]!r}; give it the same parameters"
-            )
-
     def _entry(
         self, name: str, param: Tensor, stored: dict[str, Any], old: dict[str, Any]
     ) -> dict[str, Any]:
@@ -562,7 +540,7 @@ class LoadedOptimizers:
         return entry
 
     def _in_place(self, at: str, old: Any, where: str) -> Tensor | None:
-        """Returns the existing tensor ``old`` if the stored one ``at`` can be read into it."""
+        """Returns ``old``, a tensor of the optimizer's state, if the stored ``at`` can be read into it."""
         entry = self._stored.index.tensors.get(at)
         if entry is None or not isinstance(old, Tensor):
             return None
@@ -581,7 +559,7 @@ class LoadedOptimizers:
         return old
 
     def _allocate(self, at: str, *, param: Tensor, where: str) -> Tensor:
-        """Allocates memory for the stored tensor ``at``."""
+        """Returns new memory for the stored tensor ``at`` of the optimizer's state of ``param``."""
         entry = self._stored.take(at, where)
         if entry.shape == tuple(param.shape):
             target = empty_state(param, entry.dtype)
@@ -599,7 +577,7 @@ class LoadedOptimizers:
         return target
 
     def commit(self) -> None:
-        """Gives the optimizers the state and options that have been read."""
+        """Gives the optimizers the tensors and options that have been read."""
         for optimizer, entries in self._states:
             for param in {param for group in optimizer.param_groups for param in group["params"]}:
                 optimizer.state.pop(param, None)

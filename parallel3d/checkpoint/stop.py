@@ -34,12 +34,12 @@ class StopSignal:
     may receive it, also twice. torchrun sends the SIGTERM that it receives to all its workers and kills those
     that still run after ``--shutdown-timeout`` seconds (30 by default). SLURM's ``--signal=USR1@120`` sends
     SIGUSR1 120 s before the time limit; torchrun then needs ``--signals-to-handle
-    SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1``. A second Ctrl-C (SIGINT) ends the process at once, with exit
-    code 130 and without a traceback; torchrun repeats the first, which counts as one within half a second,
-    and sends SIGTERM for the second, which after a SIGINT does the same. Outside the block the previous
-    handlers are in place. Enter it when there is something to save: before that, a process that waits for
-    missing peers should end at once.
-    In nested blocks both StopSignals receive the signal. Entering it again resets ``requested``.
+    SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1``. A second Ctrl-C (SIGINT) ends the process at once, with exit code
+    130 and without a traceback; torchrun sends the first one again, so two within half a second count as one;
+    for the second it sends SIGTERM, which after a SIGINT also ends the process at once. Outside the block the
+    previous handlers are in place. Enter it when there is something to save: before that, a process that
+    waits for missing peers should end at once. In nested blocks both StopSignals receive the signal. Entering
+    it again resets ``requested``.
 
     Args:
         signals: SIGINT, SIGTERM and SIGUSR1 by default.

@@ -1,11 +1,10 @@
-"""Files of ``torch.save`` with a plain state dict: load and save."""
+"""load_torch and save_torch: files of ``torch.save`` with a plain state dict."""
 
 from __future__ import annotations
 
 import copy
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import NoneType
@@ -74,13 +73,13 @@ def load_torch(
 
 
 class _File(loading.Checkpoint):
-    """A file of ``torch.save``."""
+    """A file of ``torch.save``, opened for ``load_torch``."""
 
     def __init__(self, path: Path, options: loading.LoadOptions) -> None:
         if not path.is_file():
             raise CheckpointError(f"{path} is not a file; load_torch reads those of torch.save")
-        self._what, size = str(path), path.stat().st_size
-        self._archive = Archive(path, 0, size, self._what)
+        self._what, real, size = str(path), path.resolve(), path.stat().st_size
+        self._archive = Archive(real.parent, real.name, 0, size, self._what)
         self._budget, self._trusted = Budget(size, self._what), options.trusted
         with open(path, "rb") as file:
             is_zip = file.read(4) == b"PK\x03\x04"
@@ -90,8 +89,9 @@ class _File(loading.Checkpoint):
                     f"{path} doesn't begin as a file of torch.save; if it is from before torch 1.6 and you "
                     "trust who made it: trusted=True"
                 )
-            records = self._archive.checked(checksums=options.checksums)
-            self.shared = [replace(each, blocks=(b,)) for each in records for b in each.blocks]
+            if options.checksums:
+                self._archive.verify(["data.pkl"])
+                self.shared = self._archive
         content = self._archive.load(trusted=self._trusted, mmap=is_zip)
         if not isinstance(content, Mapping):
             raise CheckpointError(
@@ -119,7 +119,7 @@ class _File(loading.Checkpoint):
             self._archive.check(tensor)
 
     def _own(self, value: Any) -> Any:
-        """Returns a copy, whose tensors are not views of the mapped file."""
+        """Returns a copy whose tensors are not views of the mapped file."""
         for tensor in self._budget.count(value):
             self._check(tensor)
         return copy.deepcopy(value)
@@ -155,7 +155,8 @@ class _File(loading.Checkpoint):
 def _flat(
     content: Mapping[Any, Any], what: str
 ) -> tuple[dict[str, Any], dict[str, Mapping[Any, Any]]]:
-    """Returns (values that are not dicts, dicts) by keys joined by dots; names of dicts end with a dot."""
+    """Returns (values that are no dicts, dicts) inside ``content``, by keys joined by dots; a dict's name
+    ends with a dot. ``what`` names the file in errors."""
     leaves: dict[str, Any] = {}
     dicts: dict[str, Mapping[Any, Any]] = {"": content}
     waiting: list[tuple[str, Mapping[Any, Any], int]] = [("", content, 0)]
@@ -218,7 +219,7 @@ def save_torch(file: str | os.PathLike[str], model: nn.Module, optimizer: Any = 
 
 
 def _by_number(gathered: dict[str, Any]) -> dict[str, Any]:
-    """Returns it keyed by number, as the plain optimizer's ``state_dict()``."""
+    """Returns an optimizer's state dict with numbers in place of names, as plain ``state_dict()`` has it."""
     names = [name for group in gathered["param_groups"] for name in group["params"]]
     numbers = {name: number for number, name in enumerate(names)}
     groups = [
@@ -231,7 +232,7 @@ def _by_number(gathered: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compact(value: Any, known: dict[int, Tensor] | None = None) -> Any:
-    """Returns ``value`` with tensors whose storage contains nothing else; tied ones stay tied."""
+    """Returns ``value`` with tensors in storages of their own size, so that no more is saved; keeps ties."""
     known = {} if known is None else known
     if isinstance(value, dict):
         return {key: _compact(item, known) for key, item in value.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import reprlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,7 +11,6 @@ from typing import Any
 import torch
 
 from parallel3d._util.quantised import wrapper_kind
-from parallel3d.checkpoint.format.files import shown
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
 
 _MAX_DEPTH = 64  # lists and dicts within each other
@@ -28,7 +28,7 @@ Read = Callable[[str], torch.Tensor]
 
 
 def as_dict(name: str, value: Any) -> dict[Any, Any]:
-    """Converts a user's argument, a dict or None; raises CheckpointError for anything else."""
+    """Returns a user's argument ``name`` as a dict, empty for None; CheckpointError if it isn't a mapping."""
     if value is None:
         return {}
     if not isinstance(value, Mapping):
@@ -37,7 +37,7 @@ def as_dict(name: str, value: Any) -> dict[Any, Any]:
 
 
 def keeper(tensors: dict[str, torch.Tensor]) -> Keep:
-    """Returns the ``tensor`` argument of ``encode`` that puts tensors into ``tensors`` under unique names."""
+    """Returns a function for ``encode`` that puts tensors into ``tensors``, under unique names."""
 
     def keep(tensor: torch.Tensor, where: str) -> str:
         if tensor.layout != torch.strided or tensor.device.type == "meta":
@@ -53,7 +53,7 @@ def keeper(tensors: dict[str, torch.Tensor]) -> Keep:
 
 
 def refuse_wrapper(where: str, tensor: torch.Tensor) -> None:
-    """Raises CheckpointError for a tensor without memory of its own: the address of its values is 0."""
+    """Raises CheckpointError if ``tensor`` is a subclass that holds its values in other tensors."""
     if kind := wrapper_kind(tensor):
         raise CheckpointError(
             f"{where} is a {kind}, which holds its values in other tensors; checkpoints hold dense tensors "
@@ -63,11 +63,12 @@ def refuse_wrapper(where: str, tensor: torch.Tensor) -> None:
 
 
 def encode(value: Any, where: str, tensor: Keep | None = None, depth: int = 0) -> Any:
-    """Converts ``value`` to what ``json.dumps`` takes; raises CheckpointError if something can't be stored.
+    """Converts ``value`` to a form that ``json.dumps`` takes; raises CheckpointError if something can't be
+    stored.
 
     Args:
         where: names the value in errors.
-        tensor: takes a tensor and its name, stores it separately and returns the name it is stored under.
+        tensor: a function that takes a tensor and its name, stores it separately and returns the stored name.
             Without it only scalars on the CPU can be encoded.
         depth: how many lists and dicts contain the value.
     """
@@ -125,7 +126,7 @@ def _encode_dict(
 
 
 def decode(value: Any, tensor: Read | None = None, depth: int = 0) -> Any:
-    """Converts the result of ``encode`` back; ``tensor`` returns what is stored separately under a name."""
+    """Converts the result of ``encode`` back; ``tensor`` maps a stored name to the tensor kept under it."""
     if isinstance(value, (list, dict)) and depth > _MAX_DEPTH + 2:
         raise CorruptCheckpointError("a value is too deep")
     if isinstance(value, list):
@@ -140,7 +141,7 @@ def decode(value: Any, tensor: Read | None = None, depth: int = 0) -> Any:
     except CheckpointError:
         raise
     except (TypeError, ValueError, KeyError, RuntimeError, OverflowError) as error:
-        raise CorruptCheckpointError(f"{shown(value)} is not an encoded value") from error
+        raise CorruptCheckpointError(f"{reprlib.repr(value)} is not an encoded value") from error
 
 
 def _decode_special(kind: str, content: Any, tensor: Read | None, depth: int) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from _support.checkpoint.bounded import no_space
+from _support.checkpoint.dcp_models import check_equal, everything
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -47,17 +48,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def parts(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    found = [get_local_tensor(p.detach()) for p in model.parameters()]
-    found += [get_local_tensor(s["momentum_buffer"]) for s in optimizer.state.values()]
-    return [t.clone() for t in found]
-
-
-def same(found: list[torch.Tensor], want: list[torch.Tensor]) -> None:
-    assert len(found) == len(want)
-    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
-
-
 def alike(value: Any) -> Any:
     """``value``, if it is the same on all ranks."""
     found: list = [None] * dist.get_world_size()
@@ -77,7 +67,7 @@ def names(path: str) -> list[str]:
 def one_cannot_write(path: str) -> None:
     model, optimizer = build((1, 2, 1), 1)
     train(model, optimizer)
-    want = parts(model, optimizer)
+    want = everything(model, optimizer)
     save(path, model, optimizer, step=1)
     train(model, optimizer)
     for rank in (0, 1):
@@ -100,7 +90,7 @@ def one_cannot_write(path: str) -> None:
     assert "on rank 0: extra['x0']" in text and "on rank 1: extra['x1']" in text
     assert names(path) == ["step-00000001"]
     load(path, model, optimizer)
-    same(parts(model, optimizer), want)
+    check_equal(everything(model, optimizer), want)
 
 
 def test_one_rank_cannot_write(gloo_pool: GlooPool, tmp_path: Path) -> None:
@@ -136,17 +126,17 @@ def one_cannot_load(path: str) -> None:
     save(path, model, optimizer, step=1)
     other, another = build((1, 2, 1), 2)
     train(other, another)
-    want = parts(other, another)
+    want = everything(other, another)
     rank = dist.get_rank()
     for wrong in (3, torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)):
         with pytest.raises(CheckpointError, match="on rank 1: "):
             load(path, other, wrong if rank == 1 else another)  # type: ignore[arg-type]
-        same(parts(other, another), want)
+        check_equal(everything(other, another), want)
     with pytest.raises(CheckpointError, match=r"on rank 0: .*has no tensor extra"):
         load(path, other, another, extra={"x": torch.ones(2)} if rank == 0 else None)
-    same(parts(other, another), want)
+    check_equal(everything(other, another), want)
     load(path, other, another)
-    same(parts(other, another), parts(model, optimizer))
+    check_equal(everything(other, another), everything(model, optimizer))
 
 
 def test_one_rank_cannot_load(gloo_pool: GlooPool, tmp_path: Path) -> None:
@@ -195,22 +185,22 @@ def background(path: str) -> None:
     model, optimizer = build((1, 2, 1), 1)
     train(model, optimizer)
     extra = {"list": [1], "tensor": torch.ones(3)}
-    want = parts(model, optimizer)
+    want = everything(model, optimizer)
     future = save(path, model, optimizer, step=1, extra=extra, async_=True)
     assert not future.cancel()  # type: ignore[union-attr]
     for _ in range(5):  # training goes on
         train(model, optimizer)
     extra["list"].append(2)  # type: ignore[union-attr]
     extra["tensor"].fill_(7.0)  # type: ignore[union-attr]
-    later = parts(model, optimizer)
+    later = everything(model, optimizer)
     second = save(path, model, optimizer, step=6, async_=True)  # waits for the first
     assert future.done() and not isinstance(future, Path)  # type: ignore[union-attr]
     train(model, optimizer)
     assert latest(path) == second.result()  # type: ignore[union-attr]
     load(path, model, optimizer)
-    same(parts(model, optimizer), later)
+    check_equal(everything(model, optimizer), later)
     info = load(future.result(), model, optimizer)  # type: ignore[union-attr]
-    same(parts(model, optimizer), want)
+    check_equal(everything(model, optimizer), want)
     assert info.extra["list"] == [1] and torch.equal(info.extra["tensor"], torch.ones(3))
     # Errors nobody has asked for come at the next call; on all ranks, also where one has asked.
     for call in (

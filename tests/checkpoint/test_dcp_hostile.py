@@ -23,8 +23,11 @@ from _support.checkpoint.hostile_dcp_cases import (
     lying_storage,
     touch,
 )
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from parallel3d.checkpoint import load_dcp, load_torch
+from parallel3d.checkpoint.dcp import _place
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
 
 
@@ -176,3 +179,21 @@ def test_on_two_ranks(gloo_pool, tmp_path: Path, name: str) -> None:
     assert not sentinel.exists()
     assert len(set(found)) == 1, found
     assert found[0].startswith(("CheckpointError", "CorruptCheckpointError"))
+
+
+def test_a_name_that_planner_data_has_otherwise(tmp_path: Path) -> None:
+    """Without strict, it would be left alone in silence."""
+    folder, (model, _) = whole(), small(2)
+    described = folder.metadata.state_dict_metadata
+    folder.metadata.planner_data = {name: tuple(name.split(".")) for name in described}
+    name = next(name for name in described if name.endswith("weight"))
+    described[f"{name}s"] = described.pop(name)
+    folder.write(tmp_path)
+    with pytest.raises(CorruptCheckpointError, match="leads elsewhere"):
+        load_dcp(tmp_path, model, strict=False)
+
+
+def test_places_are_found_by_text() -> None:
+    """Numbers, also in a tuple, can be chosen to have one hash; texts can't."""
+    index, at = MetadataIndex("weight", torch.Size([2**61])), _StorageInfo("file", 0, 1)
+    assert type(_place(Path(), index, at)[0]) is str

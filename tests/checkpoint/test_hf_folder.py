@@ -80,6 +80,13 @@ def test_sharded_ones_load(sharded: Path) -> None:
     loads(sharded)
 
 
+def test_an_index_of_megabytes_that_ends_with_a_line(sharded: Path) -> None:
+    """As that of a model of 700 GB, and as transformers writes it."""
+    index = json.loads((sharded / INDEX).read_text()) | {"metadata": {"more": "x" * (2 << 20)}}
+    (sharded / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    loads(sharded)
+
+
 def test_links_inside_and_as_the_hubs_cache_has_them(sharded: Path, tmp_path: Path) -> None:
     snapshot, blobs = tmp_path / "hub/snapshots/abc", tmp_path / "hub/blobs"
     snapshot.mkdir(parents=True)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from parallel3d.checkpoint import load_dcp, load_torch
+from parallel3d.checkpoint.torch_formats.optimizer import SavedGroup, SavedOptimizer
 from parallel3d.errors import CheckpointError
 from parallel3d.testing import GlooPool
 
@@ -435,3 +436,16 @@ def test_tensors_as_options(tmp_path: Path) -> None:
         other, its = small(2)
         load(tmp_path / path, other, its)
         assert torch.equal(its.param_groups[0]["lr"], torch.tensor(0.25))
+
+
+class Unhashed(int):
+    """Stands for numbers that were chosen to have one hash: as keys of a dict they take quadratic time."""
+
+    def __hash__(self) -> int:
+        raise AssertionError
+
+
+def test_numbers_are_checked_before_they_are_keys() -> None:
+    saved = SavedOptimizer({}, (SavedGroup({}, (Unhashed(0), Unhashed(2**61))),))
+    with pytest.raises(CheckpointError, match="of other numbers than 0 to 1"):
+        saved.for_names(["a", "b"])

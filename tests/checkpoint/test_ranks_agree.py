@@ -1,6 +1,7 @@
 """Ranks that call save or load with other arguments, something else, late or not at all: an error on all."""
 
 import os
+import threading
 import time
 from contextlib import nullcontext
 from datetime import timedelta
@@ -12,6 +13,7 @@ import torch
 from _support.launch import launch
 from torch import distributed as dist
 from torch import nn
+from torch.distributed import checkpoint as dcp
 
 import parallel3d as p3d
 from parallel3d import MeshLayout, checkpoint, guards
@@ -89,6 +91,56 @@ def group_destroyed(path: str) -> None:
 def test_group_destroyed_during_a_save(gloo_pool: GlooPool, tmp_path: Path) -> None:
     """What is there stays, and nobody is told that the new one was written."""
     gloo_pool.run(group_destroyed, str(tmp_path), world_size=2)
+
+
+def group_destroyed_on_one_rank_before_it_plans(path: str) -> tuple[str, float]:
+    model, run, destroyed = build(), f"{path}/run", threading.Event()
+    save(run, model, step=1)
+    plain = dcp.save
+
+    def later(*args: Any, **kwargs: Any) -> Any:
+        destroyed.wait(30)
+        return plain(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank():
+            patch.setattr(dcp, "save", later)
+        begun = time.monotonic()
+        under_way = save(run, model, step=2, async_=True)
+        if dist.get_rank():
+            dist.destroy_process_group()
+            destroyed.set()
+        error = under_way.exception(60)
+        taken = time.monotonic() - begun
+    ended = Path(path, "rank 0 has ended")
+    if dist.is_initialized():
+        ended.touch()
+        dist.destroy_process_group()
+    while not ended.exists():  # the end of this process would wake the other one too
+        time.sleep(0.01)
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", init_method=f"file://{path}/again", rank=rank, world_size=2)
+    assert (
+        load(run, build()).step == 1
+    )  # the ranks have different errors, and one doesn't ask for the other's
+    return str(error), taken
+
+
+@pytest.mark.xdist_group("gloo")
+@pytest.mark.slow(every=True)
+def test_group_destroyed_on_one_rank_before_it_plans(tmp_path: Path) -> None:
+    """DCP then takes that rank for a process of its own; the other one must not wait for it."""
+    ran = launch(after_init, group_destroyed_on_one_rank_before_it_plans, str(tmp_path), ranks=2)
+    (waits, waited), (destroyed, _) = (result for result, _ in ran)
+    assert waited < 30
+    assert "1 rank took part: the process group was destroyed meanwhile" in destroyed
+    assert "closed" in waits.lower() or "reset" in waits.lower()
+    assert [each.name for each in (tmp_path / "run").glob("step-*")] == ["step-00000001"]
+
+
+def after_init(function: Any, *args: Any) -> Any:
+    dist.init_process_group("gloo")
+    return function(*args)
 
 
 def outcome(function: Any) -> tuple[str, str, float]:

@@ -1,9 +1,9 @@
-"""Regular files, opened without following links, read in full and checked by CRC-32; JSON; safetensors.
+"""Reads and writes the files of a checkpoint: regular files, checked by CRC-32; JSON; safetensors.
 
 A safetensors file is eight bytes (the header's length, little endian), the header (JSON: name -> dtype, shape
 and ``data_offsets`` from the header's end), and the tensors' bytes without gaps. The safetensors library maps
-whole files, where a file that ends early is a signal and not an error, and writes whole files at once; so
-headers are handled here.
+whole files, so that a file that ends early kills the process by a signal instead of raising an error, and it
+writes whole files at once; so headers are handled here.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ BLOCK = 4 << 20
 """Bytes of a chunk that share one CRC-32. A rank that reads some rows of a large chunk verifies only the
 blocks that hold them."""
 _STRIDE = 256 << 10  # bytes read and summed at once; they stay in the processor's cache
-_UNCHECKED = 1 << 20  # bytes of JSON that are parsed without looking at their ends first
 _MAX_DIMS = 64  # that torch's kernels take
 _MAX_ELEMENTS = 1 << 58
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ESTALE)
@@ -48,7 +47,7 @@ _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.ENXIO, er
 
 @contextmanager
 def damaged_if(what: str, kinds: tuple[type[Exception], ...] = (ValueError,)) -> Iterator[None]:
-    """Converts an error of ``kinds`` to a CorruptCheckpointError that begins with ``what``."""
+    """Context manager: turns errors of ``kinds`` into CorruptCheckpointErrors that begin with ``what``."""
     try:
         yield
     except kinds as error:
@@ -58,7 +57,7 @@ def damaged_if(what: str, kinds: tuple[type[Exception], ...] = (ValueError,)) ->
 
 
 def open_regular(path: str, flags: int) -> int:
-    """Opens a regular file, not a pipe, a device or a folder; usable as the ``opener`` of ``open``."""
+    """Opens a regular file, no pipe, device or folder; returns its descriptor. An ``opener`` for ``open``."""
     # Opening a pipe would wait for a writer; for a regular file O_NONBLOCK changes nothing.
     file = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
     if not stat.S_ISREG(os.fstat(file).st_mode):
@@ -69,7 +68,7 @@ def open_regular(path: str, flags: int) -> int:
 
 @contextmanager
 def opened(path: Path) -> Iterator[int]:
-    """Opens a regular file for reading, without following a link, and yields its descriptor."""
+    """Context manager: yields the descriptor of a regular file, opened for reading, not through a link."""
     try:
         file = open_regular(os.fspath(path), os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
     except OSError as error:
@@ -96,7 +95,8 @@ def check_file(path: Path, size: int | None = None) -> None:
 
 
 def file_in(folder: Path, name: str, links_to: Path | None = None) -> Path:
-    """Returns the path of the file ``name``, which must be in ``folder``; links may lead to ``links_to``."""
+    """Returns ``folder / name``; raises CorruptCheckpointError unless it is a file in ``folder``, or a link
+    to one in ``folder`` or ``links_to``."""
     pure, windows = PurePosixPath(name), PureWindowsPath(name)
     absolute = pure.is_absolute() or windows.drive or windows.root
     if not name or "\0" in name or absolute or ".." in (*pure.parts, *windows.parts):
@@ -122,28 +122,20 @@ def check_disjoint(ranges: Iterable[tuple[str, int, int, str]]) -> None:
 
 
 def read_json_object(path: Path, limit: int) -> bytes:
-    """Returns the bytes of a JSON file of at most ``limit`` bytes.
-
-    The first and last bytes of a large one, which must be those of an object, are read before the rest.
-    """
+    """Returns the bytes of a JSON file, checking that they are at most ``limit`` and end with "}"."""
     with opened(path) as file:
         size = os.fstat(file).st_size
         if size > limit:
             raise CorruptCheckpointError(f"{path} has {size} bytes, more than the limit of {limit}")
+        end = os.pread(file, 16, max(size - 16, 0))  # not that of a large file with a hole
+        if not end.rstrip().endswith(b"}"):
+            raise CorruptCheckpointError(f"{path} has {size} bytes and is not a JSON object")
         with os.fdopen(os.dup(file), "rb") as reader:
-            if size > _UNCHECKED:
-                first = reader.read(1)
-                reader.seek(-1, os.SEEK_END)
-                if first + reader.read(1) != b"{}":
-                    raise CorruptCheckpointError(
-                        f"{path} has {size} bytes and is not a JSON object"
-                    )
-                reader.seek(0)
             return reader.read(limit)
 
 
 def loads(text: str | bytes, what: str) -> dict[str, Any]:
-    """Parses a JSON object in UTF-8; raises CorruptCheckpointError if it is none or repeats a key."""
+    """Parses a JSON object in UTF-8; raises CorruptCheckpointError if it isn't one, or has a key twice."""
     try:
         text = text.decode() if isinstance(text, bytes) else text
         result = json.loads(text, object_pairs_hook=_unique_keys)
@@ -162,23 +154,18 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def shown(value: Any) -> str:
-    """A short text for a value of any size or depth, for error messages."""
-    return reprlib.repr(value)
-
-
 def numbers_of(value: Any, what: str) -> tuple[int, ...]:
-    """Returns ``value``, sizes or offsets, named ``what`` in errors; raises ValueError if it is none."""
+    """Returns ``value`` as a tuple; raises ValueError, naming ``what``, unless it is a list of ints >= 0."""
     if not isinstance(value, (list, tuple)):
         raise ValueError(f"there is no list for the {what}")
     for number in value:
         if type(number) is not int or not 0 <= number < 1 << 62:
-            raise ValueError(f"there is {shown(number)} in the {what}")
+            raise ValueError(f"there is {reprlib.repr(number)} in the {what}")
     return tuple(value)
 
 
 def shape_of(value: Any, what: str) -> tuple[int, ...]:
-    """Returns ``value`` as the shape of a tensor; raises ValueError if it cannot be."""
+    """Returns ``value`` as a tensor's shape; raises ValueError if it is invalid or too large."""
     shape = numbers_of(value, what)
     if len(shape) > _MAX_DIMS or prod(max(n, 1) for n in shape) > _MAX_ELEMENTS:
         raise ValueError(f"the {what} has {len(shape)} dims or too many elements")
@@ -189,17 +176,17 @@ _REQUIRED: Any = object()
 
 
 def get_of(holder: Any, key: str, kind: type, default: Any = _REQUIRED) -> Any:
-    """Returns the value of ``key``, of this type; ``default`` if it is missing or null."""
+    """Returns ``holder[key]``, or ``default`` if missing or null; ValueError if it is not of ``kind``."""
     value = holder.get(key) if isinstance(holder, dict) else None
     if value is None and default is not _REQUIRED:
         return default
     if type(value) is not kind:
-        raise ValueError(f"{key} is {shown(value)}")
+        raise ValueError(f"{key} is {reprlib.repr(value)}")
     return value
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Returns the memory of a contiguous CPU tensor, which the view does not keep alive."""
+    """Returns a memoryview of the bytes of a contiguous CPU tensor; it does not keep the tensor alive."""
     assert tensor.is_contiguous() and tensor.device.type == "cpu"
     assert not tensor.is_conj() and not tensor.is_neg()
     size = tensor.numel() * tensor.element_size()
@@ -209,7 +196,6 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def write_all(file: int, data: memoryview) -> None:
-    """Calls ``os.write`` until all of ``data`` is written."""
     while data:
         data = data[os.write(file, data) :]
 
@@ -223,7 +209,8 @@ def write_new(path: Path, data: bytes) -> None:
 
 
 def read_into(file: int, target: memoryview, at: int, where: str) -> None:
-    """Fills ``target`` with the bytes of ``file``, called ``where`` in errors, that start at ``at``."""
+    """Fills ``target`` with bytes of the descriptor ``file``, from byte ``at`` on; raises
+    CorruptCheckpointError if the file ends before. ``where`` names it in the error."""
     while target:
         count = os.preadv(file, [target], at)
         if not count:
@@ -232,15 +219,15 @@ def read_into(file: int, target: memoryview, at: int, where: str) -> None:
 
 
 def crcs_of(data: memoryview) -> list[int]:
-    """Returns the CRC-32 of each block of ``data``."""
+    """Returns the CRC-32 of each block of ``BLOCK`` bytes of ``data``."""
     return [crc32(data[i : i + BLOCK]) for i in range(0, len(data), BLOCK)]
 
 
 def verify_blocks(
     file: int, blocks: Iterable[tuple[int, int, int]], where: str, hint: str = ""
 ) -> None:
-    """Raises CorruptCheckpointError unless each block, (first byte, size, CRC-32), has its checksum; reads
-    through a small buffer. ``hint`` ends the error."""
+    """Raises CorruptCheckpointError unless each block of ``file``, given as (first byte, size, CRC-32), has
+    that CRC-32. ``where`` begins the error, ``hint`` ends it."""
     buffer = memoryview(bytearray(_STRIDE))
     for begin, size, expected in blocks:
         crc = 0
@@ -256,7 +243,7 @@ def verify_blocks(
 
 
 def hidden_beside(path: Path, suffix: str) -> Path:
-    """Returns a new hidden path next to ``path``, for what will be renamed to it or has been replaced."""
+    """Returns an unused hidden path next to ``path``, for a temporary file or folder."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.{suffix}")
 
 
@@ -281,7 +268,7 @@ def replace_folder(temporary: Path, folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flushes the names in a folder to the disk."""
+    """Flushes a folder's list of entries to the disk, so that a rename in it survives a crash."""
     file = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(file)
@@ -302,11 +289,12 @@ def read_strided(
     out: Tensor,
     where: str,
 ) -> int:
-    """Reads elements of a file, a bounded number of bytes at a time; returns how many bytes were read.
+    """Reads a strided part of a stored tensor, a few megabytes at a time; returns how many bytes were read.
 
     Args:
-        begin: where the stored elements, of ``dtype``, begin in the file.
-        offset, strides: describe the elements to read as a view of the stored tensor, shaped as ``out``.
+        begin: byte at which the stored tensor, of ``dtype``, begins in ``file``, a descriptor.
+        offset, strides: the part, in elements of the stored tensor, as in ``as_strided``; its shape is that
+            of ``out``.
         out: the tensor to fill; of any dtype and device.
         where: names the file in errors.
     """
@@ -376,7 +364,7 @@ MAX_HEADER = 100 << 20
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file: its bytes are [start, end), counted from the beginning of the file."""
+    """A tensor in a safetensors file: its bytes are [start, end), counted from the file's beginning."""
 
     file: str
     dtype: torch.dtype
@@ -386,12 +374,8 @@ class Stored:
 
 
 def read_header(path: Path, file: str) -> dict[str, Stored]:
-    """Returns the tensors of a file by name.
-
-    Raises:
-        CorruptCheckpointError: if it is not a complete one.
-        CheckpointError: if torch has no dtype for a tensor.
-    """
+    """Returns the tensors of the safetensors file ``path`` by name; each has ``file`` as its file's name.
+    Raises CorruptCheckpointError for an incomplete file, CheckpointError for an unknown dtype."""
     with open(path, "rb", opener=open_regular) as opened:
         size = os.fstat(opened.fileno()).st_size
         first = opened.read(8)
@@ -423,9 +407,9 @@ def _stored(file: str, name: str, entry: Any, begin: int) -> Stored:
     dtype, shape = entry["dtype"], shape_of(entry["shape"], f"shape of {name!r}")
     offsets = numbers_of(entry["data_offsets"], f"data_offsets of {name!r}")
     if not isinstance(dtype, str):
-        raise ValueError(f"{name!r} has the dtype {shown(dtype)}")
+        raise ValueError(f"{name!r} has the dtype {reprlib.repr(dtype)}")
     if len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise ValueError(f"{name!r} has the data_offsets {shown(offsets)}")
+        raise ValueError(f"{name!r} has the data_offsets {reprlib.repr(offsets)}")
     if dtype not in DTYPES:
         raise CheckpointError(f"{name!r} is stored as {dtype:.80}, which torch has no dtype for")
     nbytes = offsets[1] - offsets[0]
@@ -435,7 +419,7 @@ def _stored(file: str, name: str, entry: Any, begin: int) -> Stored:
 
 
 def is_ours(path: Path) -> bool:
-    """Returns whether a file's metadata says that ``header_of`` made its header."""
+    """Returns whether a safetensors file was written by this package, as its header's metadata says."""
     try:
         with open(path, "rb", opener=open_regular) as opened:
             length = int.from_bytes(opened.read(8), "little")
@@ -446,7 +430,7 @@ def is_ours(path: Path) -> bool:
 
 
 def header_of(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> bytes:
-    """Returns the beginning of a file that holds ``tensors``, (dtype, shape) by name, in this order."""
+    """Returns the header of a safetensors file; ``tensors``: name -> (dtype, shape), in the file's order."""
     header: dict[str, Any] = {"__metadata__": _METADATA}
     at = 0
     for name, (dtype, shape) in tensors.items():

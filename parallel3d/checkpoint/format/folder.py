@@ -13,9 +13,9 @@ import hashlib
 import json
 import os
 import re
+import reprlib
 import secrets
 import shutil
-import sys
 import warnings
 from dataclasses import asdict, dataclass, field
 from math import prod
@@ -33,13 +33,12 @@ _FILE = re.compile(r"rank-[0-9]{5,9}\.safetensors")
 
 
 def file_name(rank: int) -> str:
-    """Returns the name of the file that ``rank`` writes."""
     return f"rank-{rank:05d}.safetensors"
 
 
 @dataclass(frozen=True)
 class Chunk(Boxed):
-    """A box of a tensor, stored contiguously."""
+    """A part of a tensor (offsets and sizes) that is stored contiguously in one file."""
 
     file: str
     begin: int  # its first byte in the file
@@ -64,7 +63,7 @@ class TensorEntry:
 
 @dataclass
 class Index:
-    """Everything that is stored."""
+    """The content of index.json: all stored tensors, files and other values."""
 
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
     files: dict[str, int] = field(default_factory=dict)  # size in bytes
@@ -89,7 +88,7 @@ class Index:
 
     @classmethod
     def from_json(cls, text: str | bytes, what: str) -> Index:
-        """Raises CorruptCheckpointError, about ``what``, unless ``text`` is as ``to_json`` writes it."""
+        """Parses index.json, named ``what`` in errors; raises CorruptCheckpointError if it is invalid."""
         content, index = files.loads(text, what), cls()
         with files.damaged_if(f"{what} is damaged"):
             if content.get("block") != files.BLOCK:
@@ -114,7 +113,7 @@ def _tensor(name: str, entry: Any, lengths: dict[str, int]) -> TensorEntry:
         raise ValueError(f"{name!r} is not a tensor")
     kind, chunks = entry.get("dtype"), entry.get("chunks")
     if not isinstance(kind, str) or kind not in files.DTYPES:
-        raise ValueError(f"{name!r} has the dtype {files.shown(kind)}")
+        raise ValueError(f"{name!r} has the dtype {reprlib.repr(kind)}")
     result = TensorEntry(
         files.DTYPES[kind], files.shape_of(entry.get("shape"), f"shape of {name!r}")
     )
@@ -133,7 +132,7 @@ def _chunk(name: str, chunk: Any, entry: TensorEntry, lengths: dict[str, int]) -
     sizes = files.numbers_of(chunk[1], "sizes of a chunk")
     file, (begin,) = chunk[2], files.numbers_of([chunk[3]], "begin of a chunk")
     if not isinstance(file, str) or file not in lengths:
-        raise ValueError(f"{name!r} is stored in {files.shown(file)}, which is not listed")
+        raise ValueError(f"{name!r} is stored in {reprlib.repr(file)}, which is not listed")
     result = Chunk(offsets, sizes, file, begin, files.numbers_of(chunk[4], "checksums of a chunk"))
     size = result.nbytes(entry.dtype)
     if begin + size > lengths[file]:
@@ -155,7 +154,7 @@ _LISTINGS = 3  # tries: during a listing an old folder may be removed and a new 
 
 
 def as_path(path: Any) -> Path:
-    """Converts a user's argument; raises CheckpointError if it is not a path, or one in bytes."""
+    """Returns a user's argument as a Path; raises CheckpointError unless it is a string or a path."""
     try:
         return Path(path)
     except TypeError:
@@ -167,7 +166,7 @@ def step_folder(run: Path, step: int) -> Path:
 
 
 def new_folder(final: Path) -> Path:
-    """Makes the temporary folder in which the checkpoint ``final`` is written."""
+    """Makes the temporary folder in which the checkpoint ``final`` is written, and returns it."""
     check_place(final)
     folder = _temporary(final)
     folder.mkdir(parents=True)
@@ -175,8 +174,8 @@ def new_folder(final: Path) -> Path:
 
 
 def check_place(final: Path) -> None:
-    """Raises a CheckpointError if ``final`` is something other than a checkpoint, which is never replaced, is
-    inside another checkpoint, or in a folder that is a dangling link."""
+    """Raises CheckpointError if no checkpoint can be saved as ``final``: something else is there, which is
+    never replaced; or the folder around it is a checkpoint itself, or a dangling link."""
     run = final.parent
     if is_checkpoint(run) and (os.path.lexists(run / MARKER) or _STEP.fullmatch(run.name)):
         raise CheckpointError(
@@ -197,8 +196,8 @@ def _temporary(final: Path) -> Path:
 def finish(
     folder: Path, final: Path, index: Index, info: dict[str, Any], lock: Lock | None = None
 ) -> None:
-    """Writes index, info and marker into a folder that has the tensors, and renames it to ``final``, unless
-    ``lock`` was lost."""
+    """Completes a checkpoint: writes index, info and the marker COMPLETE into ``folder``, which has the
+    tensors, and renames it to ``final``. Raises CheckpointError if another job has taken over ``lock``."""
     digests = {}
     for name, text in ((INDEX, index.to_json()), (INFO, json.dumps(info, indent=1))):
         _write(folder / name, text)
@@ -222,40 +221,27 @@ def finish(
 
 
 def discard(folder: Path) -> None:
-    """Removes a folder, renaming it first, so that a process killed meanwhile leaves no half checkpoint."""
-    failed: list[BaseException] = []
-
-    def note(function: object, path: object, problem: Any) -> None:
-        error = problem if isinstance(problem, BaseException) else problem[1]
-        if not isinstance(error, FileNotFoundError):
-            failed.append(error)
-
-    if folder.is_symlink():
-        try:
+    """Removes a folder, renamed first: a process killed meanwhile leaves no part of it under its name."""
+    try:
+        if folder.is_symlink():
             folder.unlink(missing_ok=True)
-        except OSError as error:
-            failed.append(error)
-    else:
+            return
         if not _TEMPORARY.fullmatch(folder.name) and folder.is_dir():
             with contextlib.suppress(OSError):
                 folder = folder.rename(_temporary(folder))
-        if sys.version_info >= (3, 12):
-            shutil.rmtree(folder, onexc=note)
-        else:
-            shutil.rmtree(folder, onerror=note)
-    if failed:
-        warnings.warn(
-            f"{folder} could not be removed and takes up space: {failed[0]}; the next save tries again",
-            stacklevel=2,
-        )
+        shutil.rmtree(folder)
+    except OSError as error:
+        shutil.rmtree(folder, ignore_errors=True)  # what is left after the first error
+        if os.path.lexists(folder):
+            warnings.warn(
+                f"{folder} could not be removed and takes up space: {error}; the next save tries again",
+                stacklevel=2,
+            )
 
 
 def prune(run: Path, keep: int) -> None:
-    """Removes all but the ``keep`` checkpoints saved last, and what killed processes have left.
-
-    A checkpoint whose marker is missing or unreadable is neither counted nor removed. Tensors are not read: a
-    checkpoint with damaged ones counts.
-    """
+    """Removes all checkpoints of ``run`` but the ``keep`` saved last, and temporary folders of killed
+    processes. A checkpoint whose marker is missing or unreadable is neither counted nor removed."""
     for old in [entry for entry in run.glob("step-*.old") if _STEP.fullmatch(entry.name)]:
         final = old.with_suffix("")
         if _serial(old) and not os.path.lexists(final):
@@ -272,7 +258,7 @@ def prune(run: Path, keep: int) -> None:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Returns whether it is a folder with only files of a checkpoint in it."""
+    """Returns whether ``folder`` is a folder, no link, in which every file is named as a checkpoint's."""
     if folder.is_symlink() or not folder.is_dir():
         return False
     return all(_OURS.fullmatch(entry.name) for entry in folder.iterdir())
@@ -288,11 +274,8 @@ def identity(folder: Path) -> tuple[int, int, int] | None:
 
 
 def found_in(run: Path) -> list[Path]:
-    """Returns folders and links that are named as checkpoints, complete or not, the one saved last first.
-
-    The order is that of the saves, not of the steps: a job may have gone back to an earlier step. A folder
-    whose marker is unreadable comes first, so that it is looked at.
-    """
+    """Returns folders and links in ``run`` named as checkpoints, complete or not, the one saved last first
+    (not that of the largest step). Those without a readable marker come before: ``load`` reports them."""
     return next(filter(None, (_listed(run) for _ in range(_LISTINGS))), [])
 
 
@@ -307,12 +290,12 @@ def _listed(run: Path) -> list[Path]:
 
 
 def complete(run: Path) -> list[Path]:
-    """Returns the completed checkpoints, the one saved last first; no links. Their contents are not read."""
+    """Returns the completed checkpoints in ``run`` (marker readable), the one saved last first; no links."""
     return [folder for folder in found_in(run) if not folder.is_symlink() and _serial(folder)]
 
 
 def _newest(run: Path) -> tuple[int, Path | None, Owner | None]:
-    """Returns (number of the save, folder, process that saved if known) of the checkpoint saved last."""
+    """Returns (number of the save, folder, saving process if known) of the checkpoint saved last."""
     for folder in found_in(run) if run.is_dir() else ():
         serial, by = (None, None) if folder.is_symlink() else _marker(folder)
         if serial:
@@ -321,8 +304,7 @@ def _newest(run: Path) -> tuple[int, Path | None, Owner | None]:
 
 
 def _marker(folder: Path) -> tuple[int | None, object]:
-    """Returns (number of the save within its run, process that saved) as COMPLETE has them; None if it is
-    unreadable."""
+    """Returns (number of the save within its run, saving process) from COMPLETE; None if unreadable."""
     try:
         content = files.loads(_read(folder, MARKER), f"{folder}: {MARKER}")
     except (CorruptCheckpointError, OSError):
@@ -337,17 +319,14 @@ def _serial(folder: Path) -> int | None:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Returns whether ``path`` is one checkpoint, complete or not.
-
-    A run's folder may contain a user's file with the name of one of a checkpoint's files.
-    """
+    """Returns whether ``path`` is one checkpoint, complete or not; a folder of several is not."""
     if os.path.lexists(path / MARKER):
         return True
     return any(os.path.lexists(path / name) for name in (INDEX, INFO)) and not found_in(path)
 
 
 def open_checkpoint(folder: Path) -> tuple[Index, dict[str, Any]]:
-    """Returns (index, content of checkpoint.json) after checking marker, digests and file sizes."""
+    """Returns (index, content of checkpoint.json), after checking marker, SHA-256 and file sizes."""
     marker = files.loads(_read(folder, MARKER), f"{folder}: {MARKER}")
     newer = re.fullmatch(r"parallel3d checkpoint ([0-9]{1,9})", str(marker.get("format"))[:80])
     if newer and int(newer[1]) > _VERSION:
@@ -395,13 +374,13 @@ _known: dict[tuple[str, str], int] = {}
 
 
 def note_newest(run: Path) -> None:
-    """Records the newest save in ``run`` as known to this process, which has saved it or asked for it."""
+    """Records the newest save in ``run`` as known to this process, for ``check_alone``."""
     _known[_key(run)] = _newest(run)[0]
 
 
 def check_alone(run: Path) -> None:
-    """Checks that no other job, unless it has ended, has saved into ``run`` since this process last looked:
-    if one has, the job that started first warns, and the one that started later raises a CheckpointError."""
+    """Checks that no other running job has saved into ``run`` since this process last looked. If one has, the
+    job that started first warns, and the one that started later raises a CheckpointError."""
     known = _known.get(_key(run))
     if known is None:
         return

@@ -9,7 +9,6 @@ every few seconds. Clocks of different machines are never compared.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import secrets
@@ -34,7 +33,6 @@ frozen, it finds that before it completes its checkpoint."""
 _UNREADABLE = 3.0  # seconds: a file without valid content may be one that is being written
 _LOOK = 0.25  # seconds between two looks at a lock
 _SETTLE = 0.5  # seconds in which several processes may take over one lock
-_NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK)
 _BEGAN = time.time()
 
 _held: set[bytes] = set()
@@ -74,7 +72,7 @@ class Owner:
 
     @classmethod
     def from_json(cls, content: object) -> Owner | None:
-        """Returns the process that ``content`` describes; None if it is not a valid description."""
+        """Returns the Owner that a parsed JSON object describes; None if it describes none."""
         try:
             owner = cls(**{field.name: content[field.name] for field in fields(cls)})  # type: ignore[index]
         except (TypeError, KeyError):
@@ -95,7 +93,7 @@ def this_process() -> Owner:
 
 @cache
 def _process(pid: int) -> Owner:
-    """Describes the calling process; cached by ``pid``, as a forked process is another one."""
+    """Returns the calling process as an Owner, cached by its ``pid``, which a fork changes."""
     machine, start = "", 0
     with suppress(OSError):
         if status := _stat(pid):
@@ -105,7 +103,7 @@ def _process(pid: int) -> Owner:
 
 
 def _stat(pid: int) -> tuple[str, int] | None:
-    """Returns (state, start in ticks) of a process; None if the kernel does not say."""
+    """Returns (state letter, start time in kernel ticks) of a process from /proc; None if not known."""
     try:
         text = Path(f"/proc/{pid}/stat").read_bytes()
         # The second field, the command in brackets, may itself contain blanks and brackets.
@@ -124,7 +122,8 @@ def _format(seconds: float) -> str:
 
 
 class Lock:
-    """Holds the folder ``run`` for one save, of ``step``; an error if another job saves there."""
+    """The lock of the folder ``run`` for one save, of ``step``. The constructor takes it, and raises
+    CheckpointError if another job is saving there."""
 
     def __init__(self, run: Path, step: int) -> None:
         self.path = run / LOCK
@@ -146,7 +145,7 @@ class Lock:
         threading.Thread(target=_beat, args=beat, name=name, daemon=True).start()
 
     def check(self) -> None:
-        """Checks that no other job has taken the lock; takes it again if somebody has removed it."""
+        """Raises CheckpointError if another job took over the lock; takes it again if it was removed."""
         text, _ = _read(self.path)
         if text is None:
             self._drop()
@@ -160,7 +159,7 @@ class Lock:
             )
 
     def release(self) -> None:
-        """Removes the lock; warns if that fails, as the next save sees that this one has ended."""
+        """Removes the lock's file; only warns if that fails: the next save sees that this one has ended."""
         if os.getpid() != self._pid:  # in a forked process; the lock is the parent's
             return
         self._drop()
@@ -176,7 +175,7 @@ class Lock:
 
 
 def _beat(file: int, ended: threading.Event) -> None:
-    """Sets the lock's time until the save has ended, and closes the file."""
+    """Sets the lock file's modification time every ``BEAT`` seconds until ``ended`` is set; closes it."""
     with suppress(OSError):  # ``Lock.check`` finds what has become of the lock
         while not ended.wait(BEAT):
             os.utime(file)
@@ -184,7 +183,8 @@ def _beat(file: int, ended: threading.Event) -> None:
 
 
 def _make(path: Path, own: bytes) -> int:
-    """Makes the lock when nobody holds it, and returns its file, open."""
+    """Takes the lock: writes its file ``path`` with the content ``own`` and returns the open file. Waits
+    while it is unclear whether the present holder is alive, and raises CheckpointError if it is."""
     seen, since = (own, 0), 0.0
     while True:
         text, changed_at = _read(path)
@@ -223,13 +223,19 @@ def _make(path: Path, own: bytes) -> int:
 
 
 def _put(path: Path, own: bytes, old: bytes | None) -> None:
-    """Makes the lock, with its content from the beginning, unless there is one by now; or replaces the one
-    with the content ``old``: of several processes that do so the last one has it, as all see afterwards."""
+    """Writes the lock's file with the content ``own``: as a new file if ``old`` is None, unless one exists by
+    then; else in place of the file with the content ``old``. If several processes replace it, the last one
+    has the lock; each finds out by reading the file again."""
     aside = path.with_name(f"{LOCK}-{secrets.token_hex(4)}")
     try:
         write_new(aside, own)
         if old is None:
-            _link(aside, path, own)
+            try:
+                os.link(aside, path)
+            except FileExistsError:
+                raise
+            except OSError:  # a file system without hard links
+                write_new(path, own)
         elif _read(path)[0] == old:
             os.replace(aside, path)
             time.sleep(_SETTLE)
@@ -242,17 +248,8 @@ def _put(path: Path, own: bytes, old: bytes | None) -> None:
             aside.unlink()
 
 
-def _link(aside: Path, path: Path, own: bytes) -> None:
-    try:
-        os.link(aside, path)
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        write_new(path, own)
-
-
 def _saver(text: bytes) -> tuple[Owner, str] | None:
-    """Returns the process whose lock it is, and its description; None if it is no lock."""
+    """Parses a lock's content; returns (the process that saves, a description of it), None if invalid."""
     try:
         content = loads(text.partition(b"\n")[0], LOCK)
     except CorruptCheckpointError:
@@ -265,7 +262,7 @@ def _saver(text: bytes) -> tuple[Owner, str] | None:
 
 
 def _read(path: Path) -> tuple[bytes | None, int]:
-    """Returns the file's content, None if it does not exist, and its time, in ns."""
+    """Returns (content of the lock's file, None if there is no file; its modification time in ns)."""
     try:
         with opened(path) as file:
             return os.read(file, 1 << 16), os.fstat(file).st_mtime_ns

@@ -1,4 +1,5 @@
-"""Reader and Writer, DCP's storage for this package's checkpoints; the planners that store values as JSON."""
+"""Reader and Writer, with which DCP reads and writes this package's checkpoints, and planners that store
+values as JSON."""
 
 from __future__ import annotations
 
@@ -54,17 +55,14 @@ class Reader(dcp.StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Returns whether it is a checkpoint's folder."""
         return folders.is_checkpoint(Path(checkpoint_id))
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Prepares the next load, of another folder if one is given."""
         if checkpoint_id is not None and Path(checkpoint_id) != self.path:
             self.path = Path(checkpoint_id)
             self.index = folders.open_checkpoint(self.path)[0]
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
-        """Returns the index as DCP's metadata."""
         described: dict[str, Any] = {
             name: dcp.BytesStorageMetadata() for name in self.index.objects
         }
@@ -79,7 +77,7 @@ class Reader(dcp.StorageReader):
         return dcp.Metadata(described)
 
     def set_up_storage_reader(self, *args: Any, **kwargs: Any) -> None:
-        """Maps (tensor, offsets) to chunks."""
+        """Builds the table (tensor's name, offsets) -> stored chunk."""
         self._chunks = {
             MetadataIndex(name, chunk.offsets): chunk
             for name, entry in self.index.tensors.items()
@@ -87,7 +85,7 @@ class Reader(dcp.StorageReader):
         }
 
     def prepare_local_plan(self, plan: dcp.LoadPlan) -> dcp.LoadPlan:
-        """Verifies all blocks and values that this rank will read."""
+        """Verifies all blocks and values that this rank will read, and returns the plan unchanged."""
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
                 decode(self.index.objects[item.storage_index.fqn])
@@ -95,11 +93,10 @@ class Reader(dcp.StorageReader):
         return plan
 
     def prepare_global_plan(self, plans: list[dcp.LoadPlan]) -> list[dcp.LoadPlan]:
-        """Returns them unchanged."""
         return plans
 
     def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
-        """Reads into the state's tensors."""
+        """Reads what the plan asks for into the state dict's tensors; other values go to the planner."""
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
                 text = json.dumps(self.index.objects[item.storage_index.fqn])
@@ -124,7 +121,8 @@ class Reader(dcp.StorageReader):
 
 @dataclass(frozen=True)
 class _Part(Boxed):
-    """A box of a chunk that is read; the rows that contain it are verified."""
+    """A part of a stored chunk that is read: offsets and sizes within it. Checksums are of whole blocks of
+    bytes, so all rows (along dim 0) of the chunk that contain the part are verified."""
 
     chunk: Chunk
     dtype: torch.dtype
@@ -135,16 +133,16 @@ class _Part(Boxed):
 
     @property
     def first_byte(self) -> int:
-        """Where the rows begin in the chunk."""
+        """The byte of the chunk at which the rows that contain the part begin."""
         return self.offsets[0] * self.row_bytes if self.chunk.sizes else 0
 
     @property
     def place(self) -> tuple[str, int]:
-        """(file, first byte) of the rows."""
+        """(file, byte in it) at which the rows that contain the part begin."""
         return self.chunk.file, self.chunk.begin + self.first_byte
 
     def blocks(self) -> Iterator[tuple[int, int, int]]:
-        """Yields (first byte, size, CRC-32) of the blocks that contain the rows."""
+        """Yields (first byte in the file, size, CRC-32) of the blocks with the rows that contain the part."""
         chunk_bytes = self.chunk.nbytes(self.dtype)
         nbytes = self.sizes[0] * self.row_bytes if self.chunk.sizes else chunk_bytes
         for number in range(
@@ -155,7 +153,7 @@ class _Part(Boxed):
             yield self.chunk.begin + begin, size, self.chunk.crc[number]
 
     def read(self, file: int, target: torch.Tensor, where: str) -> None:
-        """Fills ``target``, of the box's sizes."""
+        """Fills ``target``, of the part's sizes, from the open ``file``, called ``where`` in errors."""
         strides = torch.empty(self.chunk.sizes, device="meta").stride()
         offset = sum(o * stride for o, stride in zip(self.offsets, strides, strict=True))
         with torch.inference_mode(target.is_inference()):
@@ -163,7 +161,7 @@ class _Part(Boxed):
 
 
 def _verify(folder: Path, parts: Iterable[_Part], label: str = "") -> None:
-    """Verifies the blocks of ``parts``, each once; ``label`` follows the path in an error."""
+    """Verifies the blocks that contain ``parts``, each once; ``label`` follows the path in an error."""
     blocks: dict[str, set[tuple[int, int, int]]] = {}
     for part in parts:
         blocks.setdefault(part.chunk.file, set()).update(part.blocks())
@@ -193,7 +191,6 @@ class SavePlanner(dcp.DefaultSavePlanner):
     """
 
     def transform_object(self, write_item: dcp.WriteItem, object: Any) -> Any:
-        """Returns the JSON text of a value."""
         if write_item.type == WriteItemType.BYTE_IO:
             return io.BytesIO(json.dumps(encode(object, write_item.index.fqn)).encode())
         return object
@@ -203,7 +200,6 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
     """DCP's planner for ``Reader``: the inverse of ``SavePlanner``."""
 
     def load_bytes(self, read_item: dcp.ReadItem, value: io.BytesIO) -> None:
-        """Puts a value into the state dict."""
         name = read_item.dest_index.fqn
         result = decode(json.loads(value.getvalue()))
         if not self.flatten_state_dict:
@@ -250,23 +246,20 @@ class Writer(dcp.StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Returns whether it is a local path."""
         return "://" not in os.fspath(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Prepares the next save, to another folder if one is given."""
         self.path = Path(checkpoint_id) if checkpoint_id else self.path
         self.folder = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Does nothing: the first rank makes the folder when all have planned."""
+        """Does nothing; ``prepare_global_plan`` makes the folder."""
 
     def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
-        """Returns it unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
-        """Makes the folder, and tells each rank its path and the rank's number."""
+        """Makes the temporary folder, and puts its path and each rank's number into the rank's plan."""
         if self.ranks is not None and len(plans) != self.ranks:
             raise CheckpointError(
                 f"{self.path} was to be written by {self.ranks} ranks, but "
@@ -278,7 +271,8 @@ class Writer(dcp.StorageWriter):
         return [replace(plan, storage_data=d) for plan, d in zip(plans, data, strict=True)]
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
-        """Writes this rank's file. Results have the tensor's dtype and shape, its chunk, the file's size."""
+        """Writes this rank's file. Each result has, for a tensor's chunk, (dtype, global shape, the chunk,
+        file's size); for another value, its JSON text."""
         name, rank = plan.storage_data
         self.folder = Path(name)
         objects = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
@@ -289,7 +283,7 @@ class Writer(dcp.StorageWriter):
         return _done(results)
 
     def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
-        """Writes the index and the marker, and renames the folder."""
+        """Writes index, info and marker, and renames the folder to its final name."""
         index = Index()
         for result in (r for rank in results for r in rank):
             if not isinstance(result.storage_data, tuple):
@@ -317,7 +311,8 @@ def _done(value: T) -> Future[T]:
 def _write_file(
     path: Path, items: Sequence[dcp.WriteItem], planner: dcp.SavePlanner
 ) -> list[WriteResult]:
-    """Writes a safetensors file and flushes it to the disk, tensor by tensor, with a checksum of every block.
+    """Writes the tensors ``items`` to a safetensors file, one after another, and flushes it to the disk; the
+    results have a checksum of every block.
 
     The safetensors library would need all bytes of the file at once: a second copy of a rank's state.
     """
@@ -360,7 +355,7 @@ def _write_file(
 def _description(
     item: dcp.WriteItem,
 ) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Returns (dtype, global shape, offsets, sizes) of the box that an item writes."""
+    """Returns (dtype, global shape, offsets, sizes) of the part of a tensor that an item writes."""
     data = item.tensor_data
     assert data is not None
     box = data.chunk

@@ -1,4 +1,5 @@
-"""The entries of a model, how transformers converts a checkpoint's tensors to them and back, and exports.
+"""A model's tensors by name, their conversion by transformers from a checkpoint and back, and plans of
+exports.
 
 An export is planned on all ranks: which tensors it has, and which rank holds which part of them.
 transformers' own conversion mapping is run on Traced tensors, so names, joins and splits are those of the
@@ -16,7 +17,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from itertools import chain
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +52,7 @@ Names = Mapping[str, str] | Callable[[str], str] | None
 
 @dataclass(frozen=True)
 class Entry:
-    """A parameter or persistent buffer at rest, and its names in the order of the modules."""
+    """A parameter or persistent buffer at rest, with its names (several if tied) in the modules' order."""
 
     names: tuple[str, ...]
     tensor: Tensor
@@ -62,7 +63,7 @@ class Entry:
 
 
 def entries_of(model: nn.Module) -> list[Entry]:
-    """Returns each entry once, in the order of the modules, with the plain model's names."""
+    """Returns each parameter and persistent buffer once, in order, with its names in the plain model."""
     tensors: dict[int, Tensor] = {}
     names: dict[int, dict[str, None]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
@@ -77,8 +78,8 @@ def entries_of(model: nn.Module) -> list[Entry]:
 def base_entries(model: nn.Module) -> tuple[nn.Module, list[Entry]]:
     """Returns the model whose checkpoint can be loaded into ``model``, and its entries.
 
-    For a model with layers of peft they are the base model and its entries, by its names. A copy that peft
-    trains is an entry of its own, with the names of what it is a copy of.
+    For a model with peft's layers that is the base model, and entries have the base model's names. A
+    trainable copy that peft made of a module has entries of its own, with the names of the original.
     """
     entries = entries_of(model)
     base: nn.Module = model.get_base_model() if is_peft_model(model) else model  # type: ignore[operator]
@@ -106,8 +107,8 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
 
 
 def file_names(entries: Iterable[Entry], names: Names) -> dict[str, str]:
-    """Returns the model's names -> the file's, by the user's ``names``, which are checked; names that it does
-    not have are unchanged."""
+    """Returns the model's names -> the file's, as ``names``, the user's mapping or function, says; a name
+    missing in the mapping is unchanged. Raises CheckpointError if ``names`` is invalid."""
     own = [name for entry in entries for name in entry.names]
     if isinstance(names, Mapping):
         foreign = [name for name in names if name not in own]
@@ -139,22 +140,15 @@ Tensors = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 def is_transformers(model: nn.Module) -> bool:
-    """Returns whether ``model`` is a transformers model, or of a class that extends one."""
     module = sys.modules.get("transformers.modeling_utils")
     return module is not None and isinstance(model, module.PreTrainedModel)
 
 
-class Converted(NamedTuple):
-    """Layouts of the model's tensors by name, names in the checkpoint that none of them uses, and
-    transformers' transforms that were used, which the model stores for its export (None: another model)."""
-
-    layouts: dict[str, Layout]
-    unexpected: list[str]
-    used: list[Any] | None
-
-
-def from_file(model: Any, entries: list[Entry], tensors: Tensors) -> Converted:
-    """Converts a checkpoint's ``tensors`` to the model's."""
+def from_file(
+    model: Any, entries: list[Entry], tensors: Tensors
+) -> tuple[dict[str, Layout], list[str], list[Any] | None]:
+    """Runs transformers' conversion on the shapes and dtypes of a checkpoint's ``tensors``. Returns layouts
+    of the model's tensors by name, the checkpoint's names that none of them uses, and the transforms used."""
     core, plain, mapping = _tools(model)
     own = {name: entry.tensor for entry in entries for name in entry.names}
     renamings = [item for item in mapping if not isinstance(item, core.WeightConverter)]
@@ -162,7 +156,7 @@ def from_file(model: Any, entries: list[Entry], tensors: Tensors) -> Converted:
     by_pattern = {key: item for item in all_converters for key in item.source_patterns}
 
     def rename(name: str) -> tuple[str, str | None]:
-        """Returns the model's name, and the pattern of the converter that matched, if one did."""
+        """Returns the model's name for a checkpoint's, and the pattern of the converter that matched."""
         more = model.base_model_prefix, own  # the order of the calls matters to some mappings
         target, pattern = core.rename_source_key(name, renamings, all_converters, *more)
         if target not in own and name in own:
@@ -199,11 +193,12 @@ def from_file(model: Any, entries: list[Entry], tensors: Tensors) -> Converted:
             if name not in own:
                 unexpected += inputs[target]
     layouts = {name: layout for name, layout in layouts.items() if name in own}
-    return Converted(layouts, unexpected, [item for item in mapping if item.was_used()])
+    return layouts, unexpected, [item for item in mapping if item.was_used()]
 
 
 def to_file(model: Any, tensors: Tensors) -> dict[str, tuple[Layout, torch.dtype]]:
-    """Converts the model's ``tensors`` to a checkpoint's; returns layout and dtype by its names."""
+    """Runs transformers' conversion back to a checkpoint on the shapes and dtypes of the model's ``tensors``;
+    returns name in the checkpoint -> (layout, dtype)."""
     core, plain, mapping = _tools(model)
     state = {
         name: Traced.of(whole_of(name, shape), dtype) for name, (shape, dtype) in tensors.items()
@@ -215,7 +210,7 @@ def to_file(model: Any, tensors: Tensors) -> dict[str, tuple[Layout, torch.dtype
 
 
 def ignored(model: Any, kind: str) -> Callable[[str], bool]:
-    """Returns a function: whether transformers ignores a "missing" or "unexpected" (``kind``) name."""
+    """Returns a function: whether transformers ignores that a name is missing, or unexpected (``kind``)."""
     patterns = set(getattr(model, f"_keys_to_ignore_on_load_{kind}", None) or ())
     if kind == "unexpected":  # buffers that older checkpoints contain
         buffers = [name for name, _ in model.named_buffers()]
@@ -228,7 +223,7 @@ def ignored(model: Any, kind: str) -> Callable[[str], bool]:
 
 
 def _tools(model: Any) -> tuple[Any, Any, list[Any]]:
-    """Returns transformers' loading module, the model as it expects it, and its conversion mapping."""
+    """Returns transformers' ``core_model_loading``, ``_as_plain(model)``, the model's conversion mapping."""
     if getattr(model, "hf_quantizer", None) is not None:
         raise CheckpointError("the model is quantized by transformers, which is not supported")
     try:
@@ -243,8 +238,8 @@ def _tools(model: Any) -> tuple[Any, Any, list[Any]]:
 
 
 def _as_plain(model: Any) -> Any:
-    """Returns ``model`` with the classes that it and models inside it had before ``fully_shard``, by whose
-    names and modules transformers finds conversions."""
+    """Returns a shallow copy of ``model`` in which it and the models inside it have the classes that they had
+    before ``fully_shard``, because transformers finds conversions by the classes' names."""
 
     def plain_of(module: nn.Module) -> nn.Module:
         plain = object.__new__(plain_class(module))
@@ -270,7 +265,7 @@ def _traced(value: Any, name: str) -> Traced:
 
 @contextmanager
 def _errors(what: str, transforms: list[Any]) -> Iterator[None]:
-    """Converts a conversion's error to a CheckpointError that names its operations."""
+    """Context manager: turns a conversion's error into a CheckpointError that names its operations."""
     try:
         yield
     except CheckpointError:
@@ -289,7 +284,7 @@ def _errors(what: str, transforms: list[Any]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class OutTensor:
-    """A tensor of the export, made of the model's as ``layout`` says."""
+    """A tensor that an export writes; ``layout``: of which parts of the model's tensors it consists."""
 
     name: str
     layout: Layout
@@ -302,7 +297,7 @@ class OutTensor:
 
 @dataclass(frozen=True)
 class Export:
-    """The tensors of an export, in their order, made of the model's tensors by name."""
+    """A planned export: its tensors in order, and the model's tensors, by name, that they are made of."""
 
     outputs: tuple[OutTensor, ...]
     tensors: Mapping[str, Tensor]
@@ -311,15 +306,15 @@ class Export:
     ]  # with the ranks that hold them (numbers of Ranks)
 
     def digest(self) -> str:
-        """Returns a value that is equal on ranks with equal exports."""
+        """Returns a hash of the plan, equal on all ranks that planned the same export."""
         outputs = [(out.name, out.layout.shape, str(out.dtype)) for out in self.outputs]
         shapes = [(name, tuple(t.shape), str(t.dtype)) for name, t in self.tensors.items()]
         text = repr((outputs, shapes, sorted(self.boxes.items())))
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def parts(self, output: OutTensor, limit: int) -> Iterator[tuple[Patch, list[int]]]:
-        """Yields each part of ``output`` that ranks hold in one box, of at most ``limit`` bytes, with these
-        ranks; in the same order on all ranks."""
+        """Yields (part of ``output``, the ranks that hold it) in the same order on all ranks; together they
+        are ``output``. A part lies in one box of a model's tensor and has at most ``limit`` bytes."""
         for patch in output.layout.patches:
             shape = self.tensors[patch.source].shape
             for (offsets, sizes), holders in self.boxes[patch.source].items():
@@ -329,14 +324,14 @@ class Export:
 
 
 class HeldParts:
-    """The parts of the model's tensors that this rank holds."""
+    """The local shards of the model's tensors, from which the values of an export's tensors are taken."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         self._pieces = {name: pieces.pieces_of(tensor) for name, tensor in tensors.items()}
 
     def of(self, patch: Patch) -> Tensor:
-        """Returns the values of a part of an export, which lies in one box; a view of the shard."""
+        """Returns the values of a part of an export that lies in one local shard: a view of the shard."""
         ((_, alongs),) = in_source(patch, self._shapes[patch.source])
         first = tuple(along.start for along in alongs), (1,) * len(alongs)
         piece = next(p for p in self._pieces[patch.source] if pieces.intersection(p.box, first))
@@ -352,14 +347,13 @@ class HeldParts:
         return piece.local[tuple(index)].permute(order).reshape(patch.counts)
 
     def parts(self, output: OutTensor) -> Iterator[Patch]:
-        """Yields the parts of ``output`` that this rank holds."""
         for patch in output.layout.patches:
             for piece in self._pieces[patch.source]:
                 yield from within_source(patch, self._shapes[patch.source], *piece.box)
 
 
 def check_dtype(dtype: object, call: str) -> None:
-    """Raises unless ``dtype`` is None or a floating-point one that safetensors have."""
+    """Raises CheckpointError unless ``dtype`` is None or a floating-point one that safetensors can store."""
     if dtype is None:
         return
     if not (isinstance(dtype, torch.dtype) and dtype in NAMES and dtype.is_floating_point):
@@ -369,7 +363,7 @@ def check_dtype(dtype: object, call: str) -> None:
 def plan_export(
     model: nn.Module, ranks: Ranks, names: Names, dtype: torch.dtype | None, call: str
 ) -> Export:
-    """Plans the export; every rank makes the same plan. Collective."""
+    """Returns the plan of an export, after checking that all ranks have made the same. Collective."""
     tensors, outputs = ranks.on_each(lambda: outputs_of(model, names, dtype, call))
     export = Export(outputs, tensors, _boxes(tensors, ranks))
     digests = ranks.all(export.digest)
@@ -385,7 +379,7 @@ def plan_export(
 def outputs_of(
     model: nn.Module, names: Names, dtype: torch.dtype | None, call: str
 ) -> tuple[dict[str, Tensor], tuple[OutTensor, ...]]:
-    """Returns the model's tensors by name, and the export's, without communication."""
+    """Returns (the model's tensors by name, the tensors to export), without communication."""
     tensors: dict[str, Tensor] = {}
     entries = entries_of(model)
     with_transformers = names is None and is_transformers(model)
@@ -430,7 +424,7 @@ def outputs_of(
 
 
 def _boxes(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, dict[pieces.Box, list[int]]]:
-    """Returns the boxes of each tensor with the ranks that hold them, communicated for smaller meshes."""
+    """Returns tensor's name -> box -> the ranks that hold it; ranks outside its mesh are told which."""
     numbers = {rank: i for i, rank in enumerate(ranks.ranks)}
     boxes: dict[str, dict[pieces.Box, list[int]]] = {}
     smaller: list[str] = []

@@ -1,4 +1,4 @@
-"""Layouts: of which parts of other tensors a tensor consists, where values are moved but not computed.
+"""Layout: of which parts of other tensors a tensor consists, when values are moved but not computed.
 
 Hugging Face stacks experts, merges or splits projections and swaps dims between a file and a model. A Layout
 says where each value comes from, so that a rank reads, or sends, only what it needs. ``Traced`` tensors find
@@ -21,18 +21,18 @@ _MAX_PATCHES = 4096  # that one axis may become
 
 
 class Untraceable(Exception):
-    """A conversion that a Layout cannot express."""
+    """Raised for a conversion that a Layout cannot express."""
 
 
 class Run(NamedTuple):
-    """Indices along one dim: ``start``, ``start + step``, ..., ``size`` of them."""
+    """Indices along one dim, evenly spaced: ``start``, ``start + step``, ..., ``size`` of them."""
 
     start: int
     step: int
     size: int
 
     def inside(self, low: int, high: int) -> tuple[int, int]:
-        """Returns (position in the run of the first index in ``[low, high)``, how many there are)."""
+        """Returns (position in the run of its first index in ``[low, high)``, how many are in there)."""
         first = max(0, -((self.start - low) // self.step))
         end = min(self.size, -((self.start - high) // self.step))
         return first, max(0, end - first)
@@ -40,7 +40,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """A part of a tensor that comes from one source tensor."""
+    """A part of a tensor whose values come from one other tensor, its source."""
 
     runs: tuple[Run, ...]  # its indices in the tensor, by dim
     source: str  # name of the source
@@ -52,19 +52,19 @@ class Patch:
         return tuple(run.size for run in self.runs)
 
     def part(self, dim: int, first: int, count: int) -> Patch:
-        """Returns ``count`` of its indices along ``dim`` from position ``first`` on."""
+        """Returns the patch cut to ``count`` of its indices along ``dim``, from the ``first``-th on."""
         start, step, _ = self.runs[dim]
         run = Run(start + first * step, step, count)
         offset = self.offset + first * self.strides[dim]
         return replace(self, runs=_replaced(self.runs, dim, run), offset=offset)
 
     def shifted(self, dim: int, by: int) -> Patch:
-        """Returns it moved along ``dim`` of the tensor."""
+        """Returns the patch with its indices along ``dim`` of the tensor increased by ``by``."""
         start, step, size = self.runs[dim]
         return replace(self, runs=_replaced(self.runs, dim, Run(start + by, step, size)))
 
     def within(self, offsets: Sequence[int], sizes: Sequence[int]) -> Patch | None:
-        """Returns the part of it in a box of the tensor; None if that is empty."""
+        """Returns the part of the patch in the tensor's box (``offsets``, ``sizes``); None if empty."""
         patch = self
         for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
             first, count = patch.runs[dim].inside(offset, offset + size)
@@ -74,7 +74,7 @@ class Patch:
         return patch
 
     def bounded(self, limit: int) -> Iterator[Patch]:
-        """Divides it into parts of at most ``limit`` elements."""
+        """Divides the patch into parts of at most ``limit`` elements."""
         if prod(self.counts) <= limit:
             yield self
             return
@@ -85,7 +85,7 @@ class Patch:
             yield from self.part(dim, first, min(at_once, size - first)).bounded(limit)
 
     def slices(self, offsets: Sequence[int] | None = None) -> tuple[slice, ...]:
-        """Returns its index in the tensor, or in a box of it that begins at ``offsets``."""
+        """Returns the slices that index the patch in the tensor, or in its box that begins at ``offsets``."""
         starts = [0] * len(self.runs) if offsets is None else offsets
         return tuple(
             slice(run.start - o, run.start - o + (run.size - 1) * run.step + 1, run.step)
@@ -107,12 +107,11 @@ def _replaced(values: tuple, dim: int, *new: Any, count: int = 1) -> tuple:
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Returns the strides, in elements, of a contiguous tensor."""
     return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def whole_of(source: str, shape: Sequence[int]) -> Layout:
-    """Returns the layout of ``source`` itself, of ``shape``."""
+    """Returns the layout of a tensor that is the tensor named ``source``, unchanged."""
     shape = tuple(shape)
     runs = tuple(Run(0, 1, size) for size in shape)
     patch = Patch(runs, source, 0, contiguous_strides(shape))
@@ -120,8 +119,6 @@ def whole_of(source: str, shape: Sequence[int]) -> Layout:
 
 
 def permuted(layout: Layout, dims: Sequence[int]) -> Layout:
-    """Reorders dims as ``torch.permute`` does."""
-
     def reorder(values: Sequence[Any]) -> tuple:
         return tuple(values[d] for d in dims)
 
@@ -133,7 +130,6 @@ def permuted(layout: Layout, dims: Sequence[int]) -> Layout:
 
 
 def narrowed(layout: Layout, dim: int, start: int, length: int) -> Layout:
-    """Takes ``length`` indices of ``dim`` from ``start`` on."""
     patches = []
     for patch in layout.patches:
         first, count = patch.runs[dim].inside(start, start + length)
@@ -143,7 +139,6 @@ def narrowed(layout: Layout, dim: int, start: int, length: int) -> Layout:
 
 
 def concatenated(layouts: Sequence[Layout], dim: int) -> Layout:
-    """Joins along ``dim``; the other dims are equal."""
     patches: list[Patch] = []
     length = 0
     for layout in layouts:
@@ -153,7 +148,7 @@ def concatenated(layouts: Sequence[Layout], dim: int) -> Layout:
 
 
 def reshaped(layout: Layout, shape: Sequence[int]) -> Layout:
-    """Changes the shape; raises Untraceable if the indices of a patch are not a Run in the new dims."""
+    """Returns the layout in another shape; raises Untraceable if a patch is not evenly spaced in it."""
     shape = tuple(shape)
     if not prod(shape):
         return Layout(shape, ())
@@ -171,7 +166,7 @@ def reshaped(layout: Layout, shape: Sequence[int]) -> Layout:
 
 
 class _Axis(NamedTuple):
-    """``size`` elements: their distance in the flattened tensor, and in the flattened source."""
+    """``size`` elements, ``step`` apart in the flattened tensor, ``stride`` apart in the flattened source."""
 
     size: int
     step: int
@@ -179,7 +174,7 @@ class _Axis(NamedTuple):
 
 
 def _coalesced(axes: list[_Axis]) -> list[_Axis]:
-    """Merges neighbouring axes that are one, outermost first."""
+    """Merges axes that together are one evenly spaced axis; sorts them, outermost first."""
     result: list[_Axis] = []
     for size, step, stride in sorted(axes, key=lambda axis: -axis.step):
         outer = result[-1] if result else None
@@ -193,14 +188,14 @@ def _coalesced(axes: list[_Axis]) -> list[_Axis]:
 def _with_runs(
     source: str, start: int, offset: int, axes: list[_Axis], shape: tuple[int, ...]
 ) -> Iterator[Patch]:
-    """Yields patches of a tensor of ``shape`` with these elements, whose first is at ``start`` in the
-    flattened tensor and at ``offset`` in the flattened source."""
+    """Yields the patches, in a tensor of ``shape``, of the elements that ``axes`` describe. The first one is
+    at ``start`` in the flattened tensor and at ``offset`` in the flattened source."""
     units = contiguous_strides(shape)
     runs = [Run(start // unit % size, 1, 1) for unit, size in zip(units, shape, strict=True)]
     strides = [0] * len(shape)
 
     def divided(number: int, *sizes: int) -> Iterator[Patch]:
-        """Divides an axis into parts of ``sizes``."""
+        """Yields the patches after dividing the axis ``number`` into parts of ``sizes``."""
         _, step, stride = axes[number]
         begin = 0
         for size in sizes:
@@ -242,8 +237,8 @@ def _with_runs(
 
 
 class Along(NamedTuple):
-    """The indices of a patch along one dim of its source: every ``step``th from ``start`` on, for ``dim`` of
-    the tensor; or one index if ``dim`` is None."""
+    """Indices of a patch along one dim of its source: every ``step``-th from ``start`` on, which correspond
+    to its indices along ``dim`` of the tensor; or the one index ``start`` if ``dim`` is None."""
 
     start: int
     step: int
@@ -251,7 +246,7 @@ class Along(NamedTuple):
 
 
 def in_source(patch: Patch, shape: Sequence[int]) -> Iterator[tuple[Patch, tuple[Along, ...]]]:
-    """Yields ``patch`` in parts that are each a slice of its source, of ``shape``, and that slice by dim."""
+    """Yields ``patch`` in parts that are slices of its source, of ``shape``; Alongs by dim are the slice."""
     alongs, rest = [], patch.offset
     for stride in contiguous_strides(shape):
         start, rest = divmod(rest, stride)
@@ -284,7 +279,7 @@ def in_source(patch: Patch, shape: Sequence[int]) -> Iterator[tuple[Patch, tuple
 def within_source(
     patch: Patch, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
 ) -> Iterator[Patch]:
-    """Yields the parts of ``patch`` that come from a box of its source."""
+    """Yields the parts of ``patch`` that come from a box of its source, which has the shape ``shape``."""
     for whole, alongs in in_source(patch, shape):
         part = whole
         for (start, step, dim), offset, size in zip(alongs, offsets, sizes, strict=True):
@@ -302,7 +297,8 @@ def within_source(
 
 
 class Traced(Tensor):
-    """A meta tensor with a Layout. It can be moved, joined and divided; all else raises Untraceable."""
+    """A meta tensor with a Layout, its ``origin``. Functions that move, join or divide it return Traced
+    tensors; all others raise Untraceable, as they may compute values."""
 
     origin: Layout
 
@@ -336,7 +332,6 @@ def _unchanged(func: Callable, tensor: Traced, *args: Any, **kwargs: Any) -> Tra
 
 
 def _reshaping(func: Callable, tensor: Traced, *args: Any, **kwargs: Any) -> Traced:
-    """Traces a function that changes the shape only."""
     result = func(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), *args, **kwargs)
     if result.dtype != tensor.dtype:
         raise Untraceable("it views a tensor in another dtype")
@@ -344,7 +339,8 @@ def _reshaping(func: Callable, tensor: Traced, *args: Any, **kwargs: Any) -> Tra
 
 
 def _viewing(func: Callable, tensor: Traced, *args: Any, **kwargs: Any) -> Any:
-    """Traces a function that returns views, by its views of a tensor whose strides identify the dims."""
+    """Traces a call that returns views: it is called with a meta tensor whose strides are all different, so
+    that the views' strides tell which of its dims they have."""
     shape = tuple(tensor.shape)
     strides = contiguous_strides([size + 2 for size in shape])
     result = func(torch.empty_strided(shape, strides, device="meta"), *args, **kwargs)
@@ -364,7 +360,6 @@ def _viewing(func: Callable, tensor: Traced, *args: Any, **kwargs: Any) -> Any:
 
 
 def _joining(func: Callable, tensors: Sequence[Any], dim: int = 0, **kwargs: Any) -> Traced:
-    """Traces ``cat`` and ``stack``."""
     tensors = list(tensors)
     if not all(isinstance(tensor, Traced) for tensor in tensors):
         raise Untraceable("it joins weights with a tensor of its own")

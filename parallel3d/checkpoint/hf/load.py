@@ -30,7 +30,7 @@ _COMPARED = 1 << 18  # elements compared at once
 
 
 class TensorReader(ExitStack):
-    """Reads parts of stored tensors into tensors of the model."""
+    """Reads parts of the tensors stored in a folder into local tensors of the model; closes files on exit."""
 
     def __init__(self, folder: Path, stored: Mapping[str, files.Stored]) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class TensorReader(ExitStack):
         self._files: dict[str, int] = {}
 
     def check_files(self, names: Sequence[str]) -> None:
-        """Raises CorruptCheckpointError unless the files of ``names`` exist and are long enough."""
+        """Raises CorruptCheckpointError unless the files of tensors ``names`` are long enough for them."""
         ends: dict[str, int] = {}
         for name in names:
             stored = self.stored[name]
@@ -55,7 +55,7 @@ class TensorReader(ExitStack):
         return self.stored[patch.source].dtype
 
     def read(self, patch: Patch, out: Tensor) -> None:
-        """Reads ``patch`` into ``out``, of its counts and any dtype and device."""
+        """Reads the values of ``patch`` into ``out``, a tensor of its shape and of any dtype and device."""
         stored = self.stored[patch.source]
         file, where = self._opened(stored.file), str(self.folder / stored.file)
         dtype, offset, strides = self.dtype_of(patch), patch.offset, patch.strides
@@ -64,7 +64,7 @@ class TensorReader(ExitStack):
         )
 
     def same(self, one: Patch, two: Patch) -> bool:
-        """Returns whether two patches of equal counts have the same values, bit for bit."""
+        """Returns whether two patches of equal shape have the same stored values, bit for bit."""
         for parts in zip(one.bounded(_COMPARED), two.bounded(_COMPARED), strict=True):
             a, b = (torch.empty(part.counts, dtype=self.dtype_of(part)) for part in parts)
             for part, values in zip(parts, (a, b), strict=True):
@@ -142,17 +142,19 @@ def load_hf(
 
 @dataclass
 class _Plan:
-    """What is read into the model."""
+    """What ``load_hf`` will read into the model."""
 
     base: nn.Module  # whose checkpoint it is
     layouts: dict[str, Layout]  # by the first names of entries that are in the files
     names: LoadedNames
     initialised: list[tuple[str, nn.Module]]  # modules with tensors on meta that are in no file
-    conversions: list[Any] | None  # as ``Converted.used``
+    conversions: (
+        list[Any] | None
+    )  # transforms that were used, which the model stores for its export
 
 
 def _plan(model: nn.Module, reader: TensorReader, names: hf.Names, strict: bool) -> _Plan:
-    """Raises CheckpointError for everything that can be wrong before values are written."""
+    """Returns what to read; raises CheckpointError for all that can be wrong before values are written."""
     base, entries = _entries(model, names)
     stored = reader.stored
     in_files = {} if names is None else hf.file_names(entries, names)
@@ -170,14 +172,9 @@ def _plan(model: nn.Module, reader: TensorReader, names: hf.Names, strict: bool)
     if with_transformers:
         missing = list(filterfalse(hf.ignored(base, "missing"), missing))
         unexpected = list(filterfalse(hf.ignored(base, "unexpected"), unexpected))
-    problems = misfits(entries, layouts, stored)
-    if strict and missing:
-        sought = [in_files.get(name, name) for name in missing]
-        problems.append(f"not in the files: {shown(sought, unexpected)}")
-    if strict and unexpected:
-        problems.append(f"in the files, but not in the model: {shown(unexpected, missing)}")
-    if problems:
-        raise CheckpointError("\n".join([f"{reader.folder} doesn't fit the model:", *problems]))
+    sought = [in_files.get(name, name) for name in missing]
+    wrong = (sought, unexpected) if strict else ()
+    check_fits(f"{reader.folder} doesn't fit the model", entries, layouts, stored, *wrong)
     first = [(e, layouts[e.name][0]) for e in entries if layouts[e.name]]
     initialised = without_values(model, {id(entry.tensor) for entry, _ in first})
     needed = {p.source for entry, layout in first for p, _ in _needed(layout, entry.tensor)}
@@ -188,14 +185,20 @@ def _plan(model: nn.Module, reader: TensorReader, names: hf.Names, strict: bool)
 
 
 def _entries(model: nn.Module, names: hf.Names) -> tuple[nn.Module, list[hf.Entry]]:
-    """Returns the model whose checkpoint it is, and its entries; ``model`` itself if the user gives names."""
+    """Returns the model whose names the files have (a peft model's base without ``names``), its entries."""
     return hf.base_entries(model) if names is None else (model, hf.entries_of(model))
 
 
-def misfits(
-    entries: list[hf.Entry], layouts: Mapping[str, list[Layout]], stored: Mapping[str, files.Stored]
-) -> list[str]:
-    """Returns what is wrong with shapes and dtypes, a line each."""
+def check_fits(
+    error: str,
+    entries: list[hf.Entry],
+    layouts: Mapping[str, list[Layout]],
+    stored: Mapping[str, files.Stored],
+    missing: Sequence[str] = (),
+    unexpected: Sequence[str] = (),
+) -> None:
+    """Raises CheckpointError, which begins with ``error``, if stored shapes or dtypes don't fit the entries,
+    or if names are ``missing`` or ``unexpected``."""
     problems = []
     for entry in entries:
         shape, own = tuple(entry.tensor.shape), entry.tensor.dtype
@@ -220,11 +223,17 @@ def misfits(
                 problems.append(
                     f"{entry.name!r} is {own} in the model and {wrong[0]} in the files, which can't be cast"
                 )
-    return problems[:20]
+    del problems[20:]
+    if missing:
+        problems.append(f"not in the files: {shown(missing, unexpected)}")
+    if unexpected:
+        problems.append(f"in the files, but not in the model: {shown(unexpected, missing)}")
+    if problems:
+        raise CheckpointError("\n".join([f"{error}:", *problems]))
 
 
 def _needed(layout: Layout, tensor: Tensor) -> Iterator[tuple[Patch, Tensor]]:
-    """Yields what this rank holds of ``tensor``: the patch, and the view that it is read into."""
+    """Yields (stored patch to read, local view to read it into) for each part of ``tensor`` on this rank."""
     for piece in pieces_of(tensor):
         for patch in layout.patches:
             part = patch.within(piece.offsets, piece.sizes)
@@ -235,7 +244,7 @@ def _needed(layout: Layout, tensor: Tensor) -> Iterator[tuple[Patch, Tensor]]:
 def _check_ties(
     entries: list[hf.Entry], layouts: Mapping[str, list[Layout]], reader: TensorReader
 ) -> None:
-    """Raises if the files have different values under several names of one tensor."""
+    """Raises CheckpointError if a tied tensor has different values under its names in the files."""
     for entry in entries:
         for other in layouts[entry.name][1:]:
             pairs = [_needed(each, entry.tensor) for each in (layouts[entry.name][0], other)]
@@ -251,7 +260,7 @@ def _check_ties(
 def read_entries(
     entries: Sequence[hf.Entry], layouts: Mapping[str, Layout], reader: TensorReader
 ) -> None:
-    """Reads what this rank holds of those ``entries`` whose first names have layouts."""
+    """Reads this rank's parts of ``entries``; ``layouts``: first name of an entry -> where its values are."""
     for entry in entries:
         layout = layouts.get(entry.name)
         if layout is not None:
@@ -260,7 +269,7 @@ def read_entries(
 
 
 def stored_tensors(folder: Path) -> dict[str, files.Stored]:
-    """Returns the tensors of the model in ``folder``, by name. Reads headers only."""
+    """Returns where each tensor of the model in ``folder`` is stored, by name; reads headers only."""
     if not folder.is_dir():
         raise CheckpointError(
             f"load_hf: {str(folder)!r} is not a folder; it reads local ones "
@@ -296,7 +305,7 @@ def stored_tensors(folder: Path) -> dict[str, files.Stored]:
 
 
 def path_in(folder: Path, name: str) -> Path:
-    """As ``file_in``; the files of a snapshot in the hub's cache may be links to ``../../blobs``."""
+    """As ``file_in``; in a snapshot of the hub's cache, files may be links to ``../../blobs``."""
     cache = folder.resolve().parent
     return files.file_in(
         folder, name, cache.parent / "blobs" if cache.name == "snapshots" else None
@@ -304,8 +313,8 @@ def path_in(folder: Path, name: str) -> Path:
 
 
 def without_values(model: nn.Module, loaded: Collection[int]) -> list[tuple[str, nn.Module]]:
-    """Returns (name, module) of modules with tensors on meta that are not among ``loaded``, by id; they must
-    be able to initialise themselves."""
+    """Returns (name, module) of modules with tensors on meta whose ids are not in ``loaded``; raises if one
+    of the modules can't initialise itself."""
     modules = []
     for name, module in model.named_modules():
         own = [*module._parameters.values(), *module._buffers.values()]
@@ -316,6 +325,6 @@ def without_values(model: nn.Module, loaded: Collection[int]) -> list[tuple[str,
 
 
 def allocate(model: nn.Module, initialised: list[tuple[str, nn.Module]]) -> None:
-    """Allocates memory for all tensors on meta, and initialises the modules ``initialised``."""
+    """Allocates memory for all tensors on meta, and initialises the given modules, (name, module)."""
     if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
         give_memory(model, initialised)

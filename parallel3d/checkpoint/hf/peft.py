@@ -21,11 +21,10 @@ from parallel3d._util import dry_run
 from parallel3d.checkpoint.format import files
 from parallel3d.checkpoint.hf import conversion as hf
 from parallel3d.checkpoint.hf.layout import Layout, whole_of
-from parallel3d.checkpoint.hf.load import TensorReader, misfits, path_in, read_entries
-from parallel3d.checkpoint.hf.save import OutFile, check_seen, exchange
+from parallel3d.checkpoint.hf.load import TensorReader, check_fits, path_in, read_entries
+from parallel3d.checkpoint.hf.save import OutFile, exchange
 from parallel3d.checkpoint.ranks import Ranks, check_same, new_folder, ranks_of
 from parallel3d.checkpoint.state import bring_to_rest
-from parallel3d.checkpoint.torch_formats.names import shown
 from parallel3d.errors import CheckpointError
 from parallel3d.materialize import give_memory
 from parallel3d.tp.lora import is_peft_model
@@ -80,8 +79,11 @@ def save_peft(
     )
     header = files.header_of({out.name: (out.dtype, out.layout.shape) for out in outputs})
     file = OutFile(WEIGHTS, header, outputs)
-    with new_folder(ranks, path, _check_only_ours) as temporary:
-        ranks.all(lambda: check_seen(temporary))
+
+    def is_ours(entry: Path) -> bool:
+        return entry.name == CONFIG or (entry.name == WEIGHTS and files.is_ours(entry))
+
+    with new_folder(ranks, path, is_ours) as temporary:
         ranks.all(lambda: exchange(export, [file], ranks, temporary))
         ranks.first(lambda: _write_config(model, adapter_name, temporary))
 
@@ -121,14 +123,9 @@ def load_peft(
         tensors = _tensors(model, {n: own for n, own in allowed.items() if n in stored})
         entries = [hf.Entry((name,), tensor) for name, tensor in tensors.items()]
         layouts = {entry.name: whole_of(entry.name, stored[entry.name].shape) for entry in entries}
-        problems = misfits(entries, {name: [layout] for name, layout in layouts.items()}, stored)
-        if missing:
-            problems.append(f"not in the file: {shown(missing, unexpected)}")
-        if unexpected:
-            problems.append(f"in the file, but not in the adapter: {shown(unexpected, missing)}")
-        if problems:
-            lines = [f"{path} doesn't fit the model's adapter {adapter_name!r}:", *problems]
-            raise CheckpointError("\n".join(lines))
+        error = f"{path} doesn't fit the model's adapter {adapter_name!r}"
+        by_entry = {name: [layout] for name, layout in layouts.items()}
+        check_fits(error, entries, by_entry, stored, missing, unexpected)
         reader.check_files(list(layouts))
         return entries, layouts
 
@@ -140,7 +137,7 @@ def load_peft(
 def _begin(
     model: Any, ranks: Ranks, call: str, adapter_name: str, embeddings: Embeddings
 ) -> dict[str, str]:
-    """Returns names in the file -> the model's, for an adapter. Collective."""
+    """Checks the model and its adapter; returns names in the adapter's file -> the model's. Collective."""
 
     def check() -> dict[str, str]:
         if not is_peft_model(model):
@@ -186,7 +183,7 @@ def _file_names(model: Any, call: str, adapter_name: str, embeddings: Embeddings
 
 
 def _tensors(model: nn.Module, stored: Mapping[str, str]) -> dict[str, Tensor]:
-    """Returns the adapter's tensors by their names in the file."""
+    """Returns the adapter's tensors by their names in the file; ``stored``: name there -> in the model."""
     own = {name: entry.tensor for entry in hf.entries_of(model) for name in entry.names}
     tensors = {}
     for name, own_name in sorted(stored.items()):
@@ -203,21 +200,8 @@ def _tensors(model: nn.Module, stored: Mapping[str, str]) -> dict[str, Tensor]:
     return tensors
 
 
-def _check_only_ours(folder: Path) -> None:
-    """Raises unless an existing ``folder`` was written by save_peft."""
-    names = sorted(path.name for path in folder.iterdir())
-    foreign = [name for name in names if name not in (WEIGHTS, CONFIG)]
-    if WEIGHTS in names and not files.is_ours(folder / WEIGHTS):
-        foreign.append(WEIGHTS)
-    if foreign:
-        raise CheckpointError(
-            f"save_peft: {folder} holds {', '.join(foreign[:5])}, which save_peft did not write; it "
-            "replaces only its own folders; give another one"
-        )
-
-
 def _write_config(model: Any, adapter_name: str, folder: Path) -> None:
-    """Writes the adapter's config, as peft does for a model that is not parallel."""
+    """Writes ``adapter_config.json``, as peft does for a model that is not parallel."""
     config = copy.deepcopy(model.peft_config[adapter_name])
     config.inference_mode = True
     base = model.get_base_model()
@@ -229,7 +213,7 @@ def _write_config(model: Any, adapter_name: str, folder: Path) -> None:
 
 
 def _stored(folder: Path, model: Any, adapter_name: str) -> dict[str, files.Stored]:
-    """Returns the tensors in ``folder``, by name, after checking its config."""
+    """Returns where each tensor of the adapter in ``folder`` is stored, after checking the config there."""
     names = sorted(path.name for path in folder.iterdir())[:10] if folder.is_dir() else []
     if not {WEIGHTS, CONFIG} <= {*names}:
         raise CheckpointError(

@@ -70,38 +70,19 @@ def save_hf(
     files = _files(export.outputs, ranks.size, limit)
     # What the config says, in which from_pretrained makes the model.
     own = next((t.dtype for t in export.tensors.values() if t.is_floating_point()), None)
-    with new_folder(ranks, path, _check_only_export) as temporary:
-        ranks.all(lambda: check_seen(temporary))
+    with new_folder(ranks, path, _is_export) as temporary:
         ranks.all(lambda: exchange(export, files, ranks, temporary))
         ranks.first(lambda: _write_texts(model, files, dtype or own, temporary))
 
 
-def _check_only_export(folder: Path) -> None:
-    """Raises unless an existing ``folder`` is an earlier export."""
-    foreign = [
-        path.name
-        for path in sorted(folder.iterdir())
-        if path.name not in _TEXTS and not (_WEIGHTS.fullmatch(path.name) and is_ours(path))
-    ]
-    if foreign:
-        raise CheckpointError(
-            f"save_hf: {folder} holds {', '.join(foreign[:5])}, which save_hf did not write; it "
-            "replaces only its own exports; give another folder"
-        )
-
-
-def check_seen(temporary: Path) -> None:
-    if not temporary.is_dir():
-        raise CheckpointError(
-            f"save_hf: this rank doesn't see {temporary}, which the first has made; the folder must be on a "
-            "file system that all ranks share"
-        )
+def _is_export(path: Path) -> bool:
+    return path.name in _TEXTS or (_WEIGHTS.fullmatch(path.name) is not None and is_ours(path))
 
 
 def _write_texts(
     model: nn.Module, files: list[OutFile], dtype: torch.dtype | None, folder: Path
 ) -> None:
-    """Writes the index and the model's configs."""
+    """Writes JSON files: the index, if there are several ``files``, and a transformers model's configs."""
     if len(files) > 1:
         index = {
             "metadata": {"total_size": sum(file.nbytes for file in files)},
@@ -121,7 +102,7 @@ def _write_texts(
 
 
 def _write(folder: Path, file: OutFile, tensor: hf.OutTensor, values: Tensor) -> None:
-    """Appends the next tensor to a file of ``folder``; makes it, with the header, for the first one."""
+    """Appends ``values`` of ``tensor`` to ``file``, which is made, with its header, for its first tensor."""
     is_first, is_last = tensor is file.tensors[0], tensor is file.tensors[-1]
     with open(folder / file.name, "xb" if is_first else "ab", buffering=0) as opened:
         if is_first:
@@ -136,7 +117,7 @@ _MIN_FILE = 256 << 20  # bytes; smaller files are not made to give more ranks on
 
 @dataclass
 class OutFile:
-    """A file of the export, written by the rank ``owner`` (its number among the Ranks)."""
+    """A file of the export, written by the rank ``owner``, its number in ``Ranks``."""
 
     name: str
     header: bytes
@@ -149,8 +130,8 @@ class OutFile:
 
 
 def _files(outputs: Sequence[hf.OutTensor], ranks: int, limit: int) -> list[OutFile]:
-    """Distributes tensors, in their order, to files of at most ``limit`` bytes or one tensor, and files to
-    ranks. Large models get at least one file per rank."""
+    """Divides tensors, in their order, into files of at most ``limit`` bytes (or one larger tensor), and the
+    files evenly among ``ranks`` ranks. Large models get at least one file per rank."""
     total = sum(output.nbytes for output in outputs)
     limit = min(limit, max(-(-total // ranks), _MIN_FILE))
     groups: list[list[hf.OutTensor]] = [[]]
@@ -174,7 +155,7 @@ def _files(outputs: Sequence[hf.OutTensor], ranks: int, limit: int) -> list[OutF
 
 
 def as_bytes(size: int | str) -> int:
-    """Converts ``"5GB"``, ``"200MiB"`` or a number to a number of bytes."""
+    """Returns a size such as ``"5GB"``, ``"200MiB"`` or a number as a number of bytes."""
     units = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
     units |= {"KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
@@ -190,7 +171,7 @@ _AT_ONCE = 16 << 20
 
 
 def exchange(export: hf.Export, files: list[OutFile], ranks: Ranks, folder: Path) -> None:
-    """Writes each tensor that this rank owns into ``folder``, in the files' order. Collective.
+    """Assembles each tensor on the rank that owns its file, which writes it into ``folder``. Collective.
 
     In each turn every owner assembles its next tensor, or several small ones, from messages of about a
     megabyte, each sent by one of the ranks that hold it.

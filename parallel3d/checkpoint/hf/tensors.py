@@ -61,18 +61,18 @@ def hf_tensors(
     the next step, and is a ``WeightSource`` as vLLM's trainer engines take one::
 
         for name, tensor in p3d.checkpoint.hf_tensors(model, dtype=torch.bfloat16, to=0):
-            send(name, tensor)  # on rank 0; the loop of the others runs without a turn
+            send(name, tensor)  # on rank 0; the loop of the others has no iteration
 
-    Each tensor is new memory on the device of the model's parameters, and the caller's own. Beside its
-    shards a rank that receives has at most ``buffer_mib``, or the largest tensor and half of ``buffer_mib``;
-    one that only sends has less than half of ``buffer_mib``. What the loop keeps is not counted.
+    Each tensor is new memory on the device of the model's parameters, and the caller's own. Beside its shards
+    a rank that receives has at most ``buffer_mib``, or the largest tensor and half of ``buffer_mib``; one
+    that only sends has less than half of ``buffer_mib``. What the loop keeps is not counted.
 
     Args:
         model: plain or parallel, at rest, with values. LoRA's adapters are not merged: they are tensors of
             their own, as in ``save_hf``.
         dtype: cast floating-point tensors to it, before they are sent; None: keep their dtypes.
         to: ``"all"``: every rank gets every tensor; or the one rank, of the default group, that gets them.
-            The others take part in the same loop, which ends for them without a turn.
+            The others take part in the same loop, which ends for them without an iteration.
         buffer_mib: small tensors are sent together, up to half of this; the rest is for messages. In MiB. A
             larger tensor is sent alone: whoever receives it has it whole.
         names: for models that are not transformers': as in ``save_hf``.
@@ -145,7 +145,7 @@ def _check_module(model: object, call: str) -> None:
 
 
 def _boxes_in(patch: Patch) -> Iterator[tuple[Patch, Boxed]]:
-    """Divides a part of a tensor into boxes of it."""
+    """Divides a patch into parts without gaps between indices; yields each with its box in the tensor."""
     for dim, run in enumerate(patch.runs):
         if run.step != 1 and run.size > 1:
             for index in range(run.size):
@@ -155,7 +155,7 @@ def _boxes_in(patch: Patch) -> Iterator[tuple[Patch, Boxed]]:
 
 
 class HFTensors:
-    """What ``hf_tensors`` returns; iterate over it."""
+    """The iterable that ``hf_tensors`` returns."""
 
     def __init__(
         self, model: nn.Module, export: hf.Export, receiver: int | None, buffer: int
@@ -167,7 +167,7 @@ class HFTensors:
         self._described = self._describe()
 
     def metadata(self) -> list[TensorMeta]:
-        """Returns name, dtype and shape of each tensor, in their order, without communication."""
+        """Returns name, dtype and shape of each tensor, in the order of iteration, without communication."""
         return [TensorMeta(out.name, out.dtype, out.layout.shape) for out in self._export.outputs]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -177,11 +177,18 @@ class HFTensors:
         batches = deque(self._batches())
         memories: Memories = {}
         values: deque[tuple[str, Tensor]] = deque()
+
+        def prepare() -> Assembly:
+            """Allocates, on every rank and before anything is sent, what the next batch needs."""
+            changes.check()
+            outputs, receiver = batches[0], self._receiver
+            receivers = None if receiver is None else [receiver] * len(outputs)
+            device, half = self._device(outputs[0]), self._half
+            return Assembly(self._export, outputs, receivers, held, ranks, device, memories, half)
+
         try:
             while batches:
-                batch = ranks.on_each(
-                    partial(self._prepare, batches[0], ranks, held, changes, memories)
-                )
+                batch = ranks.on_each(prepare)
                 batch.exchange()
                 ranks.all(batch.finish)
                 names = [output.name for output in batches.popleft()]
@@ -215,7 +222,7 @@ class HFTensors:
         return hf.HeldParts(self._export.tensors)
 
     def _describe(self) -> dict[str, object]:
-        """Returns what must be the same as when the export was planned, by name."""
+        """Returns name -> names, id, shape and dtype of the model's tensors, to notice later changes."""
         return {
             entry.name: (
                 entry.names,
@@ -228,7 +235,7 @@ class HFTensors:
         }
 
     def _batches(self) -> Iterator[list[hf.OutTensor]]:
-        """Yields tensors that are sent together: of one device, half of the buffer or one tensor."""
+        """Yields the tensors to send together: on one device, at most half of the buffer or one tensor."""
         batch: list[hf.OutTensor] = []
         size = 0
         for output in self._export.outputs:
@@ -246,23 +253,9 @@ class HFTensors:
         tensor = sources[patches[0].source] if patches else next(iter(sources.values()))
         return _local(tensor).device
 
-    def _prepare(
-        self,
-        outputs: list[hf.OutTensor],
-        ranks: Ranks,
-        held: hf.HeldParts,
-        changes: _Changes,
-        memories: Memories,
-    ) -> Assembly:
-        """Called on every rank before the batch is sent: after it nothing is allocated."""
-        changes.check()
-        device = self._device(outputs[0])
-        receivers = None if self._receiver is None else [self._receiver] * len(outputs)
-        return Assembly(self._export, outputs, receivers, held, ranks, device, memories, self._half)
-
 
 class _Changes:
-    """Notices that weights are written to: by an optimizer, or by an operation on one of them."""
+    """Notices that one of ``tensors`` is written to, by an optimizer's step or by an in-place operation."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
@@ -278,7 +271,7 @@ class _Changes:
             self._stepped = self._stepped or self._names.get(id(param))
 
     def _count(self) -> dict[str, int]:
-        """Returns how often each tensor has been written to."""
+        """Returns each tensor's version counter, which grows when it is written to."""
         return {
             name: tensor._version + _local(tensor)._version
             for name, tensor in self._tensors.items()
@@ -286,7 +279,7 @@ class _Changes:
         }
 
     def check(self) -> None:
-        """Raises if a tensor was changed."""
+        """Raises CheckpointError if a tensor was changed since this object was made."""
         now = self._count()
         changed = self._stepped or next((n for n in now if now[n] != self._versions[n]), None)
         if changed is not None:
@@ -304,7 +297,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 class _Message(NamedTuple):
-    """A part of a tensor, from a rank that holds it to one that needs it, or to all."""
+    """A part of a tensor that a rank which holds it sends to ``receiver``; None: to all."""
 
     number: int  # of the tensor in the batch
     patch: Patch
@@ -312,16 +305,17 @@ class _Message(NamedTuple):
 
 
 class Assembly:
-    """Tensors that are assembled together, from parts that ranks send in rounds of one collective each.
+    """A batch of tensors, assembled from the parts that ranks hold; they send them in rounds of one
+    collective each.
 
     Args:
         receivers: for each of ``outputs`` the rank (its number among ``ranks``) that gets it; None: all get
             all of them.
-        device: where they are assembled, by messages there.
-        half: bytes that messages may take.
+        device: of the assembled tensors and of the messages.
+        half: bytes that the messages of one round may take, half of the buffer.
 
     Attributes:
-        values: what this rank receives, by the number of the tensor; complete after ``exchange``.
+        values: the tensors that this rank receives, by number in ``outputs``; complete after ``exchange``.
     """
 
     def __init__(
@@ -364,8 +358,8 @@ class Assembly:
         }
 
     def _schedule(self, export: hf.Export, slot: int, half: int) -> tuple[int, int]:
-        """Distributes all parts to rounds and senders; returns how many bytes this rank sends and receives in
-        a round at most."""
+        """Assigns each part a sender and a round, in which a rank sends at most ``slot`` bytes; returns the
+        most bytes that this rank sends in a round, and the most that it receives."""
         ranks, me = self._ranks, self._ranks.rank
         # By rank as a sender and as a receiver: its last round, and the bytes in it.
         out, into = ([(0, 0)] * ranks.size for _ in range(2))
@@ -410,7 +404,7 @@ class Assembly:
         return most_out, most_out * ranks.size if self._receivers is None else most_in
 
     def _room(self, message: _Message) -> int:
-        """Returns the bytes that a message takes in a slot."""
+        """Returns the bytes that a message takes in a round, rounded up to the alignment."""
         nbytes = prod(message.patch.counts) * self._outputs[message.number].dtype.itemsize
         return -(-nbytes // _ALIGNED) * _ALIGNED
 
@@ -440,7 +434,7 @@ class Assembly:
             self.guarded(partial(self._unpack, received, list(chain.from_iterable(comes))))
 
     def _gather_in_place(self, values: Tensor, own: Tensor) -> None:
-        """Gathers equal blocks of a tensor, without a copy into slots and out of them."""
+        """All-gathers a tensor of which each rank holds an equal block; ``own`` is this rank's block."""
         blocks = values.view(-1).chunk(self._ranks.size)
         if self._step is None:
             all_gather_single(values.view(-1), own.to(values.dtype), group=self._group)
@@ -463,7 +457,7 @@ class Assembly:
             self.values[message.number][message.patch.slices()].copy_(place)
 
     def _places(self, slot: Tensor, messages: list[_Message]) -> Iterator[tuple[_Message, Tensor]]:
-        """Yields each message with its values in ``slot``, where they lie one after another."""
+        """Yields each message with its view of ``slot``, in which the messages lie one after another."""
         at = 0
         for message in messages:
             dtype, counts = self._outputs[message.number].dtype, message.patch.counts
@@ -471,7 +465,7 @@ class Assembly:
             at += self._room(message)
 
     def guarded(self, action: Callable[[], object]) -> None:
-        """Calls ``action`` and keeps its error for ``finish``; after one it is not called."""
+        """Calls ``action``, keeping its error for ``finish``; after an error no further action is called."""
         if self._problem is None:
             try:
                 action()
@@ -479,13 +473,13 @@ class Assembly:
                 self._problem = error
 
     def finish(self) -> None:
-        """Raises the error that was kept."""
+        """Raises the error that ``guarded`` has kept, if there is one."""
         if self._problem is not None:
             raise self._problem
 
 
 def _are_blocks(parts: list[tuple[Patch, list[int]]], output: hf.OutTensor, size: int) -> bool:
-    """Returns whether the ranks hold, in their order, equal parts of a tensor's rows."""
+    """Returns whether each rank holds one of ``size`` equal blocks of the tensor's rows, in rank order."""
     rows, rest = divmod(output.layout.shape[0] if output.layout.shape else 1, size)
     if rest or len(parts) != size:
         return False
@@ -502,7 +496,7 @@ _groups: dict[tuple[int, ...], tuple[ProcessGroup, ProcessGroup]] = {}
 
 
 def _group_of(ranks: Ranks, device: torch.device) -> ProcessGroup | None:
-    """Returns the group of ``ranks`` for tensors on ``device``; collective at the first call."""
+    """Returns the process group of ``ranks`` for tensors on ``device``; the first call is collective."""
     if device.type == "cpu":
         return ranks.group
     world = dist.group.WORLD

@@ -1,12 +1,13 @@
-"""Loading of torch's formats in two passes: all ranks verify what they need and agree, then they copy."""
+"""Loads torch's formats in two passes: first all ranks verify what they need and agree, then they copy."""
 
 from __future__ import annotations
 
 import copy
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from parallel3d.checkpoint.torch_formats.names import (
     unexpected_names,
 )
 from parallel3d.checkpoint.torch_formats.optimizer import OptimizerTarget, SavedOptimizer
-from parallel3d.checkpoint.torch_formats.sources import Records, Source
+from parallel3d.checkpoint.torch_formats.sources import Archive, Source, Verify
 from parallel3d.errors import CheckpointError
 from parallel3d.fsdp import load_model_state_dict, model_state_dict
 from parallel3d.materialize import give_memory
@@ -44,19 +45,19 @@ class LoadOptions:
 
 
 class Checkpoint(ABC):
-    """An opened checkpoint."""
+    """A checkpoint in one of torch's formats, opened for loading."""
 
     names: Mapping[str, Any]  # flat, without those of wrappers
-    shared: Sequence[Records] = ()
-    """Records that all ranks need, which the ranks of a host verify together."""
+    shared: Archive | None = None
+    """What all ranks need, which the ranks of a host verify together."""
 
     @abstractmethod
     def value(self, name: str) -> Any:
-        """Returns a Source for a tensor, the value itself for anything else."""
+        """Returns what is stored as ``name``: a Source for a tensor, any other value itself."""
 
     @abstractmethod
     def optimizer(self, prefix: str, params: Mapping[str, Any]) -> SavedOptimizer:
-        """Returns the optimizer after ``prefix``; ``params`` has the names that its parameters may have."""
+        """Returns the optimizer stored under ``prefix``; the keys of ``params`` are parameters' names."""
 
 
 @torch.no_grad()
@@ -67,7 +68,8 @@ def load(
     open_checkpoint: Callable[[LoadOptions], Checkpoint],
     options: LoadOptions,
 ) -> None:
-    """Loads the checkpoint that ``open_checkpoint`` returns, for the user's ``call``. Collective.
+    """Loads the checkpoint that ``open_checkpoint`` opens; ``call``: the function that the user called.
+    Collective.
 
     A CheckpointError is raised on all ranks, with model and optimizer unchanged.
     """
@@ -75,13 +77,15 @@ def load(
         give_memory(model, ())
         return
     ranks = ranks_of(model, call)
-    targets, records, shared = ranks.on_each(
+    targets, checks, shared = ranks.on_each(
         lambda: _prepare(model, optimizer, open_checkpoint(options), options)
     )
     hosts = ranks.all(socket.gethostname)
-    peers = [rank for rank, host in enumerate(hosts) if host == hosts[ranks.rank]]
-    records += shared[peers.index(ranks.rank) :: len(peers)]
-    ranks.all(lambda: _call_each(each.verify for each in records))
+    if shared is not None:
+        peers = [rank for rank, host in enumerate(hosts) if host == hosts[ranks.rank]]
+        own = list(shared.sizes)[peers.index(ranks.rank) :: len(peers)]
+        checks.append(partial(shared.verify, {*own}))
+    ranks.all(lambda: _call_each(checks))
     ranks.all(lambda: _call_each(target.read_new for target in targets))
     ranks.with_undo(
         lambda: _call_each(target.adopt for target in targets),
@@ -98,8 +102,8 @@ def _call_each(functions: Iterable[Callable[[], None]]) -> None:
 
 def _prepare(
     model: nn.Module, optimizer: Any, saved: Checkpoint, options: LoadOptions
-) -> tuple[list[ModelTarget | OptimizerTarget], list[Records], Sequence[Records]]:
-    """Returns what is loaded into, the records that this rank reads, and those that all do."""
+) -> tuple[list[ModelTarget | OptimizerTarget], list[Verify], Archive | None]:
+    """Returns (what to load into, functions that verify this rank's bytes, archive that all ranks read)."""
     state = state_at_rest(model, "loading a checkpoint")
     prefix = find_model(list(state), saved.names, given=options.model_prefix)
     own = {name.removeprefix(prefix): name for name in saved.names if name.startswith(prefix)}
@@ -116,7 +120,7 @@ def _prepare(
     targets: list[ModelTarget | OptimizerTarget] = [ModelTarget(model, state, values, options.cast)]
     if saved_optimizer is not None:
         targets.append(OptimizerTarget(model, optimizer, saved_optimizer, options.cast))
-    return targets, [each for target in targets for each in target.records()], saved.shared
+    return targets, [each for target in targets for each in target.checks()], saved.shared
 
 
 EXTRA_STATE = "_extra_state"
@@ -125,13 +129,13 @@ _SHARDED = StateDictType.SHARDED_STATE_DICT
 
 
 def state_at_rest(model: nn.Module, what: str) -> dict[str, Any]:
-    """Brings all units to rest and returns the model's state dict, of the Parameters themselves."""
+    """Reshards all units, and returns the model's state dict, with the Parameters themselves as values."""
     bring_to_rest(model, what)
     return model_state_dict(model, type=_SHARDED, offload_to_cpu=False)
 
 
 class ModelTarget:
-    """A model, and the values that it gets: ``copies`` into existing tensors, and other ``values``."""
+    """The model to load. ``copies``: stored tensors for its own; ``values``: all else, as extra state."""
 
     def __init__(
         self, model: nn.Module, state: dict[str, Any], stored: Mapping[str, Any], cast: bool
@@ -155,21 +159,20 @@ class ModelTarget:
                 )
             self.values[name] = value
 
-    def records(self) -> list[Records]:
-        """Returns the records that this rank reads."""
+    def checks(self) -> list[Verify]:
         sources = [(source, boxes_of(self.state[name])) for name, source in self.copies.items()]
         sources += [
             (v, [whole_box(v.shape)]) for v in self.values.values() if isinstance(v, Source)
         ]
-        return [each for source, boxes in sources for each in source.records(boxes)]
+        return [each for source, boxes in sources for each in source.checks(boxes)]
 
     def read_new(self) -> None:
-        """Reads extra state and other values."""
+        """Reads ``values`` into memory, without changing the model."""
         for name, value in self.values.items():
             self.state[name] = value.whole() if isinstance(value, Source) else value
 
     def adopt(self) -> None:
-        """Gives modules their extra state, for which their code may raise."""
+        """Calls ``set_extra_state`` of modules, whose code may raise; ``undo`` restores what was before."""
         modules = {plain_name(name): module for name, module in self.model.named_modules()}
         for name in self.values:
             module_name, _, last = plain_name(name).rpartition(".")
@@ -182,7 +185,7 @@ class ModelTarget:
         self._extra.undo()
 
     def copy(self) -> None:
-        """Copies into the model's tensors, and calls the load hooks."""
+        """Copies stored values into the model's tensors, and calls its load_state_dict hooks."""
         for name, source in self.copies.items():
             source.fill(self.state[name])
         load_model_state_dict(self.model, self.state, type=_SHARDED)
@@ -191,7 +194,7 @@ class ModelTarget:
 def check_names(
     state: Mapping[str, Any], stored: Mapping[str, Any], unexpected: Collection[str]
 ) -> None:
-    """Raises CheckpointError if names are unexpected, or names of ``state`` are missing from ``stored``."""
+    """Raises CheckpointError if there are ``unexpected`` names, or ``stored`` lacks names in ``state``."""
     if unexpected:
         raise CheckpointError(
             f"the checkpoint has {shown(unexpected)}, which the model doesn't have; is it of another model? "

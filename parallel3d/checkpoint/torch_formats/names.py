@@ -1,4 +1,4 @@
-"""Where the names of a model and an optimizer are among the flat names of a checkpoint."""
+"""Finds the names of a model and an optimizer among the flat names of a checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _USUAL = ("model.", "", "app.model.", "state_dict.", "module.")
 
 
 def without_wrappers(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns ``stored`` by names without those of wrappers, as torch's get_model_state_dict has them."""
+    """Returns ``stored`` with wrappers' parts of its names removed, as torch's get_model_state_dict does."""
     result: dict[str, Any] = {}
     for name, value in stored.items():
         plain = plain_name(name)
@@ -33,7 +33,7 @@ def without_wrappers(stored: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find_model(names: Collection[str], stored: Collection[str], *, given: str | None) -> str:
-    """Returns the prefix before the model's ``names`` among ``stored``: ``given``, or what is found."""
+    """Returns the prefix of the model's ``names`` in ``stored``: ``given`` by the user, or the best match."""
     if given is not None:
         return _dotted(given)
     if not names:
@@ -61,8 +61,8 @@ def find_model(names: Collection[str], stored: Collection[str], *, given: str | 
 
 
 def find_optimizer(stored: Collection[str], *, given: str | None, model: str) -> str:
-    """Returns the prefix before "state." and "param_groups." of an optimizer among ``stored``; one next to
-    the model, after the prefix ``model``, is preferred."""
+    """Returns the prefix before an optimizer's "state." and "param_groups." in ``stored``: ``given`` by the
+    user, or found, preferably next to the model's prefix ``model``."""
     if given is not None:
         return _dotted(given)
     prefixes = {
@@ -91,8 +91,8 @@ def find_optimizer(stored: Collection[str], *, given: str | None, model: str) ->
 def unexpected_names(
     stored: Iterable[str], names: Collection[str], *, top_level: bool
 ) -> list[str]:
-    """Returns those of ``stored`` that are not the model's ``names`` but would be of another model; at the
-    ``top_level`` of a checkpoint there may also be values that belong to no model."""
+    """Returns the names in ``stored`` that the model doesn't have. At the ``top_level`` of a checkpoint,
+    which may have other values too, these are only names with the same first part as one of the model's."""
     heads = {name.split(".", 1)[0] for name in names}
     return [
         name
@@ -102,7 +102,7 @@ def unexpected_names(
 
 
 def shown(names: Iterable[str], among: Iterable[str] = ()) -> str:
-    """Returns the first few names, with the nearest of ``among`` to each, for an error."""
+    """Returns a text for an error: the first few names, each with the nearest one in ``among``."""
     all_names, among = list(names), list(islice(among, 5000))
     parts = []
     for name in nsmallest(_SHOWN, all_names):
@@ -117,5 +117,5 @@ def _dotted(prefix: str) -> str:
 
 
 def _starts(name: str) -> list[int]:
-    """Returns where a name may begin after a prefix."""
+    """Returns the positions in ``name`` after each prefix that it may have: 0, and after each dot."""
     return [0, *(match.end() for match in re.finditer(r"\.", name))]

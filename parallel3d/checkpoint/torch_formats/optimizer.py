@@ -1,4 +1,5 @@
-"""An optimizer's state in torch's files, in any of torch's forms; the optimizer that it is loaded into."""
+"""An optimizer's state as torch's files have it, in any of torch's forms, and loading it into an
+optimizer."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from parallel3d._util.arguments import counted
 from parallel3d.checkpoint.pieces import boxes_of, shares_memory_within
 from parallel3d.checkpoint.state import NO_OPTIONS, alike, empty_state, stateful
 from parallel3d.checkpoint.torch_formats.names import shown
-from parallel3d.checkpoint.torch_formats.sources import Records, Source
+from parallel3d.checkpoint.torch_formats.sources import Source, Verify
 from parallel3d.errors import CheckpointError
 from parallel3d.fsdp.inspect import check_optimizer, named_params, state_keys
 from parallel3d.optim.known import step_of
@@ -35,7 +36,7 @@ Key = str | int
 
 @dataclass(frozen=True)
 class SavedGroup:
-    """A param group: its options without ``params``, and the parameters."""
+    """A saved param group: its options without ``params``, and its parameters' names or numbers."""
 
     options: dict[str, Any]
     params: tuple[Key, ...]
@@ -49,11 +50,14 @@ class SavedOptimizer:
     groups: tuple[SavedGroup, ...]
 
     def for_names(self, names: list[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Returns (state, options) of each of ``names``, all in the order of our optimizer's groups."""
+        """Returns the saved state and the saved options of each of ``names``, the optimizer's parameters in
+        the order of its groups; raises CheckpointError if others were saved."""
         saved = [key for group in self.groups for key in group.params]
         keys: list[Key] = list(names)
         if any(isinstance(key, int) for key in saved):
-            _check_numbers(saved)  # before they are keys of a dict
+            _check_numbers(
+                saved
+            )  # before they are keys of a dict: numbers can be chosen to have one hash
             if len(saved) != len(names):
                 raise CheckpointError(
                     f"the saved optimizer has {counted(len(saved), 'parameter')}, by number, and "
@@ -81,21 +85,20 @@ class SavedOptimizer:
 
 
 def _check_numbers(saved: list[Key]) -> None:
-    """Raises unless they are as in ``optimizer.state_dict()``: all integers from 0 on, once."""
+    """Raises CheckpointError unless ``saved`` has each integer from 0 on once, as ``state_dict()`` has."""
     numbers = sorted(key for key in saved if isinstance(key, int))
     twice = next((a for a, b in pairwise(numbers) if a == b), None)
     if twice is not None:
         raise CheckpointError(f"parameter {twice} is in two groups of the saved optimizer")
-    if numbers == list(range(len(saved))):
-        return
-    raise CheckpointError(
-        f"the saved optimizer's groups have {counted(len(saved), 'parameter')}, of other numbers than 0 to "
-        f"{len(saved) - 1}"
-    )
+    if numbers != list(range(len(saved))):
+        raise CheckpointError(
+            f"the saved optimizer's groups have {counted(len(saved), 'parameter')}, of other numbers than 0 "
+            f"to {len(saved) - 1}"
+        )
 
 
 def saved_in_dict(value: Any) -> SavedOptimizer:
-    """Parses ``{"state": ..., "param_groups": ...}``, keyed by name or number; raises for anything else."""
+    """Parses ``{"state": ..., "param_groups": ...}``, keyed by name or number; else a CheckpointError."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise CheckpointError(f"the saved optimizer is a {type(value).__name__}; it must be a dict")
     if "param_groups" not in value:
@@ -129,8 +132,8 @@ def saved_in_dict(value: Any) -> SavedOptimizer:
 
 
 def saved_in_names(stored: Mapping[str, Any], names: Iterable[str]) -> SavedOptimizer:
-    """Parses flat names, after the optimizer's prefix: ``state.NAME.exp_avg`` and ``param_groups.0.lr`` or,
-    with ``flatten_optimizer_state_dict``, ``param_groups.NAME.lr``. ``names``: of possible parameters."""
+    """Parses flat names without the optimizer's prefix: ``state.NAME.exp_avg`` and ``param_groups.0.lr`` or,
+    with ``flatten_optimizer_state_dict``, ``param_groups.NAME.lr``. ``names``: those that NAME may be."""
     known = set(names)
     state: dict[Key, dict[str, Any]] = {}
     by_number: dict[Key, dict[str, Any]] = {}
@@ -155,7 +158,7 @@ def saved_in_names(stored: Mapping[str, Any], names: Iterable[str]) -> SavedOpti
 
 
 def _split(rest: str, known: set[str]) -> tuple[Key, str]:
-    """``NAME.what`` -> (NAME, what) for the longest known name, else (a number, what)."""
+    """Splits ``NAME.key`` into (the longest known NAME, key), or ``3.key`` into (3, key)."""
     end = len(rest)
     while (end := rest.rfind(".", 0, end)) > 0:
         if rest[:end] in known:
@@ -175,7 +178,7 @@ _MAX_STEP = 1 << 62
 
 @dataclass(frozen=True)
 class Kind:
-    """An entry of a parameter's state."""
+    """What an optimizer class keeps as one entry of a parameter's state: dims and kind of numbers."""
 
     dims: tuple[int | None, ...] | None
     """For each dim of a tensor, the parameter's dim of the same size, or None for size 1. None: a number, or
@@ -186,8 +189,8 @@ class Kind:
 def _try_step(
     cls: type[Optimizer], number: int, ndim: int, dtype: torch.dtype, options: Mapping[str, Any]
 ) -> dict[str, Kind] | None:
-    """Returns the state, by key, that a class of ``torch.optim`` keeps for a parameter, found by a step on a
-    small one; None if unknown."""
+    """Returns what ``cls``, of ``torch.optim``, keeps as a parameter's state, by key: a step on a small
+    parameter shows it. None if that fails; ``number``: of the group, for errors."""
     given = {
         k: v.item() if isinstance(v, Tensor) and v.numel() == 1 else v
         for k, v in options.items()
@@ -220,14 +223,14 @@ def _kind(value: Any) -> Kind:
 
 
 def _category(dtype: torch.dtype) -> str:
-    """Returns the kind of numbers of a dtype, which a cast may not change."""
+    """Returns "floating", "integer", "complex" or "bool": what a cast may not change."""
     if dtype.is_complex:
         return "complex"
     return "floating" if dtype.is_floating_point else "bool" if dtype == torch.bool else "integer"
 
 
 def _torch_class(optimizer: Any) -> type[Optimizer] | None:
-    """Returns the class of ``torch.optim`` whose ``step`` the optimizer uses; None if it uses another."""
+    """Returns the ``torch.optim`` class whose ``step`` the optimizer runs; None if it runs another."""
     cls = type(stateful(optimizer))
     base = getattr(cls, "local_base", cls)
     for parent in base.__mro__:
@@ -239,7 +242,7 @@ def _torch_class(optimizer: Any) -> type[Optimizer] | None:
 
 @dataclass
 class Slot:
-    """A tensor of a parameter's state, its entry ``key``, that ``source`` is copied into."""
+    """A tensor of a parameter's optimizer state, its entry ``key``, into which ``source`` is read."""
 
     index: int  # number of the parameter in the order of the groups
     name: str
@@ -250,8 +253,8 @@ class Slot:
 
 
 class OptimizerTarget:
-    """An optimizer of ``model``'s parameters, and the state that it gets: ``slots`` are its tensors,
-    ``values`` all other entries, (parameter's number, key, value)."""
+    """The optimizer to load. ``slots``: the tensors that its state gets; ``values``: its other entries, each
+    (number of the parameter, key, value)."""
 
     def __init__(self, model: nn.Module, optimizer: Any, saved: SavedOptimizer, cast: bool) -> None:
         check_optimizer(optimizer)
@@ -310,7 +313,7 @@ class OptimizerTarget:
     def _new(
         self, key: str, param: nn.Parameter, source: Source, current: Any, dtype: torch.dtype
     ) -> Tensor:
-        """Returns memory for an entry: placed as its parameter, or whole on each rank."""
+        """Returns new memory for an entry: placed as ``param`` if of its shape, else whole on each rank."""
         sharded = isinstance(param, DTensor)
         if sharded and key != "step" and tuple(param.shape) == source.shape:
             return empty_state(param, dtype)
@@ -325,7 +328,7 @@ class OptimizerTarget:
         return make_dtensor(local, make_spec(mesh, [Replicate()] * mesh.ndim, shape, dtype))
 
     def _groups(self, options: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Returns our groups with the options that their parameters were saved with."""
+        """Returns the optimizer's groups with the options that were saved for their parameters."""
         result = []
         start = 0
         for number, group in enumerate(self.raw["param_groups"]):
@@ -342,11 +345,11 @@ class OptimizerTarget:
             result.append({**group, **saved})
         return result
 
-    def records(self) -> list[Records]:
-        return [each for slot in self.slots for each in slot.source.records(boxes_of(slot.tensor))]
+    def checks(self) -> list[Verify]:
+        return [each for slot in self.slots for each in slot.source.checks(boxes_of(slot.tensor))]
 
     def read_new(self) -> None:
-        """Reads into the new tensors, which are not part of the optimizer yet; checks step counts."""
+        """Reads into new tensors, which the optimizer doesn't have yet; checks step counts."""
         for slot in self.slots:
             if slot.is_new:
                 new = slot.tensor
@@ -358,7 +361,7 @@ class OptimizerTarget:
                     )
 
     def adopt(self) -> None:
-        """Gives the optimizer its new state and options; existing tensors are not read yet."""
+        """Gives the optimizer its new tensors and options, by ``load_state_dict``; ``undo`` reverts it."""
         kept = stateful(self.optimizer)
         groups = [(group, dict(group)) for group in kept.param_groups]
         self._before = kept, getattr(kept, "state", None), kept.param_groups, groups
@@ -388,7 +391,7 @@ class OptimizerTarget:
             group.update(before)
 
     def copy(self) -> None:
-        """Copies into the existing tensors."""
+        """Reads into the tensors that the optimizer had before."""
         for slot in self.slots:
             if not slot.is_new:
                 slot.source.fill(slot.tensor)
@@ -397,7 +400,7 @@ class OptimizerTarget:
                 current.copy_(slot.tensor)
 
     def _loaded(self) -> Iterator[tuple[Slot, dict[str, Any], Tensor]]:
-        """Yields (slot, the parameter's state, the tensor in it) after ``load_state_dict``."""
+        """Yields, after ``load_state_dict``: slot, the parameter's state, the tensor now in it."""
         for slot in self.slots:
             entry = self._state(slot.index)
             if isinstance(current := entry.get(slot.key), Tensor):
@@ -409,7 +412,7 @@ class OptimizerTarget:
 
 
 def _own_tensor(current: Any, source: Source, dtype: torch.dtype) -> Tensor | None:
-    """Returns the optimizer's own entry if it can be read into."""
+    """Returns ``current``, the optimizer's own tensor, if ``source`` can be read into it; else None."""
     if not isinstance(current, Tensor) or (tuple(current.shape), current.dtype) != (
         source.shape,
         dtype,
@@ -420,8 +423,8 @@ def _own_tensor(current: Any, source: Source, dtype: torch.dtype) -> Tensor | No
 
 
 def _problem(key: str, value: Any, param: Tensor, current: Any, kind: Kind | None) -> str | None:
-    """Returns why ``value`` cannot be the entry ``key`` of the state of ``param``, which has the entry
-    ``current``, or None; ``kind``: what the optimizer's class keeps, if known."""
+    """Returns why ``value`` cannot be the entry ``key`` of the optimizer's state of ``param``, a text for an
+    error, or None. ``current``: the entry now; ``kind``: what the optimizer's class keeps, if known."""
     if key == "step" and not isinstance(value, Source) and not _is_step(value):
         return "it must be a number of steps"
     own = f"the optimizer's own is {_described(current)}"
@@ -466,7 +469,7 @@ def _described(value: Any) -> str:
 
 
 def _check_options(number: int, own: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Raises if the options are of another class of optimizer, or one has an invalid value."""
+    """Raises CheckpointError if a group's ``saved`` options are another optimizer class's, or invalid."""
     only_own = sorted(own.keys() - saved.keys() - {*NO_OPTIONS, "initial_lr"})
     only_saved = sorted(map(str, saved.keys() - own.keys() - {"initial_lr"}))
     if only_own and only_saved:  # a newer torch may have added some on one side
@@ -487,7 +490,6 @@ def _check_options(number: int, own: dict[str, Any], saved: dict[str, Any]) -> N
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Returns whether two options are equal; tensors are compared by their values."""
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         both = isinstance(a, Tensor) and isinstance(b, Tensor)
         return both and a.shape == b.shape and bool(torch.equal(a, b))

@@ -1,4 +1,5 @@
-"""Archives of ``torch.save``, checked before torch loads them; tensors as sources of what ranks hold.
+"""Archives of ``torch.save``, checked before torch loads them; stored tensors, of which ranks read their
+parts.
 
 An archive is a zip file of uncompressed records: ``data.pkl`` describes the values, ``data/N`` are the bytes
 of storages. torch stores a CRC-32 of each record and does not check it when it loads.
@@ -9,10 +10,9 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import struct
 import zipfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,93 +23,71 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel3d.checkpoint.format.files import verify_blocks
+from parallel3d.checkpoint.format.files import file_in
 from parallel3d.checkpoint.pieces import Box, pieces_of
 from parallel3d.errors import CheckpointError, CorruptCheckpointError
 
-_LOCAL_HEADER = struct.Struct("<4s22xHH")
+_AT_ONCE = 256 << 10  # bytes read and summed at once
 _MAX_READ = 1 << 28  # bytes of a zip file's directory
 _MAX_VALUES = 1_000_000
 _MAX_DEPTH = 50
+_SCALARS = frozenset({int, float, bool, str, type(None)})
 
-
-@dataclass(frozen=True)
-class Records:
-    """Records of a file, (first byte, size, CRC-32) each; ``what`` names them in errors."""
-
-    path: Path
-    blocks: tuple[tuple[int, int, int], ...]
-    what: str
-
-    def verify(self) -> None:
-        hint = (
-            "; files written under torch.serialization.set_crc32_options(False) have no checksums, and "
-            "checksums=False reads them"
-        )
-        with open(self.path, "rb") as file:
-            verify_blocks(file.fileno(), self.blocks, self.what, hint)
+Verify = Callable[[], None]
+"""Raises a CorruptCheckpointError if stored bytes don't have their checksums."""
 
 
 @dataclass(frozen=True)
 class Archive:
-    """Bytes [offset, offset + length) of a file, as ``torch.save`` writes them; ``what`` in errors."""
+    """What one ``torch.save`` wrote: bytes [offset, offset + length) of the file ``name`` in ``folder``, the
+    whole file or a part. ``what`` names it in errors."""
 
-    path: Path
+    folder: Path
+    name: str
     offset: int
     length: int
     what: str
 
     @cached_property
-    def records(self) -> dict[str, tuple[int, int, int]]:
-        """(First byte in the file, size, CRC-32) of each record, by its name without the folder.
+    def sizes(self) -> dict[str, int]:
+        """The size in bytes of each record, by its name without the archive's folder.
 
-        They are uncompressed and together not larger than the archive: loading it takes as much memory.
+        Records must be uncompressed and together not larger than the archive, so loading takes no more
+        memory.
         """
-        with self._errors(), open(self.path, "rb") as file:
-            part = _FilePart(file, self.offset, self.length)
-            with zipfile.ZipFile(part) as archive:
-                infos = archive.infolist()
-            records = {info.filename.partition("/")[2]: self._place(info, part) for info in infos}
-            if len(records) != len(infos) or sum(s for _, s, _ in records.values()) > self.length:
+        with self._file() as file, zipfile.ZipFile(file) as archive:
+            infos = archive.infolist()
+            if any(
+                info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1 for info in infos
+            ):
+                raise zipfile.BadZipFile("it is compressed or encrypted")
+            sizes = {info.filename.partition("/")[2]: info.file_size for info in infos}
+            if len(sizes) != len(infos) or sum(sizes.values()) > self.length:
                 raise zipfile.BadZipFile("records of one name, or that share bytes")
-            if "data.pkl" not in records:
-                raise zipfile.BadZipFile("no data.pkl")
-            return records
+            return sizes
 
-    def _place(self, info: zipfile.ZipInfo, part: _FilePart) -> tuple[int, int, int]:
-        if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
-            raise zipfile.BadZipFile(f"{info.filename} is compressed or encrypted")
-        part.seek(info.header_offset)
-        magic, name, extra = _LOCAL_HEADER.unpack(part.read(_LOCAL_HEADER.size))
-        start = info.header_offset + _LOCAL_HEADER.size + name + extra
-        if magic != b"PK\x03\x04" or start + info.file_size > self.length:
-            raise zipfile.BadZipFile(f"{info.filename} isn't where the directory says")
-        return self.offset + start, info.file_size, info.CRC
-
-    def checked(self, *, checksums: bool) -> list[Records]:
-        """Returns the records to verify, after verifying the description, which is unpickled before."""
-        records = self.records
-        if not checksums:
-            return []
-        Records(self.path, (records["data.pkl"],), self.what).verify()
-        return [Records(self.path, tuple(records.values()), self.what)]
+    def verify(self, names: Collection[str] | None = None) -> None:
+        """Raises CorruptCheckpointError if a record in ``names``, by default any, has another CRC-32."""
+        wanted = self.sizes if names is None else names
+        with self._file() as file, zipfile.ZipFile(file) as archive:
+            for info in archive.infolist():
+                if info.filename.partition("/")[2] in wanted:
+                    with archive.open(info) as record:
+                        while record.read(_AT_ONCE):
+                            pass
 
     def load(self, *, trusted: bool = False, mmap: bool = False, device: str = "cpu") -> Any:
-        """Returns the saved value. ``trusted``: with code of the file's; ``mmap``: tensors are views of the
-        mapped file, which must be the archive; ``device``: "meta" for tensors without values."""
-        with self._errors(), open(self.path, "rb") as file:
-            source: Any = (
-                os.fspath(self.path) if mmap else _FilePart(file, self.offset, self.length)
-            )
+        """Returns the saved value. ``trusted``: run code that the file contains; ``mmap``: tensors are views
+        of the mapped file, which must be just this archive; ``device``: "meta" for tensors without values."""
+        with self._file() as file:
+            if not trusted and "data.pkl" not in self.sizes:
+                raise zipfile.BadZipFile("no data.pkl")
+            source: Any = os.fspath(self.folder / self.name) if mmap else file
             return torch.load(source, map_location=device, weights_only=not trusted, mmap=mmap)
 
-    @cached_property
-    def _storage_sizes(self) -> set[int]:
-        return {0, *(size for n, (_, size, _) in self.records.items() if n.startswith("data/"))}
-
     def check(self, tensor: Tensor) -> None:
-        """Raises a CheckpointError unless ``tensor``, loaded from here, is plain and its storage is one of
-        the records."""
+        """Raises CheckpointError unless ``tensor``, loaded from here, is an ordinary tensor whose storage has
+        the size of a record: torch itself reads as many bytes as the description says."""
         plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
         if not plain or tensor.device.type not in ("cpu", "meta"):
             raise CheckpointError(
@@ -119,50 +97,54 @@ class Archive:
         if (nbytes := tensor.untyped_storage().nbytes()) not in self._storage_sizes:
             raise CorruptCheckpointError(f"{self.what}: no record is a storage of {nbytes} bytes")
 
+    @cached_property
+    def _storage_sizes(self) -> set[int]:
+        return {0, *(size for name, size in self.sizes.items() if name.startswith("data/"))}
+
     @contextmanager
-    def _errors(self) -> Iterator[None]:
-        """Converts errors of zipfile, torch and the file system to CheckpointErrors."""
+    def _file(self) -> Iterator[_FilePart]:
+        """Context manager: yields the archive as a file, and turns all its errors into CheckpointErrors."""
         try:
-            yield
+            with open(file_in(self.folder, self.name), "rb") as file:
+                size, end = os.fstat(file.fileno()).st_size, self.offset + self.length
+                if end > size:
+                    raise CorruptCheckpointError(
+                        f"{self.what}: bytes {self.offset} to {end} of {self.name}, which has {size}"
+                    )
+                yield _FilePart(file, self.offset, self.length)
         except CheckpointError:
             raise
         except pickle.UnpicklingError as error:
-            why = (
-                str(error).rpartition("WeightsUnpickler error: ")[2].strip().split("Please use")[0]
-            )
+            why = str(error).rpartition("WeightsUnpickler error: ")[2].split("Please use")[0]
             raise CheckpointError(
-                f"{self.what} has what torch.load(weights_only=True) doesn't read: {why:.300}. If you trust "
-                "who made it: trusted=True"
+                f"{self.what} has what torch.load(weights_only=True) doesn't read: {why.strip():.300}. If "
+                "you trust who made it: trusted=True"
             ) from None
         except Exception as error:  # they raise many types for invalid files
             if isinstance(error, OSError) and error.errno is not None:
                 raise CheckpointError(f"{self.what} can't be read: {error}") from error
+            if "CRC" in str(error):
+                raise CorruptCheckpointError(
+                    f"{self.what} has other bytes than were saved ({error!s:.300}); files written under "
+                    "torch.serialization.set_crc32_options(False) have no checksums, and checksums=False "
+                    "reads them"
+                ) from None
             raise CorruptCheckpointError(
                 f"{self.what} is not a complete file of torch.save ({type(error).__name__}: {error!s:.300})"
             ) from None
 
 
 class _FilePart(io.RawIOBase):
-    """Bytes [offset, offset + length) of a file, as a file."""
+    """A file object of bytes [offset, offset + length) of another file."""
 
     def __init__(self, file: io.BufferedReader, offset: int, length: int) -> None:
         self._file, self._offset, self._length, self._at = file, offset, length, 0
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        at = (0, self._at, self._length)[whence] + offset
-        if at < 0:
-            raise ValueError(f"a seek to {at}")
-        self._at = at
-        return at
+        self._at = (0, self._at, self._length)[whence] + offset
+        if self._at < 0:
+            raise ValueError(f"a seek to {self._at}")
+        return self._at
 
     def read(self, size: int = -1) -> bytes:
         if size > _MAX_READ:  # zipfile reads a directory in one call; torch calls readinto
@@ -180,18 +162,18 @@ class _FilePart(io.RawIOBase):
 
 
 class Budget:
-    """How much a file may describe: tensors that are not read into existing ones may take ``nbytes``, what is
-    stored; other values may be a million, nested 50 deep.
+    """A limit of what a file may describe: ``nbytes``, the bytes it stores, for all tensors that are not read
+    into existing ones; a million other values, nested at most 50 deep.
 
-    Stored tensors may be expanded or overlap, and one list may be in many places, so a small file can
-    describe large values.
+    Without it a small file could describe large values: stored tensors may be expanded or overlap, and one
+    list may be in many places.
     """
 
     def __init__(self, nbytes: int, what: str) -> None:
         self.what, self._bytes, self._values = what, nbytes, _MAX_VALUES
 
     def take(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        """Raises CorruptCheckpointError if memory for a tensor would exceed it."""
+        """Counts a tensor of this dtype and shape; raises CorruptCheckpointError above the limit."""
         nbytes = prod(shape) * dtype.itemsize
         self._bytes -= nbytes
         if self._bytes < 0:
@@ -201,40 +183,45 @@ class Budget:
             )
 
     def count(self, value: Any) -> list[Tensor]:
-        """Returns the tensors in ``value``; raises CorruptCheckpointError if what is in it exceeds this."""
-        waiting, tensors = [(value, 0)], []
+        """Counts ``value`` and all values in it, and returns the tensors among them; raises as ``take``."""
+        waiting: list[tuple[Collection[Any], int]] = [((value,), 0)]
+        tensors = []
         while waiting:
-            item, depth = waiting.pop()
-            self._values -= 1
-            if depth > _MAX_DEPTH or self._values < 0:
+            items, depth = waiting.pop()
+            self._values -= len(items)
+            if items and (depth > _MAX_DEPTH or self._values < 0):
                 raise CorruptCheckpointError(f"{self.what} has a value that is nested without end")
-            if isinstance(item, Tensor):
-                self.take(f"{self.what}: a tensor", item.dtype, tuple(item.shape))
-                tensors.append(item)
-            elif isinstance(item, (Mapping, list, tuple, set)):
-                inner = item.values() if isinstance(item, Mapping) else item
-                waiting += [(each, depth + 1) for each in inner]
+            for item in items:
+                if type(item) in _SCALARS:  # what most are; the other questions take longer
+                    continue
+                if isinstance(item, Tensor):
+                    self.take(f"{self.what}: a tensor", item.dtype, tuple(item.shape))
+                    tensors.append(item)
+                elif isinstance(item, (Mapping, list, tuple, set)):
+                    waiting.append(
+                        (item.values() if isinstance(item, Mapping) else item, depth + 1)
+                    )
         return tensors
 
 
 class Source(ABC):
-    """A stored tensor, which is read into the pieces that a rank holds."""
+    """A stored tensor, of which each rank reads the parts that it holds."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     budget: Budget
 
-    def records(self, boxes: Iterable[Box]) -> list[Records]:
-        """Returns the records of ``boxes``, for the caller to verify; raises if some are not stored."""
+    def checks(self, boxes: Iterable[Box]) -> list[Verify]:
+        """Returns functions that verify the stored bytes of ``boxes``; raises if some are not stored."""
         return []
 
     def take(self, name: str) -> None:
-        """Raises CorruptCheckpointError if memory for ``name``, of its shape, would exceed what is stored."""
+        """Counts the tensor in its file's Budget, before it is allocated; ``name`` is for the error."""
         self.budget.take(name, self.dtype, self.shape)
 
     @abstractmethod
     def fill(self, tensor: Tensor) -> None:
-        """Copies what this rank holds of ``tensor``, of this shape."""
+        """Copies this rank's parts of the stored tensor into ``tensor``, which has its global shape."""
 
     def whole(self) -> Tensor:
         tensor = torch.empty(self.shape, dtype=self.dtype)
@@ -243,7 +230,7 @@ class Source(ABC):
 
 
 class Memory(Source):
-    """A tensor in memory, or in a mapped file."""
+    """A stored tensor that is in memory, or in a mapped file, already."""
 
     def __init__(self, tensor: Tensor, budget: Budget) -> None:
         self.tensor, self.budget = tensor.detach(), budget

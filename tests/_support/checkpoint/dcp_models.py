@@ -1,7 +1,7 @@
 """Models on both sides of a DCP folder: torch's own FSDP2 + TP, and ours."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -9,48 +9,34 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional as F
 
+from _support import models
+from _support.models import LM_PLAN, TORCHS_PLAN
 from parallel3d import CheckpointError, MeshLayout, build_mesh, parallelize
+from parallel3d._torch.dtensor import get_local_tensor
 
 DIM = 6
 VOCAB = 20
 
-PLAN = {
-    "embed": "embedding",
-    "layers.*.up": "colwise",
-    "layers.*.down": "rowwise",
-    "head": "colwise_gather_output",
-}
 
+class Block(models.Block):
+    """With a buffer."""
 
-class Block(nn.Module):
     def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(DIM)
-        self.up = nn.Linear(DIM, hidden)
-        self.down = nn.Linear(hidden, DIM)
+        super().__init__(DIM, hidden)
         self.register_buffer("scale", torch.tensor([1.0, 2.0, 0.5, 1.0, 1.0, 1.0]))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(F.gelu(self.up(self.norm(x)))) * self.scale
 
 
-class Lm(nn.Module):
+class Lm(models.Lm):
     def __init__(self, *hidden: int, vocab: int = VOCAB) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(vocab, DIM)
-        self.layers = nn.ModuleList(Block(size) for size in hidden)
-        self.norm = nn.LayerNorm(DIM)
-        self.head = nn.Linear(DIM, vocab)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(self.norm(x))
+        super().__init__(DIM, layers=0, vocab=vocab)
+        self.layers.extend(Block(size) for size in hidden)
 
 
 def plain(seed: int = 1, *hidden: int, vocab: int = VOCAB) -> Lm:
@@ -65,21 +51,15 @@ def plain(seed: int = 1, *hidden: int, vocab: int = VOCAB) -> Lm:
 
 def ours(layout: MeshLayout, seed: int = 2, *hidden: int, vocab: int = VOCAB) -> Lm:
     mesh = build_mesh(layout, device_type="cpu")
-    return parallelize(plain(seed, *hidden, vocab=vocab), mesh, tp_plan=PLAN)
+    return parallelize(plain(seed, *hidden, vocab=vocab), mesh, tp_plan=LM_PLAN)
 
 
 def theirs(seed: int = 2, tp: int = 2) -> Lm:
     """torch's own on 4 ranks."""
     model = plain(seed)
     mesh = init_device_mesh("cpu", (4 // tp, tp), mesh_dim_names=("dp", "tp"))
-    plan = {
-        "embed": RowwiseParallel(input_layouts=Replicate()),
-        "layers.*.up": ColwiseParallel(),
-        "layers.*.down": RowwiseParallel(),
-        "head": ColwiseParallel(output_layouts=Replicate()),
-    }
     if tp > 1:
-        parallelize_module(model, mesh["tp"], plan)
+        parallelize_module(model, mesh["tp"], TORCHS_PLAN)
     for layer in model.layers:
         torch_fully_shard(layer, mesh=mesh["dp"])
     return torch_fully_shard(model, mesh=mesh["dp"])
@@ -104,6 +84,23 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0) -> N
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full.detach().cpu().clone()
+
+
+def as_they_lie(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """The very tensors of a model and of its optimizer, these by the parameters' names."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    return dict(model.state_dict()) | {
+        f"{key} of {names[id(param)]}": value
+        for param, state in optimizer.state.items()
+        for key, value in state.items()
+    }
+
+
+def scramble(tensors: Iterable[torch.Tensor]) -> None:
+    """What a load misses stays nan."""
+    with torch.no_grad():
+        for tensor in tensors:
+            (get_local_tensor(tensor) if isinstance(tensor, DTensor) else tensor).fill_(torch.nan)
 
 
 def everything(model: nn.Module, *optimizers: Any) -> dict[str, Any]:

@@ -86,28 +86,25 @@ def chunks(*boxes: tuple[list[int], list[int]]) -> Damage:
     return signed(index=edit)
 
 
-def value(where: str, new: Any) -> Damage:
-    """Sets what is at ``where``, a path with dots, of checkpoint.json."""
+def at_path(where: str, edit: Callable[[Any, Any], object]) -> Damage:
+    """Calls ``edit(holder, key)`` for what is at ``where``, a path with dots, of checkpoint.json."""
 
-    def edit(info: Json) -> None:
+    def walk(info: Json) -> None:
         *path, last = where.split(".")
         at: Any = info
         for key in path:
             at = at[int(key)] if isinstance(at, list) else at[key]
-        at[int(last) if isinstance(at, list) else last] = new
+        edit(at, int(last) if isinstance(at, list) else last)
 
-    return signed(info=edit)
+    return signed(info=walk)
+
+
+def value(where: str, new: Any) -> Damage:
+    return at_path(where, lambda holder, key: holder.__setitem__(key, new))
 
 
 def without(where: str) -> Damage:
-    def edit(info: Json) -> None:
-        *path, last = where.split(".")
-        at: Any = info
-        for key in path:
-            at = at[int(key)] if isinstance(at, list) else at[key]
-        del at[last]
-
-    return signed(info=edit)
+    return at_path(where, lambda holder, key: holder.pop(key))
 
 
 def data_of(name: str, new: bytes | None) -> Damage:

@@ -108,18 +108,6 @@ OnDisk = Callable[[Path, Sentinel], None]
 # -- a table of contents that isn't right ---------------------------------------------------------------
 
 
-def _planner(f: Folder, s: Sentinel) -> None:
-    f.metadata.planner_data["x"] = Calls(os.system, touch(s))
-
-
-def _storage_info(f: Folder, s: Sentinel) -> None:
-    f.metadata.storage_data[f.index(WEIGHT)] = Calls(os.system, touch(s))
-
-
-def _key(f: Folder, s: Sentinel) -> None:
-    f.metadata.storage_meta.checkpoint_id = Calls(eval, code(s))  # type: ignore[union-attr]
-
-
 def place(name: str = WEIGHT, **changes: Any) -> InFolder:
     def change(f: Folder, s: Sentinel) -> None:
         for key, value in changes.items():
@@ -136,14 +124,6 @@ def blob(make: Callable[[Sentinel], Any], name: str = LR) -> InFolder:
         f.metadata.storage_data[f.index(name)] = f.append(make(s))
 
     return change
-
-
-def _shape(f: Folder, s: Sentinel) -> None:
-    f.tensor(WEIGHT).size = torch.Size([6, 3])
-
-
-def _dtype(f: Folder, s: Sentinel) -> None:
-    f.tensor(WEIGHT).properties.dtype = torch.float64
 
 
 def _all_dtypes(f: Folder, s: Sentinel) -> None:
@@ -187,14 +167,6 @@ def _renamed(f: Folder, s: Sentinel) -> None:
     )
 
 
-def _no_storage(f: Folder, s: Sentinel) -> None:
-    del f.metadata.storage_data[f.index(WEIGHT, 1)]
-
-
-def _same_place(f: Folder, s: Sentinel) -> None:
-    f.metadata.storage_data[f.index(MOMENT)] = f.place(WEIGHT)
-
-
 def _set(**values: Any) -> InFolder:
     return lambda f, s: [setattr(f.metadata, k, v) for k, v in values.items()] and None
 
@@ -217,8 +189,12 @@ def lying_storage(numel: int, name: str = "") -> bytes:
 
 
 TABLES: dict[str, InFolder] = {
-    "a call in the planner's data": _planner,
-    "a call in the places": _storage_info,
+    "a call in the planner's data": lambda f, s: f.metadata.planner_data.update(
+        x=Calls(os.system, touch(s))
+    ),
+    "a call in the places": lambda f, s: f.metadata.storage_data.update(
+        {f.index(WEIGHT): Calls(os.system, touch(s))}
+    ),
     "a call as a value": blob(lambda s: Calls(os.system, touch(s))),
     "a call as betas": blob(
         lambda s: (Calls(exec, code(s)), 0.9), "optimizer.param_groups.0.betas"
@@ -241,8 +217,8 @@ TABLES: dict[str, InFolder] = {
     "an offset that is no number": place(offset="0"),
     "ten bytes short": place(length=lambda now: now - 10),
     "an extension": place(transform_descriptors=["stream.zstd"]),
-    "another shape": _shape,
-    "another dtype": _dtype,
+    "another shape": lambda f, s: setattr(f.tensor(WEIGHT), "size", torch.Size([6, 3])),
+    "another dtype": lambda f, s: setattr(f.tensor(WEIGHT).properties, "dtype", torch.float64),
     "another dtype everywhere": _all_dtypes,
     "chunks that overlap": _overlap,
     "a chunk too many": lambda f, s: f.tensor(WEIGHT).chunks.append(
@@ -255,8 +231,10 @@ TABLES: dict[str, InFolder] = {
     "a weight missing": _without(WEIGHT),
     "options missing": _without("optimizer.param_groups.0.params"),
     "a name changed": _renamed,
-    "a chunk nowhere": _no_storage,
-    "two tensors at one place": _same_place,
+    "a chunk nowhere": lambda f, s: f.metadata.storage_data.pop(f.index(WEIGHT, 1)) and None,
+    "two tensors at one place": lambda f, s: f.metadata.storage_data.update(
+        {f.index(MOMENT): f.place(WEIGHT)}
+    ),
     "no table": _set(state_dict_metadata=None),
     "no places": _set(storage_data=None),
 }

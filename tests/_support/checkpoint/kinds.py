@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from _support.checkpoint.dcp_models import PLAN, Lm, loss_of, plain
+from _support.checkpoint.dcp_models import Lm, loss_of, plain
+from _support.models import LM_PLAN
 from _support.packed_models import packed_plan, packed_tokens, uneven_lm
 from parallel3d import MeshLayout, build_mesh, parallelize
 
@@ -47,7 +48,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 def on_mesh(kind: str, layout: str | MeshLayout) -> nn.Module:
     model = MODELS[kind]()
-    plan = packed_plan(model) if kind == "packed" else dict(PLAN)
+    plan = packed_plan(model) if kind == "packed" else dict(LM_PLAN)
     if kind == "tied":
         del plan["head"]
     mesh = build_mesh(LAYOUTS[layout] if isinstance(layout, str) else layout, device_type="cpu")
