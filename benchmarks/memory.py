@@ -8,7 +8,9 @@ forward and backward, whichever side made them, less sharded parameters, their g
 Without ``--quick`` it also says what was alive at each side's peak, by the operation that had made it.
 
 Then a whole training step as a user has it, with activations and the optimizer: eight blocks of an 8B Llama,
-2,048 tokens, the third step of rank 0 of 64 in a dry run, and what is alive at its peak by kind.
+2,048 tokens, the third step of rank 0 of 64 in a dry run, and what is alive at its peak by kind. Ours also
+with ``memory="static"``: how often a step allocates, beside the plain model; the peak and what torch's
+allocator reserves, as dry run and planner predict them.
 """
 
 import copy
@@ -22,7 +24,7 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples" / "llama"))
 
-from llama import Llama, LlamaConfig
+from llama import Llama, LlamaConfig, RotaryEmbedding
 from measure import Claim, bytes_claim, command_line, print_rows, print_table
 from models import MlpBlock, Stack, local_gradients, local_parameters, ours, torchs
 from torch import nn
@@ -31,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import parallel3d as p3d
+from parallel3d import planner
 from parallel3d.testing import fake_world
 from parallel3d.tools.dryrun import record
 
@@ -149,17 +152,26 @@ def case(mixed: bool, where: bool) -> dict[str, Any]:
     return row
 
 
-def training(engine: str, layout: p3d.MeshLayout) -> None:
-    """Three steps of eight blocks of an 8B model, bf16/fp32, under ours or torch's ``fully_shard``."""
-    mesh = p3d.build_mesh(layout)
+CONFIG = LlamaConfig(4096, 8, 32, 8, 14336, 32_000, TOKENS)
+
+
+def training(engine: str, layout: p3d.MeshLayout, memory: str = "on demand") -> None:
+    """Three steps of eight blocks of an 8B model, bf16/fp32: plain, under ours or torch's ``fully_shard``."""
     with torch.device("meta"):
-        model: nn.Module = Llama(LlamaConfig(4096, 8, 32, 8, 14336, 32_000, TOKENS))
-    policy = p3d.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    p3d.parallelize(model, mesh, mp_policy=policy, engine=engine)  # type: ignore[arg-type]
-    if engine == "torch":
-        model.to_empty(device="cpu")
+        model: nn.Module = Llama(CONFIG)
+    if engine == "plain":
+        model.to(torch.bfloat16)
+        for module in model.modules():
+            if isinstance(module, RotaryEmbedding):
+                module.float()
     else:
+        mesh = p3d.build_mesh(layout)
+        policy = p3d.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        p3d.parallelize(model, mesh, mp_policy=policy, engine=engine, memory=memory)  # type: ignore[arg-type]
+    if engine == "parallel3d":
         p3d.materialize(model, seed=0)
+    else:
+        model.to_empty(device="cpu")
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     for _ in range(STEPS):
         tokens = torch.randint(0, 32_000, (1, TOKENS))
@@ -169,32 +181,74 @@ def training(engine: str, layout: p3d.MeshLayout) -> None:
         optimizer.zero_grad()
 
 
+def planned(layout: p3d.MeshLayout, memory: str) -> Any:
+    """What the planner says of that training."""
+    with torch.device("meta"):
+        spec = planner.spec_from_module(Llama(CONFIG), seq_len=TOKENS)
+    work = planner.Workload(seq_len=TOKENS, micro_batch=1, memory=memory)
+    cluster = planner.Cluster.of("h100-80gb-sxm", WORLD // 8, 8)
+    return planner.predict(spec, layout, cluster, work).memory
+
+
 def whole_step(name: str, layout: p3d.MeshLayout) -> dict[str, Any]:
     """One row: both peaks beyond parameters, gradients and optimizer state, and their kinds in bytes."""
     row: dict[str, Any] = {"policy": f"{name} bf16/fp32"}
-    for side, engine in (("ours", "parallel3d"), ("torch", "torch")):
-        found = record(partial(training, engine, layout), layout.world_size)
+    for side, engine, memory in (
+        ("ours", "parallel3d", "on demand"),
+        ("static", "parallel3d", "static"),
+        ("torch", "torch", "on demand"),
+    ):
+        run = partial(training, engine, layout, memory)
+        found = record(run, layout.world_size, check_streams=engine == "torch")
         peak = found.step_peak or found.peak
         at_peak = Counter(peak.by_kind)
         parameters = at_peak["parameters"]  # there will be as many gradients
         state = parameters * 2 + at_peak["optimizer state"] + at_peak["buffers"]
         row[f"{side}_bytes"] = peak.bytes - state
         row[f"{side}_kinds"] = dict(at_peak)
+        assert found.reserved is not None
+        row[f"{side}_whole"] = {
+            "allocations": found.step_counts[STEPS - 1].allocations,
+            "peak": peak.bytes,
+            "reserved": found.reserved.bytes,
+            "expandable": found.reserved.expandable,
+        }
+        if engine == "parallel3d":
+            said = planned(layout, memory)
+            row[f"{side}_whole"] |= {"planned": said.allocated, "reserve": said.reserved}
     row["ratio"] = row["ours_bytes"] / row["torch_bytes"]
     return row
 
 
 def print_kinds(rows: list[dict[str, Any]]) -> None:
-    """What is alive at both sides' peaks, a row for each kind."""
-    kinds = dict.fromkeys(k for row in rows for side in SIDES for k in row[f"{side}_kinds"])
+    """What is alive at each side's peak, a row for each kind; then allocations."""
+    sides = ("ours", "static", "torch")
+    kinds = dict.fromkeys(k for row in rows for side in sides for k in row[f"{side}_kinds"])
     table = [
-        [row["policy"], kind, *(row[f"{side}_kinds"].get(kind, 0) / 2**20 for side in SIDES)]
+        [row["policy"], kind, *(row[f"{side}_kinds"].get(kind, 0) / 2**20 for side in sides)]
         for row in rows
         for kind in kinds
     ]
+    names = ["case", "kind", "ours", "ours, static", "FSDP2"]
+    print_table("alive at the peak of a training step, MiB", names, table)
+    whole = [
+        [row["policy"], names[2 + at], numbers.pop("allocations"), *in_mib(numbers)]
+        for row in rows
+        for at, side in enumerate(sides)
+        for numbers in [dict(row[f"{side}_whole"])]
+    ]
+    plain = record(partial(training, "plain", p3d.MeshLayout()), 1)
     print_table(
-        "alive at the peak of a training step, MiB", ["case", "kind", "ours", "FSDP2"], table
+        "a training step and its memory, MiB; the plain model allocates "
+        f"{plain.step_counts[STEPS - 1].allocations} times",
+        ["case", "side", "allocations", "peak", "reserved", "if expandable", "planned", "reserved"],
+        whole,
     )
+
+
+def in_mib(numbers: dict[str, float]) -> list[Any]:
+    """The planner knows nothing of FSDP2's."""
+    return [*(size / 2**20 for size in numbers.values()), *[""] * (5 - len(numbers))]
 
 
 def run(quick: bool) -> tuple[list[Claim], dict[str, Any]]:

@@ -9,8 +9,9 @@ Scores a file that ``planner_runs.py`` has written: error of tokens/s/GPU and of
 Spearman's rank correlation in each sweep (rows of one source and model, at least 8 with a speed, the fastest
 1.25 times as fast as the slowest). Of runs that the constants were fitted to, that is in-sample.
 
-With ``--models`` the headline is leave-one-out: each (source, GPU) is predicted with constants that were
-fitted to all others (planner_fit.py), its intervals are those of the others' errors (planner_intervals.py).
+With ``--models`` the headline is leave-one-out: each source, with all its GPUs, is predicted with constants
+that were fitted to all others (planner_fit.py), its intervals are those of the others' errors
+(planner_intervals.py). Medians and percentiles are given of rows, and with the same weight for each source.
 And ``calibrate``: a stack is fitted to one row of each (source, GPU), and predicts the others.
 ``--residuals`` writes the planner's table of intervals from it. With ``--long`` each row beside its
 prediction: the long-context runs, which are too few and too different for medians to say much.
@@ -30,12 +31,12 @@ from typing import Any
 
 import planner_intervals as intervals
 from measure import print_table
-from planner_fit import Group, LeftOut, group_of, groups_of, left_out
-from planner_runs import COLUMNS, Models, cells_of, predict_run, read_models
+from planner_fit import LeftOut, groups_of, left_out, source_of
+from planner_runs import COLUMNS, Models, assumptions, cells_of, predict_run, read_models
 
 from parallel3d.planner.measured import fit_stack
 from parallel3d.planner.prediction import Prediction, predict
-from parallel3d.planner.uncertainty import Interval
+from parallel3d.planner.uncertainty import Interval, familiarity
 
 Row = Mapping[str, str]
 _MOST_FITS = 12  # rows of a group that a stack is fitted to, evenly spread
@@ -63,44 +64,64 @@ def number(row: Row, name: str) -> float | None:
     return float(text) if text else None
 
 
-def errors(runs: Sequence[Row], found: Mapping[str, Row], name: str) -> list[float]:
-    """Relative errors of ``name`` where it was published: predicted / published - 1."""
+def errors(runs: Sequence[Row], found: Mapping[str, Row], name: str) -> list[tuple[str, float]]:
+    """(source, relative error) of ``name`` where it was published: predicted / published - 1."""
     result = []
     for row in runs:
         published = number(row, name)
         if published is not None:
             predicted = number(found[row["id"]], name)
             assert predicted is not None, f"{row['id']} has no {name}"
-            result.append(predicted / published - 1)
+            result.append((source_of(row), predicted / published - 1))
     return result
 
 
-def covered(runs: Sequence[Row], found: Mapping[str, Row], name: str) -> float | None:
-    """The part of the published values of ``name`` that lie in their intervals."""
-    inside = []
+def covered(
+    runs: Sequence[Row], found: Mapping[str, Row], name: str
+) -> tuple[float | None, float | None]:
+    """The part of the published values of ``name`` that lie in their intervals: of rows, of sources."""
+    inside: dict[str, list[bool]] = {}
     for row in runs:
         published = number(row, name)
         low, high = (number(found[row["id"]], f"{name}_{end}") for end in ("low", "high"))
         if published is not None and low is not None and high is not None:
-            inside.append(low <= published <= high)
-    return sum(inside) / len(inside) if inside else None
+            inside.setdefault(source_of(row), []).append(low <= published <= high)
+    if not inside:
+        return None, None
+    every = [each for mine in inside.values() for each in mine]
+    return statistics.fmean(every), statistics.fmean(map(statistics.fmean, inside.values()))
 
 
 def summary(runs: Sequence[Row], found: Mapping[str, Row]) -> dict[str, Any]:
-    """Of some rows."""
-    right = [found[row["id"]]["fits"] == row["fits"] for row in runs if row["fits"]]
+    """Of some rows; what ends in "_by_source" has the same weight for each source."""
+    right: dict[str, list[bool]] = {}
+    for row in runs:
+        if row["fits"]:
+            right.setdefault(source_of(row), []).append(found[row["id"]]["fits"] == row["fits"])
     result: dict[str, Any] = {"rows": len(runs)}
     for name, column in (("speed", "tokens_per_s_per_gpu"), ("memory", "memory_gib")):
         values = errors(runs, found, column)
-        sizes = [abs(v) for v in values]
+        sizes = [(source, abs(v)) for source, v in values]
+        plain = [size for _, size in sizes]
+        inside, inside_by_source = covered(runs, found, column)
         result[name] = {
             "rows": len(values),
-            "median": statistics.median(sizes) if sizes else None,
-            "p90": quantile(sizes, 0.9) if sizes else None,
-            "signed": statistics.median(values) if values else None,
-            "covered": covered(runs, found, column),
+            "median": statistics.median(plain) if sizes else None,
+            "p90": quantile(plain, 0.9) if sizes else None,
+            "median_by_source": intervals.weighted(sizes, 0.5) if sizes else None,
+            "p90_by_source": intervals.weighted(sizes, 0.9) if sizes else None,
+            "signed": statistics.median(v for _, v in values) if values else None,
+            "covered": inside,
+            "covered_by_source": inside_by_source,
         }
-    result["fits"] = {"rows": len(right), "right": sum(right) / len(right) if right else None}
+    every = [each for mine in right.values() for each in mine]
+    result["fits"] = {
+        "rows": len(every),
+        "right": statistics.fmean(every) if every else None,
+        "right_by_source": statistics.fmean(map(statistics.fmean, right.values()))
+        if every
+        else None,
+    }
     return result
 
 
@@ -122,19 +143,25 @@ def sweeps(runs: Sequence[Row], found: Mapping[str, Row]) -> dict[str, tuple[int
 
 
 def without_itself(
-    runs: Sequence[Row], left: Mapping[Group, LeftOut]
+    runs: Sequence[Row], left: Mapping[str, LeftOut]
 ) -> tuple[dict[str, Row], list[intervals.Residual]]:
-    """(what was predicted of each row by constants and intervals of the other groups, the residuals)."""
+    """(what was predicted of each row by constants and intervals of the other sources, the residuals)."""
     residuals = intervals.residuals_of(runs, left)
+    pairs = {
+        (each.source, intervals.pair_of(left[each.source].predictions[row["id"]]))
+        for each, row in zip(residuals, _timed_by_source(runs), strict=True)
+    }
     found: dict[str, Row] = {}
-    for group, mine in groups_of(runs).items():
-        table = intervals.table_of([each for each in residuals if each.group != group])
-        levels = [each.level for each in residuals if each.group == group] or ["new"]
-        memory = intervals.ends_of(memory_residuals(runs, left, without=group))
+    for source, mine in groups_of(runs).items():
+        table = intervals.table_of([each for each in residuals if each.source != source])
+        others = {pair for other, pair in pairs if other != source}
+        memory = intervals.ends_of(memory_residuals(runs, left, without=source))
         for row in mine:
-            prediction = left[group].predictions[row["id"]]
-            cells = dict(zip(COLUMNS, [row["id"], *cells_of(row, prediction)], strict=True))
-            for name, ends in (("tokens_per_s_per_gpu", table[levels[0]]), ("memory_gib", memory)):
+            prediction = left[source].predictions[row["id"]]
+            level = familiarity(others, *intervals.pair_of(prediction))
+            named = [row["id"], *cells_of(row, prediction), assumptions(row, prediction)]
+            cells = dict(zip(COLUMNS, named, strict=True))
+            for name, ends in (("tokens_per_s_per_gpu", table[level]), ("memory_gib", memory)):
                 value = float(cells[name])
                 for end, by in zip(("low", "high"), ends, strict=True):
                     cells[f"{name}_{end}"] = f"{value * exp(by):.4f}"
@@ -142,27 +169,36 @@ def without_itself(
     return found, residuals
 
 
+def _timed_by_source(runs: Sequence[Row]) -> list[Row]:
+    """Rows with a speed, in the order of ``intervals.residuals_of``."""
+    groups = groups_of([row for row in runs if number(row, "tokens_per_s_per_gpu")])
+    return [row for mine in groups.values() for row in mine]
+
+
 def memory_residuals(
-    runs: Sequence[Row], left: Mapping[Group, LeftOut], without: Group | None = None
+    runs: Sequence[Row], left: Mapping[str, LeftOut], without: str | None = None
 ) -> list[intervals.Residual]:
     """ln(published / predicted) of memory."""
     found = []
     for row in runs:
-        published, group = number(row, "memory_gib"), group_of(row)
-        if published is not None and group != without:
-            cells = cells_of(row, left[group].predictions[row["id"]])
+        published, source = number(row, "memory_gib"), source_of(row)
+        if published is not None and source != without:
+            cells = cells_of(row, left[source].predictions[row["id"]])
             predicted = float(cells[COLUMNS.index("memory_gib") - 1])
-            found.append(intervals.Residual(group, "", log(published / predicted)))
+            found.append(intervals.Residual(source, row["gpu"], "", log(published / predicted)))
     return found
 
 
-def calibrated(runs: Sequence[Row], models: Models) -> dict[Group, list[float]]:
-    """Group -> predicted / published - 1 of all other rows, for each row that a stack was fitted to.
+def calibrated(runs: Sequence[Row], models: Models) -> dict[str, list[float]]:
+    """Source and GPU -> predicted / published - 1 of all other rows, for each row that a stack was fitted to.
 
     Rows of the same stack are fitted: eager and compiled runs of one source are different ones.
     """
     result = {}
-    for group, rows in groups_of([r for r in runs if number(r, "tokens_per_s_per_gpu")]).items():
+    machines: dict[str, list[Row]] = {}
+    for row in _timed_by_source(runs):
+        machines.setdefault(f"{source_of(row)} {row['gpu']}", []).append(row)
+    for group, rows in machines.items():
         known = [(predict_run(r, models), number(r, "tokens_per_s_per_gpu") or 0.0) for r in rows]
         found: list[float] = []
         for at in range(0, len(known), max(1, -(-len(known) // _MOST_FITS))):
@@ -229,7 +265,7 @@ def report_long(runs: Sequence[Row], found: Mapping[str, Row]) -> dict[str, Any]
         shown.append([*cells, "right" if row["fits"][0] == row["fits"][1] else "wrong"])
     print_table("published long-context runs", head, shown)
     groups = groups_of(runs)
-    summaries = {" ".join(name): summary(each, found) for name, each in groups.items()}
+    summaries = {name: summary(each, found) for name, each in groups.items()}
     print_table(
         "errors by source",
         ["source", "speeds", "median", "signed", "memory", "median", "fits", "right"],
@@ -257,7 +293,7 @@ def report(title: str, runs: Sequence[Row], found: Mapping[str, Row]) -> dict[st
     groups = groups_of(runs)
     result = {
         "all": summary(runs, found),
-        **{" ".join(name): summary(r, found) for name, r in groups.items()},
+        **{name: summary(r, found) for name, r in groups.items()},
     }
     rows = [
         [
@@ -286,19 +322,34 @@ def report(title: str, runs: Sequence[Row], found: Mapping[str, Row]) -> dict[st
     return {"errors": result, "sweeps": ranks, "median_sweep": middle}
 
 
+def print_weighted(name: str, s: Mapping[str, Any]) -> None:
+    """Of rows, and with the same weight for each source."""
+    rows = [
+        [f"{what}, {part}", percent(s[what][part]), percent(s[what][f"{part}_by_source"])]
+        for what, parts in (
+            ("speed", ("median", "p90", "covered")),
+            ("memory", ("median", "p90", "covered")),
+            ("fits", ("right",)),
+        )
+        for part in parts
+    ]
+    print_table(f"{name}: each source left out", ["", "of rows", "of sources"], rows)
+
+
 def headline(
     runs: Sequence[Row], models: Models
-) -> tuple[dict[str, Any], list[intervals.Residual], dict[Group, LeftOut]]:
+) -> tuple[dict[str, Any], list[intervals.Residual], dict[str, LeftOut]]:
     """Prints and returns what holds for runs that the constants weren't fitted to."""
     left = left_out(runs, models)
     found, residuals = without_itself(runs, left)
-    result = report("each (source, GPU) left out", runs, found)
-    result["constants"] = {" ".join(group): each.constants for group, each in left.items()}
+    result = report("each source left out", runs, found)
+    result["newer"] = summary([row for row in runs if row["url"]], found)
+    for name, rows in (("all", runs), ("of 2025 and 2026", [row for row in runs if row["url"]])):
+        print_weighted(name, summary(rows, found))
+    result["constants"] = {source: each.constants for source, each in left.items()}
     errors_after = calibrated(runs, models)
     every = [abs(e) for each in errors_after.values() for e in each]
-    groups = {
-        " ".join(group): statistics.median(map(abs, each)) for group, each in errors_after.items()
-    }
+    groups = {name: statistics.median(map(abs, each)) for name, each in errors_after.items()}
     result["calibrated"] = {
         "median": statistics.median(every),
         "p90": quantile(every, 0.9),
@@ -342,7 +393,7 @@ def main() -> None:
             timed = [row for row in runs if number(row, "tokens_per_s_per_gpu")]
             intervals.write(
                 residuals,
-                {intervals.pair_of(left[group_of(r)].predictions[r["id"]]) for r in timed},
+                {intervals.pair_of(left[source_of(r)].predictions[r["id"]]) for r in timed},
                 intervals.ends_of(memory_residuals(runs, left)),
                 intervals.verdict(runs, left),
                 Interval(*result["left_out"]["calibrated"]["ends"]),

@@ -1,8 +1,9 @@
 """The fitted constants of the planner, and what it predicts of runs that it was not fitted to.
 
-A constant with ``moved_by`` was fitted to published speeds. ``left_out`` leaves out one (source, GPU) at a
-time, fits those constants to all other rows, and predicts the rows left out. A constant that no remaining
-source moves gets its value from before any run: that of ``BEFORE``, for a stack's own the default's.
+A constant with ``moved_by`` was fitted to published speeds. ``left_out`` leaves out one source at a time,
+with all its GPUs and models, fits those constants to all other sources, each with the same weight, and
+predicts the rows left out. A constant that no remaining source moves gets its value from before any run:
+that of ``BEFORE``, for a stack's own the default's.
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ from parallel3d.planner.prediction import Prediction
 from parallel3d.planner.stacks import stacks
 
 Row = Mapping[str, str]
-Group = tuple[str, str]
 
 # Of a constant that is all sources': its value before any run was looked at.
 BEFORE = {
     "gemm_sustained": 0.92,
     "gemm_hopper": 1.0,
+    "gemm_amd": 1.0,
     "attention_triton": 0.40,  # its paper's, without the layouts around it
     "tp_wait": 1.0,
+    "straggler": 0.0,
 }
 _STEPS = (-0.3, -0.15, -0.08, -0.04, 0.0, 0.04, 0.08, 0.15, 0.3)  # of a value's logarithm
 _MOST = 0.25  # of an error's logarithm: a run further off is one that something else slowed
@@ -37,19 +39,17 @@ _PRIOR = 0.001  # what an e-fold from before costs, beside the mean of the group
 
 def source_of(row: Row) -> str:
     """Short: the repository or page, without commit and file."""
-    return row["source"].partition("@")[0].partition(":_posts")[0].partition(" Table")[0]
+    name = row["source"].partition("@")[0].partition("#")[0]
+    for mark in (":_posts", ":docs", ":doc", ":benchmarks", ":extensions", ":torchao", " Table"):
+        name = name.partition(mark)[0]
+    return name
 
 
-def group_of(row: Row) -> Group:
-    """(source, GPU)."""
-    return source_of(row), row["gpu"]
-
-
-def groups_of(rows: Sequence[Row]) -> dict[Group, list[Row]]:
-    """The rows of each group."""
-    found: dict[Group, list[Row]] = {}
+def groups_of(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """The rows of each source."""
+    found: dict[str, list[Row]] = {}
     for row in rows:
-        found.setdefault(group_of(row), []).append(row)
+        found.setdefault(source_of(row), []).append(row)
     return found
 
 
@@ -63,6 +63,7 @@ class Free:
     """A fitted constant, in all the places that share its value and its sources.
 
     Attributes:
+        title: its name, with the first stack that has it if it is a stack's own.
         tables: those that have it: ``CONSTANTS``, or a stack's own.
         before: its value before any run.
     """
@@ -71,10 +72,17 @@ class Free:
     tables: tuple[dict[str, Constant], ...]
     before: float
     moved_by: tuple[str, ...]
+    title: str
 
     @property
     def value(self) -> float:
         return self.tables[0][self.name].value
+
+    def distance(self, value: float) -> float:
+        """How far ``value`` is from before, in logarithms; of 0, which has none, 1 at most."""
+        if min(value, self.before) <= 0:
+            return float(value != self.before)
+        return abs(log(value / self.before))
 
     def set(self, value: float) -> None:
         """Forgets what was computed with the value before."""
@@ -89,6 +97,7 @@ def free_constants() -> list[Free]:
     found: dict[tuple[str, tuple[str, ...]], list[dict[str, Constant]]] = {}
     tables: list[dict[str, Constant]] = [constants.CONSTANTS]
     tables += [stack.own for stack in stacks().values()]  # type: ignore[misc]
+    owners = {id(stack.own): name for name, stack in stacks().items()}
     for table in tables:
         for name, each in table.items():
             if each.moved_by:
@@ -97,11 +106,17 @@ def free_constants() -> list[Free]:
         Free(
             name,
             tuple(where),
-            BEFORE[name] if where[0] is tables[0] else constants.CONSTANTS[name].value,
+            BEFORE[name] if where[0] is tables[0] else before_of_stack(name),
             moved_by,
+            name if where[0] is tables[0] else f"{name} of {owners[id(where[0])]}",
         )
         for (name, moved_by), where in found.items()
     ]
+
+
+def before_of_stack(name: str) -> float:
+    """Of a stack's own constant: the default's before any run, or the default's."""
+    return BEFORE.get(name, constants.CONSTANTS[name].value)
 
 
 @contextmanager
@@ -129,7 +144,8 @@ class Sensitivities:
         self.grids = []
         for each in self.free:
             centre = each.value
-            grid = sorted({centre * exp(step) for step in _STEPS} | {each.before})
+            steps = {centre * exp(step) for step in _STEPS}
+            grid = sorted(steps | {each.before, (centre + each.before) / 2})
             changes = []
             with kept([each]):
                 for value in grid:
@@ -143,12 +159,12 @@ class Sensitivities:
         predicted = (predict_run(row, models).tokens_per_second_per_gpu for row in self.rows)
         return [log(found / speed(row)) for found, row in zip(predicted, self.rows, strict=True)]
 
-    def fit(self, without: Group | None = None) -> list[float]:
-        """A value for each constant: the least mean, over the groups, of the mean squared error."""
-        used = [i for i, row in enumerate(self.rows) if group_of(row) != without]
-        groups: dict[Group, list[int]] = {}
+    def fit(self, without: str | None = None) -> list[float]:
+        """A value for each constant: the least mean, over the sources, of the mean squared error."""
+        used = [i for i, row in enumerate(self.rows) if source_of(row) != without]
+        groups: dict[str, list[int]] = {}
         for i in used:
-            groups.setdefault(group_of(self.rows[i]), []).append(i)
+            groups.setdefault(source_of(self.rows[i]), []).append(i)
         chosen = [grid.index(each.before) for grid, each in zip(self.grids, self.free, strict=True)]
         moving = [
             n
@@ -166,9 +182,7 @@ class Sensitivities:
                 found = [a + b for a, b in zip(found, self.changes[n][at], strict=True)]
             squares = [min(abs(error), _MOST) ** 2 for error in found]
             each = [statistics.fmean(squares[i] for i in rows) for rows in groups.values()]
-            far = sum(
-                abs(log(self.grids[n][at] / self.free[n].before)) for n, at in enumerate(chosen)
-            )
+            far = sum(self.free[n].distance(self.grids[n][at]) for n, at in enumerate(chosen))
             return statistics.fmean(each) + _PRIOR * far
 
         best = loss()
@@ -185,7 +199,7 @@ class Sensitivities:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """What was predicted of a group without it.
+    """What was predicted of a source without it.
 
     Attributes:
         constants: as fitted to the others.
@@ -196,8 +210,8 @@ class LeftOut:
     predictions: dict[str, Prediction]
 
 
-def left_out(rows: Sequence[Row], models: Models) -> dict[Group, LeftOut]:
-    """Each group as predicted without it."""
+def left_out(rows: Sequence[Row], models: Models) -> dict[str, LeftOut]:
+    """Each source as predicted without it."""
     sensitivities = Sensitivities(rows, models)
     free, result = sensitivities.free, {}
     for group, mine in groups_of(rows).items():
@@ -208,11 +222,6 @@ def left_out(rows: Sequence[Row], models: Models) -> dict[Group, LeftOut]:
             predictions = {row["id"]: predict_run(row, models) for row in mine}
             for made in predictions.values():  # they are computed when they are asked for
                 made.as_dict()
-        names = [
-            each.name
-            if each.tables[0] is constants.CONSTANTS
-            else f"{each.name} of TransformerEngine"
-            for each in free
-        ]
+        names = [each.title for each in free]
         result[group] = LeftOut(dict(zip(names, values, strict=True)), predictions)
     return result

@@ -29,24 +29,36 @@ SIZE, LEFT, TOP = 440, 76, 26
 def headline_table(result: dict[str, Any]) -> str:
     """What holds for runs that nothing was fitted to, and for all of them."""
     left = result["left_out"]
-    both = [(each["errors"]["all"], each["median_sweep"]) for each in (left, result)]
+    every, newer, inside = left["errors"]["all"], left["newer"], result["errors"]["all"]
+    rows = []
+    for what, key, part in (
+        ("tokens/s, median error", "speed", "median"),
+        ("tokens/s, 90th percentile", "speed", "p90"),
+        ("tokens/s in their interval", "speed", "covered"),
+        ("memory, median error", "memory", "median"),
+        ("verdicts on fits", "fits", "right"),
+    ):
+        values = every[key][f"{part}_by_source"], every[key][part], newer[key][f"{part}_by_source"]
+        rows.append([what, *map(percent, (*values, inside[key][part]))])
+    ranks = f"{left['median_sweep']:.2f}", f"{result['median_sweep']:.2f}"
+    rows.append(["Spearman, median sweep", "", ranks[0], "", ranks[1]])
     after = left["calibrated"]
-    rows = [
-        ["tokens/s, median error", *(percent(r["speed"]["median"]) for r, _ in both)],
-        ["tokens/s, 90th percentile", *(percent(r["speed"]["p90"]) for r, _ in both)],
-        ["tokens/s in their interval", *(percent(r["speed"]["covered"]) for r, _ in both)],
-        ["memory, median error", *(percent(r["memory"]["median"]) for r, _ in both)],
-        ["verdicts on fits", *(percent(r["fits"]["right"]) for r, _ in both)],
-        ["Spearman, median sweep", *(f"{rank:.2f}" for _, rank in both)],
-        ["after `calibrate` on one run, the others: median error", percent(after["median"]), ""],
-        ["the same, the source in the middle", percent(after["median_group"]), ""],
-    ]
-    return table(["", "each (source, GPU) left out", "in-sample"], rows)
+    rows.append(
+        [
+            "after `calibrate` on one run, the others: median error",
+            "",
+            percent(after["median"]),
+            "",
+            "",
+        ]
+    )
+    head = ["", "a source left out, sources weigh the same", "the same, rows weigh the same"]
+    return table([*head, "sources of 2025 and 2026, left out", "in-sample, rows"], rows)
 
 
 def errors_table(result: dict[str, Any]) -> str:
-    """A row for each source and GPU, left out."""
-    after, rows = result["left_out"]["calibrated"]["groups"], []
+    """A row for each source, left out."""
+    rows = []
     for name, r in result["left_out"]["errors"].items():
         inside = result["errors"][name]["speed"]
         rows.append(
@@ -58,17 +70,15 @@ def errors_table(result: dict[str, Any]) -> str:
                 percent(r["speed"]["signed"]),
                 percent(r["speed"]["covered"]),
                 percent(inside["median"]),
-                percent(after.get(name)),
                 str(r["memory"]["rows"] or ""),
                 percent(r["memory"]["median"]),
                 f"{percent(r['fits']['right'])} of {r['fits']['rows']}",
             ]
         )
-    head = ["source and GPU, left out", "speeds", "median", "90th percentile", "signed median"]
+    head = ["source, left out", "speeds", "median", "90th percentile", "signed median"]
     head += [
         "in interval",
         "in-sample median",
-        "calibrated on one run",
         "memory",
         "median",
         "fits right",
@@ -84,14 +94,14 @@ def sweeps_table(result: dict[str, Any]) -> str:
 
 
 def constants_table(result: dict[str, Any]) -> str:
-    """What each fitted constant is, and was without each source and GPU."""
+    """What each fitted constant is, and was without each source."""
     without = result["left_out"]["constants"]
     names = list(next(iter(without.values())))
     rows = [
         [name, *(f"{end(each[name] for each in without.values()):.3g}" for end in (min, max))]
         for name in names
     ]
-    return table(["constant", "least, one (source, GPU) left out", "most"], rows)
+    return table(["constant", "least, one source left out", "most"], rows)
 
 
 def long_table(result: dict[str, Any]) -> str:

@@ -24,6 +24,7 @@ PARTS = (
     Task("host_profile", "host_profile", "host_profile", 20),
     Task("host_nccl", "host_nccl", "host_nccl", 30),
     Task("overlap_hsdp", "link_overlap", "overlap_hsdp", 40),
+    Task("captured", "captured", "captured", 40),
     Task("compile", "compiled", "compile", 80),
     Task("wrapped_alone", "alone", "wrapped_alone", 15),
     Task("small_step", "step_times", "small_step", 70),

@@ -17,10 +17,17 @@ from sides import batch_of, check_finite, loss_of, rank_of_many
 import parallel3d as p3d
 from parallel3d.planner import Cluster, Gpu, Prediction, Workload, predict, spec_from_module
 from parallel3d.planner.calibrate import calibrate
+from parallel3d.planner.stacks import stack_of
 
 MIB = 2**20
 SHAPE = LlamaConfig(2048, 16, 32, 8, 8192, 32_000, 2048)
 TINY = LlamaConfig(64, 2, 4, 2, 192, 256, 64)
+STACK = stack_of("parallel3d").with_values(
+    "this run",
+    # AdamW with foreach reads and writes 20 numbers a parameter, not 7.
+    {"overlap_slowdown": 0.0, "optimizer_traffic": 20 / 7},
+    "how the run is made",
+)
 LINK = Link(latency=15e-6, bandwidth=300e9)
 FSDP, HSDP, WIDE = p3d.MeshLayout(shard=8), p3d.MeshLayout(2, 4), p3d.MeshLayout(shard=64)
 # (layout, sequences of a rank, resharded after forward), in the order of their use to a reader
@@ -70,9 +77,9 @@ def planner(device: str, small: bool) -> Part:
         work = Workload(
             seq_len=length,
             micro_batch=sequences,
-            attention="flash2",
             fused_norm=device == "cuda",
             reshard_after_forward=reshard,
+            stack=STACK,
         )
         cluster = Cluster(_with_link(gpu, layout), 1, layout.world_size)
         prediction = predict(spec, layout, cluster, work)
@@ -82,7 +89,8 @@ def planner(device: str, small: bool) -> Part:
     for name, values in errors.items():
         part.notes.append(f"{name}: median error {statistics.median(map(abs, values)):.1%}")
     part.notes += [
-        "predicted from matmul and memory rates measured here, and from the emulated link's own times",
+        "predicted from matmuls, attention, memory and the host's times as measured here, and from the "
+        "emulated link's own times; a link that sleeps slows no kernel",
         "expected: memory within 5 %, time within 12 %; failed if memory is off by more than 20 %",
         "AdamW is the foreach one, for whose temporaries the planner allows",
     ]
@@ -91,7 +99,15 @@ def planner(device: str, small: bool) -> Part:
             "on a CPU there are no streams, and no allocator that rounds sizes, as the planner assumes: no "
             "limit is applied; time is that of one core"
         )
-    part.data["gpu"] = {"peak": gpu.peak, "efficiency": gpu.gemm_efficiency, "source": gpu.source}
+    part.data["gpu"] = {
+        **{
+            name: getattr(gpu, name)
+            for name in ("peak", "gemm_efficiency", "gemm_start_us", "sustained")
+        },
+        **{name: getattr(gpu, name) for name in ("bandwidth", "attention_kernel", "attention")},
+        "host_times": vars(gpu.host_times),
+        "source": gpu.source,
+    }
     return part
 
 

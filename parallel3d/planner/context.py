@@ -1,7 +1,7 @@
-"""Context parallelism: what attention sends over ``cp``, and what a rank computes and keeps of it.
+"""Context parallelism (cp): what attention communicates, and what a rank computes and keeps.
 
-Bytes, heads and the choice of "auto" are those of ``parallel3d.cp``. The parts of a sequence are balanced: a
-rank has one from its head and one from its tail, so that all ranks compute equally many causal scores.
+Bytes, heads and the choice of the kind for "auto" come from ``parallel3d.cp``. Sequences are divided evenly:
+a rank has one chunk from the front and one from the back, so that all ranks compute equally many scores.
 """
 
 from __future__ import annotations
@@ -10,53 +10,48 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from parallel3d.cp.choose import bytes_per_layer, choose, share_heads
-from parallel3d.planner.heads import HeadShare, local_heads
-from parallel3d.planner.model_spec import AttentionSpec, ModelSpec
+from parallel3d.planner.model_spec import AttentionSpec, HeadShare, ModelSpec, local_heads
 from parallel3d.planner.workload import Local
 
-# Bytes an element that one more block of keys moves: the fp32 result is scaled, the block's bf16 result is
-# scaled to fp32 and added; in backward the block's gradient of the queries is added to an fp32 one.
-_JOINED, _ADDED = 26, 10
-# How often a rank's packing and unpacking move the bytes of a collective.
-_COPIES = {"all_to_all": 4, "all_gather": 2, "reduce_scatter": 2, "send": 0}
+# Bytes that results of attention move for each element, in all and for each partial result (cp/blocks.py).
+# Forward: zeros in fp32, casts of the first result and of all; each further one is cast and added (lerp).
+# Backward: its product with the gradient, zeros and a cast; a part of the gradient of the queries is added.
+_JOINED, _ADDED = (-2, 18), (18, 10)
+# How often a rank's packing and unpacking move the bytes of a collective; of an all-gather also its own part.
+_COPIES = {"all_to_all": 4, "reduce_scatter": 3, "send": 0}
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """``count`` equal collectives over ``cp`` of one attention layer.
+    """``count`` equal collectives over ``cp`` or ``ep``, of one layer for one micro-batch.
 
     Attributes:
-        way: "forward" or "backward".
-        operation: "all_to_all", "all_gather", "reduce_scatter" or "send".
-        nbytes: bytes of one collective, as ``collective_time`` counts: of the gathered tensor, or of the
-            tensor that the rank has.
+        way: "forward" or "backward", the pass in which they run.
+        name: what is sent (over ``ep``: "rows", "weights" ...); over ``cp`` the same as ``operation``.
+        operation: "all_to_all", "all_gather" or "reduce_scatter", which are waited for, or "send", beside
+            which attention computes.
+        nbytes: bytes of one collective, as ``collective_time`` takes them: of the gathered tensor, or of one
+            rank's tensor (on the rank with most).
+        copied: bytes that packing and unpacking for one collective read and write.
     """
 
     way: str
-    operation: str
+    name: str
     nbytes: float
-    count: int
-
-    @property
-    def beside(self) -> bool:
-        """Whether attention computes beside them."""
-        return self.operation == "send"
-
-    @property
-    def copied(self) -> float:
-        """Bytes that the packing and unpacking of one move."""
-        return _COPIES[self.operation] * self.nbytes
+    copied: float = 0.0
+    operation: str = "all_to_all"
+    count: int = 1
 
 
 @dataclass(frozen=True)
 class AttentionShare:
-    """What a rank computes of one attention layer.
+    """What one rank computes of one attention layer.
 
     Attributes:
-        heads: numbers of query heads, and of key and value heads.
-        part: fraction of these heads' scores that the rank computes.
-        length: tokens of the sequences that a kernel sees.
-        joins: number of partial results, each over some of the keys, that are combined for a query.
+        heads: its numbers of query heads and of key and value heads.
+        part: fraction of these heads' scores that it computes.
+        length: length of the sequences that the attention kernel is called with.
+        joins: how many partial results, each over a part of the keys, are merged for one query.
     """
 
     heads: HeadShare
@@ -69,8 +64,8 @@ class Kept(NamedTuple):
     """Numbers of elements that one attention layer stores for each token of a rank.
 
     Attributes:
-        beyond: elements kept for backward in addition to those that are kept without ``cp``.
-        received: elements in results of the collectives over ``cp``.
+        beyond: elements kept for backward beyond those that are kept without ``cp``.
+        received: elements of the results of the collectives over ``cp``.
     """
 
     beyond: float
@@ -78,7 +73,7 @@ class Kept(NamedTuple):
 
 
 def _numbers(attention: AttentionSpec, local: Local) -> dict[str, Any]:
-    """What ``bytes_per_layer`` and ``choose`` take."""
+    """Returns the keyword arguments that ``bytes_per_layer`` and ``choose`` of ``parallel3d.cp`` take."""
     mine, work = local_heads(attention, local.tp), local.work
     return {
         "size": local.cp,
@@ -92,22 +87,25 @@ def _numbers(attention: AttentionSpec, local: Local) -> dict[str, Any]:
 
 
 def why_not_ulysses(attention: AttentionSpec, tp: int, cp: int) -> str | None:
-    """Why all-to-alls can't share this layer's heads, in words; None if they can."""
+    """Returns why "ulysses" can't divide this layer's heads over ``cp``, as text; None if it can."""
     mine = local_heads(attention, tp).query
     return f"cp {cp} is more than the {mine} heads of a tp rank" if mine < cp else None
 
 
 def chosen(model: ModelSpec, local: Local) -> str:
-    """The kind of attention over ``cp`` that the workload names; of "auto" the one that the library takes."""
+    """Returns the kind of attention over ``cp``: the workload's; if that is "auto", the stack's; if that is
+    "auto" too, what ``parallel3d.cp`` chooses for the model's most frequent attention layer."""
     every = [(u.count, a) for u in model.units for a in u.attention]
-    if local.work.cp_attention != "auto" or not every:
-        return local.work.cp_attention
+    named = local.work.cp_attention
+    named = local.work.profile.cp_attention if named == "auto" else named
+    if named != "auto" or not every:
+        return named
     _, attention = max(every, key=lambda each: each[0])
     return choose(causal=attention.causal, **_numbers(attention, local)).kind
 
 
 def share_of(attention: AttentionSpec, local: Local) -> AttentionShare:
-    """The share of the fullest rank."""
+    """Returns what the rank with most heads computes of this attention layer."""
     mine, work, cp = local_heads(attention, local.tp), local.work, local.cp
     if cp == 1:
         return AttentionShare(mine, 1.0, work.seq_len)
@@ -119,12 +117,13 @@ def share_of(attention: AttentionSpec, local: Local) -> AttentionShare:
     # A causal mask leaves a query the keys before its own part, and some of its part.
     diagonal = 2.0 if attention.causal else 1.0
     if work.cp_attention == "gather":
-        return AttentionShare(mine, 1 / cp, work.seq_len, diagonal)
+        rows = int(work.local_tokens(cp) / diagonal)
+        return AttentionShare(mine, 1 / cp, rows, diagonal)
     return AttentionShare(mine, 1 / cp, work.local_tokens(cp), cp - 1 + diagonal)
 
 
 def exchanges(attention: AttentionSpec, local: Local) -> tuple[Exchange, ...]:
-    """The collectives over ``cp`` of one layer and micro-batch."""
+    """Returns the collectives over ``cp`` of one attention layer for one micro-batch."""
     if (cp := local.cp) == 1:
         return ()
     kind: Any = local.work.cp_attention
@@ -134,16 +133,18 @@ def exchanges(attention: AttentionSpec, local: Local) -> tuple[Exchange, ...]:
         "gather": (("all_gather", 1), ("reduce_scatter", 1)),
         "ring": (("send", cp - 1), ("send", 2 * cp - 1)),
     }[kind]
+    copies = _COPIES | {"all_gather": 2 + 2 / cp}
     return tuple(
-        Exchange(way, operation, nbytes / count, count)
-        for way, (operation, count), nbytes in zip(
+        Exchange(way, name, nbytes / count, copies[name] * (nbytes / count), name, count)
+        for way, (name, count), nbytes in zip(
             ("forward", "backward"), calls, traffic[:2], strict=True
         )
     )
 
 
 def kept(attention: AttentionSpec, local: Local) -> Kept:
-    """What one layer's attention over ``cp`` keeps."""
+    """Returns the elements that one attention layer saves for backward because of ``cp``, beyond those
+    without it, for each token of a rank. ``local``: the workload on one GPU of its layout."""
     if (cp := local.cp) == 1:
         return Kept(0.0, 0.0)
     mine, dim = local_heads(attention, local.tp), attention.head_dim
@@ -159,7 +160,7 @@ def kept(attention: AttentionSpec, local: Local) -> Kept:
 
 
 def working_bytes(attention: AttentionSpec, local: Local) -> float:
-    """Bytes for each of a rank's tokens that one layer's attention holds for a moment in backward."""
+    """Returns the bytes of attention's temporary buffers in backward, for each of a rank's tokens."""
     work, cp = local.work, local.cp
     if cp == 1:
         return 0.0
@@ -180,7 +181,12 @@ def working_bytes(attention: AttentionSpec, local: Local) -> float:
 
 
 def joined_bytes(attention: AttentionSpec, local: Local) -> tuple[float, float]:
-    """(forward, backward) bytes for each of a rank's tokens that joining results moves."""
-    share = share_of(attention, local)
-    elements = share.joins * share.heads.query * attention.head_dim
-    return elements * _JOINED, elements * _ADDED
+    """Returns (forward, backward) bytes that merging partial results moves, for each of a rank's tokens."""
+    share, cp = share_of(attention, local), local.cp
+    if not share.joins:
+        return 0.0, 0.0
+    elements = share.heads.query * attention.head_dim
+    forward, backward = (all_ + share.joins * each for all_, each in (_JOINED, _ADDED))
+    # Of gathered keys and values zeros and a cast too; some keys are of more than one part.
+    pairs = 2 * cp * share.heads.paired * attention.head_dim * (local.work.cp_attention == "gather")
+    return elements * forward, elements * backward + pairs * (20 + 5 * share.joins / 2 / cp)

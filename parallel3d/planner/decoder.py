@@ -1,4 +1,4 @@
-"""Decoder: a ModelSpec from the sizes of a decoder."""
+"""Decoder: makes a ModelSpec of a decoder-only transformer from its sizes."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from parallel3d.planner.model_spec import (
     Parameter,
     UnitSpec,
     loss_work,
+    mask_work,
 )
 
 # The parts of a decoder, from its sizes: parameters, matmuls, elementwise work and what autograd keeps.
@@ -27,16 +28,16 @@ GATED = ("swiglu", "geglu", "gated_relu")
 class ExpertsSpec:
     """A mixture of gated experts in the place of a block's MLP, with stacked weights.
 
-    All experts are sharded, gathered and stepped like other parameters; a token goes through those that the
+    All experts are sharded, gathered and updated like other parameters; a token goes through the few that the
     router chose. Tensor parallelism splits the features of each expert, as ``tp.Experts`` does, so that every
     rank computes all experts; with expert parallelism a rank has some of the experts, whole.
 
     Attributes:
         count: number of experts in a block.
         chosen: number of experts that a token goes through.
-        ffn: features within an expert.
-        shared: features within an MLP that every token goes through as well; 0: there is none.
-        shared_gate: whether the shared MLP's output is scaled by a layer of one feature.
+        ffn: hidden features of one expert.
+        shared: hidden features of an MLP beside the experts that every token goes through; 0: there is none.
+        shared_gate: whether a linear layer of one output feature scales the shared MLP's output.
     """
 
     count: int
@@ -46,7 +47,7 @@ class ExpertsSpec:
     shared_gate: bool = False
 
     def parameters(self, hidden: int) -> Iterator[Parameter]:
-        """In the order of their use."""
+        """Yields the parameters of router, experts and shared MLP, in the order of their use."""
         used = self.chosen / self.count
         yield Parameter("mlp.gate.weight", (self.count, hidden))
         up = (self.count, 2 * self.ffn, hidden)
@@ -61,7 +62,7 @@ class ExpertsSpec:
             yield Parameter("mlp.shared_expert_gate.weight", (1, hidden))
 
     def matmuls(self, hidden: int) -> Iterator[Matmul]:
-        """The router's, the experts', grouped, and the shared MLP's."""
+        """Yields the matmuls of the router, the experts (grouped matmuls) and the shared MLP."""
         routed = (self.count, self.chosen)
         yield Matmul("mlp.gate", self.count, hidden)
         yield Matmul("mlp.experts.gate_up", 2 * self.ffn, hidden, "n", experts=routed)
@@ -72,7 +73,7 @@ class ExpertsSpec:
             yield Matmul("mlp.shared.down", hidden, self.shared, "k")
 
     def elementwise(self, hidden: int) -> Iterator[Elementwise]:
-        """Routing, tokens copied to their experts and weighted results added up; the activation functions."""
+        """Yields the work of routing, copying tokens to experts, summing results, and activations."""
 
         def alike(
             name: str, forward: float, backward: float, kernels: tuple[int, int], own: bool = True
@@ -85,37 +86,43 @@ class ExpertsSpec:
         yield alike("permute", 2 * copies, 3 * copies, (1, 1))
         yield alike("combine", 4 * copies, 5 * copies, (2, 2))
         for name, f in (("experts'", self.chosen * self.ffn), ("shared", self.shared)):
-            sizes, own = ((5 * f, 9 * f), (3 * f, 5 * f)), name != "shared"
+            own = name != "shared"
+            # Experts have one matrix for both halves, whose gradients are joined: 4 elements more.
+            sizes = (5 * f, (13 if own else 9) * f), (3 * f, 5 * f)
             if f:
                 yield Elementwise(f"{name} swiglu", *sizes, (2, 3), "tp", of_experts=own)
 
     def activations(self, hidden: int) -> Iterator[Activation]:
-        """What autograd keeps: the copies of the tokens, hidden features, and results before weighting."""
+        """Yields what autograd keeps: the tokens' copies, hidden features, and results before weighting."""
         copies = self.chosen * hidden
         yield Activation("router", 2 * self.count, 4, "gathered")
-        yield Activation("experts' input", copies, split="gathered", of_experts=True)
+        given = {"of_experts": True, "only_for": ("mlp.experts.gate_up",)}
+        yield Activation("experts' input", copies, None, "gathered", **given)  # type: ignore[arg-type]
         for name, f in (("experts'", self.chosen * self.ffn), ("shared", self.shared)):
             own = name != "shared"
             if f:
                 yield Activation(f"{name} hidden", 2 * f, None, "tp", "matmul", of_experts=own)
-                yield Activation(f"{name} swiglu output", f, split="tp", of_experts=own)
+                only = ("mlp.experts.down",) if own else ("mlp.shared.down",)
+                result = f"{name} swiglu output"
+                yield Activation(result, f, split="tp", of_experts=own, only_for=only)
                 yield Activation(f"{name} silu", f, None, "tp", eager_only=True, of_experts=own)
         yield Activation("experts' output", copies, None, "gathered", "matmul", of_experts=True)
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """``layers`` equal blocks: attention and an MLP, each with a residual, between an embedding and a head.
+    """The sizes of a decoder: embedding, ``layers`` equal blocks of attention and MLP, final norm and head.
 
     Attributes:
-        kv: key and value heads.
+        kv: number of key and value heads.
         dim: features of a head.
         mlp, positions: see ``spec_from_shapes``.
         position_rows: rows of a learned table of positions.
         norm: "rmsnorm", "layernorm" or "none" (it normalizes, but has no parameters).
         norm_bias: whether norms have a bias.
-        norms: norms of a block: 1 (attention and MLP side by side), 2 or 4 (after each as well as before).
-        qk_norm: "head": norms of queries and keys with weights of one head; "full": of all heads; "": none.
+        norms: norms in a block: 1 (attention and MLP are parallel branches), 2 (one before each), or 4 (one
+            before and one after each).
+        qk_norm: norms of queries and keys over each head's features ("head"), all heads' ("full"); "": none.
         qkv_bias, o_bias, mlp_bias, head_bias: whether these linear layers have a bias.
         fused_qkv, fused_gate: one matrix for queries, keys and values; for both halves of a gated MLP.
         embed_norm: whether a norm follows the embedding.
@@ -151,7 +158,7 @@ class Decoder:
         return self.mlp in GATED
 
     def spec(self, name: str, source: str) -> ModelSpec:
-        """The whole model: the root with tied weights, embeddings, blocks, the final norm and head."""
+        """Returns the whole model as units: root (tied weights), embeddings, blocks, final norm and head."""
         hidden = self.hidden
         embeddings = [Parameter("embed.weight", (self.vocab, hidden), 0)]
         if self.positions == "learned":
@@ -165,8 +172,9 @@ class Decoder:
         for p in embeddings[self.tied :]:
             units.append(UnitSpec(p.name.partition(".")[0], "embedding", (p,)))
         # The lookup is work of the first unit, whichever has the parameters.
-        lookup = Elementwise("lookup", (2 * hidden, 3 * hidden), (2 * hidden, 3 * hidden))
-        units[0] = replace(units[0], elementwise=(lookup,), tp_outputs=(hidden,))
+        moved = 2 * hidden, 3 * hidden
+        lookup = Elementwise("lookup", moved, moved, split="gathered"), mask_work(hidden)
+        units[0] = replace(units[0], elementwise=lookup, tp_outputs=(hidden,))
         return ModelSpec(
             name=name,
             units=(*units, self._block(), self._final_norm_and_head()),
@@ -180,7 +188,8 @@ class Decoder:
         )
 
     def _linears(self) -> Iterator[tuple[str, int, int, str, bool]]:
-        """(name, output, input, split, bias) of a block's linear layers, in the order in which they run."""
+        """Yields (name, output features, input features, tp's split, has bias) of a block's linear layers, in
+        the order in which they run; the split is "n" (colwise) or "k" (rowwise)."""
         hidden, ffn = self.hidden, self.ffn
         query, pair = self.heads * self.dim, self.kv * self.dim
         if self.fused_qkv:
@@ -199,7 +208,7 @@ class Decoder:
         yield "mlp.down", hidden, ffn, "k", self.mlp_bias
 
     def _block_parameters(self) -> Iterator[Parameter]:
-        """The parameters of a block, in the order in which forward uses them."""
+        """Yields a block's parameters in the order in which forward uses them."""
         yield from self._norm_parameters("norm1")
         for name, n, k, split, bias in self._linears():
             if name == "attn.o" and self.qk_norm:
@@ -221,7 +230,8 @@ class Decoder:
             yield from self._norm_parameters("norm4")
 
     def _heads_of(self, name: str) -> tuple[tuple[int, int] | None, bool]:
-        """``heads`` and ``kv`` of a linear layer; a fused one is divided in groups of heads."""
+        """Returns the fields ``heads`` and ``kv`` of ``Parameter`` for a linear layer; a fused one is divided
+        between groups, each a key and value head with its query heads."""
         if not name.startswith("attn."):
             return None, False
         return (self.kv if self.fused_qkv else self.heads, self.kv), name in ("attn.k", "attn.v")
@@ -256,8 +266,8 @@ class Decoder:
         h, fused = features, (2 * features, 3 * features)
         if self.norm != "rmsnorm":  # torch's layer norm is one kernel
             return Elementwise(name, fused, fused, (1, 2), split, norm=True)
-        # x.float(), pow, mean, * rsqrt, cast, * weight: 36 bytes forward, twice that backward
-        return Elementwise(name, (18 * h, 36 * h), fused, (6, 12), split, norm=True)
+        # x.float(), pow, mean, * rsqrt, cast, * weight, as recorded of Hugging Face's
+        return Elementwise(name, (18 * h, 46 * h), fused, (8, 16), split, norm=True)
 
     def _elementwise(self) -> Iterator[Elementwise]:
         h, f = self.hidden, self.ffn
@@ -287,12 +297,17 @@ class Decoder:
                 yield Elementwise("bias gradients", moved, moved, (0, kernels), split)
 
     def _activations(self) -> Iterator[Activation]:
-        """What autograd keeps, by op; the formulas of ``docs/planner.md``."""
+        """Yields what autograd keeps of a block, by the formulas of ``docs/planner.md``."""
         h, f = self.hidden, self.ffn
         query, pair = self.heads * self.dim, self.kv * self.dim
         for i in range(self.norms):
             yield from self._norm_activations(f"norm{i + 1}", h)
-        yield Activation("qkv input", h, split="gathered", of="norm")
+        reads = {
+            way: [n for n, *_ in self._linears() if n.startswith(way)] for way in ("attn", "mlp")
+        }
+        qkv, (up, down) = tuple(reads["attn"][:-1]), (reads["mlp"][:-1], reads["mlp"][-1:])
+        beside = tuple(up) if self.norms == 1 else ()
+        yield Activation("qkv input", h, split="gathered", of="norm", only_for=qkv + beside)
         if self.qk_norm:
             yield from self._norm_activations("q norm", query, "heads")
             yield from self._norm_activations("k norm", pair, "kv")
@@ -304,12 +319,13 @@ class Decoder:
         yield Activation("attention output", query, split="heads", of="attention")
         yield Activation("softmax sums", self.heads, 4, split="heads", of="attention")
         if self.norms > 1:
-            yield Activation("mlp input", h, split="gathered", of="norm")
+            only = tuple(up) if self.experts is None else ()
+            yield Activation("mlp input", h, split="gathered", of="norm", only_for=only)
         if self.experts is not None:
             yield from self.experts.activations(h)
             return
         yield Activation("mlp hidden", (2 if self.gated else 1) * f, split="tp", of="matmul")
-        yield Activation(f"{self.mlp} output", f, split="tp")
+        yield Activation(f"{self.mlp} output", f, split="tp", only_for=tuple(down))
         if self.gated:
             yield Activation("silu", f, split="tp", eager_only=True)
 
@@ -333,7 +349,10 @@ class Decoder:
             tuple(parameters),
             matmuls=(Matmul("head", v, h, "n"),),
             elementwise=(self._norm_work("norm", h), loss_work(v)),
-            activations=(Activation("norm input", h, of="norm"), Activation("head input", h)),
+            activations=(
+                Activation("norm input", h, of="norm"),
+                Activation("head input", h, only_for=("head",)),
+            ),
             tp_inputs=(h,),
         )
 
@@ -352,23 +371,27 @@ def spec_from_shapes(
     norm: str = "rmsnorm",
     bias: bool = False,
     tied: bool = False,
+    experts: int = 0,
+    experts_per_token: int = 0,
     seq_len: int = 0,
     name: str = "transformer",
     source: str = "shapes",
 ) -> ModelSpec:
-    """A decoder of ``layers`` equal blocks: norm, attention, norm, MLP, each with a residual.
+    """Returns the spec of a decoder of ``layers`` equal blocks: norm, attention, norm, MLP, with residuals.
 
     Args:
-        layers, hidden, heads: number of blocks, features between them, attention heads of each.
-        ffn, vocab: features within an MLP, and ids.
+        layers, hidden, heads: number of blocks, features between them, query heads of each.
+        ffn, vocab: hidden features of an MLP, and size of the vocabulary.
         kv_heads: key and value heads of each block; by default as many as ``heads``.
         head_dim: features of a head; by default ``hidden / heads``.
-        mlp: "swiglu", "geglu": three matrices; "gelu", "relu", "relu2", "silu": two.
+        mlp: "swiglu", "geglu", "gated_relu": three matrices; "gelu", "relu", "relu2", "silu": two.
         norm: "rmsnorm", or "layernorm".
-        positions: "learned": a table of ``seq_len`` rows; "rope": rotation; "alibi", "none".
+        positions: "learned" (a table of ``seq_len`` rows), "rope", "alibi" or "none".
         bias: whether all linear layers but the head have a bias. With "layernorm" norms have one.
         tied: the head's weight is the embedding's.
-        name, source: texts that the plan shows as the model's name and origin.
+        experts: number of gated experts, of ``ffn`` features each, that replace each MLP; 0: none.
+        experts_per_token: number of experts that a token goes through.
+        name, source: the model's name, and where its sizes come from, as texts for the plan.
 
     Raises:
         PlanningError: a name that isn't one of these, or a size below 1.
@@ -387,8 +410,13 @@ def spec_from_shapes(
         check_size(what, size)
     if heads % kv:
         raise PlanningError(f"kv_heads is {kv}; it must divide heads, {heads}")
+    if not 0 <= experts_per_token <= experts or (experts > 0) != (experts_per_token > 0):
+        raise PlanningError(
+            f"experts_per_token is {experts_per_token} of {experts} experts; it must be 1 to {experts}"
+        )
     decoder = Decoder(
         *(layers, hidden, heads, kv, dim, ffn, vocab),
+        experts=ExpertsSpec(experts, experts_per_token, ffn) if experts else None,
         mlp=mlp,
         positions=positions,
         position_rows=max(seq_len, 1),

@@ -1,28 +1,34 @@
-"""What the engine holds during a backward, event by event: unsharded parameters, gradients, buffers. Bytes.
+"""What the engine holds during a backward, event by event: bytes of unsharded parameters, gradients, buffers.
 
-The planner runs the engine's own arithmetic: ``fsdp/layout.py`` says how parameters lie in buckets,
-``fsdp/schedule.py``, fed with the events of a step, which unit is gathered when.
+The planner runs the engine's own code: ``fsdp/layout.py`` lays parameters out in buckets, and
+``fsdp/schedule.py``, given the events of a step, says when each unit is gathered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import compress, zip_longest
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
+from parallel3d._play import InModelOrder
 from parallel3d.ep.division import shard_dim
 from parallel3d.fsdp.layout import (
+    BufferPool,
     PartialGrad,
     Segment,
     are_zero_copy,
     bucket_order,
     ceil_div,
+    default_dim,
+    in_ring,
     is_exact,
     padded_shape,
 )
 from parallel3d.fsdp.schedule import GatherSchedule, PrefetchSettings
+from parallel3d.mesh import MeshLayout
 from parallel3d.planner.model_spec import Parameter, UnitSpec
 
 # The buckets of a unit, from the shapes of its parameters.
@@ -34,10 +40,10 @@ class Grad:
 
     Attributes:
         numel: elements of the gradient that autograd produces.
-        padded: elements of its padded copy; 0: no copy is made.
-        waits: whether autograd's tensor is held until the reduction, because it is zero-copy, or small and
-            packed with others.
-        zero_copy: whether it is reduced from where autograd has put it.
+        padded: elements of the padded copy that is made of it; 0: it needs no padding and no copy.
+        waits: whether autograd's tensor is held until the reduction: zero-copy gradients, and small ones that
+            are packed together.
+        zero_copy: whether it is reduced from autograd's own tensor, without being packed.
     """
 
     numel: int
@@ -48,23 +54,26 @@ class Grad:
 
 @dataclass(frozen=True, slots=True)
 class BucketLayout:
-    """A bucket. Sizes are numbers of elements.
+    """The sizes of one bucket, in elements unless said otherwise.
 
     Attributes:
-        num_shards: n, ranks that it is sharded over.
-        numel: S, elements of a rank's shard, padding included.
-        packed: those of S that are not zero-copy.
+        num_shards: number of ranks that it is sharded over.
+        numel: elements of one rank's shard, padding included.
+        packed: elements of the shard that are copied into a buffer to be sent; zero-copy ones are not.
         trainable: whether its parameters have gradients.
-        has_large: whether it has large zero-copy gradients. Deferred gathers are issued when half of their
-            elements have arrived.
-        packs_as_chunks: whether one kernel packs its small gradients.
-        grads: its gradients, in the order of the bucket.
+        itemsize, own: bytes of an element of the shards that are gathered; of the plain model's parameters.
+        has_large: whether it has large zero-copy gradients. Deferred all-gathers are issued when half of
+            these gradients' elements have arrived.
+        packs_as_chunks: whether its small gradients can be packed by one kernel.
+        grads: its gradients, in the order in which they lie in the bucket.
     """
 
     num_shards: int
     numel: int
     packed: int
     trainable: bool
+    itemsize: int
+    own: int
     has_large: bool
     packs_as_chunks: bool
     grads: tuple[Grad, ...]
@@ -75,8 +84,9 @@ class UnitLayout:
     """The buckets of ``count`` equal units.
 
     Attributes:
-        arrivals: (index of the bucket, of the gradient in it), in the order in which backward brings them.
-        experts: the unit of experts in each of these; None: its parameters are among the unit's own.
+        arrivals: (index of a bucket, of a gradient in it), in the order in which backward produces them.
+        experts: the layout of the experts in each of these units, if ep divides them: they are then a unit of
+            their own. Else None.
     """
 
     kind: str
@@ -87,13 +97,13 @@ class UnitLayout:
 
     @property
     def unsharded_numel(self) -> int:
-        """Elements of the unsharded parameters of one unit, padding included."""
+        """Elements of one unit's unsharded parameters, experts and padding included."""
         own = sum(bucket.num_shards * bucket.numel for bucket in self.buckets)
         return own + (self.experts.unsharded_numel if self.experts is not None else 0)
 
 
 def each_unit(layouts: Iterable[UnitLayout]) -> list[UnitLayout]:
-    """Every single unit, in the order of the forward: experts after the block that they are in."""
+    """Returns each unit by itself, in the order of the forward: experts after their block."""
     both = ((each, each.experts) for each in layouts for _ in range(each.count))
     return [unit for pair in both for unit in pair if unit is not None]
 
@@ -112,16 +122,15 @@ def unit_layout(
 
     Args:
         itemsize: bytes of an element at rest.
-        zero_copy_bytes: unsharded bytes from which a parameter is zero-copy.
-        ep: the ranks of shard x tp that share the experts. If they are several, these are a unit of their
-            own, sharded over the others.
+        zero_copy_bytes: unsharded bytes from which a parameter is zero-copy: not packed for a collective.
+        ep: number of ranks that divide the experts. Above 1, experts are a unit of their own, sharded over
+            the remaining ranks of shard x tp.
     """
     dense, experts = unit, None
     if ep > 1 and any(p.experts for p in unit.parameters):
         dense = replace(unit, parameters=tuple(p for p in unit.parameters if not p.experts))
-        own = tuple(replace(p, tp_dim=0, tp_partial="never") for p in unit.parameters if p.experts)
-        efsdp = shard * tp // ep
-        segments = [_segment(p, efsdp, ep, False, shard_dim(p.shape, ep, efsdp)) for p in own]
+        own = tuple(p for p in unit.parameters if p.experts)
+        segments = [_expert_segment(p, shard * tp // ep, ep) for p in own]
         inner = replace(unit, kind="experts", parameters=own)
         experts = _laid_out(inner, segments, itemsize, zero_copy_bytes)
     segments = [_segment(p, shard, tp, sequence_parallel) for p in dense.parameters]
@@ -137,17 +146,23 @@ def _laid_out(
         members.setdefault(key, []).append(index)
     place: dict[int, tuple[int, int]] = {}
     buckets = []
-    for number, ((trainable, *_), indices) in enumerate(members.items()):
-        order = bucket_order([layouts[i][0] for i in indices], itemsize, zero_copy_bytes)
+    for number, ((trainable, _, own), indices) in enumerate(members.items()):
+        rest = itemsize if trainable else min(own, itemsize)
+        order = bucket_order([layouts[i][0] for i in indices], rest, zero_copy_bytes)
         indices = [indices[i] for i in order]
-        buckets.append(_bucket([layouts[i] for i in indices], trainable, itemsize, zero_copy_bytes))
+        held = [layouts[i] for i in indices]
+        buckets.append(_bucket(held, trainable, rest, own, zero_copy_bytes))
         place.update({index: (number, at) for at, index in enumerate(indices)})
     arrivals = [place[i] for i in reversed(range(len(layouts))) if unit.parameters[i].trainable]
     return UnitLayout(unit.kind, unit.count, tuple(buckets), tuple(arrivals))
 
 
 def _bucket(
-    layouts: list[tuple[Segment, int]], trainable: bool, itemsize: int, zero_copy_bytes: int
+    layouts: list[tuple[Segment, int]],
+    trainable: bool,
+    itemsize: int,
+    own: int,
+    zero_copy_bytes: int,
 ) -> BucketLayout:
     segments = [segment for segment, _ in layouts]
     zero_copy = are_zero_copy(segments, itemsize, zero_copy_bytes)
@@ -159,6 +174,8 @@ def _bucket(
         numel=sum(s.numel for s in segments),
         packed=sum(s.numel for s in packed),
         trainable=trainable,
+        itemsize=itemsize,
+        own=own,
         has_large=zero_copy[0] and not small[0],
         packs_as_chunks=all(s.packs_as_chunks for s in packed),
         grads=tuple(
@@ -171,11 +188,8 @@ def _bucket(
 def _segment(
     parameter: Parameter, shard: int, tp: int, sequence_parallel: bool, dim: int | None = None
 ) -> tuple[Segment, int]:
-    """The segment of ``parameter``, and the elements of the first rank's unsharded parameter.
-
-    Args:
-        dim: over which it is sharded; None: the first that can be.
-    """
+    """Returns the segment of ``parameter`` in its bucket, sharded over ``dim`` (None: the dim that the engine
+    chooses), and the elements of its unsharded part on the first rank of tp."""
     shape = parameter.shape
     how, largest = tp_cut(parameter, tp)
     cut, packing = None if how == "whole" else parameter.tp_dim, how == "heads"
@@ -183,8 +197,9 @@ def _segment(
         d != cut or (not packing and is_exact(size, (), (tp,), shard))
         for d, size in enumerate(shape)
     ]
-    if dim is None and True in can_be_cut:
-        dim = can_be_cut.index(True)
+    if dim is None:
+        works = [d for d, possible in enumerate(can_be_cut) if possible]
+        dim = default_dim(largest, works, () if cut is None else (cut,), shard)
     num_shards = 1 if dim is None else shard
     padded = padded_shape(largest, dim, num_shards)
     fills = cut is None or not (packing or shape[cut] % tp)
@@ -204,12 +219,34 @@ def _segment(
     return segment, prod(largest)
 
 
+def _expert_segment(parameter: Parameter, efsdp: int, ep: int) -> tuple[Segment, int]:
+    """As ``_segment``, for stacked experts that ep divides."""
+    own = replace(parameter, tp_dim=0, tp_partial="never")
+    return _segment(own, efsdp, ep, False, shard_dim(parameter.shape, ep, efsdp))
+
+
+@lru_cache(maxsize=65536)
+def segment_of(parameter: Parameter, ranks: int, layout: MeshLayout, axis: str) -> Segment:
+    """Returns the segment of ``parameter`` on ``axis``: "shard", or "efsdp" for experts that ep divides."""
+    if axis == "efsdp":
+        return _expert_segment(parameter, ranks, layout.ep)[0]
+    return _segment(parameter, ranks, layout.tp, False)[0]
+
+
+def partial_numel(unit: UnitSpec, layout: MeshLayout, sequence_parallel: bool) -> int:
+    """Elements of the gradients of ``unit`` that the engine sums over ``tp``."""
+    sizes = layout.shard * layout.cp, layout.tp, sequence_parallel
+    every = (_segment(p, *sizes) for p in unit.parameters if p.trainable)
+    return sum(numel for segment, numel in every if segment.partial)
+
+
 def tp_cut(parameter: Parameter, tp: int) -> tuple[str, list[int]]:
-    """How ``tp`` ranks share a parameter at rest, before it is sharded.
+    """Returns how ``tp`` ranks divide a parameter at rest, and the unsharded shape of the first rank's part.
 
     Returns:
-        "chunks", "heads" (cut between heads, if chunks would cut within heads; see ``tp/auto/heads.py``) or
-        "whole", and the shape of the first rank's part. Keys and values of fewer heads than ranks are whole.
+        "chunks" (as ``torch.chunk``), "heads" (between heads, where chunks would cut one; see
+        ``tp/auto/heads.py``) or "whole" (not divided, as keys and values with fewer heads than ranks), and
+        the shape.
     """
     shape, dim, heads = list(parameter.shape), parameter.tp_dim, parameter.heads
     if tp == 1 or dim is None:
@@ -225,38 +262,139 @@ def tp_cut(parameter: Parameter, tp: int) -> tuple[str, list[int]]:
     return how, shape
 
 
+def local_parts(unit: UnitSpec, layout: MeshLayout) -> dict[str, list[tuple[Parameter, list[int]]]]:
+    """Returns axis -> the parameters of a unit that it shards, each with its shape on the rank of tp (or of
+    ep) that has most.
+
+    Experts are sharded over "efsdp" if ep divides them, all others over "shard".
+    """
+    found: dict[str, list[tuple[Parameter, list[int]]]] = {"shard": [], "efsdp": []}
+    for p in unit.parameters:
+        if p.experts and layout.ep > 1:
+            found["efsdp"].append((p, [ceil_div(p.shape[0], layout.ep), *p.shape[1:]]))
+        else:
+            found["shard"].append((p, tp_cut(p, layout.tp)[1]))
+    return found
+
+
+def local_numels(unit: UnitSpec, layout: MeshLayout) -> dict[str, tuple[int, int]]:
+    """Returns axis -> (elements of all of ``local_parts``, elements of the trainable ones)."""
+    return {
+        axis: (
+            sum(prod(shape) for _, shape in parts),
+            sum(prod(shape) for p, shape in parts if p.trainable),
+        )
+        for axis, parts in local_parts(unit, layout).items()
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class Widths:
-    """Bytes of an element: of a parameter at rest, while computing, while being reduced."""
+    """Bytes of an element at rest, in computation, in reduction, and as sent (``wire_dtype``; 0: none)."""
 
     rest: int
     compute: int
     reduce: int
+    wire: int = 0
+
+    @property
+    def sent(self) -> int:
+        """Bytes of an element of a reduce-scatter's input."""
+        return self.wire or self.reduce
+
+    def packed(self, num_shards: int) -> int:
+        """Bytes of an element of the buffer that gradients are packed into."""
+        return self.sent if num_shards > 1 and self.sent == self.compute else self.reduce
 
 
 def input_bytes(bucket: BucketLayout, widths: Widths) -> int:
-    """Bytes of the buffer that gradients of ``bucket`` are packed into; 0 where that becomes ``.grad``, as
-    nothing is sharded or cast."""
-    if widths.rest == widths.reduce and bucket.num_shards == 1:
+    """Returns the bytes of the buffer that the gradients of ``bucket`` are packed into; 0 where nothing is
+    sharded, because the buffer then becomes the result."""
+    if bucket.num_shards == 1:
         return 0
-    return bucket.num_shards * bucket.packed * widths.reduce
+    return bucket.num_shards * bucket.packed * widths.packed(bucket.num_shards)
+
+
+def casts_bytes(bucket: BucketLayout, widths: Widths) -> int:
+    """Returns the bytes of the bucket's zero-copy gradients in the dtype in which they are sent."""
+    return sum(grad.numel for grad in bucket.grads if grad.zero_copy) * widths.sent
+
+
+class Played(NamedTuple):
+    """The bytes that a backward holds.
+
+    Attributes:
+        unsharded, buffers: bytes of unsharded parameters, and of buffers (of all-gathers and of gradients
+            before their reduction), at the moment when their sum is largest.
+        at_loss: bytes of unsharded parameters before the backward begins.
+        fixed: bytes of unsharded parameters and of buffers that static memory allocates for the model's life.
+    """
+
+    unsharded: int
+    buffers: int
+    at_loss: int
+    fixed: tuple[int, int] = (0, 0)
+
+
+SLOTS = 2
+"""How many units share memory in turn with static memory: one computes while the next is gathered."""
+
+
+def fixed_bytes(
+    layouts: Sequence[UnitLayout], widths: Widths, reshard_after_forward: bool
+) -> tuple[int, int]:
+    """Returns the bytes that static memory allocates once: (unsharded parameters, all-gather buffers)."""
+    compute = widths.compute
+    unsharded = buffers = 0
+    shares = ("embedding", *(("block", "experts") if reshard_after_forward else ()))
+    for kinds in (("root",), ("embedding", "block", "tail"), ("experts",)):
+        level = [unit for unit in each_unit(layouts) if unit.kind in kinds and unit.buckets]
+        own = [
+            [
+                b.num_shards * b.numel * compute * (b.num_shards > 1 or b.itemsize != compute)
+                for b in unit.buckets
+            ]
+            for unit in level
+        ]
+        may = [sizes for unit, sizes in zip(level, own, strict=True) if unit.kind in shares]
+        shared = [*compress(may, in_ring([*map(sum, may)], SLOTS))]
+        for slot in range(SLOTS):
+            held = max(map(len, shared[slot::SLOTS]), default=0)
+            unsharded += sum(map(max, [*zip_longest(*shared, fillvalue=0)][:held]))
+        unsharded += sum(map(sum, own)) - sum(map(sum, shared))
+        for per_rank in (False, True):  # what an all-gather writes, and the cast that it reads
+            scratch = [
+                [
+                    (b.num_shards > 1)
+                    * (b.numel * (b.itemsize != compute) if per_rank else b.num_shards * b.packed)
+                    for b in unit.buckets
+                ]
+                for unit in level
+            ]
+            buffers += compute * sum(map(max, zip_longest(*scratch, fillvalue=0)))
+    return unsharded, buffers
 
 
 @lru_cache(maxsize=4096)
 def run_backward(
-    layouts: tuple[UnitLayout, ...], widths: Widths, reshard_after_forward: bool, streams: bool
-) -> tuple[int, int, int]:
-    """Plays one backward through the engine's schedule.
+    layouts: tuple[UnitLayout, ...],
+    widths: Widths,
+    reshard_after_forward: bool,
+    streams: bool,
+    static: bool = False,
+) -> Played:
+    """Runs the events of one backward through the engine's schedule; returns the bytes that it holds.
 
     Args:
         layouts: layouts of the units, in the order of the forward.
-        streams: whether reductions run on streams (an accelerator), which keep the input of the all-reduce.
-
-    Returns:
-        Bytes of unsharded parameters, and of buffers of gathers and unreduced gradients, at the moment at
-        which their sum is largest; and bytes of unsharded parameters before the backward begins.
+        streams: whether collectives run on streams of their own (an accelerator), so that the inputs of an
+            all-reduce are held while it runs.
+        static: whether the engine allocates its buffers once (``parallelize(memory="static")``).
     """
-    timeline = _Timeline(widths, streams)
+    pool = BufferPool() if static else None
+    timeline = _Timeline(widths, streams, pool)
+    sharded = (b for unit in each_unit(layouts) for b in unit.buckets if b.trainable)
+    timeline.largest_casts = max((casts_bytes(b, widths) for b in sharded), default=0)
     every = [layout for layout in each_unit(layouts) if layout.buckets]
     trained = (index for index, layout in enumerate(every) if layout.arrivals)
     first_trained = next(trained, len(every))
@@ -282,34 +420,43 @@ def run_backward(
     at_loss = timeline.unsharded
     timeline.note()
     timeline.run(order)
-    return *timeline.most[1:], at_loss
+    if pool is None:
+        return Played(*timeline.most[1:], at_loss)
+    unsharded, gathers = fixed_bytes(layouts, widths, reshard_after_forward)
+    lent = sum(size for _, size in pool.buffers)
+    fixed = unsharded, gathers + lent
+    return Played(unsharded, fixed[1] + timeline.most[2], unsharded, fixed)
 
 
 @dataclass(eq=False)
 class _Bucket:
-    """A bucket during the backward.
+    """The state of a bucket during the backward.
 
     Attributes:
-        waiting: for each gradient its bytes if it waits for the reduction, else 0.
+        waiting: for each gradient the bytes of autograd's tensor, if it is held until the reduction; else 0.
         input_bytes: see ``input_bytes``.
-        has_input: whether the buffer of packed gradients is allocated.
+        has_input: whether the buffer that gradients are packed into is allocated.
+        lent: indices of the buffers of static memory that its inputs occupy. casts_are_lent: whether one of
+            them holds the casts of its zero-copy gradients.
     """
 
     layout: BucketLayout
     waiting: list[int]
     input_bytes: int
     has_input: bool = False
+    lent: list[int] = field(default_factory=list)
+    casts_are_lent: bool = False
 
 
 @dataclass(eq=False)
 class _Unit:
-    """A unit during the backward.
+    """The state of a unit during the backward.
 
     Attributes:
-        ends_last: whether its backward is over only when the whole one is.
-        in_backward: whether it has a backward.
-        gathering: for each all-gather under way the bytes of its buffers, and those of unsharded parameters
-            that are still to be allocated.
+        ends_last: whether its backward ends only with the whole backward: its inputs have no gradient.
+        in_backward: whether it takes part in backward: not if it and everything before it is frozen.
+        gathering: for each running all-gather (bytes of its buffers, bytes of unsharded parameters that are
+            allocated when it ends).
     """
 
     layout: UnitLayout
@@ -325,20 +472,26 @@ class _Unit:
         return self.layout.kind != "embedding"
 
 
-class _Timeline:
-    """Runs the events of a backward and notes the bytes that are held after each.
+class _Timeline(InModelOrder):
+    """Runs the events of a backward and records the bytes that are held after each.
 
     Attributes:
         most: (sum, unsharded, buffers) at the largest sum so far.
         inputs: bytes of the inputs of the last reduce-scatter, which are held until the next one.
-        holds_inputs: whether the engine assumes that these inputs are still held, and so defers gathers.
-        deferring: the bucket whose large gradients deferred gathers wait for.
-        awaited: number of elements of these gradients that must still arrive.
+        holds_inputs: whether the engine assumes that these inputs are still held; it then defers all-gathers.
+        deferring: the bucket for whose large gradients deferred all-gathers wait.
+        awaited: how many elements of these gradients must still arrive.
+        pool: static memory: the buffers that inputs of reduce-scatters are lent from. With it, only bytes
+            beside the fixed buffers are counted. lends: whether inputs are lent, which they are not with a
+            ``wire_dtype``.
+        largest_casts: bytes of the largest cast of a bucket's zero-copy gradients.
     """
 
-    def __init__(self, widths: Widths, streams: bool) -> None:
-        self.widths, self.streams = widths, streams
-        self.cast = widths.compute != widths.rest
+    def __init__(self, widths: Widths, streams: bool, pool: BufferPool | None = None) -> None:
+        self.widths, self.streams, self.pool = widths, streams, pool
+        self.lends = pool is not None and not widths.wire
+        self.largest_casts = 0
+        self.lent: list[int] = []  # to the inputs of the last reduce-scatter
         self.unsharded = self.buffers = self.inputs = 0
         self.most = (0, 0, 0)
         self.holds_inputs = False
@@ -347,18 +500,32 @@ class _Timeline:
         self.schedule = GatherSchedule(self, PrefetchSettings())
 
     def note(self, extra: int = 0) -> None:
-        """Notes what is held, with ``extra`` bytes of buffers that are freed at once."""
+        """Updates ``most`` with the bytes held now and ``extra`` bytes of buffers that are freed at once."""
         total = self.unsharded + self.buffers + extra
         if total > self.most[0]:
             self.most = (total, self.unsharded, self.buffers + extra)
 
+    def lend_casts(self, bucket: _Bucket) -> None:
+        """Lends ``bucket`` a buffer for casts of its zero-copy gradients to the dtype that is sent."""
+        assert self.pool is not None
+        if not bucket.casts_are_lent:
+            bucket.casts_are_lent = True
+            size = casts_bytes(bucket.layout, self.widths)
+            bucket.lent.append(self.pool.lend("cast", size, self.largest_casts))
+
+    def casts(self, bucket: BucketLayout) -> bool:
+        """Whether the bucket's dtype in computation is another than at rest."""
+        return self.widths.compute != bucket.itemsize
+
     def unsharded_bytes(self, unit: _Unit) -> int:
-        """Bytes of the unsharded parameters of ``unit``, but for those that are the shards themselves."""
-        buckets = [b for b in unit.layout.buckets if b.num_shards > 1 or self.cast]
+        """Bytes that unsharding ``unit`` allocates: none for a bucket that is neither sharded nor cast."""
+        if self.pool is not None:
+            return 0
+        buckets = [b for b in unit.layout.buckets if b.num_shards > 1 or self.casts(b)]
         return sum(b.num_shards * b.numel for b in buckets) * self.widths.compute
 
     def run(self, order: list[_Unit]) -> None:
-        """Runs the backward of ``order``, the order of the forward, roots first."""
+        """Runs the backward of the units in ``order``: the order of the forward, roots first."""
         for unit in order:
             self.schedule.begin_forward(unit)
         self.schedule.begin_backwards()
@@ -418,16 +585,19 @@ class _Timeline:
         if unit.gathered or unit.gathering is not None:
             return
         unit.gathering = []
+        if self.pool is not None:
+            return
         sharded = [bucket for bucket in unit.layout.buckets if bucket.num_shards > 1]
         for bucket in unit.layout.buckets:
             if bucket.num_shards == 1:  # the cast copy is made when it is used
-                unit.gathering.append((0, bucket.numel * self.widths.compute * self.cast))
+                size = bucket.numel * self.widths.compute
+                unit.gathering.append((0, size * self.casts(bucket)))
             elif bucket is sharded[0]:
                 unit.gathering.append(self.issue_together(sharded))
 
     def issue_together(self, buckets: list[BucketLayout]) -> tuple[int, int]:
-        """Issues one all-gather; returns an entry of ``gathering``."""
-        compute, cast, alone = self.widths.compute, self.cast, len(buckets) == 1
+        """Issues one all-gather of several buckets; returns an entry of ``_Unit.gathering``."""
+        compute, alone = self.widths.compute, len(buckets) == 1
         later = held = copied = 0
         for bucket in buckets:
             has_zero_copy = bucket.packed < bucket.numel
@@ -436,9 +606,9 @@ class _Timeline:
                 self.unsharded += unsharded
             else:
                 later += unsharded
-            if cast and (alone or has_zero_copy):
+            if self.casts(bucket) and (alone or has_zero_copy):
                 held += bucket.numel * compute
-            elif cast:
+            elif self.casts(bucket):
                 copied += bucket.numel * compute
         packed = sum(bucket.packed for bucket in buckets)
         held += packed * (buckets[0].num_shards + (not alone)) * compute
@@ -453,8 +623,6 @@ class _Timeline:
             self.buffers -= held
         unit.gathering, unit.gathered = None, True
 
-    # What ``GatherSchedule`` asks of units.
-
     def is_gathering(self, unit: Any) -> bool:
         return unit.gathering is not None
 
@@ -464,15 +632,10 @@ class _Timeline:
     def is_read_in_backward(self, unit: Any) -> bool:
         return unit.gathers_in_backward
 
-    def named_in_forward(self, unit: Any) -> None:
-        return None
-
-    named_in_backward = named_in_forward
-
     # -- gradients ---------------------------------------------------------------------------------
 
     def arrive(self, unit: _Unit) -> None:
-        """The gradients of ``unit`` arrive, one after the other."""
+        """Lets the gradients of ``unit`` arrive one after the other, as autograd produces them."""
         compute, reduce = self.widths.compute, self.widths.reduce
         for number, index in unit.layout.arrivals:
             bucket = unit.buckets[number]
@@ -481,22 +644,36 @@ class _Timeline:
             self.buffers += size
             self.note()
             if grad.zero_copy and compute > reduce:
-                self.note(grad.numel * reduce)
-                self.buffers -= size - grad.numel * reduce
-                size = grad.numel * reduce
+                cast = grad.numel * reduce
+                if self.lends:
+                    self.lend_casts(bucket)
+                    cast = 0
+                self.note(cast)
+                self.buffers -= size - cast
+                size = cast
             if grad.waits:
                 bucket.waiting[index] = size
                 if grad.zero_copy and bucket is self.deferring:
                     self.count(grad.numel / layout.num_shards)
                 continue
             if not bucket.has_input:
-                bucket.has_input = True
-                self.buffers += bucket.input_bytes
+                self.make_input(bucket)
             self.note(grad.padded * compute)
             self.buffers -= size
 
+    def make_input(self, bucket: _Bucket) -> None:
+        """Allocates, or takes from the pool, the buffer that gradients of ``bucket`` are packed into."""
+        bucket.has_input = True
+        if not self.is_lent(bucket):
+            self.buffers += bucket.input_bytes
+        elif self.pool is not None and bucket.input_bytes:
+            bucket.lent.append(self.pool.lend("packed", bucket.input_bytes))
+
+    def is_lent(self, bucket: _Bucket) -> bool:
+        return self.lends and bucket.layout.num_shards > 1
+
     def count(self, elements: float) -> None:
-        """A gradient has arrived that deferred gathers wait for."""
+        """Counts ``elements`` of the gradients that deferred all-gathers wait for, then issues these."""
         self.awaited -= elements
         if self.awaited <= 0:
             self.free_inputs()
@@ -515,6 +692,9 @@ class _Timeline:
     def free_inputs(self) -> None:
         self.buffers -= self.inputs
         self.inputs = 0
+        if self.pool is not None:
+            self.pool.give_back(self.lent)
+            self.lent = []
 
     def reduce(self, unit: _Unit) -> None:
         for bucket in unit.buckets:
@@ -524,21 +704,29 @@ class _Timeline:
             self.free_inputs()
             inputs = self.cast_zero_copy(bucket)
             if layout.packed:
-                inputs += bucket.input_bytes
                 self.pack(bucket)
-            self.note()
+                inputs += self.cast_packed(bucket)
+            received = max(layout.num_shards, 2) * layout.numel * self.widths.wire
+            self.lent, bucket.lent, bucket.casts_are_lent = bucket.lent, [], False
+            self.note(received)
             if layout.num_shards > 1:
+                if not self.streams:  # summed when it is waited for
+                    self.buffers += received
+                    inputs += received
                 self.inputs, self.holds_inputs = inputs, True
             else:  # it is the result
                 self.buffers -= inputs
                 self.holds_inputs = self.streams
 
     def cast_zero_copy(self, bucket: _Bucket) -> int:
-        """Casts the zero-copy gradients to the reduce dtype; returns their bytes."""
+        """Casts the zero-copy gradients to the dtype that is sent; returns the bytes of the results."""
         inputs = 0
         for index, grad in enumerate(bucket.layout.grads):
             if grad.zero_copy:
-                size = grad.numel * self.widths.reduce
+                size = grad.numel * self.widths.sent
+                if self.lends and self.widths.compute != self.widths.reduce:
+                    self.lend_casts(bucket)
+                    size = 0
                 if bucket.waiting[index] != size:
                     self.note(size)
                     self.buffers += size - bucket.waiting[index]
@@ -546,12 +734,23 @@ class _Timeline:
                 inputs += size
         return inputs
 
+    def cast_packed(self, bucket: _Bucket) -> int:
+        """Casts the packed gradients to the dtype that is sent; returns the bytes of the result."""
+        layout, size = bucket.layout, bucket.input_bytes
+        if self.is_lent(bucket):
+            return 0
+        if layout.num_shards > 1 and self.widths.packed(layout.num_shards) != self.widths.sent:
+            size = layout.num_shards * layout.packed * self.widths.sent
+            self.note(size)
+            self.buffers += size - bucket.input_bytes
+        return size
+
     def pack(self, bucket: _Bucket) -> None:
-        """Packs the gradients that wait, by one kernel if that is possible, else one after the other."""
+        """Packs the gradients that wait: with one kernel if possible, else one after the other."""
         layout, waiting = bucket.layout, bucket.waiting
         together = False
         if not bucket.has_input:
-            self.buffers += bucket.input_bytes
+            self.make_input(bucket)
             self.note()
             together = layout.packs_as_chunks and all(grad.waits for grad in layout.grads)
         for index, grad in enumerate(layout.grads):

@@ -1,4 +1,4 @@
-"""ModelSpec of any nn.Module, from a run on the meta device."""
+"""Makes a ModelSpec of any nn.Module, from a forward and backward on the meta device."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from parallel3d.planner.model_spec import (
     Parameter,
     UnitSpec,
     loss_work,
+    mask_work,
 )
 from parallel3d.planner.op_recorder import (
     BEFORE,
@@ -49,13 +50,14 @@ _OF_SEQUENCE = (SequenceParallel, Colwise, Rowwise, VocabParallel)
 
 @dataclass
 class ModulePlan:
-    """A tensor-parallel plan, by the names of the model's parameters.
+    """What a tensor-parallel plan does to each parameter, by the parameter's name.
 
     Attributes:
-        dims: the dim that is sharded over tp.
-        heads, kv, partial: ``Parameter``'s ``heads``, ``kv`` and ``tp_partial``.
-        unplanned: ``tp_partial`` of parameters that aren't in ``partial``.
-        divisible: sizes that the number of tp ranks must divide.
+        dims: name -> the dim that is sharded over tp.
+        heads, kv, partial: name -> the field of ``Parameter``: ``heads``, ``kv`` (a set of names),
+            ``tp_partial``.
+        unplanned: ``tp_partial`` of all parameters that aren't in ``partial``.
+        divisible: name of a size -> the size, which the number of tp ranks must divide.
         problem: why there is no plan; "": there is one.
     """
 
@@ -69,7 +71,7 @@ class ModulePlan:
 
 
 def _plan_of(model: nn.Module, tp_plan: Any) -> ModulePlan:
-    """``tp_plan``, as ``parallelize`` takes it, for the smallest tensor parallelism that it allows."""
+    """Reads ``tp_plan`` (as for ``parallelize``), resolved for the fewest tp ranks that it allows."""
     if tp_plan is None:
         return ModulePlan(problem="tp_plan is None")
     problem, strict = "", tp_plan != "auto"
@@ -125,19 +127,19 @@ _WIDTH = 2  # bytes of the compute dtype of a recording, bf16
 
 
 class _UnitWork:
-    """The operations of a recording as the fields of a ``UnitSpec``, for one token.
+    """Converts the recorded operations of a unit into the fields of a ``UnitSpec``, for one token.
 
     Args:
         tokens: number of tokens in the recorded run.
-        label: label of the operations to take from the root's recording; None: all operations.
+        label: takes only operations with this label, from the root's recording; None: all operations.
 
     Attributes:
-        ways: the operations of forward and of backward.
-        groups: for each way the elementwise operations that one kernel could do, as indices.
-        inside: saved storages that only one group of the forward reads, and backward -> that group: a
-            compiler computes them again.
-        splits: storage -> "heads" or "kv", if it is divided over tp in whole query heads, or key and value
-            heads.
+        ways: (operations of forward, operations of backward).
+        groups: for each pass, the groups of elementwise operations that one fused kernel could do, as
+            indices.
+        inside: saved storage -> the group of forward operations that made it, if besides backward only this
+            group reads it, so that a compiler would compute it again in backward instead of saving it.
+        splits: storage -> "heads" or "kv", if tp divides it between query heads, or key and value heads.
     """
 
     def __init__(
@@ -150,13 +152,13 @@ class _UnitWork:
         self.splits: dict[int, str] = {}
 
     def fields(self, batch: int, kv_heads: int | None, prefix: str) -> dict[str, Any]:
-        """The fields of ``UnitSpec``.
+        """Returns the fields of ``UnitSpec`` that describe work.
 
         Args:
             batch: sequences of the recorded run.
-            kv_heads: number of key and value heads by the model's config; used if keys were repeated before
+            kv_heads: key and value heads by the model's config; counts if keys were repeated before
                 attention.
-            prefix: the unit's name and a dot, with which the names of its parameters begin.
+            prefix: what the names of the unit's parameters begin with, to be removed.
         """
         recording, is_main = self.recording, self.label in (None, "")
         matmuls = self._matmuls(prefix)
@@ -164,17 +166,19 @@ class _UnitWork:
         attention = self._attention(batch, kv_heads, fused) if is_main else ()
         if attention:
             self.splits = self._head_splits()
+        is_first = self.label in (None, BEFORE)
+        looked_up = recording.looked_up if is_first else ()
         return {
             "matmuls": matmuls,
             "attention": attention,
-            "elementwise": tuple(self._elementwise()),
+            "elementwise": (*self._elementwise(), *map(mask_work, looked_up)),
             "activations": tuple(self._activations()),
             "tp_inputs": tuple(recording.gathered.values()) if is_main else (),
-            "tp_outputs": tuple(recording.summed) if self.label in (None, BEFORE) else (),
+            "tp_outputs": tuple(recording.summed) if is_first else (),
         }
 
     def _matmuls(self, prefix: str) -> tuple[Matmul, ...]:
-        """The forward's. If one runs on fewer or more rows than there are tokens, its n is scaled."""
+        """Returns the forward's matmuls. If one's rows aren't the tokens, its n is scaled instead."""
         matmuls = []
         for op in self.ways[0]:
             rows, n, k = op.sizes
@@ -185,7 +189,8 @@ class _UnitWork:
                 experts = (op.experts, chosen) if op.experts else None
                 heads, kv = self.plan.heads.get(op.weight), op.weight in self.plan.kv
                 gradient = op.input_gradient
-                matmuls.append(Matmul(name, scaled, k, op.way, gradient, heads, kv, experts))
+                made = Matmul(name, scaled, k, op.way, gradient, heads, kv, experts)
+                matmuls.append(replace(made, weight_gradient=op.weight_gradient))
         return tuple(matmuls)
 
     def _attention(
@@ -211,7 +216,7 @@ class _UnitWork:
         return splits
 
     def _elementwise(self) -> Iterator[Elementwise]:
-        """All but matmuls and attention: norms one by one, the rest by how tensor parallelism divides it."""
+        """Yields the elementwise work: each norm, and the rest summed by how tp divides it."""
         sums: dict[tuple[str, bool, str], list[float]] = defaultdict(lambda: [0.0] * 6)
         for way, ops in enumerate(self.ways):
             for group in self.groups[way]:
@@ -221,7 +226,12 @@ class _UnitWork:
                 norm = self._is_norm(first)
                 name = first.label if norm and self.label is None else ""
                 total = sums[name, norm, self._split_of(first)]
-                total[way] += sum(ops[i].moved for i in group)
+                moved, whole = (
+                    sum(getattr(ops[i], what) for i in group) for what in ("moved", "read_whole")
+                )
+                if first.split:
+                    sums[name, norm, "gathered"][way] += whole
+                total[way] += moved - whole * first.split
                 total[2 + way] += self._fused_bytes(way, group)
                 total[4 + way] += len(group)
         per = self.tokens * _WIDTH
@@ -236,7 +246,8 @@ class _UnitWork:
             )
 
     def _activations(self) -> Iterator[Activation]:
-        """What forward keeps. A compiler keeps a group's inputs rather than what is in it, if smaller."""
+        """Yields what forward keeps. A compiler keeps a group's inputs instead of tensors inside it, if they
+        are smaller."""
         recording, ops = self.recording, self.ways[0]
         kept: dict[tuple[str, int | None, str], float] = defaultdict(float)
         inside: dict[tuple[int, ...], int] = defaultdict(int)
@@ -254,7 +265,7 @@ class _UnitWork:
             if op is not None and op.kind in ("matmul", "attention", "norm"):
                 of = op.kind
             itemsize = None if saved.itemsize == _WIDTH else saved.itemsize
-            split = "gathered" if key in recording.gathered else "sequence"
+            split = "gathered" if key in recording.gathered.keys() | recording.whole else "sequence"
             if key in recording.split_in_forward:
                 split = self.splits.get(key, "tp")
             kept[of, itemsize, split] += saved.nbytes / saved.itemsize
@@ -273,20 +284,17 @@ class _UnitWork:
                 yield Activation(f"{name} inside", rest, 1, split, of, eager_only=True)
 
     def _is_norm(self, op: RecordedOp) -> bool:
-        """Whether ``op`` is of a norm; in the root's recording only kernels of norms are known."""
+        """Whether ``op`` belongs to a norm; in the root only norms that are one kernel are recognised."""
         return op.kind == "norm" or (self.label is None and op.label != "")
 
     def _split_of(self, op: RecordedOp) -> str:
         if not op.split:
-            return "sequence"
+            return "gathered" if op.whole else "sequence"
         return next((self.splits[key] for key, _ in op.writes if key in self.splits), "tp")
 
     def _fused_bytes(self, way: int, group: tuple[int, ...]) -> float:
-        """Returns the bytes that ``group``, fused to one kernel, reads and writes in memory.
-
-        For tensors that are ``inside`` a kernel of the forward, the backward reads that kernel's inputs and
-        computes them again.
-        """
+        """Returns the bytes that ``group``, fused to one kernel, reads and writes. A backward group reads the
+        inputs of a forward group instead of tensors ``inside`` it, because it computes these again."""
         ops, members = self.ways[way], set(group)
         reads: dict[Any, int] = {}
         again: dict[tuple[int, ...], int] = defaultdict(int)
@@ -318,7 +326,7 @@ class _UnitWork:
         return inside
 
     def _unsaved_inputs(self, group: tuple[int, ...]) -> int:
-        """Bytes of the inputs of a group of the forward that would have to be kept for it."""
+        """Returns the bytes of a forward group's inputs that are not saved anyway."""
         members, known = set(group), self.recording.saved.keys() | self.recording.constant
         inputs = {
             key: size
@@ -330,7 +338,8 @@ class _UnitWork:
 
 
 def _groups(ops: list[RecordedOp]) -> list[tuple[int, ...]]:
-    """Elementwise operations that one kernel could do: connected, with no matmul between, divided alike."""
+    """Returns groups of elementwise operations that one kernel could do: connected, with no matmul between
+    them, and divided alike by tp."""
     groups: dict[int | None, set[int]] = {}
     for i, op in enumerate(ops):
         if op.kind in ("elementwise", "norm"):
@@ -356,7 +365,7 @@ def spec_from_module(
     seq_len: int | None = None,
     name: str | None = None,
 ) -> ModelSpec:
-    """The model as the engine would see it: units, what each computes and keeps, what the plan shards.
+    """Returns the spec of a module: its units, what each computes and keeps, and what the plan shards.
 
     One unit of each kind runs forward and backward on the meta device, in bf16 and training mode: no weight
     is allocated, nothing of the model changes, and no process group is needed. (To derive a plan for a model
@@ -370,16 +379,16 @@ def spec_from_module(
         tp_plan: as for ``parallelize``; None: no tensor parallelism.
         units: patterns of the blocks' names, as for ``parallelize``; units inside blocks count as parts of
             these.
-        seq_len: length of the sequence that stands for the example; by default the longest up to 2,048 that
-            the model takes.
+        seq_len: tokens of the sequence that is run; by default the longest up to 2,048 that the model takes.
+            Without an ``example`` only.
         name: the spec's name; by default the class's.
 
     Returns:
         The spec; ``tp_ready`` is False, and ``source`` says why, where no plan can be resolved.
 
     Raises:
-        PlanningError: the model doesn't run so: its forward needs other inputs (give ``example``), or
-            depends on values of activations.
+        PlanningError: the model doesn't run so: its forward needs other inputs (give ``example``), or depends
+            on values of activations.
     """
     if not isinstance(model, nn.Module):
         raise PlanningError(f"model is {model!r}; it must be an nn.Module")
@@ -409,16 +418,19 @@ def spec_from_module(
     )
 
 
-def _members(found: Units) -> list[tuple[str, nn.Module]]:
-    return [*found.embeddings, *found.blocks, *found.final_norm_and_head]
-
-
 def _kind_of(module: nn.Module) -> tuple[Any, ...]:
-    """Equal for units that do the same: the same classes, parameters and sizes."""
+    """Returns a key that is equal for units of the same classes, parameters and sizes."""
     params = tuple(
         (n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in module.named_parameters()
     )
     return (params, *((n, type(m)) for n, m in module.named_modules()))
+
+
+def _work_of(module: nn.Module, call: UnitCall) -> tuple[Any, ...]:
+    """Returns a key that is equal for units that do the same work: of the same ``_kind_of``, and both with or
+    both without inputs that need a gradient."""
+    given = tensors_in((call.args, call.kwargs))
+    return _kind_of(module), any(t.requires_grad for t in given)
 
 
 def _run(
@@ -426,21 +438,22 @@ def _run(
 ) -> _Builder:
     params = MetaParams(model, plan.dims, torch.bfloat16)
     blocks = [name for name, _ in found.blocks]
+    members = [*found.embeddings, *found.blocks, *found.final_norm_and_head]
     problem: Exception | None = None
     with ExitStack() as stack:
         for module in model.modules():
             stack.enter_context(patch.object(module, "training", True))
         for args, kwargs, batch, length in _inputs(model, example, seq_len):
             try:
-                call, members = UnitCall(args, kwargs), _members(found)
+                call = UnitCall(args, kwargs)
                 root, calls, out = record_root(
                     model, params, members, blocks, call, length, _kind_of
                 )
                 vocab = _vocab(out, args, kwargs)
                 run = _Builder(model, found, plan, batch, length, root, calls, vocab)
                 for name, module in members:
-                    kind = _kind_of(module)
-                    if name in calls and kind not in run.recordings:
+                    kind = _work_of(module, calls[name]) if name in calls else None
+                    if kind is not None and kind not in run.recordings:
                         run.recordings[kind] = made = record(module, params, calls[name], length)
                         made.arrived = [n.removeprefix(f"{name}.") for n in made.arrived]
                 return run
@@ -455,7 +468,8 @@ def _run(
 def _inputs(
     model: nn.Module, example: Any, seq_len: int | None
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any], int, int]]:
-    """(args, kwargs, sequences, tokens of each) to try; ids are real zeros, floats are on meta."""
+    """Yields candidates (args, kwargs, number of sequences, tokens of each) for the model's forward; ids are
+    real zeros, float inputs are on meta."""
     if example is not None:
         args, kwargs = _placed(example)
         main = next(tensors_in((args, kwargs)), None)
@@ -489,7 +503,7 @@ def _inputs(
 
 
 def _placed(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The user's example with floats on meta, in bf16, and all other tensors on the CPU."""
+    """Returns the user's example with float tensors on meta in bf16, and all other tensors on the CPU."""
     if isinstance(example, Tensor):
         example = ((example,), {})
     fits = isinstance(example, tuple) and len(example) == 2
@@ -510,7 +524,7 @@ def _placed(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _vocab(out: Any, args: Any, kwargs: Any) -> int:
-    """Logits per token of a language model; 0: it has no token ids, or its output is something else."""
+    """Returns the logits per token of a language model; 0 if there are no token ids or no logits."""
     ids = next(tensors_in((args, kwargs)), None)
     if ids is None or ids.is_floating_point():
         return 0
@@ -526,11 +540,10 @@ class _Builder:
     """Builds the units of ``model`` from a run of ``batch`` sequences of ``seq_len`` tokens.
 
     Attributes:
-        root: the recording of the code outside of units.
-        recordings: one recording of each kind of unit.
-        calls: unit's name -> its calls.
+        root: the recorded operations outside of units.
+        recordings: kind of unit (``_work_of``) -> its recorded operations.
         vocab: logits per token; 0: there are none.
-        experts: of parameters that ep divides, how many experts they have, by their ids.
+        experts: id of a parameter that ep divides -> the number of experts in it.
     """
 
     model: nn.Module
@@ -551,9 +564,10 @@ class _Builder:
         }
 
     def units(self) -> list[UnitSpec]:
-        """In the order of the forward: root and embeddings, blocks, final norm and head."""
+        """Returns the units in the order of the forward: root and embeddings, blocks, final norm and head."""
         found = self.found
-        inside = {id(p) for _, module in _members(found) for p in module.parameters()}
+        every = (*found.embeddings, *found.blocks, *found.final_norm_and_head)
+        inside = {id(p) for _, module in every for p in module.parameters()}
         own = [p for p in self.model.parameters() if id(p) not in inside]
         before = self._work(self.root, BEFORE)
         units = []
@@ -562,8 +576,9 @@ class _Builder:
         units += [self._unit(name, "embedding", module) for name, module in found.embeddings]
         counted: dict[Any, list[tuple[str, nn.Module]]] = {}
         for name, module in found.blocks:
-            times = self.calls[name].times if name in self.calls else 0
-            counted.setdefault((_kind_of(module), times), []).append((name, module))
+            call = self.calls.get(name)
+            key = (_work_of(module, call), call.times) if call is not None else _kind_of(module)
+            counted.setdefault(key, []).append((name, module))
         for members in counted.values():
             name, module = members[0]
             units.append(self._unit(name, "block", module, len(members)))
@@ -577,7 +592,7 @@ class _Builder:
         return units
 
     def _used(self, name: str, recording: OpRecorder | None) -> float:
-        """The part of the parameter ``name`` that a token goes through: of experts the chosen ones."""
+        """Returns the fraction of the parameter ``name`` that a token uses: below 1 for experts."""
         tokens = self.batch * self.seq_len
         for op in recording.forward_ops if recording is not None else ():
             if op.experts and op.weight == name:
@@ -585,9 +600,9 @@ class _Builder:
         return 1.0
 
     def _unit(self, name: str, kind: str, module: nn.Module, count: int = 1) -> UnitSpec:
-        recording = self.recordings.get(_kind_of(module))
-        parameters = self._parameters(list(module.parameters()), recording, f"{name}.")
         call = self.calls.get(name)
+        recording = None if call is None else self.recordings.get(_work_of(module, call))
+        parameters = self._parameters(list(module.parameters()), recording, f"{name}.")
         if recording is None or call is None:
             return UnitSpec(name, kind, parameters, count)
         unit = UnitSpec(name, kind, parameters, count, **self._work(recording, prefix=f"{name}."))
@@ -603,7 +618,7 @@ class _Builder:
     def _parameters(
         self, params: list[nn.Parameter], recording: OpRecorder | None, prefix: str = ""
     ) -> tuple[Parameter, ...]:
-        """In the order of their use; those without a gradient first."""
+        """Returns the specs of ``params`` in the order of their use; first those without a gradient."""
         plan = self.plan
         names = {id(p): name for name, p in self.model.named_parameters()}
         parameters = [
@@ -627,7 +642,7 @@ class _Builder:
         return tuple(sorted(parameters, key=lambda each: used.get(each.name, -1)))
 
     def hidden(self, units: list[UnitSpec]) -> int:
-        """Features of the first tensor that the first block gets."""
+        """Returns the features of the first float tensor that the first block gets."""
         for name, _ in self.found.blocks:
             call = self.calls.get(name)
             for tensor in tensors_in((call.args, call.kwargs)) if call else ():
@@ -637,7 +652,7 @@ class _Builder:
 
 
 def _joined(units: list[UnitSpec], name: str) -> UnitSpec:
-    """One unit with the parameters and the work of all; the other fields are the first one's."""
+    """Returns one unit with the parameters and work of all, and the other fields of the first."""
     if len(units) == 1:
         return units[0]
     keys = ("parameters", *_WORK)

@@ -1,4 +1,4 @@
-"""ModelSpec from a Hugging Face config: of an object, a dict, a config.json or a well-known model's name."""
+"""Makes a ModelSpec of a Hugging Face config: an object, a dict, a config.json, or a known model's name."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ _NO_OPTIONS = ("defaults", "refuse", "position_extra", "experts")
 
 
 def spec_from_hf_config(config: Any, *, name: str | None = None) -> ModelSpec:
-    """The model that a Hugging Face config of a decoder describes, dense or with experts in every block,
-    parameter for parameter.
+    """Returns the spec of the decoder that a Hugging Face config describes, with exactly its parameters; its
+    blocks are all dense, or all have experts.
 
     Needs neither torch nor transformers. Sliding windows are ignored: attention is taken as causal over the
     whole sequence.
@@ -68,7 +68,7 @@ def spec_from_hf_config(config: Any, *, name: str | None = None) -> ModelSpec:
 
 
 def known_models() -> dict[str, dict[str, Any]]:
-    """Entries of ``models.toml`` by their names and short names: config or shapes, parameters, source."""
+    """Returns the entries of ``models.toml`` by full and short name: config or shapes, parameters, source."""
     return dict(_models())
 
 
@@ -85,7 +85,7 @@ _families = lru_cache(maxsize=1)(partial(own_data, "families.toml"))
 
 
 def _from_text(text: str | PathLike[str], name: str | None) -> ModelSpec:
-    """The config at a path, or of a well-known model's name."""
+    """Returns the spec of the model with this name in ``models.toml``, or of the config at this path."""
     entry = _models().get(text.lower()) if isinstance(text, str) else None
     if entry is not None:
         called, source = name or entry["name"], f"models.toml: {entry['source']}"
@@ -159,11 +159,8 @@ def _from_dict(config: Mapping[str, Any], name: str, source: str) -> ModelSpec:
 
 
 def _experts(told: Mapping[str, Any], keys: Mapping[str, Any]) -> ExpertsSpec:
-    """The experts of every block; ``keys``: the names of their sizes in the family's configs.
-
-    Raises:
-        PlanningError: only some blocks have them.
-    """
+    """Returns the experts of every block from the config ``told``; ``keys`` maps "ffn" and "shared" to the
+    names that these sizes have in configs of this family."""
     if told.get("mlp_only_layers") or told.get("decoder_sparse_step", 1) != 1:
         raise PlanningError(
             f"mlp_only_layers is {told.get('mlp_only_layers')!r} and decoder_sparse_step "
@@ -177,7 +174,7 @@ def _experts(told: Mapping[str, Any], keys: Mapping[str, Any]) -> ExpertsSpec:
 
 
 def longest(config: Mapping[str, Any]) -> int:
-    """The longest sequence that ``config`` allows; 0: it doesn't say."""
+    """Returns the longest sequence that ``config`` allows; 0: it doesn't say."""
     lengths = (config[key] for key in _POSITIONS if isinstance(config.get(key), int))
     return max(next(lengths, 0), 0)
 
@@ -218,7 +215,7 @@ def _size(told: Mapping[str, Any], keys: tuple[str, ...], default: int = 0) -> i
 
 
 def _mlp(told: Mapping[str, Any], family: Mapping[str, Any]) -> str:
-    """The family's, with the config's function where that is plain (a gated one only changes the name)."""
+    """Returns the kind of MLP: the family's, but with the activation function that the config names."""
     usual = family.get("mlp", "swiglu")
     keys = ("hidden_act", "activation_function", "hidden_activation")
     function = next((told[key] for key in keys if told.get(key)), "")

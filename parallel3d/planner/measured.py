@@ -1,4 +1,4 @@
-"""Measured steps of a machine: read from a run's log, and the stack that is fitted to them."""
+"""Reads measured steps from a run's log, and fits a stack to them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import exp, log
+from operator import itemgetter
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -22,27 +23,32 @@ from parallel3d.planner.prediction import Prediction, predict
 from parallel3d.planner.stacks import Stack
 
 # Constant -> (what its logarithm is off by, as a standard deviation; whether more is faster). What one step
-# leaves open, the machine's matmuls, attention, small kernels or network, is shared by how unsure each was.
+# leaves open, the machine's matmuls, attention, small kernels, network or host, is shared by how unsure each
+# was. Hosts differ most: 6 us an operation are usual, an H200's host took 36 (docs/gpu.md).
 _PRIORS = {
     "gemm_sustained": (0.12, True),
     "attention_time": (0.2, False),
     "elementwise_time": (0.15, False),
     "collective_time": (0.25, False),
+    "host_time": (0.6, False),
 }
+# Of the host's logarithm, where the fit begins; below 0: a slower host.
+_HOST_STARTS = (0.0, -1.0, -2.0)
 _NOISE = 0.03  # of a step's logarithm
+_LIKELY = 4.0  # a fit: two standard deviations
 _WARM_UP = 3  # steps that compile, allocate and warm up
 
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """The last run in a log of ``JsonLines``.
+    """What the last run in a log of ``JsonLines`` says about its steps.
 
     Attributes:
         layout: sizes of the mesh's axes.
         tokens_per_step: tokens of all ranks in one step.
         step_seconds: median over the steps after the first three.
         steps: number of the steps after the first three.
-        memory_reserved: largest number of bytes reserved in these steps; None on a CPU.
+        memory_reserved: most bytes reserved in these steps; None on a CPU.
     """
 
     layout: MeshLayout
@@ -53,12 +59,11 @@ class LoggedRun:
 
     @property
     def tokens_per_second_per_gpu(self) -> float:
-        """Tokens a second and rank."""
         return self.tokens_per_step / self.step_seconds / self.layout.world_size
 
 
 def read_run(path: str | PathLike[str]) -> LoggedRun:
-    """The last run in a log that ``JsonLines`` wrote.
+    """Reads the last run of a log that ``JsonLines`` wrote.
 
     Raises:
         PlanningError: the log can't be read, has no start line, or too few steps.
@@ -97,12 +102,12 @@ def read_run(path: str | PathLike[str]) -> LoggedRun:
 
 
 def fit_stack(measured: Sequence[tuple[Prediction, float]], name: str = "calibrated") -> Stack:
-    """Returns the stack whose predictions are nearest to speeds that were measured on a machine.
+    """Returns the stack whose predictions are nearest to speeds measured on one machine.
 
-    Four constants are fitted: the rates of matmuls, attention and small kernels, and the time of collectives.
-    One measured step can't determine all four. So each changes in proportion to its uncertainty and to its
-    share of the step (the most probable values if their logarithms are normally distributed). Measurements of
-    more layouts determine them better.
+    Five constants are fitted: the rates of matmuls, attention and small kernels, the time of collectives, and
+    that of the host. One measured step can't determine all five. So the most probable values are taken, if
+    the logarithms of constants are normally distributed: a constant changes the more, the less certain it is
+    and the larger its share of the step. Measurements of more layouts determine them better.
 
     Args:
         measured: (prediction, measured tokens/s/GPU), all of one machine and stack.
@@ -132,28 +137,44 @@ def fit_stack(measured: Sequence[tuple[Prediction, float]], name: str = "calibra
 
     def speeds(moved: np.ndarray) -> np.ndarray:
         tried = stack(moved)
-        return np.array([log(_speed_with(prediction, tried)) for prediction, _ in measured])
+        found = []
+        for p, _ in measured:
+            work = replace(p.workload, stack=tried)
+            found.append(predict(p.model, p.layout, p.cluster, work).tokens_per_second_per_gpu)
+        return np.log(found)
 
-    moved = np.zeros(len(_PRIORS))
-    for _ in range(4):  # Gauss-Newton
-        now = speeds(moved)
-        slopes = np.stack(
-            [(speeds(moved + step) - now) / 0.01 for step in np.eye(len(_PRIORS)) * 0.01], axis=1
-        )
-        target = wanted - now + slopes @ moved
-        variance = (slopes * spread**2) @ slopes.T + _NOISE**2 * np.eye(len(wanted))
-        moved = spread**2 * (slopes.T @ np.linalg.solve(variance, target))
-    return stack(moved)
+    tried: list[tuple[float, np.ndarray]] = []  # (improbability, moved)
+    for start in _HOST_STARTS:  # a host that is ahead of the GPU has no slope
+        if tried and min(tried, key=itemgetter(0))[0] < _LIKELY:
+            break
+        moved = np.zeros(len(_PRIORS))
+        moved[list(_PRIORS).index("host_time")] = start
+        for _ in range(5):  # Gauss-Newton
+            now = speeds(moved)
+            off = float(np.sum(((wanted - now) / _NOISE) ** 2) + np.sum((moved / spread) ** 2))
+            tried.append((off, moved))
+            slopes = np.stack(
+                [(speeds(moved + step) - now) / 0.01 for step in np.eye(len(_PRIORS)) * 0.01],
+                axis=1,
+            )
+            target = wanted - now + slopes @ moved
+            variance = (slopes * spread**2) @ slopes.T + _NOISE**2 * np.eye(len(wanted))
+            moved = spread**2 * (slopes.T @ np.linalg.solve(variance, target))
+    return stack(min(tried, key=itemgetter(0))[1])
 
 
-def _speed_with(prediction: Prediction, stack: Stack) -> float:
-    work = replace(prediction.workload, stack=stack)
-    found = predict(prediction.model, prediction.layout, prediction.cluster, work)
-    return found.tokens_per_second_per_gpu
+def unlikely(fitted: Stack, base: Stack) -> list[str]:
+    """Returns the names of the constants that a fit moved by more than three times their uncertainty.
+
+    If there are any, the measured run probably isn't what was predicted: it had another GPU, sequence length
+    or model.
+    """
+    moved = {name: abs(log(fitted.value(name) / base.value(name))) for name in _PRIORS}
+    return [name for name, by in moved.items() if by > 3 * _PRIORS[name][0]]
 
 
 def write_stack(stack: Stack, path: str | PathLike[str]) -> Path:
-    """Writes a file for ``Workload(stack=read_stack_file(path))``; returns its path."""
+    """Writes ``stack`` to a TOML file for ``Workload(stack=read_stack_file(path))``; returns the path."""
     quoted = partial(json.dumps, ensure_ascii=False)  # a string of JSON is one of TOML
     each = (f"{family} = {quoted(kernel)}" for family, kernel in stack.attention.items())
     kernels = ", ".join(each)

@@ -1,16 +1,24 @@
-"""Bytes on the fullest GPU: state and buffers of the engine, activations, logits, what a framework adds."""
+"""The bytes on the GPU that needs most: state and buffers of the engine, activations, logits, torch's own."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil
 
-from parallel3d.fsdp.layout import ACCELERATOR_BYTES
+from parallel3d.fsdp.layout import ACCELERATOR_BYTES, coalesced
 from parallel3d.mesh import MeshLayout
-from parallel3d.planner.constants import Term, constant
-from parallel3d.planner.engine import UnitLayout, Widths, each_unit, run_backward, unit_layout
+from parallel3d.planner.constants import Constant, Term, constant
+from parallel3d.planner.engine import (
+    Played,
+    UnitLayout,
+    Widths,
+    each_unit,
+    local_numels,
+    run_backward,
+    unit_layout,
+)
 from parallel3d.planner.kernels import Activations, activations_of, logit_bytes
 from parallel3d.planner.model_spec import ModelSpec
 from parallel3d.planner.workload import Step, Workload
@@ -21,30 +29,29 @@ from parallel3d.planner.workload import Step, Workload
 
 @dataclass(frozen=True)
 class StateMemory:
-    """Bytes on the rank with most of them, which is the first.
+    """Bytes of state and of the engine's buffers on the rank with most of them, the first.
 
     Attributes:
         parameters, gradients, optimizer: bytes at rest, after a step. The optimizer's step counters, which
             are on the CPU, are not counted.
-        keeps_gradients: whether gradients are allocated during the whole step (ZeRO-1, DDP).
-        unsharded: unsharded parameters at the moment of a backward at which their sum with ``buffers`` is
-            largest.
-        buffers: at that moment, buffers of all-gathers, unreduced gradients and inputs of reductions.
-        unsharded_at_loss: unsharded parameters at the end of forward.
-        results: results of reductions in another dtype, at the end of a backward, beyond ``gradients``.
-        results_again: the same where they are added to the gradients of an earlier micro-batch.
-        waiting: gradients of tied weights, which autograd holds from the head's backward to the embedding's.
+        keeps_gradients: whether gradients stay allocated during the whole step (ZeRO-1, DDP).
+        unsharded_gradients: unsharded gradients of all units, in the reduce dtype, that ``no_sync`` holds
+            between micro-batches.
+        played: unsharded parameters and buffers that a backward holds.
+        results: results of reductions that are held until the end of a backward beside ``gradients``, because
+            these have another dtype.
+        results_again: the same, if the results are added to gradients of earlier micro-batches.
+        waiting: the tied weight's gradient, held by autograd from the head's backward to the embedding's.
         step: bytes that the optimizer's step allocates temporarily.
-        inputs: the numbers that these were computed from.
+        inputs: the sizes that these were computed from, to be shown.
     """
 
     parameters: int
     gradients: int
     optimizer: int
+    played: Played
     keeps_gradients: bool = False
-    unsharded: int = 0
-    unsharded_at_loss: int = 0
-    buffers: int = 0
+    unsharded_gradients: int = 0
     step: int = 0
     results: int = 0
     results_again: int = 0
@@ -60,18 +67,20 @@ def state_memory(
     zero_copy_bytes: int = ACCELERATOR_BYTES,
     streams: bool = True,
 ) -> StateMemory:
-    """Returns the bytes of state and buffers of ``model`` on ``layout``, which must be resolved.
+    """Returns the bytes of state and buffers of ``model`` on the resolved ``layout``.
 
     Args:
-        zero_copy_bytes: unsharded bytes from which a parameter is zero-copy; by default the engine's number
-            for accelerators.
+        zero_copy_bytes: from this many unsharded bytes on a parameter is zero-copy: not packed for a
+            collective; by default the engine's number for accelerators.
         streams: whether the device has streams, as accelerators have.
     """
     if work.sharding != "fsdp":
         return _unsharded_state(model, layout, work)
     hybrid = work.is_hybrid(layout.replicate)
     rest = work.compute_itemsize if hybrid else work.param_itemsize  # what is gathered
-    widths = Widths(rest, work.compute_itemsize, work.reduce_itemsize)
+    is_sent = work.wire_dtype is not None and layout.data_size * layout.cp > 1
+    wire = work.sent_itemsize if is_sent else 0
+    widths = Widths(rest, work.compute_itemsize, work.reduce_itemsize, wire)
     if hybrid:  # whose parameters are all copied in and out
         zero_copy_bytes = sys.maxsize
     sizes = layout.shard * layout.cp, layout.tp, widths.rest
@@ -79,24 +88,31 @@ def state_memory(
         unit_layout(u, *sizes, work.sequence_parallel, zero_copy_bytes, layout.ep)
         for u in model.units
     )
-    unsharded, buffers, at_loss = run_backward(layouts, widths, work.reshard_after_forward, streams)
+    played = run_backward(
+        layouts, widths, work.reshard_after_forward, streams, work.memory == "static"
+    )
     buckets = [bucket for unit in each_unit(layouts) for bucket in unit.buckets]
     ranks = layout.replicate if hybrid else 1
     copied = sum(bucket.numel for bucket in buckets) * hybrid
     numel = sum(ceil(bucket.numel / ranks) for bucket in buckets)
+    frozen = sum(
+        ceil(bucket.numel / ranks) * max(work.param_itemsize - bucket.own, 0)
+        for bucket in buckets
+        if not bucket.trainable
+    )  # bytes by which frozen parameters are smaller than they would be if trained
     trained = sum(ceil(bucket.numel / ranks) for bucket in buckets if bucket.trainable)
     # AdamW's foreach implementation, which is the default on accelerators, makes the square roots of all
     # second moments at once; SGD's step allocates nothing.
     step = work.param_itemsize if work.optimizer in ("adam", "adamw") else 0
     tied = [p.numel for u in model.units if u.kind == "root" for p in u.parameters if p.trainable]
     blocks = [unit.unsharded_numel for unit in layouts if unit.kind == "block"]
+    whole = sum(b.numel * b.num_shards for b in buckets if b.trainable)
     return StateMemory(
-        parameters=numel * work.param_itemsize + copied * work.compute_itemsize,
+        parameters=numel * work.param_itemsize - frozen + copied * work.compute_itemsize,
         gradients=trained * work.param_itemsize,
-        optimizer=trained * work.optimizer_bytes,
-        unsharded=unsharded,
-        unsharded_at_loss=at_loss,
-        buffers=buffers,
+        unsharded_gradients=whole * work.reduce_itemsize if work.no_sync else 0,
+        optimizer=round(trained * work.optimizer_bytes),
+        played=played,
         step=trained * step,
         results=_results(layouts, widths),
         results_again=_results(layouts, widths, again=True),
@@ -115,46 +131,49 @@ def state_memory(
 
 
 def _results(layouts: Sequence[UnitLayout], widths: Widths, *, again: bool = False) -> int:
-    """Returns the bytes of results of reductions that exist in addition to the gradients.
+    """Returns the bytes of reductions' results beside the gradients (cast, or added to if ``again``).
 
-    All results are held until the end of the backward. Then each is cast to a gradient, and freed after that.
-
-    Args:
-        again: whether each result is added to an existing gradient.
+    All are held until the end of the backward. Then each is cast to a gradient and freed; those of unsharded
+    buckets, which are reduced together, are freed together.
     """
     rest, reduce = widths.rest, widths.reduce
-    sizes = [
-        bucket.numel
+    buckets = [
+        bucket
         for unit in reversed(each_unit(layouts))
         for bucket in unit.buckets
         if bucket.trainable
     ]
+    sizes = [bucket.numel for bucket in buckets]
     total = most = reduce * sum(sizes)
     if rest == reduce:
         return most if again else 0
-    for size in sizes:
-        most = max(most, total + rest * size)
+    kinds = [None if bucket.num_shards == 1 else index for index, bucket in enumerate(buckets)]
+    for group in coalesced([reduce * size for size in sizes], kinds):
+        together = [sizes[index] for index in group]
+        size = sum(together)
+        most = max(most, total + rest * (max(together) if again else size))
         total -= reduce * size if again else (reduce - rest) * size
     return most if again else max(0, most - rest * sum(sizes))
 
 
 def _unsharded_state(model: ModelSpec, layout: MeshLayout, work: Workload) -> StateMemory:
-    """Returns the state of ZeRO-1 (unsharded parameters and gradients; fp32 copies and optimizer state
-    sharded over ``replicate``) or of DDP.
-
-    The engine has neither. Frameworks that do (Megatron-LM, DeepSpeed) step by fused kernels, in place.
-    """
-    layouts = [
-        unit_layout(u, 1, layout.tp, work.param_itemsize, work.sequence_parallel, ACCELERATOR_BYTES)
-        for u in model.units
-    ]
-    numel = sum(unit.count * unit.unsharded_numel for unit in layouts)
-    part = ceil(numel / (layout.replicate if work.sharding == "zero1" else 1))
+    """Returns the state with ZeRO-1 (parameters and gradients whole; fp32 copies and optimizer state sharded
+    over the ranks with the same parameters) or DDP, stepped by fused kernels that allocate nothing."""
+    ranks = {"shard": layout.data_size * layout.cp}  # that have the same parameters
+    ranks["efsdp"] = ranks["shard"] * layout.tp // layout.ep
+    sizes, numel = dict.fromkeys(ranks, 0), 0
+    for unit in model.units:
+        for axis, (every, trained) in local_numels(unit, layout).items():
+            numel += unit.count * every
+            sizes[axis] += unit.count * trained
+    is_zero1 = work.sharding == "zero1"
+    part = sum(ceil(own / (ranks[axis] if is_zero1 else 1)) for axis, own in sizes.items())
     master = work.param_itemsize if work.compute_itemsize != work.param_itemsize else 0
     return StateMemory(
         parameters=numel * work.compute_itemsize + part * master,
-        gradients=numel * work.reduce_itemsize,
-        optimizer=part * work.optimizer_bytes,
+        gradients=sum(sizes.values()) * work.reduce_itemsize,
+        optimizer=round(part * work.optimizer_bytes),
+        played=Played(0, 0, 0),
         keeps_gradients=True,
         inputs={"parameters": numel, "of them with optimizer state": part},
     )
@@ -166,15 +185,16 @@ class PredictedMemory:
 
     Attributes:
         terms: bytes by component, at the moment of the peak; they add up to ``allocated``.
-        beyond: bytes that are needed in addition: fragmentation, workspaces, the context.
-        moment: "loss", "backward", "end of backward" or "optimizer".
-        reserved: bytes that the caching allocator reserves if the GPU has room: ``allocated``, fragmentation
-            and workspaces.
+        beyond: bytes needed in addition: fragmentation, workspaces, the CUDA context.
+        moment: when the peak is: "loss", "backward", "the first block's backward", "end of backward" or
+            "optimizer".
+        reserved: bytes that the caching allocator reserves if it has room: ``allocated``, the usual
+            fragmentation, workspaces.
         upper: an upper bound of ``reserved``, for more fragmentation and allocations that are not modelled.
         needed: bytes that must fit: ``allocated``, the least fragmentation, workspaces, the context and
             communicators.
         capacity: the GPU's memory.
-        host: activations of this GPU in the host's memory.
+        host: bytes of this GPU's activations in the host's memory.
         host_capacity: bytes of the host's memory that are available for them per GPU (``host_part``).
     """
 
@@ -191,31 +211,56 @@ class PredictedMemory:
 
     @property
     def upper_needed(self) -> float:
-        """``upper`` with what ``needed`` counts and ``reserved`` doesn't: the context and communicators."""
+        """``upper`` plus the context and communicators, which ``needed`` includes as well."""
         return self.upper + next(term.value for term in self.beyond if term.name == "context")
 
     @property
-    def part(self) -> float:
-        """What is needed, as a part of the memory there is: the GPU's or, if that is more, the host's."""
+    def counts(self) -> dict[str, dict[str, float]]:
+        """What ``needed``, ``reserved`` and ``upper_needed`` consist of: each name -> part -> bytes.
+
+        All have allocated bytes, fragmentation (the least, the usual, the most) and workspaces. ``reserved``
+        predicts ``torch.cuda.memory_reserved()``, which doesn't include the context.
+        """
+        beyond = {term.name: term.value for term in self.beyond}
+        known = {"allocated": self.allocated, "workspace": beyond["workspace"]}
+        found = {}
+        for name in ("needed", "reserved", "upper_needed"):
+            own = dict(known) if name == "reserved" else known | {"context": beyond["context"]}
+            fragmentation = getattr(self, name) - sum(own.values())
+            found[name] = {"allocated": own.pop("allocated"), "fragmentation": fragmentation, **own}
+        return found
+
+    def part(self, limit: float | None = None) -> float:
+        """Returns the needed fraction of the memory, on the GPU or the host, whichever is fuller.
+
+        Args:
+            limit: bytes of the GPU that may be used; by default all.
+        """
         host = self.host / self.host_capacity if self.host else 0.0
-        return max(self.needed / self.capacity, host)
+        return max(self.needed / (limit or self.capacity), host)
 
     @property
     def fits(self) -> bool:
         return self.needed <= self.capacity and self.host <= self.host_capacity
 
 
-def memory_of(step: Step) -> PredictedMemory:
-    """The memory at the peak of a step, from the second on, when the optimizer has its state."""
+def memory_of(step: Step, in_flight: float = 1.0) -> PredictedMemory:
+    """Returns the memory at the peak of a step, from the second step on, when the optimizer has its state.
+
+    Args:
+        in_flight: micro-batches whose activations are kept at the same time: several in a pipeline.
+    """
     model, work, gpu = step.model, step.workload, step.cluster.gpu
     layout = step.layout
     state = state_memory(model, layout, work)
     kept = activations_of(model, step.local)
+    kept = replace(kept, kept=int(kept.kept * in_flight), host=int(kept.host * in_flight))
     moments = _moments(state, kept, step.accumulation, _last(model))
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     inputs: dict[str, Mapping[str, float | str]] = {
         "activations": {
             "kept": kept.kept,
+            **({"micro-batches in flight": in_flight} if in_flight != 1 else {}),
             "computed again": kept.block,
             "gathered": kept.gathered,
             "gradients of activations": kept.gradients,
@@ -228,11 +273,7 @@ def memory_of(step: Step) -> PredictedMemory:
             "vocab": model.vocab,
             "bytes a logit": logit_bytes(step.local),
             "loss_parallel": str(work.loss_parallel),
-            **(
-                {"chunked": "a chunk's logits and the fp32 sum of the head's gradient"}
-                if work.chunked_loss
-                else {}
-            ),
+            **({"chunked": _CHUNKS} if work.chunked_loss else {}),
         },
     }
     terms = {
@@ -243,25 +284,27 @@ def memory_of(step: Step) -> PredictedMemory:
     fragmentation, least, workspace, context = (
         constant(name) for name in ("fragmentation", "fragmentation_least", "workspace", "context")
     )
-    lost = allocated * least.value
-    reserved = allocated * (1 + fragmentation.value) + workspace.value
+    in_one_piece = sum(state.played.fixed)  # static memory
+    comes_and_goes = allocated - in_one_piece
+    lost = comes_and_goes * least.value
+    reserved = allocated + comes_and_goes * fragmentation.value + workspace.value
+    formula = f"fragmentation_least * {'(allocated - fixed)' if in_one_piece else 'allocated'}"
+    about: dict[str, float | str | Constant] = {
+        "fragmentation_least": least,
+        "allocated": allocated,
+    }
+    about |= {"fixed": in_one_piece} if in_one_piece else {}
     return PredictedMemory(
         terms=terms,
         beyond=(
-            Term(
-                "fragmentation",
-                lost,
-                "fragmentation_least * allocated",
-                {"fragmentation_least": least, "allocated": allocated},
-                "B",
-            ),
-            Term("workspace", workspace.value, "workspace", {"workspace": workspace}, "B"),
-            Term("context", context.value, "context", {"context": context}, "B"),
+            Term("fragmentation", lost, formula, about, "B"),
+            *(Term(c.name, c.value, c.name, {c.name: c}, "B") for c in (workspace, context)),
         ),
         moment=moment,
         allocated=allocated,
         reserved=reserved,
-        upper=reserved + allocated * (constant("fragmentation_upper").value - fragmentation.value),
+        upper=reserved
+        + comes_and_goes * (constant("fragmentation_upper").value - fragmentation.value),
         needed=allocated + lost + workspace.value + context.value,
         capacity=gpu.capacity_gib * 2**30,
         host=float(kept.host),
@@ -272,32 +315,29 @@ def memory_of(step: Step) -> PredictedMemory:
 def _moments(
     state: StateMemory, kept: Activations, accumulation: int, last: float
 ) -> dict[str, dict[str, float]]:
-    """Returns for each moment that can be the peak its components in bytes: moment -> component -> bytes.
-
-    Args:
-        last: the fraction of the parameters, see ``_last``, whose gradients do not exist yet when the first
-            block's backward begins. All activations but that block's are freed then.
-    """
+    """Returns moment at which memory may peak -> component -> bytes. ``last``: fraction of the parameters
+    that have no gradient yet when the first block's backward begins."""
     before = state.gradients if accumulation > 1 or state.keeps_gradients else 0
+    if state.unsharded_gradients and accumulation > 1:  # each becomes a shard when it is reduced
+        before = state.unsharded_gradients
     results = state.results_again if accumulation > 1 else state.results
+    played = state.played
+    unsharded, buffers = (fixed or None for fixed in played.fixed)
     moments: dict[str, tuple[float | None, ...]] = {
-        "loss": (before, state.unsharded_at_loss, None, kept.kept + kept.gathered, kept.logits),
+        "loss": (before, played.at_loss, buffers, kept.kept + kept.gathered, kept.logits),
         "backward": (
-            *(before, state.unsharded, state.buffers + state.waiting),
+            *(before, played.unsharded, played.buffers + state.waiting),
             kept.kept + kept.block + kept.gathered + kept.gradients,
         ),
         "the first block's backward": (
             max(before, state.gradients * (1 - last)),
-            *(state.unsharded, state.buffers + results),
+            *(played.unsharded, played.buffers + results),
             kept.block + kept.gathered + kept.gradients,
         ),
         "end of backward": (
-            state.gradients,
-            state.unsharded,
-            state.buffers + results,
-            kept.gathered,
+            *(state.gradients, played.unsharded, played.buffers + results, kept.gathered),
         ),
-        "optimizer": (state.gradients, None, None, None, None, state.step),
+        "optimizer": (state.gradients, unsharded, buffers, None, None, state.step),
     }
     return {
         moment: {
@@ -312,7 +352,7 @@ def _moments(
 
 
 def _last(model: ModelSpec) -> float:
-    """The fraction of the parameters that one block and the units before the blocks have together."""
+    """Returns the fraction of the parameters that are in the first block and in the units before it."""
     of_blocks = [unit.numel for unit in model.units if unit.kind == "block"]
     before = sum(
         unit.count * unit.numel for unit in model.units if unit.kind in ("root", "embedding")
@@ -320,9 +360,7 @@ def _last(model: ModelSpec) -> float:
     return (before + min(of_blocks, default=0)) / max(model.numel, 1)
 
 
-_CHUNKS = (
-    "the logits of one, of as many elements as the hidden states, and an fp32 gradient of the head"
-)
+_CHUNKS = "a chunk's logits and the fp32 sum of the head's gradient"
 _FORMULAS = {
     "parameters": "sum over units of a rank's part of each parameter, at rest",
     "optimizer": "optimizer's bytes a parameter * a rank's parameters",

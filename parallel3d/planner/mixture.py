@@ -1,16 +1,17 @@
-"""Experts over ``ep``: what a rank computes of them, and what it sends, as ``parallel3d.ep`` does.
+"""Expert parallelism (ep): what a rank computes and sends for experts, modelled on ``parallel3d.ep``.
 
-Each rank of tp sends its own part of the tokens. A token goes to a rank once (a *row*), and the weights and
-numbers of its experts there (*pairs*) with it; the rank sums their outputs and sends one row back.
+Each rank of tp sends its own part of the tokens. A token is sent to a rank once (a *row*), however many of
+its experts that rank has, with a weight and an index for each of these (a *pair*). The rank sums the outputs
+of the token's experts and sends one row back.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from parallel3d.ep.division import Division
-from parallel3d.planner.model_spec import Matmul, UnitSpec
+from parallel3d.planner.context import Exchange
+from parallel3d.planner.model_spec import UnitSpec
 from parallel3d.planner.routing import PeakLoad, peak
 from parallel3d.planner.workload import Local
 
@@ -19,14 +20,14 @@ _COUNTS = 16  # bytes of the numbers of rows and of pairs in a message
 
 
 class ExpertShare(NamedTuple):
-    """What the fullest rank of ep has of one layer.
+    """What the rank with most tokens (the fullest rank) computes and sends for one layer of experts.
 
     Attributes:
         hidden: features of a token.
-        experts: how many it has; chosen: how many a token goes through.
-        tokens: that a rank sends: for each of a rank of data, one of tp's.
-        rows, pairs: that come to it, for each of these.
-        sent: rows that a rank sends, for each of these.
+        experts, chosen: number of experts that it has, and that a token goes through.
+        tokens: tokens that a rank sends, for each token of its data-parallel rank: 1 / tp of them.
+        rows, pairs: rows and pairs that it receives, for each token that a rank sends.
+        sent: rows that a rank sends, for each token that it sends.
     """
 
     hidden: int
@@ -38,37 +39,15 @@ class ExpertShare(NamedTuple):
     sent: float
 
 
-@dataclass(frozen=True)
-class ExpertExchange:
-    """An all-to-all over ``ep`` of one layer and micro-batch.
-
-    Attributes:
-        way: "forward" or "backward".
-        name: of what is sent.
-        nbytes: that come to the fullest rank.
-        copied: bytes that its packing and unpacking move.
-    """
-
-    way: str
-    name: str
-    nbytes: float
-    copied: float = 0.0
-
-
-def expert_matmuls(unit: UnitSpec) -> tuple[Matmul, ...]:
-    """Those of which each token goes through some."""
-    return tuple(matmul for matmul in unit.matmuls if matmul.experts is not None)
-
-
 def share_of(unit: UnitSpec, local: Local) -> ExpertShare | None:
-    """The fullest rank's share of the experts of ``unit``; None where ep is 1, or there are none."""
-    matmuls = expert_matmuls(unit) if local.ep > 1 else ()
-    if not matmuls or (routed := matmuls[0].experts) is None:
+    """Returns the fullest rank's share of the experts of ``unit``; None without ep or experts."""
+    first = next((matmul for matmul in unit.matmuls if matmul.experts is not None), None)
+    if local.ep == 1 or first is None or (routed := first.experts) is None:
         return None
     found, even = (peak(r, *routed, local.ep) for r in (local.work.routing, "uniform"))
     held = Division(routed[0], local.ep).chunk
     return ExpertShare(
-        matmuls[0].k,
+        first.k,
         held,
         routed[1],
         local.tokens / local.tp,
@@ -78,8 +57,8 @@ def share_of(unit: UnitSpec, local: Local) -> ExpertShare | None:
     )
 
 
-def exchanges(unit: UnitSpec, local: Local) -> tuple[ExpertExchange, ...]:
-    """The all-to-alls over ``ep`` of one layer and micro-batch, in their order."""
+def exchanges(unit: UnitSpec, local: Local) -> tuple[Exchange, ...]:
+    """Returns the all-to-alls over ``ep`` of one layer for one micro-batch, in their order."""
     if (own := share_of(unit, local)) is None:
         return ()
     itemsize = local.work.compute_itemsize
@@ -88,19 +67,19 @@ def exchanges(unit: UnitSpec, local: Local) -> tuple[ExpertExchange, ...]:
     # Rows are picked to be sent, and again for each pair; outputs are added up on both sides.
     picked, added = 2 * sent + 2 * pair * row, 3 * sent + 3 * pair * row
     return (
-        ExpertExchange("forward", "counts", local.ep * _COUNTS),
-        ExpertExchange("forward", "rows", rows, picked),
-        ExpertExchange("forward", "weights", pair * itemsize),
-        ExpertExchange("forward", "pairs", pair * _NUMBERS),
-        ExpertExchange("forward", "outputs", rows, added),
-        ExpertExchange("backward", "outputs", rows, picked),
-        ExpertExchange("backward", "rows", rows, added),
-        ExpertExchange("backward", "weights", pair * itemsize),
+        Exchange("forward", "counts", local.ep * _COUNTS),
+        Exchange("forward", "rows", rows, picked),
+        Exchange("forward", "weights", pair * itemsize),
+        Exchange("forward", "pairs", pair * _NUMBERS),
+        Exchange("forward", "outputs", rows, added),
+        Exchange("backward", "outputs", rows, picked),
+        Exchange("backward", "rows", rows, added),
+        Exchange("backward", "weights", pair * itemsize),
     )
 
 
 def received_bytes(unit: UnitSpec, local: Local) -> float:
-    """Bytes for each of a rank's tokens that the exchanges of one layer's forward bring."""
+    """Returns the bytes that a rank receives in a layer's forward, by token of its data-parallel rank."""
     if (own := share_of(unit, local)) is None:
         return 0.0
     itemsize = local.work.compute_itemsize
@@ -109,7 +88,7 @@ def received_bytes(unit: UnitSpec, local: Local) -> float:
 
 
 def load(unit: UnitSpec, local: Local) -> PeakLoad:
-    """(rows, pairs) of the fullest rank beside what the tokens of a rank of data are without ep."""
+    """Returns (rows, pairs) of the fullest rank, as multiples of what a data-parallel rank has without ep."""
     own = share_of(unit, local)
     if own is None:
         return PeakLoad(1.0, 1.0)

@@ -1,8 +1,8 @@
-"""Records the operations that a module runs, forward and backward, without computing them.
+"""Records the operations of a module's forward and backward, without computing them.
 
-Tensors that depend on parameters or on a float input are on the meta device. Positions and masks, which
-don't, are real, so that a model can read their values (``if mask.all():``). With fake tensors it could not,
-and Hugging Face's models would not take the path without a mask, which they take in training.
+Tensors that depend on parameters or on a float input are on the meta device. Others, such as positions and
+masks, are real, so that a model can read their values (``if mask.all():``). With fake tensors it could not,
+and Hugging Face's models would always use a mask, which they don't in training.
 """
 
 from __future__ import annotations
@@ -28,22 +28,27 @@ from parallel3d._util.trees import map_tensors, tensors_in
 
 @dataclass
 class RecordedOp:
-    """One operation.
+    """One recorded operation.
 
     Attributes:
-        kind: "matmul", "attention", "norm" (a kernel of its own), "score" (of attention that has all scores
-            in memory) or "elementwise".
-        label: the part of the module that it belongs to, such as a norm's name.
-        reads: (storage, index of the op that wrote it last or None, bytes).
+        kind: "matmul", "attention", "norm" (one kernel), "score" (elementwise work on materialized attention
+            scores) or "elementwise".
+        label: the part of the module that it belongs to, such as a norm's name; "": none.
+        reads: (storage, index of the operation that wrote it last, bytes); the index is None for another
+            pass.
         writes: (storage, bytes).
-        split: whether tensor parallelism divides it.
-        depth: matmuls before it on the longest path.
+        split: whether tensor parallelism divides its tensors.
+        whole: whether a rank of tp does it for all tokens even with sequence parallelism.
+        depth: most matmuls and attentions on a path up to it, itself included.
         sizes: (rows, n, k) of a matmul.
-        weight: name of the parameter in a matmul.
-        way: what the plan shards of a matmul: "n" or "k".
-        experts: number of matrices of a grouped matmul, of which each row is multiplied by one; 0: no grouped
-            matmul.
-        read_by: indices of the ops of the same way that read its results; -1: an op of backward does.
+        weight: name of the parameter that is a factor of a matmul.
+        way: which size of a matmul the plan divides: "n" (colwise) or "k" (rowwise); None: neither.
+        experts: number of experts of a grouped matmul, each row of which is multiplied by one expert's
+            matrix; 0: no grouped matmul.
+        input_gradient, weight_gradient: whether backward computes this gradient of a matmul.
+        read_whole: bytes that it reads of tensors that tensor parallelism leaves whole, such as a table of
+            positions.
+        read_by: indices of the operations of the same pass that read its results; -1: one of backward does.
     """
 
     name: str
@@ -52,18 +57,21 @@ class RecordedOp:
     reads: list[tuple[int, int | None, int]]
     writes: list[tuple[int, int]]
     split: bool = False
+    whole: bool = False
     depth: int = 0
     sizes: tuple[int, int, int] = (0, 0, 0)
     weight: str = ""
     way: str | None = None
     experts: int = 0
     input_gradient: bool = True
+    weight_gradient: bool = True
+    read_whole: int = 0
     read_by: list[int] = field(default_factory=list)
 
     def fuses_with(self, reader: RecordedOp) -> bool:
-        """Whether one kernel could do this and ``reader``, which reads what it writes."""
-        alike = (self.label, self.split, self.depth) == (reader.label, reader.split, reader.depth)
-        return alike and self.kind != "norm"
+        """Whether one kernel could do this operation and ``reader``, which reads its result."""
+        mine, its = ((o.label, o.split, o.whole, o.depth) for o in (self, reader))
+        return mine == its and self.kind != "norm"
 
     @property
     def moved(self) -> int:
@@ -77,7 +85,7 @@ BEFORE = "before the blocks"
 
 @dataclass
 class Saved:
-    """A storage that forward keeps for backward: ``nbytes``, first saved as elements of ``itemsize``."""
+    """A storage of ``nbytes`` that forward keeps for backward; its elements have ``itemsize`` bytes."""
 
     nbytes: int
     itemsize: int
@@ -85,36 +93,40 @@ class Saved:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """A number for the storage of ``tensor``, as long as the storage is kept."""
+    """Returns a number that identifies the storage of ``tensor`` as long as the storage lives."""
     return id(tensor.untyped_storage())
 
 
 class OpRecorder:
-    """Records the operations of one forward and backward, attention and ``rms_norm`` as one operation each.
+    """Records the operations of a forward and backward; attention and ``rms_norm`` count as one each.
 
-    Keys are ``storage_of`` tensors.
+    Keys are tensors' ``storage_of``.
 
     Args:
         params: key -> (name, parameter, dim that is sharded or None).
-        seq_len: tokens of a sequence, which tell the scores of an attention.
-        constant: inputs without a gradient, and buffers.
+        seq_len: tokens of a sequence; a product with this many columns is taken for attention scores.
+        constant: keys of inputs without a gradient, and of buffers.
 
     Attributes:
         forward_ops, backward_ops: the recorded operations.
-        ops: the one of these lists that is recorded now.
-        label: the label that the next operations get.
+        ops: the list that operations are added to now.
+        label: the label of the operations that are added now.
         split: keys of tensors that tensor parallelism divides.
-        gathered: inputs of colwise layers -> their features.
-        summed: features of the outputs that are summed over tp.
-        attentions: (heads of all sequences, key and value heads, head dim, causal).
-        scores: scores of attention -> the product that made them.
+        gathered: key of a colwise layer's input -> its features.
+        summed: for each output that is summed over tp, its features.
+        looked_up: for each lookup in a table that tp divides, the features of a row.
+        whole: keys of what is computed from buffers and inputs without a gradient alone, as a table of
+            positions: tp divides neither its features nor its tokens.
+        partial: keys of input gradients that are partial sums, to be summed over tp.
+        attentions: (heads of all sequences, key and value heads, head dim, causal) of each attention.
+        scores: key of materialized attention scores -> the matmul that made them.
         softmaxed: keys of scores after the softmax.
-        masked: whether a mask has hidden the future from scores.
-        written: key -> the op that wrote it last, as its list and index.
-        saved: key -> tensor that forward keeps for backward.
-        origin: key -> index of the forward op that made it.
+        masked: whether a mask that hides later tokens was applied to scores.
+        written: key -> (list, index) of the operation that wrote it last.
+        saved: key -> what forward keeps for backward.
+        origin: key -> index of the forward operation that made it.
         split_in_forward: ``split`` at the end of forward.
-        outputs: the outputs.
+        outputs: keys of the outputs.
         arrived: names of parameters, in the order in which their gradients arrived.
         labels: node of the autograd graph -> label.
     """
@@ -137,6 +149,9 @@ class OpRecorder:
         self.split: set[int] = set()
         self.gathered: dict[int, int] = {}
         self.summed: list[int] = []
+        self.looked_up: list[int] = []
+        self.whole: set[int] = set()
+        self.partial: set[int] = set()
         self.attentions: list[tuple[int, int, int, bool]] = []
         self.scores: dict[int, RecordedOp] = {}
         self.softmaxed: set[int] = set()
@@ -151,7 +166,7 @@ class OpRecorder:
         return self.ops is self.forward_ops
 
     def operation(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """An operation: on meta, it is recorded."""
+        """Runs an ATen operation, on meta if an input is there, and then records it."""
         inputs = list(tensors_in((args, kwargs)))
         if not any(t.is_meta for t in inputs):
             if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "meta":
@@ -165,14 +180,22 @@ class OpRecorder:
             self.masked = self.masked or any(map(hides_future, masks))
         if kwargs.get("device") is not None:
             kwargs["device"] = torch.device("meta")
-        args, kwargs = map_tensors(_as_meta, (tuple(args), kwargs))
+        args, kwargs = map_tensors(self._as_meta, (tuple(args), kwargs))
         out = func(*args, **kwargs)
         if not self.is_quiet:
             self._note_call(func, args, kwargs, out)
         return out
 
+    def _as_meta(self, tensor: Tensor) -> Tensor:
+        if tensor.is_meta:
+            return tensor
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        self.kept[storage_of(made)] = made.untyped_storage()
+        self.whole.add(storage_of(made))
+        return made
+
     def function(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """A function of torch: attention and ``rms_norm`` are one kernel each."""
+        """Runs a function of torch; attention and ``rms_norm`` are recorded as one kernel each."""
         if func is F.scaled_dot_product_attention:
             return self._attention(Sdpa(*args, **kwargs))
         if func in (F.rms_norm, torch.rms_norm):
@@ -194,7 +217,7 @@ class OpRecorder:
         return _Kernel.apply(self, "norm", input.shape[-1], *inputs)
 
     def quiet(self) -> AbstractContextManager[Any]:
-        """Operations in here are not recorded."""
+        """Returns a context in which operations are not recorded."""
         return patch.object(self, "is_quiet", True)
 
     def _note_call(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -213,7 +236,11 @@ class OpRecorder:
             weight, rows = args[1], writes[0].numel() // args[1].shape[0]
             title = self.params.get(storage_of(weight), ("convolution",))[0]
             sizes = (rows, weight.shape[0], prod(weight.shape[1:]))
-            self.note(name, "matmul", tensors, writes[:1], sizes=sizes, weight=title)
+            wanted = {
+                "input_gradient": args[0].requires_grad,
+                "weight_gradient": weight.requires_grad,
+            }
+            self.note(name, "matmul", tensors, writes[:1], sizes=sizes, weight=title, **wanted)
         elif name == "convolution_backward":
             self.note("convolution", "matmul", reads, writes)
         elif kind == "norm":
@@ -221,10 +248,14 @@ class OpRecorder:
         else:
             self._note_elementwise(name, reads, writes)
 
+    def _is_whole(self, tensor: Tensor) -> bool:
+        key = storage_of(tensor)
+        return key in self.constant or key in self.whole
+
     def note(
         self, name: str, kind: str, reads: list[Tensor], writes: list[Tensor], **more: Any
     ) -> RecordedOp:
-        """Records one op; ``split`` is that of its inputs unless given."""
+        """Records one operation, and returns it. ``split`` (in ``more``) is by default that of its inputs."""
         if self.is_quiet:
             return RecordedOp(name, kind, "", [], [])
         index = len(self.ops)
@@ -232,12 +263,15 @@ class OpRecorder:
         depth = max((self._depth.get(storage_of(t), 0) for t in reads), default=0)
         if kind in ("matmul", "attention"):
             depth += 1
-        op = RecordedOp(name, kind, self.label, [], [], split, depth, **more)
+        fixed = bool(reads) and all(map(self._is_whole, reads))
+        more["whole"] = more.get("whole", False) or fixed
+        op = RecordedOp(name, kind, self.label, [], [], split, depth=depth, **more)
         first: dict[int, Tensor] = {}
         for t in reads:
             first.setdefault(storage_of(t), t)
         for key, t in first.items():
             if key not in self.params:
+                op.read_whole += bytes_of(t) * self._is_whole(t)
                 ops, writer = self.written.get(key, (None, -1))
                 same_way = ops is self.ops
                 op.reads.append((key, writer if same_way else None, bytes_of(t)))
@@ -248,6 +282,7 @@ class OpRecorder:
             op.writes.append((key, bytes_of(t)))
             self.written[key] = (self.ops, index)
             self._depth[key] = depth
+            (self.whole.add if fixed else self.whole.discard)(key)
             (self.split.add if split else self.split.discard)(key)
         self.kept.update((storage_of(t), t.untyped_storage()) for t in (*reads, *writes))
         self.ops.append(op)
@@ -266,24 +301,33 @@ class OpRecorder:
         if not self.in_forward and name == "add" and writes[0].shape in self._tables:
             return  # the sum of a tied weight's gradients, which is not per token
         op = self.note(name, "elementwise", reads, writes)
+        if reads and all(storage_of(t) in self.partial for t in reads):
+            op.whole = True
+            self.partial.update(map(storage_of, writes))
         if kind_of(name) == "lookup" or name == "embedding_dense_backward":
-            self._note_lookup(name, op, reads)
+            self._note_lookup(name, op, reads, writes)
 
-    def _note_lookup(self, name: str, op: RecordedOp, reads: list[Tensor]) -> None:
-        """Rows of a table: only those are read, and those of a split table are summed over tp."""
+    def _note_lookup(
+        self, name: str, op: RecordedOp, reads: list[Tensor], writes: list[Tensor]
+    ) -> None:
+        """Corrects an embedding's operation: it reads only the rows that are looked up. If tp divides the
+        table, each rank looks up all tokens, and the result is summed over tp."""
         if name == "embedding_dense_backward":  # gradients read; rows of the sum read and written
             op.writes = [(key, 2 * op.reads[0][2]) for key, _ in op.writes]
+            divided = (param.shape for _, param, dim in self.params.values() if dim is not None)
+            op.whole = writes[0].shape in divided
             return
         size = sum(size for _, size in op.writes)
         table = self.params.get(storage_of(reads[0]))
         op.reads = [(storage_of(reads[0]), None, size)] + op.reads[1 if table is None else 0 :]
         if name == "embedding" and table is not None and table[2] is not None:
             self.split.difference_update(key for key, _ in op.writes)
-            op.split = False
+            op.split, op.whole = False, True
             self.summed.append(reads[0].shape[-1])
+            self.looked_up.append(reads[0].shape[-1])
 
     def _note_product(self, name: str, inputs: list[Tensor], out: Tensor) -> None:
-        """A product with a parameter, or of rows with the weights of their experts, (experts, k, n)."""
+        """Records a matmul with a parameter, or a grouped one with experts' weights (experts, k, n)."""
         a, b, sizes = product_of(name, inputs)
         at = storage_of(b) in self.params  # of the factors the second one
         weight, other, (rows, n, k) = b, a, sizes
@@ -305,11 +349,12 @@ class OpRecorder:
             straight = weight.stride()[-2:] == param.stride()[-2:]
             # Whether the sharded dim of the weight is the one that the product keeps.
             way = "n" if (sharded if straight else 1 - sharded) == at else "k"
-        if self.in_forward:
-            if way == "n" and not split:
-                self.gathered.setdefault(storage_of(other), k)
-            if way == "k":
-                self.summed.append(n)
+        if not self.in_forward:
+            self.partial.update([storage_of(out)] if way == "k" else [])
+        elif way == "n" and not split:
+            self.gathered.setdefault(storage_of(other), k)
+        elif way == "k":
+            self.summed.append(n)
         self.note(
             name,
             "matmul",
@@ -321,12 +366,13 @@ class OpRecorder:
             weight=title,
             way=way,
             input_gradient=other.requires_grad,
+            weight_gradient=weight.requires_grad,
         )
 
     def _note_free_product(
         self, a: Tensor, b: Tensor, inputs: list[Tensor], out: Tensor, sizes: tuple[int, int, int]
     ) -> None:
-        """A product of two tensors that aren't parameters: attention's, or a gradient of one."""
+        """Records a matmul of two tensors that aren't parameters: of attention, or in backward."""
         scored = next((k for k in map(storage_of, (a, b)) if k in self.scores), None)
         if not self.in_forward:
             lengths = {op.sizes[1] for op in self.scores.values()}
@@ -349,14 +395,8 @@ class OpRecorder:
             self.scores[storage_of(out)] = op
 
 
-def _as_meta(tensor: Tensor) -> Tensor:
-    if tensor.is_meta:
-        return tensor
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-
-
 def hides_future(mask: Tensor) -> bool:
-    """Whether the first query doesn't see the last key; a mask on meta is taken to hide it."""
+    """Whether ``mask`` hides the last key from the first query; one on meta is assumed to."""
     if mask.is_meta:
         return True
     last = mask[..., 0, -1]
@@ -366,7 +406,8 @@ def hides_future(mask: Tensor) -> bool:
 
 
 class _Kernel(torch.autograd.Function):
-    """One kernel: keeps its inputs, a sum in fp32 for each row and, of attention, its output."""
+    """An operation that is recorded as one kernel; saves what such a kernel saves: its inputs, an fp32 value
+    for each row and, for attention, its output."""
 
     @staticmethod
     def forward(ctx: Any, recorder: OpRecorder, kind: str, features: int, *inputs: Tensor) -> Any:
@@ -395,7 +436,7 @@ class _Kernel(torch.autograd.Function):
 
 @dataclass
 class UnitCall:
-    """The arguments of a unit's first call, and the number of calls; tensors with a gradient are leaves."""
+    """The arguments of a unit's first call, detached, and the number of its calls."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -403,11 +444,11 @@ class UnitCall:
 
 
 class MetaParams:
-    """Copies of a model's parameters and buffers on the meta device. Shared ones have one shared copy.
+    """Copies of a model's parameters and buffers on the meta device; shared parameters have one copy.
 
     Args:
-        dims: parameter name -> dim that tensor parallelism shards.
-        dtype: dtype that floating parameters are computed in.
+        dims: name of a parameter -> the dim that tensor parallelism shards.
+        dtype: dtype of the copies of floating parameters.
     """
 
     def __init__(self, model: nn.Module, dims: dict[str, int], dtype: torch.dtype) -> None:
@@ -425,14 +466,14 @@ class MetaParams:
             self.buffers.add(storage_of(made))
 
     def of(self, module: nn.Module) -> dict[str, Tensor]:
-        """The stand-ins for ``module``, by its names for them."""
+        """Returns the copies of the parameters and buffers of ``module``, by its own names for them."""
         named: list[tuple[str, Tensor]] = [*module.named_parameters(remove_duplicate=False)]
         named += module.named_buffers(remove_duplicate=False)
         return {name: self._made[id(t)] for name, t in named}
 
 
 def record(module: nn.Module, params: MetaParams, call: UnitCall, seq_len: int) -> OpRecorder:
-    """Runs ``module`` forward and backward with the arguments of ``call``."""
+    """Runs ``module`` forward and backward with the arguments of ``call``, and returns the recorder."""
     inputs = tensors_in((call.args, call.kwargs))
     constant = params.buffers | {storage_of(t) for t in inputs if not t.requires_grad}
     recorder = OpRecorder(params.known, seq_len, constant)
@@ -454,15 +495,16 @@ def record_root(
     seq_len: int,
     kind_of: Callable[[nn.Module], Any],
 ) -> tuple[OpRecorder, dict[str, UnitCall], Any]:
-    """Runs ``model`` and records what it does outside ``members``, its units' modules.
+    """Runs ``model`` and records the operations outside ``members``, its units.
 
     Args:
         blocks: names of the members that are blocks.
-        kind_of: member -> a key. Members with equal keys compute the same, and only the first one runs for
-            equal shapes.
+        kind_of: returns a key of a member. Of members with equal keys and equal input shapes only the first
+            runs.
 
     Returns:
-        The recorder, whose labels are ``BEFORE`` or "", the calls of the members, and the model's output.
+        The recorder (``BEFORE`` labels operations before the first block), each member's call by name, and
+        the model's output.
     """
     recorder = OpRecorder(params.known, seq_len, params.buffers)
     passed: list[Tensor] = []
@@ -507,7 +549,7 @@ def record_root(
 
 @contextmanager
 def _watching(recorder: OpRecorder) -> Iterator[None]:
-    """Records operations and what is saved for backward."""
+    """Within this context ``recorder`` records operations and the tensors that are saved for backward."""
 
     def pack(tensor: Tensor) -> Tensor:
         key = storage_of(tensor)
@@ -525,7 +567,7 @@ def _watching(recorder: OpRecorder) -> Iterator[None]:
 
 @contextmanager
 def _labelled(norm: nn.Module, name: str, recorder: OpRecorder) -> Iterator[None]:
-    """Gives the label ``name`` to the operations of ``norm``, in forward and backward."""
+    """Within this context the operations of ``norm``, in forward and backward, get the label ``name``."""
 
     def before(_: nn.Module, args: Any) -> None:
         recorder.label = name
@@ -541,13 +583,13 @@ def _labelled(norm: nn.Module, name: str, recorder: OpRecorder) -> Iterator[None
 def _label(
     recorder: OpRecorder, ends: Iterable[Tensor], starts: Iterable[Tensor], label: str
 ) -> None:
-    """Gives ``label`` to the nodes between ``starts`` and ``ends`` that have none."""
+    """Gives ``label`` to the unlabelled autograd nodes between the tensors ``starts`` and ``ends``."""
     for node in _nodes([t.grad_fn for t in ends], {t.grad_fn for t in starts}):
         recorder.labels.setdefault(node, label)
 
 
 def _nodes(roots: list[Any], stop: set[Any]) -> Iterator[Any]:
-    """All nodes that are reached from ``roots`` and not through ``stop``."""
+    """Yields the autograd nodes that can be reached from ``roots`` without passing those in ``stop``."""
     waiting, seen = [*roots], {None, *stop}
     while waiting:
         node = waiting.pop()
@@ -558,7 +600,7 @@ def _nodes(roots: list[Any], stop: set[Any]) -> Iterator[Any]:
 
 
 def _backward(recorder: OpRecorder, outputs: list[Tensor]) -> None:
-    """Runs backward from ``outputs`` to all leaves, and labels every operation as its node."""
+    """Runs backward from ``outputs`` to all leaves; each operation gets the label of its autograd node."""
     recorder.outputs = {storage_of(t) for t in outputs}
     recorder.origin = {key: at for key, (_, at) in recorder.written.items()}
     recorder.split_in_forward = set(recorder.split)

@@ -1,4 +1,4 @@
-"""plan: every legal layout, predicted and ranked."""
+"""plan: predicts every layout that is allowed, and ranks them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from math import inf
+from typing import Any, NamedTuple
 
 from parallel3d.errors import PlanningError
 from parallel3d.mesh import MeshLayout
@@ -14,6 +15,7 @@ from parallel3d.planner.arguments import check_choice, check_number
 from parallel3d.planner.cluster import Cluster
 from parallel3d.planner.constants import Term, shown
 from parallel3d.planner.context import why_not_ulysses
+from parallel3d.planner.lora import with_lora
 from parallel3d.planner.model_spec import ModelSpec
 from parallel3d.planner.prediction import Prediction, predict, why_no_ep
 from parallel3d.planner.recompute import OWN
@@ -26,30 +28,40 @@ from parallel3d.planner.workload import CHECKPOINTING, Workload
 
 @dataclass(frozen=True)
 class Refused:
-    """A layout that isn't proposed.
+    """A layout that the plan doesn't propose.
 
     Attributes:
-        reason: the reason, as a text.
-        prediction: if no prediction of the layout fits, the one that needs least memory.
+        reason: why, as text.
+        prediction: the prediction nearest to fitting, if it was refused for memory; else None.
+        part: the memory that this prediction needs, as a fraction of what may be used, on the GPU or the
+            host, whichever is fuller; infinite if the layout was refused for another reason.
     """
 
     layout: MeshLayout
     reason: str
     prediction: Prediction | None = None
+    part: float = inf
 
-    @property
-    def needed(self) -> float:
-        """Bytes that it needs; 0 if it was refused for another reason."""
-        return self.prediction.memory.needed if self.prediction is not None else 0.0
+
+class Variation(NamedTuple):
+    """The result of a prediction with one input changed to ``value``."""
+
+    value: str
+    tokens_per_second_per_gpu: float
+    fits: bool
+    fits_probability: float
 
 
 @dataclass(frozen=True)
 class MeshPlan:
-    """Layouts that fit, the fastest first, and those that were refused.
+    """The layouts that fit, the best first, and those that were refused.
+
+    They are ranked by ``Prediction.expected``, speed times the probability to fit. Of two equally fast
+    layouts the one with more free memory comes first; where memory is no problem, speed decides.
 
     Attributes:
-        candidates: predictions of the layouts; one for each micro-batch and kind of checkpointing.
-        refused: the refused layouts, each with the reason.
+        candidates: predictions that fit, one for each layout, micro-batch and kind of checkpointing, ranked.
+        refused: the other layouts, each with the reason.
     """
 
     model: ModelSpec
@@ -60,15 +72,15 @@ class MeshPlan:
 
     @property
     def best(self) -> Prediction:
-        """The fastest prediction that fits.
+        """The prediction that ranks first.
 
         Raises:
-            PlanningError: no prediction fits; the message says which layout needs least memory.
+            PlanningError: no prediction fits; the message says which layout comes closest.
         """
         if self.candidates:
             return self.candidates[0]
         first = self.refused[0]
-        closest = min(self.refused, key=lambda r: r.needed or float("inf"))
+        closest = min(self.refused, key=lambda r: r.part)
         if closest.prediction is None:
             raise PlanningError(f"no layout is legal: {first.layout}: {first.reason}")
         full = closest.prediction.workload.checkpointing in ("full", "offload")
@@ -79,21 +91,41 @@ class MeshPlan:
         )
 
     @property
+    def fastest(self) -> Prediction:
+        """The fastest prediction that fits; faster than ``best`` only if it is less sure to fit.
+
+        Raises:
+            PlanningError: as ``best``.
+        """
+        return max(self.candidates or (self.best,), key=lambda p: p.tokens_per_second_per_gpu)
+
+    def roomier(self, within: float = 0.03) -> Prediction | None:
+        """Returns the prediction that needs least memory among those at most ``within`` slower than ``best``.
+
+        Returns:
+            The prediction; None if it doesn't save at least a twentieth of the GPU's (or host's) memory.
+        """
+        least = (1 - within) * self.best.tokens_per_second_per_gpu
+        near = [p for p in self.candidates if p.tokens_per_second_per_gpu >= least]
+        found = min(near, key=lambda p: p.memory.part())
+        return found if found.memory.part() <= self.best.memory.part() - 0.05 else None
+
+    @property
     def layouts(self) -> tuple[Prediction, ...]:
-        """The fastest of each layout, the fastest first."""
-        fastest: dict[MeshLayout, Prediction] = {}
+        """The best prediction of each layout, ranked."""
+        first: dict[MeshLayout, Prediction] = {}
         for prediction in self.candidates:
-            fastest.setdefault(prediction.layout, prediction)
-        return tuple(fastest.values())
+            first.setdefault(prediction.layout, prediction)
+        return tuple(first.values())
 
     @property
     def close(self) -> tuple[Prediction, ...]:
-        """Those of ``layouts`` whose speeds can't be told apart from the fastest's, which is the first."""
+        """Those of ``layouts`` whose expected speeds ``count_close`` can't tell from the best."""
         found = self.layouts
-        return found[: count_close([each.tokens_per_second_per_gpu for each in found])]
+        return found[: count_close([each.expected for each in found])]
 
     def of(self, layout: MeshLayout) -> Prediction:
-        """Returns the fastest prediction of ``layout``, even if it doesn't fit.
+        """Returns the best prediction of ``layout``, even if it doesn't fit.
 
         Raises:
             PlanningError: ``layout`` was refused for a reason other than memory.
@@ -109,12 +141,14 @@ class MeshPlan:
         )
 
     def explain(self, a: Prediction | MeshLayout, b: Prediction | MeshLayout) -> str:
-        """Why ``a`` and ``b`` differ: their components' differences, the largest first."""
+        """Returns why ``a`` and ``b`` differ, as text: their components' differences, largest first."""
         first, second = (self.of(p) if isinstance(p, MeshLayout) else p for p in (a, b))
         ratio = first.tokens_per_second_per_gpu / second.tokens_per_second_per_gpu
         lines = [
-            f"{_named(first)}: {first.tokens_per_second_per_gpu:,.0f} tokens/s/GPU, "
-            f"{_named(second)}: {second.tokens_per_second_per_gpu:,.0f}; {ratio:.3f} x",
+            f"{_named(first)}: {first.tokens_per_second_per_gpu:,.0f} tokens/s/GPU "
+            f"({first.fits_probability:.0%} to fit), "
+            f"{_named(second)}: {second.tokens_per_second_per_gpu:,.0f} "
+            f"({second.fits_probability:.0%}); {ratio:.3f} x",
             "microseconds a token and GPU, first - second:",
         ]
         lines += _differences(_per_token(first), _per_token(second), lambda v: f"{v * 1e6:+.3f} us")
@@ -125,17 +159,15 @@ class MeshPlan:
         )
         return "\n".join(lines)
 
-    def sensitivity(
-        self, prediction: Prediction | None = None
-    ) -> dict[str, list[tuple[str, float, bool]]]:
-        """Predicts again with one input changed: its name -> [(its value, tokens/s/GPU, whether it fits)].
+    def sensitivity(self, prediction: Prediction | None = None) -> dict[str, list[Variation]]:
+        """Returns input -> predictions with this input halved, unchanged and doubled.
 
-        The inputs are the micro-batch, the sequence length, and the bandwidths between nodes and of memory.
-        Each is halved, unchanged and doubled. A micro-batch of 1 can't be halved and stays 1.
+        The inputs are the micro-batch (at least 1), the sequence length, and the bandwidths between nodes and
+        of the GPU's memory. The base is ``prediction``, by default ``best``.
         """
         base = prediction or self.best
         work, cluster, gpu = base.workload, base.cluster, base.cluster.gpu
-        tried: dict[str, list[tuple[str, float, bool]]] = {}
+        tried: dict[str, list[Variation]] = {}
         for factor in (0.5, 1, 2):
             size = max(int(base.micro_batch * factor), 1)
             whole = size * base.accumulation * base.layout.data_size
@@ -151,12 +183,13 @@ class MeshPlan:
                 ("memory bandwidth", f"{bandwidth:g} TB/s", wider, work),
             ):
                 result = predict(self.model, base.layout, on, what)
-                found = value, result.tokens_per_second_per_gpu, result.fits
+                speed, fits = result.tokens_per_second_per_gpu, result.fits
+                found = Variation(value, speed, fits, result.fits_probability)
                 tried.setdefault(name, []).append(found)
         return tried
 
     def recomputation(self, prediction: Prediction | None = None) -> tuple[Prediction, ...]:
-        """The fastest, or ``prediction``, with each kind of recomputation that ``parallelize`` has."""
+        """Returns ``prediction`` (by default ``best``) with each kind of checkpointing of ``parallelize``."""
         base = prediction or self.best
         kinds = dict.fromkeys((*OWN, base.workload.checkpointing))
         works = (
@@ -166,22 +199,26 @@ class MeshPlan:
         return tuple(predict(self.model, base.layout, base.cluster, work) for work in works)
 
     def pareto(self) -> tuple[Prediction, ...]:
-        """The candidates for which none is faster with as little memory, by memory."""
+        """Returns the candidates that no other one beats in both speed and memory, by increasing memory."""
         front: list[Prediction] = []
-        # ``candidates`` are sorted by speed, and sorting is stable.
-        for each in sorted(self.candidates, key=lambda p: p.memory.needed):
+        in_turn = sorted(
+            self.candidates, key=lambda p: (p.memory.needed, -p.tokens_per_second_per_gpu)
+        )
+        for each in in_turn:
             if not front or each.tokens_per_second_per_gpu > front[-1].tokens_per_second_per_gpu:
                 front.append(each)
         return tuple(front)
 
     def as_dict(self, most: int | None = None) -> dict[str, Any]:
-        """JSON values: the first ``most`` candidates, and all refusals."""
+        """Returns JSON values: the first ``most`` candidates, and all refused layouts."""
         return {
             "model": self.model.name,
             "gpu": self.cluster.gpu.name,
             "nodes": self.cluster.nodes,
             "candidates": [each.as_dict() for each in self.candidates[:most]],
             "close": len(self.close),
+            "fastest": self.fastest.as_dict() if self.candidates else None,
+            "roomier": found.as_dict() if self.candidates and (found := self.roomier()) else None,
             "refused": [
                 {"layout": r.layout.as_dict(views=True), "reason": r.reason} for r in self.refused
             ],
@@ -208,21 +245,18 @@ def _differences(a: dict[str, float], b: dict[str, float], text: Any) -> Sequenc
 
 
 def refusal(model: ModelSpec, layout: MeshLayout, cluster: Cluster, work: Workload) -> str | None:
-    """Returns a text with the first rule that ``layout`` breaks; None if it may be used.
+    """Returns why ``layout`` can't be used, as text; None if it can.
 
-    ``parallelize`` also cuts sizes that tp doesn't divide: hidden features and vocabularies like
-    ``torch.chunk``, attention between heads, with copies of key and value heads that several ranks need. So
-    sizes refuse a layout in two cases only: a plan can't cut them unevenly (``divisible``), or there are
-    fewer heads than tp ranks, so that each rank would compute all attention.
+    ``parallelize`` cuts sizes that tp doesn't divide, too. So sizes refuse a layout in two cases only: the
+    plan can't cut them unevenly (``ModelSpec.divisible``), or there are fewer heads than tp ranks, so that
+    each rank would compute all attention.
     """
     tp = layout.tp
-    for axis in ("shard", "cp"):
-        if work.sharding != "fsdp" and getattr(layout, axis) > 1:
-            size = getattr(layout, axis)
-            return f"{work.sharding} shards nothing over {axis}, which is {size}; it must be 1"
+    if work.sharding != "fsdp" and layout.shard > 1 and layout.ep == 1:
+        return f"{work.sharding} shards nothing over shard, which is {layout.shard}; it must be 1"
     if layout.cp > 1 and (why := _context_refusal(model, layout, work)) is not None:
         return why
-    if layout.ep > 1 and (why := why_no_ep(model, layout.ep, work)) is not None:
+    if (why := why_no_ep(model, layout.ep)) is not None:
         return why
     if tp == 1:
         return None
@@ -244,7 +278,7 @@ def refusal(model: ModelSpec, layout: MeshLayout, cluster: Cluster, work: Worklo
 
 
 def _context_refusal(model: ModelSpec, layout: MeshLayout, work: Workload) -> str | None:
-    """The first rule that ``cp`` breaks; it is not 1."""
+    """Returns why a ``cp`` above 1 can't be used, as text; None if it can."""
     cp, every = layout.cp, [a for unit in model.units for a in unit.attention]
     if not every:
         return f"cp {cp}: {model.name} has no attention, over whose tokens it would be"
@@ -280,26 +314,26 @@ def plan(
     shard_optimizer_over_replicate: bool | None = None,
     memory_limit_gib: float | None = None,
 ) -> MeshPlan:
-    """Predicts every legal layout of ``model`` on ``cluster``, the fastest that fits first.
+    """Predicts every allowed layout of ``model`` on ``cluster``, and ranks those that fit: see ``MeshPlan``.
 
     Args:
-        workload: without ``micro_batch`` powers of two up to what the global batch leaves are tried.
-        replicate, shard, tp: sizes that these axes may have; any by default.
-        cp: the same; by default 1, and sizes with which a rank has 16,384 tokens of a sequence or more.
-        ep: the same, of layouts whose shard x cp x tp it divides; by default 1, and of a mixture also those
-            that divide its experts, if they divide the GPUs that fast links join or are some of these.
-        checkpointing: kinds to try. By default the workload's own if that isn't "none", else all that
-            ``parallelize`` has; ``planner.CHECKPOINTING`` are all that are known.
-        reshard_after_forward: values to try; by default the workload's own.
-        chunked_loss, shard_optimizer_over_replicate: whether to use them. None: as the workload says. If it
-            says no, a chunked loss is tried too for predictions whose logits and loss take much of the
-            memory, and HFSDP, if there are several replicas, for those that don't fit and the fastest that
-            fits.
-        memory_limit_gib: memory that the training may use of each GPU, in GiB.
+        workload: if its ``micro_batch`` is None, powers of two up to what the global batch allows are tried.
+        replicate, shard, tp: the sizes that these axes may have; None: any.
+        cp: the same; None: 1, and sizes that leave each rank 16,384 or more tokens of a sequence.
+        ep: the same, for layouts whose shard x cp x tp it divides; None: 1, and for a mixture of experts also
+            the sizes that divide its experts and are whole fast-link domains or divide one.
+        checkpointing: kinds to try. None: the workload's own if that isn't "none", else all that
+            ``parallelize`` has; ``planner.CHECKPOINTING`` lists all known ones.
+        reshard_after_forward: values to try; None: the workload's own.
+        chunked_loss, shard_optimizer_over_replicate: whether to use them. None: as the workload says; if it
+            says no, a chunked loss is tried where logits and loss take much of the memory, and HFSDP where
+            there are several replicas, for predictions that may not fit and for the best of the others.
+        memory_limit_gib: GiB of each GPU that the training may use; the probability to fit refers to the
+            whole GPU.
 
     Returns:
-        The plan; ``best.layout`` goes into ``build_mesh``. It may be that nothing fits: then there is no
-        ``best``, and ``refused`` says why.
+        The plan; give ``best.layout`` to ``build_mesh``. If nothing fits, ``best`` raises and ``refused``
+        says why.
 
     Raises:
         PlanningError: no layout has the sizes that are asked for, or neither batch size is given.
@@ -312,6 +346,7 @@ def plan(
         reshard_after_forward = (reshard_after_forward,)
     if memory_limit_gib is not None:
         check_number("memory_limit_gib", memory_limit_gib)
+    model = with_lora(model, workload.lora)
     own = OWN if workload.checkpointing == "none" else (workload.checkpointing,)
     if chunked_loss is not None:
         workload = replace(workload, chunked_loss=chunked_loss)
@@ -365,40 +400,51 @@ def plan(
             tried += _again(tried, limit, shard_optimizer_over_replicate=True)
         if chunks:
             tried += [_with(p, chunked_loss=True) for p in tried if _has_heavy_logits(p)]
-        fitting = [p for p in tried if p.memory.needed <= limit and p.fits]
+        fitting = [p for p in tried if p.memory.part(limit) <= 1]
         candidates += fitting
         if not fitting:
-            least = min(tried, key=lambda p: p.memory.part)  # the best of all settings tried
-            why = (
-                f"needs {least.memory.needed / 2**30:.1f} GiB of {limit / 2**30:.1f} with micro-batch "
-                f"{least.micro_batch}, checkpointing {setting(least)}"
-            )
-            if least.memory.needed <= limit:
-                why += (
-                    f", and {least.memory.host / 2**30:.0f} GiB of the host's memory, which has "
-                    f"{least.memory.host_capacity / 2**30:.0f} for a GPU"
-                )
-            refused.append(Refused(layout, why, least))
-    candidates.sort(key=lambda p: -p.tokens_per_second_per_gpu)
+            nearest = min(tried, key=lambda p: p.memory.part(limit))
+            why = _too_much(nearest, limit)
+            refused.append(Refused(layout, why, nearest, nearest.memory.part(limit)))
+    candidates.sort(key=lambda p: -p.expected)
     return MeshPlan(model, cluster, workload, tuple(candidates), tuple(refused))
 
 
+def _too_much(nearest: Prediction, limit: float) -> str:
+    """Returns a text: what memory the nearest prediction needs, and which memory is too small for it."""
+    memory = nearest.memory
+    why = f"needs {memory.needed / 2**30:.1f} GiB of {limit / 2**30:.1f}"
+    if memory.host > memory.host_capacity:
+        why += (
+            f" and {memory.host / 2**30:.0f} GiB of the host's memory, which has "
+            f"{memory.host_capacity / 2**30:.0f} for a GPU,"
+        )
+    return f"{why} with micro-batch {nearest.micro_batch}, checkpointing {setting(nearest)}"
+
+
+SURE = 0.9
+"""Probability to fit below which settings that need less memory are tried too, and doubts are shown."""
+
+
 def _has_heavy_logits(prediction: Prediction) -> bool:
+    """Whether a chunked loss is worth trying: logits and loss take much of the memory, or some of it and the
+    prediction may not fit."""
     term = prediction.memory.terms.get("logits and loss")
-    return term is not None and term.value > MUCH * prediction.memory.needed
+    much = MUCH if prediction.fits_probability >= SURE else MUCH / 5
+    return term is not None and term.value > much * prediction.memory.needed
 
 
 def _with(prediction: Prediction, **changes: Any) -> Prediction:
-    """The same, with another workload."""
+    """Predicts the same layout with ``changes`` to the workload."""
     work = replace(prediction.workload, micro_batch=prediction.micro_batch, **changes)
     return predict(prediction.model, prediction.layout, prediction.cluster, work)
 
 
 def _again(tried: Sequence[Prediction], limit: float, **changes: Any) -> list[Prediction]:
-    """With ``changes``: the fastest that fits, and those that don't fit."""
-    fitting = [p for p in tried if p.memory.needed <= limit and p.fits]
-    fastest = sorted(fitting, key=lambda p: -p.tokens_per_second_per_gpu)[:1]
-    return [_with(p, **changes) for p in tried if p in fastest or p not in fitting]
+    """Predicts, with ``changes`` to the workload, those of ``tried`` that may not fit and the best other."""
+    sure = [p for p in tried if p.memory.part(limit) <= 1 and p.fits_probability >= SURE]
+    first = max(sure, key=lambda p: p.expected, default=None)
+    return [_with(p, **changes) for p in tried if p is first or p not in sure]
 
 
 def _sizes(name: str, sizes: int | Iterable[int] | None) -> frozenset[int] | None:
@@ -411,7 +457,7 @@ def _sizes(name: str, sizes: int | Iterable[int] | None) -> frozenset[int] | Non
 
 
 def _layouts(world: int, allowed: Mapping[str, Set[int] | None]) -> Iterator[MeshLayout]:
-    """All layouts of ``world`` ranks; ``allowed``: sizes of each axis; None: any."""
+    """Yields all layouts of ``world`` ranks with axis sizes in ``allowed`` (axis -> sizes; None: any)."""
     divisors = [n for n in range(1, world + 1) if world % n == 0]
 
     def of(axis: str, left: int) -> list[int]:
@@ -427,7 +473,7 @@ def _layouts(world: int, allowed: Mapping[str, Set[int] | None]) -> Iterator[Mes
 
 
 def _sizes_of_ep(model: ModelSpec, cluster: Cluster, work: Workload) -> set[int]:
-    """Sizes of ep that divide the experts, of whole nodes or in one."""
+    """Returns the sizes of ep that divide the experts, and are whole fast-link domains or divide one."""
     if work.sharding != "fsdp" or not model.experts:
         return {1}
     sizes = (n for n in range(1, model.experts + 1) if model.experts % n == 0)
@@ -441,7 +487,8 @@ def _with_ep(layout: MeshLayout, sizes: Iterable[int]) -> Iterator[MeshLayout]:
 
 
 def _micro_batches(layout: MeshLayout, work: Workload) -> Iterator[int]:
-    """Powers of two that divide the sequences of a data rank in a step; or the workload's own, if it does."""
+    """Yields the micro-batches to try: the workload's own, or powers of two, that divide a data rank's
+    sequences of a step."""
     if work.global_batch is None:
         assert work.micro_batch is not None
         yield work.micro_batch
@@ -468,6 +515,7 @@ TIME = {
     "elementwise": ("elementwise",),
     "recompute": ("recompute",),
     "tensor parallel": ("tensor parallel",),
+    "pipeline": ("bubble", "stage sends"),
     "context parallel": ("context parallel",),
     "expert parallel": ("expert parallel",),
     "exposed gather, reduce": ("exposed gather", "exposed reduce"),
@@ -475,13 +523,14 @@ TIME = {
     "exposed offload": ("exposed offload",),
     "stragglers": ("stragglers",),
     "slowdown": ("slowdown",),
-    "copies, launch": ("copies", "launch", "accumulate"),
+    "copies": ("copies", "accumulate"),
     "optimizer": ("optimizer",),
+    "host": ("host",),
 }
 
 
 def grouped(terms: Mapping[str, Term], groups: Mapping[str, tuple[str, ...]]) -> dict[str, float]:
-    """The terms' values added up by group, in the groups' order; "other" last, if there are any."""
+    """Returns group -> sum of its terms' values, in the order of ``groups``; "other" is last."""
     sums = dict.fromkeys(groups, 0.0)
     for name, term in terms.items():
         group = next((g for g, begin in groups.items() if name.startswith(begin)), "other")
@@ -490,30 +539,34 @@ def grouped(terms: Mapping[str, Term], groups: Mapping[str, tuple[str, ...]]) ->
 
 
 def memory_groups(prediction: Prediction) -> dict[str, float]:
-    """Bytes; they add up to ``memory.needed``."""
+    """Returns component -> bytes; they add up to ``memory.needed``."""
     memory = prediction.memory
     return grouped({**memory.terms, **{term.name: term for term in memory.beyond}}, MEMORY)
 
 
 def time_groups(prediction: Prediction) -> dict[str, float]:
-    """Seconds of a step; they add up to ``step_seconds``."""
+    """Returns component -> seconds of a step; they add up to ``step_seconds``."""
     return grouped(prediction.time.terms, TIME)
 
 
 def short(prediction: Prediction) -> str:
-    """The layout's sizes, "4 x 8 x 8": replicate, shard, tp; with cp and ep "4 x 8 x cp 2 x 8, ep 8"."""
+    """Returns the layout's sizes as text, "4 x 8 x 8" or "4 x 8 x cp 2 x 8, ep 8": see ``sizes_of``."""
     return sizes_of(prediction.layout, " \N{MULTIPLICATION SIGN} ")
 
 
 def sizes_of(layout: MeshLayout, between: str) -> str:
-    """The sizes, with ``between`` them; those of cp and ep, if there are such, with their names."""
+    """Returns the sizes of the layout's axes as text, joined by ``between``; cp and ep appear if above 1.
+
+    Such as "1 x 2 x cp 8 x 4, ep 8"; if ``between`` has no spaces "1x2xcp8x4 ep8".
+    """
+    gap, comma = (" ", ",") if " " in between else ("", "")
     each = layout.as_dict().items()
-    text = between.join(f"cp {size}" if axis == "cp" else str(size) for axis, size in each)
-    return text if layout.ep == 1 else f"{text}, ep {layout.ep}"
+    text = between.join(f"cp{gap}{size}" if axis == "cp" else str(size) for axis, size in each)
+    return text if layout.ep == 1 else f"{text}{comma} ep{gap}{layout.ep}"
 
 
 def setting(prediction: Prediction) -> str:
-    """Checkpointing, whether parameters are kept between forward and backward, chunked loss, HFSDP."""
+    """Returns as text: checkpointing, "keep" (no reshard after forward), "chunked loss", "HFSDP"."""
     work, layout = prediction.workload, prediction.layout
     said = {
         "keep": not work.reshard_after_forward and layout.shard * layout.cp > 1,
@@ -526,12 +579,12 @@ def setting(prediction: Prediction) -> str:
 
 @dataclass(frozen=True)
 class Reason:
-    """Refusals whose texts differ only in numbers, as one entry.
+    """Refused layouts whose reasons differ only in numbers.
 
     Attributes:
-        text: the reason of the layout that needs least memory.
-        count: number of layouts that were refused for it.
-        examples: the sizes of the first few.
+        text: the reason for the layout that comes nearest to fitting.
+        count: number of these layouts.
+        examples: the sizes of the first few of them.
     """
 
     text: str
@@ -540,14 +593,14 @@ class Reason:
 
 
 def reasons(refused: Iterable[Refused], most: int = 3) -> list[Reason]:
-    """The refusals by reason, the most frequent first."""
+    """Groups the refused layouts by reason, the most frequent first; each has up to ``most`` examples."""
     kinds: dict[str, list[Refused]] = {}
     for each in refused:
         kind = "memory" if each.prediction is not None else each.reason
         kinds.setdefault(re.sub(r"[\d.]+", "N", kind), []).append(each)
     counted = []
     for same in sorted(kinds.values(), key=len, reverse=True):
-        near = sorted(same, key=lambda r: r.needed)
+        near = sorted(same, key=lambda r: r.part)
         names = [sizes_of(r.layout, "\N{MULTIPLICATION SIGN}") for r in near]
         text = ", ".join(names[:most]) + (" \N{HORIZONTAL ELLIPSIS}" if len(names) > most else "")
         counted.append(Reason(near[0].reason, len(same), text))

@@ -4,62 +4,106 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from math import prod
 from typing import Any
 
 from parallel3d.errors import PlanningError
 from parallel3d.mesh import MeshLayout
 from parallel3d.planner import mixture
-from parallel3d.planner.cluster import (
-    Cluster,
-    Gpu,
-    collective_time,
-    describe_collective,
-)
+from parallel3d.planner.cluster import Cluster, Gpu, collective_time, describe_collective
 from parallel3d.planner.constants import Constant, Term, constant, explained, shown
-from parallel3d.planner.context import (
-    chosen,
-    exchanges,
-    joined_bytes,
-    share_of,
-    why_not_ulysses,
-)
+from parallel3d.planner.context import chosen, exchanges, joined_bytes, share_of, why_not_ulysses
+from parallel3d.planner.engine import local_numels
 from parallel3d.planner.kernels import (
     attention_constants,
     attention_kernel,
     attention_time,
     elements,
     gemms_of,
+    has_float8,
+    host_time,
     kernels_of,
     matmul_rate,
+    measured_attention,
     memory_rate,
+    operations,
     power_limited,
     slower,
     sustained,
 )
+from parallel3d.planner.lora import with_lora
 from parallel3d.planner.memory import PredictedMemory, memory_of
 from parallel3d.planner.model_spec import ModelSpec, UnitSpec
+from parallel3d.planner.pipeline import NO_PIPELINE, Pipeline, blocks_of_stages
 from parallel3d.planner.recompute import KINDS
 from parallel3d.planner.stacks import Stack
-from parallel3d.planner.step_time import (
-    StepTime,
-    engine_collectives,
-    local_parts,
-    step_time,
-    tp_collectives,
-)
-from parallel3d.planner.uncertainty import (
-    Interval,
-    fits_probability,
-    memory_interval,
-    residuals,
-    speed_interval,
-)
+from parallel3d.planner.stages import pipelined_memory, pipelined_time
+from parallel3d.planner.step_time import StepTime, engine_collectives, step_time, tp_collectives
+from parallel3d.planner.uncertainty import Interval, fits_probability, residuals
 from parallel3d.planner.workload import Local, Step, Workload
 
 _GIB = 2**30
+_HOST_BOUND = 0.05
+
+
+@dataclass(frozen=True)
+class HostBound:
+    """What a step loses because the GPU waits for the host, and what would help.
+
+    Attributes:
+        waits: "forward", "backward", "optimizer" -> seconds of a step in which the GPU waits for the host.
+        part: their sum as a fraction of the step.
+        helps: change -> factor by which it would raise tokens/s, of changes that fit into the memory.
+    """
+
+    waits: dict[str, float]
+    part: float
+    helps: dict[str, float]
+
+    def __str__(self) -> str:
+        each = (f"{name} {shown(s, 's')}" for name, s in self.waits.items() if s > 0)
+        text = f"host-bound: the GPU waits for the host in {self.part:.0%} of the step ({', '.join(each)})"
+        helps = (f"{change} ({times - 1:+.0%} tokens/s)" for change, times in self.helps.items())
+        return f"{text}; what would help: {', '.join(helps) or 'a faster host'}"
+
+
+def _without_host(now: Prediction) -> dict[str, float]:
+    """Returns ``HostBound.helps`` for this prediction."""
+    speed = now.tokens_per_second_per_gpu
+    found: dict[str, Prediction | None] = {}
+
+    def tried(**change: Any) -> Prediction | None:
+        work = replace(now.workload, **change)
+        try:
+            other = predict(now.model, now.layout, now.cluster, work, now.pipeline)
+        except PlanningError:  # the global batch is no multiple
+            return None
+        return other if other.fits or not now.fits else None
+
+    if not now.workload.compile:
+        found["compile=True"] = tried(compile=True)
+    larger, best = now, now
+    batch = now.workload.global_batch if now.accumulation > 1 else None
+    while larger.micro_batch < _MOST_MICRO * now.micro_batch:
+        other = tried(micro_batch=2 * larger.micro_batch, global_batch=batch)
+        if other is None:
+            break
+        larger = other
+        if other.tokens_per_second_per_gpu > 1.02 * best.tokens_per_second_per_gpu:
+            best = other
+    if best is not now:
+        found[f"micro-batch {best.micro_batch}"] = best
+    stack = now.workload.profile
+    captured = stack.with_values(stack.name, {"host_time": 1e-9}, "a captured step")
+    found["the step captured in a CUDA graph, at most"] = tried(stack=captured)
+    times = {
+        name: p.tokens_per_second_per_gpu / speed for name, p in found.items() if p is not None
+    }
+    return {name: each for name, each in times.items() if each > 1.01}
+
+
+_MOST_MICRO = 16
 
 
 @dataclass(frozen=True)
@@ -73,16 +117,17 @@ class Prediction(Step):
         memory: bytes by component at the peak, what must fit, an upper bound.
         time: seconds by component.
 
-    Both are computed when they are first read: the time of a layout that doesn't fit is rarely needed.
+    ``memory`` and ``time`` are computed when first read: the time of a layout that doesn't fit is rarely
+    needed.
     """
 
     @cached_property
     def memory(self) -> PredictedMemory:
-        return memory_of(self)
+        return memory_of(self) if self.pipeline.stages == 1 else pipelined_memory(self)
 
     @cached_property
     def time(self) -> StepTime:
-        return step_time(self)
+        return step_time(self) if self.pipeline.stages == 1 else pipelined_time(self)
 
     @property
     def fits(self) -> bool:
@@ -91,7 +136,7 @@ class Prediction(Step):
 
     @property
     def fits_probability(self) -> float:
-        """That it fits, from published verdicts: 0.5 where ``memory.needed`` is the capacity."""
+        """The probability that it fits, from published runs; 0.5 where ``memory.needed`` is the capacity."""
         memory = self.memory
         if memory.host > memory.host_capacity:
             return 0.0
@@ -99,7 +144,7 @@ class Prediction(Step):
 
     @property
     def reserve(self) -> float:
-        """Bytes of the GPU's memory beyond ``memory.needed``; below 0: what is missing."""
+        """Bytes of the GPU's memory that ``memory.needed`` leaves free; below 0: bytes that are missing."""
         return self.memory.capacity - self.memory.needed
 
     @property
@@ -110,76 +155,86 @@ class Prediction(Step):
     @property
     def speed_interval(self) -> Interval:
         """10th and 90th percentile of ``tokens_per_second_per_gpu``."""
-        gpu, speed = self.cluster.gpu, self.tokens_per_second_per_gpu
-        return speed_interval(speed, self.workload.profile, gpu)
+        return residuals().speed[self.familiarity].around(self.tokens_per_second_per_gpu)
 
     @property
     def memory_interval(self) -> Interval:
         """10th and 90th percentile of ``memory.reserved``."""
-        return memory_interval(self.memory.reserved)
+        return residuals().memory.around(self.memory.reserved)
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of one optimizer step."""
         return self.time.total
 
     @property
     def tokens_per_gpu(self) -> float:
-        """Tokens of a step, divided by the GPUs; the ranks of cp and tp groups share their tokens."""
-        sharing = self.layout.cp * self.layout.tp
+        """Tokens of a step divided by the number of GPUs."""
+        sharing = self.layout.cp * self.layout.tp * self.pipeline.stages
         return self.micro_batch * self.accumulation * self.workload.seq_len / sharing
 
     @property
     def tokens_per_second_per_gpu(self) -> float:
-        """``tokens_per_gpu`` a second."""
         return self.tokens_per_gpu / self.time.total
+
+    @property
+    def expected(self) -> float:
+        """``tokens_per_second_per_gpu`` times ``fits_probability``, by which ``plan`` ranks layouts."""
+        return self.tokens_per_second_per_gpu * self.fits_probability
 
     @property
     def mfu(self) -> float:
         """Model FLOPs per second, divided by the dense bf16 peak.
 
-        The FLOPs are those of matmuls, with twice as many in backward, and of attention, with 2.5 times as
-        many in backward (if causal, only half of the scores count). Those of the embedding and of
-        recomputation don't count.
+        Matmuls count, with twice the FLOPs in backward, and attention, with 2.5 times in backward (half of
+        the scores if causal). Embedding and recomputation don't count.
         """
         return self.time.model_flops / self.time.total / (self.cluster.gpu.peak * 1e12)
 
     @property
     def hfu(self) -> float:
-        """As ``mfu``, with what checkpointing computes again."""
+        """As ``mfu``, but FLOPs that checkpointing repeats count too."""
         return self.time.hardware_flops / self.time.total / (self.cluster.gpu.peak * 1e12)
 
     @property
     def mfu_6n(self) -> float:
-        """The MFU by the common convention of 6 N + 12 L h s FLOPs a token (PaLM, arXiv:2204.02311, appendix
-        B). N counts only the experts that a token goes through."""
+        """The MFU if a token takes 6 N + 12 L h s FLOPs (PaLM, arXiv:2204.02311, appendix B). N are the
+        parameters that a token uses; frozen ones count 4 instead of 6."""
         attention = sum(
             12 * u.count * a.heads * a.head_dim * self.workload.seq_len
             for u in self.model.units
             for a in u.attention
         )
-        flops = 6 * self.model.active_numel + attention
+        each = [(u.count * p.numel * p.used, p) for u in self.model.units for p in u.parameters]
+        flops = sum((6 if p.trainable else 4) * numel for numel, p in each) + attention
         return flops * self.tokens_per_second_per_gpu / (self.cluster.gpu.peak * 1e12)
 
+    @cached_property
+    def host_bound(self) -> HostBound | None:
+        """How the GPU waits for the host; None if that is less than a twentieth of the step."""
+        part = self.time.terms["host"].value / self.step_seconds
+        return None if part < _HOST_BOUND else HostBound(self.time.host, part, _without_host(self))
+
     def explain(self) -> str:
-        """Every number with its formula and the formula's inputs, constants with their sources."""
+        """Returns a text with every number, its formula, the formula's inputs and the constants' sources."""
         return "\n".join(_explanation(self))
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON values: GiB and seconds by component, and what follows from them."""
+        """Returns JSON values: GiB and seconds by component, and the speeds derived from them."""
         memory, time = self.memory, self.time
         rates = ("tokens_per_second_per_gpu", "mfu", "hfu", "mfu_6n")
-        gib = ("allocated", "reserved", "upper", "needed", "capacity")
+        gib = ("allocated", "reserved", "upper", "upper_needed", "needed", "capacity")
         return {
             "model": self.model.name,
             "gpu": self.cluster.gpu.name,
             "nodes": self.cluster.nodes,
             "layout": self.layout.as_dict(views=True),
+            **({"pipeline": asdict(self.pipeline)} if self.pipeline.stages > 1 else {}),
             "micro_batch": self.micro_batch,
             "accumulation": self.accumulation,
             "checkpointing": self.workload.checkpointing,
             **({"cp_attention": self.workload.cp_attention} if self.layout.cp > 1 else {}),
             **({"routing": self.workload.routing} if self.layout.ep > 1 else {}),
+            **({"lora": self.workload.lora.as_dict()} if self.workload.lora else {}),
             "stack": self.workload.profile.name,
             "fits": self.fits,
             "fits_probability": self.fits_probability,
@@ -187,10 +242,16 @@ class Prediction(Step):
             "memory_gib": {name: term.value / _GIB for name, term in memory.terms.items()},
             "peak": memory.moment,
             **{f"{name}_gib": getattr(memory, name) / _GIB for name in gib},
+            "counts_gib": {
+                name: {part: value / _GIB for part, value in parts.items()}
+                for name, parts in memory.counts.items()
+            },
             **({"host_gib": memory.host / _GIB} if memory.host else {}),
             "step_seconds": time.total,
             "seconds": {name: term.value for name, term in time.terms.items()},
             **{name: getattr(self, name) for name in rates},
+            "expected_tokens_per_second_per_gpu": self.expected,
+            "host_bound": None if self.host_bound is None else asdict(self.host_bound),
             "familiarity": self.familiarity,
             "tokens_per_second_per_gpu_interval": list(self.speed_interval),
             "reserved_gib_interval": [end / _GIB for end in self.memory_interval],
@@ -198,57 +259,79 @@ class Prediction(Step):
 
 
 def predict(
-    model: ModelSpec, layout: MeshLayout, cluster: Cluster, workload: Workload
+    model: ModelSpec,
+    layout: MeshLayout,
+    cluster: Cluster,
+    workload: Workload,
+    pipeline: Pipeline = NO_PIPELINE,
 ) -> Prediction:
     """Predicts memory and speed of ``model`` on ``layout``, also of a layout that doesn't fit.
 
     Args:
         model: from ``spec_from_hf_config``, ``spec_from_module`` or ``spec_from_shapes``.
-        layout: without -1, with as many ranks as ``cluster`` has GPUs.
+        layout: a resolved layout (no -1) with as many ranks as ``cluster`` has GPUs.
         cluster: the machines.
-        workload: ``micro_batch`` is needed; with ``global_batch`` gradients are accumulated to it.
+        workload: its ``micro_batch`` or ``global_batch`` is needed; with both, gradients are accumulated.
+        pipeline: pipeline stages, each of which has a ``layout``. ``parallelize`` has none, so name another
+            stack in the workload, such as ``Workload(stack="megatron-te", sharding="zero1")``.
 
     Raises:
-        PlanningError: sizes of the arguments contradict each other.
-        MeshError: ``layout`` has another number of ranks than ``cluster`` has GPUs.
+        PlanningError: sizes of the arguments contradict each other, or the GPU has no float8 matmuls.
+        MeshError: ``layout`` has another number of ranks than ``cluster``, or a stage, has GPUs.
     """
+    if not isinstance(pipeline, Pipeline):
+        raise PlanningError(
+            f"pipeline is {pipeline!r}; it must be a Pipeline(stages, schedule, virtual)"
+        )
+    ranks, left = divmod(cluster.world_size, pipeline.stages)
+    if left:
+        raise PlanningError(
+            f"{pipeline.stages} stages don't divide {cluster.world_size} GPUs; take a divisor of them"
+        )
     if not isinstance(layout, MeshLayout):
         raise PlanningError(f"layout is {layout!r}; it must be a MeshLayout(replicate, shard, tp)")
-    layout = layout.resolve(cluster.world_size)
-    for axis in ("shard", "cp"):
-        size = getattr(layout, axis)
-        if workload.sharding != "fsdp" and size > 1:
-            raise PlanningError(
-                f"{workload.sharding} shards nothing over {axis}, which is {size}; it must be 1: give "
-                f"replicate {layout.replicate * size}"
-            )
-    if layout.ep > 1 and (why := why_no_ep(model, layout.ep, workload)) is not None:
+    layout = layout.resolve(ranks)
+    if workload.sharding != "fsdp" and layout.shard > 1 and layout.ep == 1:
+        raise PlanningError(
+            f"{workload.sharding} shards nothing over shard, which is {layout.shard}; it must be 1: give "
+            f"replicate {layout.replicate * layout.shard}"
+        )
+    if workload.sharding == "fsdp" and layout.replicate > 1 and pipeline.stages > 1:
+        raise PlanningError(
+            f"replicate is {layout.replicate} with {pipeline.stages} stages; HSDP in a pipeline isn't known: "
+            f"give shard {layout.replicate * layout.shard}"
+        )
+    if (why := why_no_ep(model, layout.ep)) is not None:
         raise PlanningError(why)
+    if workload.float8 and not has_float8(cluster.gpu):
+        raise PlanningError(
+            f"float8 is True; {cluster.gpu.name} has no float8 matmuls: leave it out, or take a newer GPU, "
+            "such as h100"
+        )
+    if pipeline.stages > 1:
+        blocks_of_stages(model, pipeline)  # raises if they can't be divided
+    model = with_lora(model, workload.lora)
     micro_batch, accumulation = _batches(layout, workload)
     if layout.cp > 1:
         workload = _with_kind(
             model, Local(cluster.gpu, workload, layout.tp, micro_batch, layout.cp)
         )
-    return Prediction(model, layout, cluster, workload, micro_batch, accumulation)
+    return Prediction(model, layout, cluster, workload, micro_batch, accumulation, pipeline)
 
 
-def why_no_ep(model: ModelSpec, ep: int, work: Workload) -> str | None:
-    """Why ``ep``, which isn't 1, can't divide the experts of ``model``, in words; None if it can."""
+def why_no_ep(model: ModelSpec, ep: int) -> str | None:
+    """Returns why ``ep`` can't divide the experts of ``model``, as text; None if it can."""
+    if ep == 1:
+        return None
     if not model.experts:
         return f"ep {ep}: {model.name} has no experts that it could divide"
     if model.experts < ep:
         return f"ep {ep} is more than the {model.experts} experts of a block: some ranks would have none"
-    if work.sharding != "fsdp":
-        return f"{work.sharding} and ep {ep}: only fsdp shards what ep leaves of a copy's ranks"
     return None
 
 
 def _with_kind(model: ModelSpec, local: Local) -> Workload:
-    """Returns the workload with "auto" replaced by the kind of attention over ``cp`` that is used.
-
-    Raises:
-        PlanningError: Ulysses with fewer heads than ranks.
-    """
+    """Returns the workload with ``cp_attention="auto"`` replaced by the chosen kind."""
     work = replace(local.work, cp_attention=chosen(model, local))
     if work.cp_attention == "ulysses":
         for unit in model.units:
@@ -259,11 +342,7 @@ def _with_kind(model: ModelSpec, local: Local) -> Workload:
 
 
 def _batches(layout: MeshLayout, work: Workload) -> tuple[int, int]:
-    """Returns (micro-batch, number of micro-batches per step).
-
-    Raises:
-        PlanningError: the global batch is no multiple of the sequences that one forward of all ranks takes.
-    """
+    """Returns (sequences of a micro-batch, number of micro-batches in a step)."""
     if work.micro_batch is None and work.global_batch is None:
         raise PlanningError("micro_batch and global_batch are both None; give one of them")
     if work.global_batch is None:
@@ -280,13 +359,16 @@ def _batches(layout: MeshLayout, work: Workload) -> tuple[int, int]:
 
 
 def _explanation(prediction: Prediction) -> Iterator[str]:
-    """Lines: memory, time by component, then each kind of unit with its kernels and collectives."""
+    """Yields lines: memory and time by component, then for each kind of unit its kernels and collectives."""
     memory, model, gpu = prediction.memory, prediction.model, prediction.cluster.gpu
-    yield f"{model.name} ({model.source}) on {prediction.layout} of {gpu.name}"
+    stages = f", {prediction.pipeline}" if prediction.pipeline.stages > 1 else ""
+    yield f"{model.name} ({model.source}) on {prediction.layout}{stages} of {gpu.name}"
     yield f"memory at its peak, {memory.moment}: {shown(memory.allocated, 'B')} allocated"
     for term in (*memory.terms.values(), *memory.beyond):
         yield from explained(term, "  ")
     yield f"step: {shown(prediction.step_seconds, 's')}"
+    if prediction.host_bound is not None:
+        yield f"  {prediction.host_bound}"
     for term in prediction.time.terms.values():
         yield from explained(term, "  ")
     for term in _rates(gpu, prediction.workload.profile):
@@ -298,26 +380,31 @@ def _explanation(prediction: Prediction) -> Iterator[str]:
 
 
 def unit_terms(prediction: Prediction, unit: UnitSpec) -> Iterator[Term]:
-    """Seconds of the kernels and collectives of one ``unit`` in one micro-batch."""
-    for terms in (_matmuls, _attention, _elementwise, _collectives):
+    """Yields the seconds of the kernels and collectives of one ``unit`` in one micro-batch, as terms."""
+    for terms in (_matmuls, _attention, _elementwise, _host, _collectives):
         yield from terms(prediction, unit)
 
 
 def _rates(gpu: Gpu, stack: Stack) -> Iterator[Term]:
     units = {"bandwidth": "TB/s", "peak": "TFLOP/s", "gemm_efficiency": "", "watts": "W"}
     own = {n: Constant(n, getattr(gpu, n), unit, gpu.source) for n, unit in units.items()}
-    inputs = {
-        "bandwidth": own.pop("bandwidth"),
-        "memory_efficiency": constant("memory_efficiency"),
-    }
-    formula = "bandwidth * memory_efficiency"
-    yield Term("memory rate", memory_rate(gpu), formula, inputs, "B/s")
-    limit = {name: constant(name) for name in ("power_density", "power_exponent")}
-    limit["watts"] = own.pop("watts")
-    formula = "min(1, (power_density * watts / peak)^power_exponent)"
-    yield Term("power limit", power_limited(gpu), formula, {**limit, "peak": own["peak"]}, "")
-    rates: dict[str, float | str | Constant] = {**own, "power limit": power_limited(gpu)}
-    rates |= sustained(gpu, stack)
+    names = ("memory_efficiency", "power_density", "power_exponent")
+    efficiency, density, exponent = ({name: constant(name)} for name in names)
+    inputs = {"bandwidth": own["bandwidth"], **efficiency}
+    yield Term("memory rate", memory_rate(gpu), "bandwidth * memory_efficiency", inputs, "B/s")
+    rates: dict[str, float | str | Constant] = {"peak": own["peak"]}
+    if gpu.sustained:
+        rates["sustained"] = Constant("sustained", gpu.sustained, "", gpu.source)
+        for name, here in sustained(gpu, stack).items():
+            if here.value != (usual := constant(name).value):
+                rates[f"{name} / {usual:g}"] = here.value / usual
+    else:
+        limited = power_limited(gpu)
+        inputs = density | exponent | {"watts": own["watts"], "peak": own["peak"]}
+        formula = "min(1, (power_density * watts / peak)^power_exponent)"
+        yield Term("power limit", limited, formula, inputs, "")
+        rates |= {"gemm_efficiency": own["gemm_efficiency"], "power limit": limited}
+        rates |= sustained(gpu, stack)
     yield Term("matmul rate", matmul_rate(gpu, stack), " * ".join(rates), rates, "FLOP/s")
 
 
@@ -375,7 +462,14 @@ def _attention(prediction: Prediction, unit: UnitSpec) -> Iterator[Term]:
                     "4 b heads s^2 head_dim (/ 2 if causal) / (peak * power limit of so busy tensor cores * "
                     "efficiency s / (s + ramp))"
                 )
-                inputs |= attention_constants(gpu, kernel, attention.head_dim)
+                width = attention.head_dim
+                if measured := measured_attention(gpu, kernel, width, work.compute_itemsize):
+                    formula = "4 b heads s^2 head_dim (/ 2 if causal) / (rate * s / (s + ramp))"
+                    rate = measured[way == "backward"]
+                    inputs["rate"] = Constant("rate", rate, "TFLOP/s", gpu.source)
+                    inputs["ramp"] = constant("attention_ramp")
+                else:
+                    inputs |= attention_constants(gpu, kernel, width)
                 if way == "backward":
                     formula += " * attention_backward"
                     inputs["attention_backward"] = constant("attention_backward")
@@ -395,10 +489,7 @@ def _elementwise(prediction: Prediction, unit: UnitSpec) -> Iterator[Term]:
     local, work = prediction.local, prediction.workload
     kernels = kernels_of(unit, local)
     beside = work.profile.constant("elementwise_time")
-    sizes: dict[str, float] = {
-        "tokens": local.tokens,
-        "bytes an element": work.compute_itemsize,
-    }
+    sizes: dict[str, float] = {"tokens": local.tokens, "bytes an element": work.compute_itemsize}
     for index, way in enumerate(("forward", "backward")):
         if kernels.elementwise[index]:
             moved: dict[str, float] = defaultdict(float)
@@ -416,21 +507,36 @@ def _elementwise(prediction: Prediction, unit: UnitSpec) -> Iterator[Term]:
         yield Term("recompute", kernels.again, formula)
 
 
+def _host(prediction: Prediction, unit: UnitSpec) -> Iterator[Term]:
+    local, layout = prediction.local, prediction.layout
+    gpu, stack = local.gpu, local.work.profile
+    names = ["unit"] + ["tp"] * (layout.tp > 1)
+    replicas = layout.replicate > 1 and local.work.sharding == "fsdp"
+    for index, way in enumerate(("forward", "backward")):
+        inputs: dict[str, float] = {"operations": operations(unit, local)[index]}
+        own = [*names, *(["replicate", "replicate"] if replicas and index else [])]
+        inputs |= {each: host_time(each, gpu, stack) for each in ("launch", *own)}
+        seconds = inputs["operations"] * inputs["launch"] + sum(inputs[each] for each in own)
+        formula = " + ".join(
+            ["operations * launch", *names] + ["2 replicate"] * (len(own) > len(names))
+        )
+        yield Term(f"host {way}", seconds, formula, inputs)
+
+
 def _collectives(prediction: Prediction, unit: UnitSpec) -> Iterator[Term]:
     cluster, local = prediction.cluster, prediction.local
     calls: list[tuple[str, str, float, str]] = [
         (f"tp {kind} {way}", kind, nbytes, "tp")
         for way, kind, nbytes in tp_collectives(unit, local)
     ]
-    for attention in unit.attention:
-        for each in exchanges(attention, local):
-            times = f", {each.count} times" if each.count > 1 else ""
-            name = f"cp {each.operation} {each.way}{times}"
-            calls.append((name, each.operation, each.nbytes, "cp"))
-    for a2a in mixture.exchanges(unit, local):
-        calls.append((f"ep {a2a.name} {a2a.way}", "all_to_all", a2a.nbytes, "ep"))
-    for axis, parts in local_parts(unit, prediction.layout).items():
-        own = engine_collectives(sum(prod(shape) for _, shape in parts), prediction, axis)
+    sent = [("cp", each) for a in unit.attention for each in exchanges(a, local)]
+    sent += [("ep", each) for each in mixture.exchanges(unit, local)]
+    for axis, each in sent:
+        times = f", {each.count} times" if each.count > 1 else ""
+        name = f"{axis} {each.name} {each.way}{times}"
+        calls.append((name, each.operation, each.nbytes, axis))
+    for axis, numels in local_numels(unit, prediction.layout).items():
+        own = engine_collectives(*numels, prediction, axis)
         of = " of experts" if axis == "efsdp" else ""
         calls += [
             (f"{name}{of}", *call)
@@ -444,8 +550,6 @@ def _collectives(prediction: Prediction, unit: UnitSpec) -> Iterator[Term]:
         group = {"bytes": nbytes, "ranks": link.size, "of them on a node": link.per_node}
         seconds = collective_time(kind, nbytes, link, cluster) * beside.value
         if beside.value != 1:
-            formula, constants = (
-                f"({formula}) * collective_time",
-                {**constants, beside.name: beside},
-            )
+            formula = f"({formula}) * collective_time"
+            constants = {**constants, beside.name: beside}
         yield Term(name, seconds, formula, {**group, **constants})

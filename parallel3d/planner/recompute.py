@@ -1,4 +1,4 @@
-"""Kinds of recomputation: what of a block backward finds, computes again or fetches from the host."""
+"""Kinds of activation checkpointing: what backward computes again, and what comes from the host's memory."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ class Recomputation:
     """One kind of activation checkpointing.
 
     Attributes:
-        what: a description for people.
-        argument: the value of ``parallelize(activation_checkpointing=)``; None: parallelize has no such kind.
-        blocks: fraction of the blocks whose forward is repeated.
+        what: a description to be shown.
+        argument: the value of ``parallelize(activation_checkpointing=)``; None: only other frameworks have
+            it.
+        blocks: fraction of the blocks whose whole forward is repeated.
         collectives: fraction of the forward's collectives over tp and cp that is repeated.
-        elementwise: whether all elementwise kernels are run again.
-        matmuls: index of the first of the matmuls run again, which are every second one; None: none is.
+        elementwise: whether the elementwise kernels of each block are repeated.
+        matmuls: every second matmul of a block is repeated, from this index on; None: no single matmul is.
     """
 
     name: str
@@ -28,7 +29,7 @@ class Recomputation:
     matmuls: int | None = None
 
     def again(self, forward: float, matmuls: Sequence[float], elementwise: float) -> float:
-        """Returns how much of a block's ``forward`` its backward repeats, in the unit of the arguments.
+        """Returns the seconds or FLOPs of a block's forward that its backward repeats.
 
         Args:
             forward: seconds or FLOPs of the block's forward.
@@ -44,7 +45,7 @@ class Recomputation:
 
     @property
     def formula(self) -> str:
-        """What ``again`` computes, in words."""
+        """The formula of ``again``, as text."""
         parts = {
             f"{self.blocks:g} * forward kernels": self.blocks > 0,
             "every second matmul forward": self.matmuls is not None,

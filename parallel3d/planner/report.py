@@ -1,4 +1,4 @@
-"""The report of a plan: one HTML file with charts that needs no network."""
+"""The report of a plan: one HTML file with charts, which loads nothing from the network."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from parallel3d._play.units import STEADY, MicroBatch
-from parallel3d._play.units import Span as Played
+from parallel3d._play import STEADY, MicroBatch
+from parallel3d._play import Span as Played
 from parallel3d._util import page
 from parallel3d._util.arguments import counted
 from parallel3d._util.page import Figure, table
@@ -33,11 +33,12 @@ LANES = ("compute", "tp", "cp", "ep", "gather", "reduce", "all-reduce", "host")
 
 @dataclass(frozen=True)
 class ChartSpan:
-    """A bar: ``seconds`` from ``start`` on ``lane``.
+    """A bar of the timeline chart: ``seconds`` long from ``start`` on, in row ``lane``.
 
     Attributes:
-        kind: "compute", "tensor parallel", "context parallel", "expert parallel", "slowdown", "hidden" or
-            "exposed".
+        kind: "compute", "tensor parallel", "context parallel", "expert parallel", "slowdown" (of compute
+            beside collectives), "host" (the GPU waits for it), "hidden" (a collective beside compute) or
+            "exposed" (one waited for).
         what: its description.
         phase: "forward" or "backward".
     """
@@ -62,8 +63,7 @@ _KINDS = {"tp": "tensor parallel", "cp": "context parallel", "ep": "expert paral
 
 
 def layer_spans(prediction: Prediction) -> list[ChartSpan]:
-    """Returns the played spans of one block between two others, forward and backward, in the last micro-batch
-    of a step.
+    """Returns the bars of one middle block, forward and backward, in a step's last micro-batch.
 
     Tensor parallelism's collectives are spread evenly between equal parts of compute.
     """
@@ -82,7 +82,7 @@ def layer_spans(prediction: Prediction) -> list[ChartSpan]:
 
 
 def _phase(played: list[Played], block: int, phase: str, offset: float) -> list[ChartSpan]:
-    """The bars of a block's forward or backward, and of what is beside it, from ``offset`` on."""
+    """Returns the bars of a block's ``phase`` and what runs beside it, from ``offset`` seconds on."""
     own = [s for s in played if (s.unit, s.way) == (block, phase)]
     own = [s for s in own if s.kind == "wait" or s.lane in ("compute", *_KINDS)]
     start, end = min(s.start for s in own), max(s.end for s in own)
@@ -94,6 +94,8 @@ def _phase(played: list[Played], block: int, phase: str, offset: float) -> list[
             spans.append(ChartSpan(lane, at - start + offset, seconds, kind, what, phase))
 
     for s in own:
+        if s.kind == "wait" and s.lane == "compute":
+            add(s.lane, s.start, s.end - s.start, "host", "waits for the host")
         if s.kind != "wait":
             kind = _KINDS.get(s.lane, s.lane)
             add(s.lane, s.start, s.seconds, kind, f"{kind} of the block")
@@ -135,18 +137,21 @@ _TIME: dict[str, page.Fill] = {
     "tensor parallel": (page.ORANGE, False),
     "context parallel": (page.ORANGE, True),
     "expert parallel": (page.SKY, True),
+    "pipeline": (page.YELLOW, True),
     "exposed gather, reduce": (page.VERMILION, False),
     "exposed all-reduce": (page.VERMILION, True),
     "exposed offload": (page.GREEN, True),
     "stragglers": (page.GREY, False),
     "slowdown": (page.YELLOW, False),
-    "copies, launch": (page.PURPLE, False),
+    "copies": (page.PURPLE, False),
     "optimizer": (page.PURPLE, True),
+    "host": (page.INK, True),
 }
 _OTHER: page.Fill = page.GREY, True
 _SPANS: dict[str, tuple[str, page.Fill]] = {
     "compute": ("compute", (page.BLUE, False)),
     "slowdown": ("compute is slower", (page.YELLOW, False)),
+    "host": ("waits for the host", (page.GREY, False)),
     "tensor parallel": ("tensor parallel", (page.ORANGE, False)),
     "context parallel": ("context parallel", (page.ORANGE, True)),
     "expert parallel": ("expert parallel", (page.SKY, True)),
@@ -154,14 +159,11 @@ _SPANS: dict[str, tuple[str, page.Fill]] = {
     "exposed": ("collective, waited for", (page.VERMILION, False)),
 }
 """Kind of span -> name in the legend, fill."""
-_BY_TP = (
-    *(page.BLUE, page.ORANGE, page.GREEN, page.PURPLE),
-    *(page.SKY, page.YELLOW, page.GREY),
-)
+_BY_TP = (*(page.BLUE, page.ORANGE, page.GREEN, page.PURPLE), *(page.SKY, page.YELLOW, page.GREY))
 
 
 def pareto_chart(plan: MeshPlan) -> Figure:
-    """Memory against tokens/s/GPU of every candidate, by ``tp``, with the front and the GPU's capacity."""
+    """Draws tokens/s/GPU over GiB for all candidates by ``tp``, with Pareto front and capacity."""
     front = plan.pareto()
     each = [*plan.layouts, *front, *plan.candidates[:_MOST_POINTS]]
     shown = list({id(p): p for p in each}.values())
@@ -176,7 +178,7 @@ def pareto_chart(plan: MeshPlan) -> Figure:
         series.append(_points(close, "does not fit", page.INK, "cross"))
     if front:
         series.insert(0, _points(front, "Pareto front", page.INK, "line"))
-        series.append(_points(front[-1:], "fastest", page.VERMILION, "star"))
+        series.append(_points([plan.best], "best", page.VERMILION, "star"))
     most = max([capacity, *(p.memory.needed / _GIB for p in [*shown, *close])])
     speed = max((p.tokens_per_second_per_gpu for p in [*shown, *close]), default=1.0)
     y = "tokens/s/GPU", 1.08 * speed
@@ -195,7 +197,8 @@ def _points(
     gib = [round(p.memory.needed / _GIB, 3) for p in each]
     speed = [round(p.tokens_per_second_per_gpu, 2) for p in each]
     notes = [
-        f"{short(p)}\nmicro-batch {_batch(p)}\ncheckpointing {setting(p)}\n{x:.1f} GiB\n"
+        f"{short(p)}\nmicro-batch {_batch(p)}\ncheckpointing {setting(p)}\n"
+        f"{x:.1f} GiB, {p.fits_probability:.0%} to fit\n"
         f"{y:,.0f} tokens/s/GPU, MFU {p.mfu:.1%}"
         for p, x, y in zip(each, gib, speed, strict=True)
     ]
@@ -203,7 +206,7 @@ def _points(
 
 
 def memory_chart(each: Sequence[Prediction]) -> Figure:
-    """GiB by component, a bar a layout, with the capacity and upper bounds."""
+    """Draws a bar of GiB by component for each layout, with upper bounds and the GPU's capacity."""
     bounds = [round(p.memory.upper_needed / _GIB, 3) for p in each]
     bound = {"name": "upper bound", "colour": page.INK, "shape": "tick", "x": bounds}
     bound |= {"row": [*range(len(each))], "notes": [f"upper bound: {at:.2f} GiB" for at in bounds]}
@@ -215,7 +218,8 @@ def memory_chart(each: Sequence[Prediction]) -> Figure:
 
 
 def time_chart(each: Sequence[Prediction]) -> Figure:
-    """By component, a bar a layout: seconds a step if all have the same batch, else microseconds a token."""
+    """Draws a bar of time by component for each layout: seconds a step if all have a global batch, else
+    microseconds a token."""
     if all(p.workload.global_batch for p in each):
         unit = "seconds a step"
         series, most = _stacked(each, time_groups, _TIME, 1.0, "{:.3f} s")
@@ -236,7 +240,7 @@ def _stacked(
     scale: float,
     shown: str,
 ) -> tuple[list[dict[str, Any]], float]:
-    """A series for each component, and where the longest bar ends."""
+    """Returns the series of a stacked bar chart, one for each component, and the end of the longest bar."""
     parts, ends, series = [groups(p) for p in each], [0.0] * len(each), []
     for name in dict.fromkeys(name for part in parts for name in part):
         found = []
@@ -258,7 +262,7 @@ def _labels(each: Sequence[Prediction]) -> list[tuple[str, str]]:
 
 
 def timeline_chart(prediction: Prediction) -> Figure:
-    """A block forward and backward: what runs beside its compute, and what is waited for."""
+    """Draws one block's forward and backward: compute, the collectives beside it, and waits."""
     spans, series = layer_spans(prediction), []
     used = [lane for lane in LANES if any(span.lane == lane for span in spans)]
     for kind, (name, fill) in _SPANS.items():
@@ -286,18 +290,20 @@ _BARS, _TIMELINES, _ROWS = 10, 6, 40
 
 
 def write_report(plan: MeshPlan, path: str | PathLike[str]) -> None:
-    """Writes the page, less than 1 MB.
+    """Writes the report of ``plan``, less than 1 MB, to the file ``path``.
 
     Raises:
         OSError: the file can't be written.
     """
     work, cluster, each = plan.workload, plan.cluster, _shown(plan)
     batch = f", global batch {work.global_batch:,}" if work.global_batch else ""
+    sent = f", sent in {work.wire_dtype}" if work.wire_dtype else ""
     setup = (
         f"{plan.model.size}; {counted(cluster.nodes, 'node')} of "
         f"{cluster.gpus_per_node}, {cluster.nic:g} GB/s a GPU between them; sequences of "
         f"{work.seq_len:,}{batch}; {work.precision}, parameters at rest {work.param_dtype}, "
-        f"reduced in {work.reduce_dtype}; {work.optimizer}{'; compiled' if work.compile else ''}"
+        f"reduced in {work.reduce_dtype}{sent}; {work.optimizer}{'; compiled' if work.compile else ''}"
+        f"{f'; {work.lora}' if work.lora else ''}"
     )
     explanation = each[0].explain() if each else ""
     if len(plan.layouts) > 1:
@@ -330,11 +336,11 @@ def write_report(plan: MeshPlan, path: str | PathLike[str]) -> None:
 
 
 def _shown(plan: MeshPlan) -> Sequence[Prediction]:
-    """The fastest of each layout; if nothing fits, those that need least memory first."""
+    """Returns the best prediction of each layout; if nothing fits, those nearest to fitting."""
     if plan.candidates:
         return plan.layouts
-    tried = [r.prediction for r in plan.refused if r.prediction is not None]
-    return sorted(tried, key=lambda p: p.memory.needed)
+    nearest = sorted(plan.refused, key=lambda r: r.part)
+    return [r.prediction for r in nearest if r.prediction is not None]
 
 
 def _cards(each: Sequence[Prediction]) -> str:
@@ -349,9 +355,12 @@ def _cards(each: Sequence[Prediction]) -> str:
         "MFU (by 6N)": f"{best.mfu:.1%} ({best.mfu_6n:.1%})",
         "step": f"{best.step_seconds:,.3f} s",
         "GiB needed": f"{memory.needed / _GIB:.1f} of {memory.capacity / _GIB:.1f}",
+        "fits": f"{best.fits_probability:.0%}",
     }
     if best.layout.cp > 1:
         cards["attention over cp"] = best.workload.cp_attention
+    if best.host_bound is not None:
+        cards["waits for the host"] = f"{best.host_bound.part:.0%} of the step: host-bound"
     if memory.host:
         of = f"{memory.host / _GIB:.0f} of {memory.host_capacity / _GIB:.0f}"
         cards["GiB on the host, a GPU"] = of
@@ -367,6 +376,7 @@ def _layouts(plan: MeshPlan) -> str:
         "checkpointing": setting,
         "batch": _batch,
         "GiB": lambda p: f"{p.memory.needed / _GIB:.1f}",
+        "fits": lambda p: f"{p.fits_probability:.0%}",
         "tokens/s/GPU": lambda p: f"{p.tokens_per_second_per_gpu:,.0f}",
         "MFU": lambda p: f"{p.mfu:.1%}",
         "HFU": lambda p: f"{p.hfu:.1%}",
@@ -426,8 +436,8 @@ def _sensitivity(plan: MeshPlan) -> str:
         cells = [
             f"{value}: {speed:,.0f}"
             + (f" ({speed / now - 1:+.1%})" if speed != now else "")
-            + ("" if fits else ", does not fit")
-            for value, speed, fits in tried
+            + (f", {probability:.0%} to fit" if fits else ", does not fit")
+            for value, speed, fits, probability in tried
         ]
         rows.append((name.replace("_", " "), *cells))
     return table(("", "half", "as it is", "twice"), rows, 1, wrap=False)

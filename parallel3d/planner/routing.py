@@ -1,4 +1,5 @@
-"""Routing: how much more than its share the fullest rank of ep gets. It decides the step, and the memory."""
+"""Routing: how many more tokens than the average the fullest rank of ep gets. Step time and memory depend on
+it."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ _PLACEMENTS = 65  # of experts on ranks, of which the median is taken
 
 
 class PeakLoad(NamedTuple):
-    """What the fullest rank of ep has.
+    """What the rank of ep with most tokens receives and computes.
 
     Attributes:
-        rows: that come to it, for each token that a rank sends: see ``ep.routes``.
-        pairs: tokens' choices that it computes, for each that a rank makes; 1 if all ranks are equally full.
+        rows: tokens that it receives, for each token that a rank sends.
+        pairs: (token, expert) pairs that it computes, over the average of all ranks; 1 if all have as many.
     """
 
     rows: float
@@ -27,7 +28,7 @@ class PeakLoad(NamedTuple):
 
 
 def popularity(routing: str) -> float:
-    """The exponent of "zipf:EXPONENT"; 0 of "uniform", infinite of "hot".
+    """Returns the exponent of a routing "zipf:EXPONENT"; 0 for "uniform", infinite for "hot".
 
     Raises:
         PlanningError: it is none of these.
@@ -49,10 +50,10 @@ def popularity(routing: str) -> float:
 
 @lru_cache(maxsize=4096)
 def peak(routing: str, experts: int, top_k: int, ep: int) -> PeakLoad:
-    """The fullest rank's part where ``ep`` ranks share ``experts``, of which a token goes to ``top_k``.
+    """Returns the fullest rank's load if ``ep`` ranks divide ``experts``, ``top_k`` of them for each token.
 
-    "uniform" is balanced: as many tokens come to every expert. Of others it is not known which experts the
-    popular ones are: it is the median of the fullest rank over random placements.
+    With "uniform" routing equally many tokens go to every expert. For the others it is not known which ranks
+    have the popular experts: the median over random placements counts.
     """
     if ep == 1:
         return PeakLoad(1.0, 1.0)
@@ -76,16 +77,13 @@ def peak(routing: str, experts: int, top_k: int, ep: int) -> PeakLoad:
 
 
 def _chosen(weights: list[float], rate: float) -> float:
-    """How many of these experts a token goes to."""
+    """Returns to how many of these experts a token goes on average, at the drawing rate of ``_rate``."""
     return sum(1 - exp(-rate * weight) for weight in weights)
 
 
 def _rate(weights: list[float], top_k: int) -> float:
-    """The time at which ``top_k`` of the experts are expected to have been drawn.
-
-    An expert is drawn first at a random, exponential time, the sooner the larger its weight; the first
-    ``top_k`` are a draw without repetition.
-    """
+    """Returns the rate for which ``_chosen`` of all experts is ``top_k``. An expert with weight w is chosen
+    with probability 1 - exp(-rate * w), which approximates drawing ``top_k`` experts without repetition."""
     low, high = 0.0, 1.0
     while _chosen(weights, high) < top_k * (1 - 1e-9) and high < 1e12:
         high *= 2

@@ -1,4 +1,4 @@
-"""Stack: what a training software of some year reaches of a GPU. Stacks are data, in stacks.toml."""
+"""Stack: how fast a training software is on a GPU. Stacks are read from stacks.toml."""
 
 from __future__ import annotations
 
@@ -12,42 +12,43 @@ from typing import Any
 
 from parallel3d.errors import PlanningError
 from parallel3d.planner.arguments import nearest, own_data
-from parallel3d.planner.constants import CONSTANTS, Constant
+from parallel3d.planner.constants import CONSTANTS, Constant, read_constant
 
 OURS = "parallel3d"
-_KEYS = {"value", "source", "moved_by"}
+_KEYS = {"value", "source", "moved_by", "chosen_with"}
 
 
 @dataclass(frozen=True)
 class Stack:
-    """Software that trains: the constants in which it differs from this library.
+    """A training software, by the constants of the time model in which it differs from this library.
 
     Attributes:
-        what: a description for people.
+        what: a description to be shown.
         attention: family of GPUs, or "other" -> the attention kernel that it uses if the workload names none.
-            For families that are missing it uses the best kernel for the GPU.
-        own: name of a constant -> its value here; all others are those of ``constants.toml``.
-        words: words in a published run's source and notes by which ``runs.py`` recognizes the stack.
+            Families that are in neither use the GPU's fastest kernel.
+        cp_attention: its kind of attention over ``cp`` if the workload says "auto"; "auto": what this library
+            chooses.
+        fused: whether its elementwise kernels are fused without torch.compile.
+        own: name of a constant -> its value for this stack; all others are those of ``constants.toml``.
         measured_on: the GPU on which the constants were fitted to measured steps; "": they weren't.
     """
 
     name: str
     what: str = ""
     attention: Mapping[str, str] = field(default_factory=dict, hash=False)
+    cp_attention: str = "auto"
+    fused: bool = False
     own: Mapping[str, Constant] = field(default_factory=dict, hash=False)
-    words: tuple[str, ...] = ()
     measured_on: str = ""
 
     def constant(self, name: str) -> Constant:
-        """The constant of this name."""
         return self.own.get(name) or CONSTANTS[name]
 
     def value(self, name: str) -> float:
-        """The value of the constant of this name."""
         return self.constant(name).value
 
     def with_values(self, name: str, values: Mapping[str, float], source: str) -> Stack:
-        """A stack ``name`` that is this one but for ``values``, which are from ``source``."""
+        """Returns this stack as ``name``, with other ``values`` of constants and their ``source``."""
         given = {
             key: replace(self.constant(key), value=value, source=source)
             for key, value in values.items()
@@ -78,12 +79,14 @@ def stack_of(stack: str | Stack) -> Stack:
 
 @lru_cache(maxsize=1)
 def _built_in() -> dict[str, Stack]:
-    entries = own_data("stacks.toml")["stack"]
-    return {name: read_stack(name, entry, "stacks.toml") for name, entry in entries.items()}
+    found: dict[str, Stack] = {}
+    for name, entry in own_data("stacks.toml")["stack"].items():
+        found[name] = read_stack(name, entry, "stacks.toml", found)
+    return found
 
 
 def read_stack_file(path: str | PathLike[str]) -> Stack:
-    """The stack of a TOML file, as ``calibrate --run`` writes.
+    """Reads the stack in a TOML file, as ``calibrate --run`` writes.
 
     Raises:
         PlanningError: the file can't be read, or doesn't contain exactly one stack.
@@ -98,22 +101,32 @@ def read_stack_file(path: str | PathLike[str]) -> Stack:
     return read_stack(name, entry, str(path))
 
 
-def read_stack(name: str, entry: Mapping[str, Any], where: str) -> Stack:
-    """A stack from a table of TOML.
+def read_stack(
+    name: str, entry: Mapping[str, Any], where: str, known: Mapping[str, Stack] | None = None
+) -> Stack:
+    """Makes a ``Stack`` called ``name`` of its TOML table.
 
     Args:
-        entry: the table. Keys besides ``what``, ``attention``, ``words`` and ``measured_on`` are constants,
-            {value = 1.0, source = "..."}.
+        entry: the table. Keys besides ``like`` and the fields of ``Stack`` are constants, {value = 1.0,
+            source = "..."}.
         where: the file's name, for messages.
+        known: the stacks that ``like`` may name; by default the built-in ones.
 
     Raises:
         PlanningError: the table has an unknown constant, or a value of another form.
     """
     given = dict(entry)
-    plain = ("what", "attention", "measured_on")
+    base = Stack(name)
+    if (like := given.pop("like", None)) is not None:
+        known = _built_in() if known is None else known
+        if like not in known:
+            raise PlanningError(
+                f"{where}: stack.{name} is like {like!r}; the nearest stack: {nearest(str(like), known)}"
+            )
+        base = known[like]
+    plain = ("what", "attention", "cp_attention", "fused", "measured_on")
     texts = {key: given.pop(key) for key in plain if key in given}
-    words = tuple(given.pop("words", ()))
-    own = {}
+    own = dict(base.own)
     for key, value in given.items():
         if key not in CONSTANTS:
             raise PlanningError(
@@ -123,8 +136,5 @@ def read_stack(name: str, entry: Mapping[str, Any], where: str) -> Stack:
             raise PlanningError(
                 f"{where}: stack.{name}.{key} must be {{value = ..., source = ...}}, with moved_by or without"
             )
-        moved_by = tuple(value.get("moved_by", ()))
-        own[key] = Constant(
-            key, float(value["value"]), CONSTANTS[key].unit, value["source"], moved_by
-        )
-    return Stack(name, own=own, words=words, **texts)
+        own[key] = read_constant(key, value, CONSTANTS[key].unit)
+    return replace(base, name=name, own=own, **texts)

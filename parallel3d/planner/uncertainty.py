@@ -1,4 +1,4 @@
-"""How sure a prediction is: intervals from the errors of runs that the constants weren't fitted to."""
+"""Intervals around predictions, from the errors for published runs that the constants were not fitted to."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FAMILIARITY = {
 
 
 class Interval(NamedTuple):
-    """The 10th and the 90th percentile: 8 of 10 runs are expected to lie within."""
+    """A 10th and a 90th percentile: 8 of 10 runs are expected to lie between them."""
 
     low: float
     high: float
@@ -29,18 +29,24 @@ class Interval(NamedTuple):
     def __contains__(self, value: object) -> bool:
         return isinstance(value, int | float) and self.low <= value <= self.high
 
+    def around(self, value: float) -> Interval:
+        """Returns ``value`` times exp of both ends: this is an interval of ln(true / predicted)."""
+        return Interval(value * exp(self.low), value * exp(self.high))
+
 
 @dataclass(frozen=True)
 class Residuals:
-    """The contents of residuals.toml: errors of predictions, each for a (source, GPU) left out of the fits.
+    """The contents of residuals.toml: errors of predictions. Those for a (source, GPU) are made with
+    constants that were fitted without its runs.
 
     Attributes:
-        pairs: (stack, GPU) of the published runs with a speed.
-        speed: familiarity -> 10th and 90th percentile of ln(published / predicted).
-        memory: the same percentiles for the reserved bytes.
-        verdict: standard deviation of ln(needed / predicted bytes), from published runs that fit or didn't.
-        within: 80th percentile of the difference in ln(published / predicted) between two runs of one source
-            and GPU.
+        pairs: the (stack, GPU) for which there is a published run with a speed.
+        speed: key of ``FAMILIARITY`` -> 10th and 90th percentile of ln(published / predicted tokens/s).
+        memory: the same percentiles of ln(published / predicted) for reserved bytes.
+        verdict: standard deviation of ln(needed / predicted bytes), from published runs that fit or ran out
+            of memory.
+        within: how far predictions of two runs of one source and GPU usually differ: 80th percentile of the
+            difference of their ln(published / predicted).
     """
 
     pairs: frozenset[tuple[str, str]]
@@ -50,14 +56,15 @@ class Residuals:
     within: float
 
     def familiarity(self, stack: Stack, gpu: Gpu) -> str:
-        """A key of ``FAMILIARITY``."""
+        """Returns the key of ``FAMILIARITY``: how near to this stack and GPU published runs are."""
         if stack.measured_on == gpu.name:
             return "measured"
         return familiarity(self.pairs, stack.name, gpu.name)
 
 
 def familiarity(pairs: Iterable[tuple[str, str]], stack: str, gpu: str) -> str:
-    """A key of ``FAMILIARITY`` but "measured", if ``pairs`` are the (stack, GPU) that were seen."""
+    """As ``Residuals.familiarity``, by names and without "measured"; ``pairs`` are the (stack, GPU) with
+    published runs."""
     seen = set(pairs)
     if (stack, gpu) in seen:
         return "known"
@@ -70,7 +77,7 @@ def familiarity(pairs: Iterable[tuple[str, str]], stack: str, gpu: str) -> str:
 
 @lru_cache(maxsize=1)
 def residuals() -> Residuals:
-    """The table of residuals.toml."""
+    """Reads residuals.toml."""
     data = own_data("residuals.toml")
     return Residuals(
         frozenset((stack, gpu) for stack, gpu in data["pairs"]),
@@ -81,37 +88,26 @@ def residuals() -> Residuals:
     )
 
 
-def speed_interval(speed: float, stack: Stack, gpu: Gpu) -> Interval:
-    """Returns the interval around a predicted speed, in the unit of ``speed``."""
-    low, high = residuals().speed[residuals().familiarity(stack, gpu)]
-    return Interval(speed * exp(low), speed * exp(high))
-
-
-def memory_interval(reserved: float) -> Interval:
-    """Returns the interval, in bytes, around a prediction of the bytes that the allocator reserves."""
-    low, high = residuals().memory
-    return Interval(reserved * exp(low), reserved * exp(high))
-
-
 def fits_probability(needed: float, capacity: float) -> float:
-    """That a run predicted to need ``needed`` bytes fits into ``capacity``: 0.5 where they are equal."""
+    """Returns the probability that a run predicted to need ``needed`` bytes fits into ``capacity`` bytes; 0.5
+    where they are equal."""
     return verdict_part(log(capacity / needed) / residuals().verdict) if needed > 0 else 1.0
 
 
-_OTHERWISE = (
-    0.06  # of published verdicts: by what a row doesn't say, not by how near the limit it is
-)
+# Of published verdicts: by what a row doesn't say, not by how near the limit it is.
+_OTHERWISE = 0.06
 
 
 def verdict_part(z: float) -> float:
-    """The part of runs that fit, if ``z`` standard deviations are left; some fit, or don't, otherwise."""
+    """Returns the fraction of runs that fit if ln(capacity / predicted need) is ``z`` standard deviations. It
+    is never near 0 or 1, because some published runs aren't what their descriptions say."""
     return _OTHERWISE / 2 + (1 - _OTHERWISE) * (1 + erf(z / sqrt(2))) / 2
 
 
 def count_close(speeds: Sequence[float]) -> int:
-    """Returns how many of a plan's speeds, the fastest first, don't differ significantly from the first.
+    """Returns how many of ``speeds``, sorted with the largest first, can't be told apart from the largest.
 
-    The speeds are of one machine, model and stack, so their common error cancels. A difference is significant
-    if it is larger than ``Residuals.within``.
+    The speeds are of one machine, model and stack, so their common error cancels. A difference counts if it
+    is larger than ``Residuals.within``.
     """
     return sum(log(speeds[0] / speed) <= residuals().within for speed in speeds)

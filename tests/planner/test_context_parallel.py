@@ -204,7 +204,6 @@ class TestPlan:
         ("layout", "changes", "said"),
         [
             ((1, 1, 1, 8), {"seq_len": 14}, "cp 8 cuts sequences into 16 parts, and they have 14"),
-            ((1, 1, 1, 8), {"sharding": "zero1"}, "zero1 shards nothing over cp, which is 8"),
             ((1, 1, 8, 8), {}, "cp 8 is more than the 4 heads of a tp rank, which ulysses shares"),
         ],
     )
@@ -221,8 +220,8 @@ class TestPlan:
     def test_predictions_that_can_not_be(self) -> None:
         with pytest.raises(PlanningError, match="'ulysses': cp 8 is more than the 4 heads"):
             predict(LLAMA, MeshLayout(1, 1, 8, cp=8), Cluster.of("h100", 8), of("ulysses"))
-        with pytest.raises(PlanningError, match="zero1 shards nothing over cp, which is 8"):
-            predict(LLAMA, MeshLayout(1, 1, 1, cp=8), NODE, of("ring", sharding="zero1"))
+        with pytest.raises(PlanningError, match="zero1 shards nothing over shard, which is 8"):
+            predict(LLAMA, MeshLayout(1, 8, 1), NODE, of("ring", sharding="zero1"))
         with pytest.raises(PlanningError, match="must be one of auto, ulysses, gather, ring"):
             of("rings")
 

@@ -68,11 +68,11 @@ def test_what_is_sent() -> None:
 
 
 def test_experts_are_not_padded() -> None:
-    """8 experts on 32 shards are, as the engine pads them; with ep each rank has its part."""
+    """8 experts on 32 shards are divided in another dim; with ep each rank has its part."""
     plain, divided = (predict(MIXTRAL, MeshLayout(1, 32, 1, ep=ep), A100, WORK) for ep in (1, 8))
     whole = MIXTRAL.numel * 4 / 32
-    assert plain.memory.terms["parameters"].value > 3.5 * whole
-    assert divided.memory.terms["parameters"].value == pytest.approx(whole, rel=1e-3)
+    for each in (plain, divided):
+        assert each.memory.terms["parameters"].value == pytest.approx(whole, rel=1e-3)
 
 
 def test_what_one_full_rank_costs() -> None:
@@ -137,19 +137,23 @@ def test_plan_tries_what_divides_the_experts() -> None:
 
 
 def test_layouts_that_experts_publish() -> None:
-    """Mixtral on 32 A100: ep 8 with a micro-batch of 1 to 8. Of Qwen3-30B on 16 H200 ep 8 is among those that
-    can't be told from the fastest."""
+    """ep 8 is the first for Mixtral on 32 A100. With a micro-batch of 1 to 8 it can't be told from the first,
+    nor for Qwen3-30B on 16 H200."""
     work = Workload(4096, global_batch=1024)
-    best = plan(MIXTRAL, A100, work).best
-    assert best.layout.ep == 8 and 1 <= best.micro_batch <= 8
-    close = plan(QWEN, H200, work).close
-    assert any(each.layout.ep == 8 and 1 <= each.micro_batch <= 8 for each in close)
+    assert plan(MIXTRAL, A100, work).best.layout.ep == 8
+    for model, cluster in ((MIXTRAL, A100), (QWEN, H200)):
+        close = plan(model, cluster, work).close
+        assert any(each.layout.ep == 8 and 1 <= each.micro_batch <= 8 for each in close)
 
 
 def test_published_runs_with_ep() -> None:
-    """Of experts.csv; no constant is fitted to them, nor is any of ep's measured: half are within 25 %."""
-    with (DATA / "experts.csv").open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
+    """Of NVIDIA's Qwen3-30B; one release of ten was a third as fast as the next."""
+    with (DATA / "runs.csv").open(newline="", encoding="utf-8") as file:
+        rows = [
+            row
+            for row in csv.DictReader(file)
+            if row["model"] == "qwen3-30b-a3b" and row["ep"] != "1"
+        ]
     models = read_models(DATA / "models.csv")
     found = {row["id"]: predict_run(row, models) for row in rows}
     errors = sorted(

@@ -140,6 +140,21 @@ def test_as_the_closed_form_of_our_llama():
         assert speed(spec, work, tp) == pytest.approx(speed(closed, work, tp), rel=0.10)
 
 
+def test_what_tp_leaves_whole():
+    """Gradients of a colwise layer's input are added up before their sum over tp, all tokens are looked up in
+    each rank's part of the vocabulary, and tables of positions are whole: none of it is divided."""
+    spec = spec_from_module(our_llama(), tp_plan=PLAN)
+    whole = [[e for e in u.elementwise if e.split in ("gathered", "masked")] for u in spec.units]
+    embedding, block, tail = ([(e.split, *e.eager) for e in each] for each in whole)
+    assert embedding == [  # an id is as large as 4 numbers
+        ("gathered", 2 * 1024 + 4, 3 * 1024 + 4),
+        ("masked", 2 * 1024, 2 * 1024),
+    ]
+    tables = 2 * 4 * 128  # of q and k: 4 products with 64 fp32 numbers each
+    sums = 3 * 3 * 1024  # q + k + v, gate + up
+    assert block == [("gathered", tables, sums + tables)] and tail == []
+
+
 def test_kept_activations_are_those_of_a_real_run():
     """Distinct storages that autograd keeps of a block on the CPU, where attention is one kernel too."""
     torch.manual_seed(0)

@@ -5,11 +5,12 @@ import torch
 from _support.planner.specs import spec_of, tp_plan
 from llama import Llama, LlamaConfig
 
+from parallel3d.mesh import MeshLayout
 from parallel3d.planner import Cluster, Workload, spec_from_module, spec_from_shapes
 from parallel3d.planner.decoder import Decoder
-from parallel3d.planner.heads import head_share, local_heads
+from parallel3d.planner.engine import local_numels
 from parallel3d.planner.kernels import activations_of, kernels_of, local_sizes
-from parallel3d.planner.step_time import local_numel
+from parallel3d.planner.model_spec import head_share, local_heads
 from parallel3d.planner.workload import Local
 from parallel3d.tp import resolve_plan
 
@@ -50,14 +51,16 @@ def test_as_parallelize_shares_them(heads, kv, tp):
     assert {
         m.name.rpartition(".")[2]: local_sizes(m, tp) for m in own.matmuls
     }.items() >= rows.items()
-    assert local_numel(own, tp) == local_numel(unit, tp)
+    layout = MeshLayout(tp=tp)
+    assert local_numels(own, layout) == local_numels(unit, layout)
 
 
 def test_keys_and_values_of_fewer_heads_than_ranks_are_whole():
     """At rest and in gathers; a rank computes what its query heads attend to."""
     unit = block(8, 2)
     pair, rest = 2 * 128 * 512, 2 * 512 * 512 + 3 * 256 * 512
-    assert local_numel(unit, 4) == pair + rest // 4 + 2 * 512
+    numel = pair + rest // 4 + 2 * 512
+    assert local_numels(unit, MeshLayout(tp=4))["shard"] == (numel, numel)
     assert head_share(8, 2, 4) == (2, 1, 1)
     assert head_share(6, 2, 4) == (2, 2, 2)
     assert head_share(5, 5, 3) == (2, 2, 2)

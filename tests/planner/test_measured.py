@@ -8,7 +8,13 @@ import pytest
 from parallel3d.errors import PlanningError
 from parallel3d.mesh import MeshLayout
 from parallel3d.observability.sinks import JsonLines
-from parallel3d.planner import Cluster, Workload, predict, spec_from_hf_config
+from parallel3d.planner import (
+    Cluster,
+    Workload,
+    predict,
+    spec_from_hf_config,
+    spec_from_shapes,
+)
 from parallel3d.planner.measured import fit_stack, read_run, write_stack
 from parallel3d.planner.stacks import read_stack_file, stack_of
 
@@ -51,6 +57,42 @@ class TestFit:
         fitted = fit_stack(measured)
         assert fitted.value("collective_time") > 1.25
         assert fitted.value("gemm_sustained") == pytest.approx(0.89, rel=0.05)
+
+    def test_a_slow_host_is_told_from_a_slow_gpu(self) -> None:
+        """Small steps are the host's: larger ones, that the GPU decides, are predicted as before."""
+        small = spec_from_shapes(layers=12, hidden=768, heads=12, ffn=2048, vocab=32000)
+
+        def of(micro_batch: int, shard: int = 8, stack="parallel3d"):
+            work = Workload(seq_len=1024, micro_batch=micro_batch, stack=stack)
+            return predict(small, MeshLayout(1, shard), Cluster.of("h100", 1, shard), work)
+
+        truth = stack_of("parallel3d").with_values("truth", {"host_time": 4.0}, "")
+        for sizes in ([1], [1, 64]):  # with one of each kind, and from a small one alone
+            measured = [(of(n), of(n, 8, truth).tokens_per_second_per_gpu) for n in sizes]
+            fitted = fit_stack(measured)
+            assert fitted.value("host_time") == pytest.approx(4.0, rel=0.12)
+            for name in ("gemm_sustained", "collective_time", "attention_time"):
+                assert fitted.value(name) == pytest.approx(truth.value(name), rel=0.06)
+            for micro_batch, shard in ((1, 4), (2, 8), (64, 4)):
+                wanted = of(micro_batch, shard, truth).step_seconds
+                assert of(micro_batch, shard, fitted).step_seconds == pytest.approx(wanted, rel=0.1)
+        assert of(1, 4).step_seconds < 0.4 * of(1, 4, truth).step_seconds
+
+    def test_the_host_is_found_where_it_was_ahead(self) -> None:
+        """The GPU was predicted to decide, so that a slower host changes nothing at first."""
+        truth = stack_of("parallel3d").with_values("truth", {"host_time": 12.0}, "")
+        work = Workload(seq_len=1024, micro_batch=1)
+        pairs = []
+        for layout in (MeshLayout(1, 8), MeshLayout(2, 4)):
+            before, after = (
+                predict(LLAMA, layout, Cluster.of("h100"), dataclasses.replace(work, stack=stack))
+                for stack in ("parallel3d", truth)
+            )
+            assert before.host_bound is None and after.host_bound is not None
+            pairs.append((before, after.tokens_per_second_per_gpu))
+        fitted = fit_stack(pairs)
+        assert fitted.value("host_time") > 6
+        assert fitted.value("gemm_sustained") > 0.8
 
     def test_what_was_predicted_moves_nothing(self) -> None:
         each = found(LAYOUTS[1])

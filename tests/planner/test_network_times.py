@@ -1,10 +1,11 @@
 """Seconds of collectives, beside the numbers their constants were taken from."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
-from parallel3d._play.units import Exposed, MicroBatch, PlayRules, UnitTimes, exposed_of
+from parallel3d._play import Exposed, MicroBatch, Player, PlayRules, UnitTimes, exposed_of
 from parallel3d.errors import PlanningError
 from parallel3d.mesh import MeshLayout
 from parallel3d.planner import Cluster, gpu, gpus
@@ -88,7 +89,18 @@ class TestOverlap:
         assert found.gather == pytest.approx(2.0)  # the first
         assert found.reduce == pytest.approx(3.0)  # the last
         # Forward three gathers; backward four, and three reductions.
-        assert found.slowdown == pytest.approx(0.19 * (3 * 2.0 + 4 * 2.0 + 3 * 3.0))
+        assert found.slowdown == pytest.approx(0.19 * (3 * 2.0 + 4 * 2.0 + 3 * 3.0) / 1.19)
+
+    def test_a_kernel_is_as_slow_as_its_parts(self) -> None:
+        """While a collective of 2 seconds runs, computation is slower, however it is cut into kernels."""
+        ends = set()
+        for count in (1, 4, 100):
+            player = Player(0.25)
+            player.beside(2.0, ("link",))
+            for _ in range(count):
+                player.compute(4.0 / count)
+            ends.add(round(player.now, 9))
+        assert ends == {4.0 + 0.25 * 2.0 / 1.25}
 
     def test_what_is_longer_is_waited_for(self) -> None:
         units = [UnitTimes(2, 1.0, 1.0, gather=5.0, gather_again=0.0, reduce=0.0)]
@@ -105,17 +117,18 @@ class TestOverlap:
         assert apart.all_reduce > 2 * 4.0 and apart.reduce == pytest.approx(each.reduce)
 
     def test_gathers_are_put_off_until_the_inputs_of_a_reduction_are_free(self) -> None:
-        units = [UnitTimes(4, 10.0, 20.0, gather=2.0, gather_again=12.0, reduce=8.0), self.TAIL]
+        unit = UnitTimes(4, 10.0, 20.0, gather=2.0, gather_again=12.0, reduce=8.0)
         early, late = (
-            exposed_of(units, PlayRules(0.0, freed), all_reduce=False) for freed in (0, 0.5)
+            exposed_of([replace(unit, freed=freed), self.TAIL], PlayRules(0.0), all_reduce=False)
+            for freed in (0.0, 0.5)
         )
         assert early.gather == pytest.approx(2.0) and late.gather == pytest.approx(2.0 + 2 * 2.0)
 
     def test_copies_to_the_host_and_back(self) -> None:
-        """Those of all blocks but the last, beside the next one's forward and backward."""
+        """Those of all blocks but the last: beside its own forward, and the backward of the block after."""
         units = [UnitTimes(40, 1.0, 2.0, offload=3.0), self.TAIL]
         found = exposed_of(units, PlayRules(0.19), all_reduce=False)
-        assert found.offload == pytest.approx(39 * (3.0 - 1.0) + 39 * (3.0 - 2.0))
+        assert found.offload == pytest.approx(39 * (3.0 - 1.0) - 1.0 + 39 * (3.0 - 2.0))
         assert found._replace(offload=0.0) == Exposed()
 
     @pytest.mark.parametrize("seed", range(60))
@@ -146,11 +159,11 @@ class TestOverlap:
                     tp_forward=tp,
                     tp_backward=tp,
                     offload=seconds(1.0) if kind == "block" else 0.0,
+                    freed=pick.choice((0.0, 0.5)),
                     parts=(2, True),
                 )
             )
-        flags = [pick.random() < 0.5 for _ in range(3)]
-        rules = PlayRules(0.19, pick.choice((0.0, 0.5)), *flags)
+        rules = PlayRules(0.19, *(pick.random() < 0.5 for _ in range(3)))
         every = MicroBatch(units, rules)
         assert exposed_of(units, rules, all_reduce=True) == pytest.approx(every.lost, abs=1e-6)
         # Computation, what it waits for and what makes it slower are all of the time.
@@ -163,6 +176,10 @@ class TestClusters:
     def test_fast_links_end_at_the_node_or_the_rack(self) -> None:
         assert Cluster.of("h100", 4, gpus_per_node=2).domain == 2
         assert Cluster.of("gb200", 18).domain == 72
+        assert Cluster.of("gb200", 36).domain == 72  # two whole racks
+        assert Cluster.of("gb200", 2).domain == 8
+        assert Cluster.of("gb200", 16).domain == 64  # all of a job in one rack
+        assert Cluster.of("gb200", 64).domain == 64  # 16 of the 18 nodes of each rack
 
     def test_names(self) -> None:
         assert gpu("H100") is gpu("h100-80gb-sxm")

@@ -2,16 +2,25 @@
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
 
 from parallel3d.errors import PlanningError
 from parallel3d.mesh import MeshLayout
-from parallel3d.planner import CHECKPOINTING, Cluster, Workload, plan, predict, spec_from_shapes
+from parallel3d.planner import (
+    CHECKPOINTING,
+    Cluster,
+    Workload,
+    plan,
+    predict,
+    spec_from_hf_config,
+    spec_from_shapes,
+)
 from parallel3d.planner.constants import CONSTANTS
-from parallel3d.planner.planning import memory_groups
-from parallel3d.planner.prediction import unit_terms
+from parallel3d.planner.planning import MeshPlan, memory_groups
+from parallel3d.planner.prediction import Prediction, unit_terms
 from parallel3d.planner.workload import CP_ATTENTION
 
 LLAMA_70B = spec_from_shapes(
@@ -33,8 +42,8 @@ def found():
 
 class TestPlan:
     def test_ranked_and_fitting(self, found) -> None:
-        speeds = [p.tokens_per_second_per_gpu for p in found.candidates]
-        assert speeds == sorted(speeds, reverse=True)
+        worth = [p.tokens_per_second_per_gpu * p.fits_probability for p in found.candidates]
+        assert worth == sorted(worth, reverse=True) == [p.expected for p in found.candidates]
         assert all(p.fits and p.layout.world_size == 16 for p in found.candidates)
         assert found.best is found.candidates[0]
 
@@ -109,7 +118,7 @@ class TestQuestions:
 
     def test_pareto(self, found) -> None:
         front = found.pareto()
-        assert front[-1] is found.best
+        assert front[-1] is found.fastest and found.best in front
         for a, b in pairwise(front):
             assert a.memory.needed < b.memory.needed
             assert a.tokens_per_second_per_gpu < b.tokens_per_second_per_gpu
@@ -124,7 +133,7 @@ class TestQuestions:
         answer = found.sensitivity()
         assert set(answer) == {"micro_batch", "seq_len", "nic", "memory bandwidth"}
         for name in ("nic", "memory bandwidth"):
-            speeds = [speed for _, speed, _ in answer[name]]
+            speeds = [each.tokens_per_second_per_gpu for each in answer[name]]
             assert speeds == sorted(speeds)
 
     @pytest.mark.parametrize("micro_batch", [1, 2])
@@ -133,8 +142,10 @@ class TestQuestions:
         work = Workload(seq_len=4096, global_batch=64, micro_batch=micro_batch)
         answer = plan(LLAMA_8B, H100, work, checkpointing="full")
         now = answer.best.tokens_per_second_per_gpu
-        assert all(tried[1][1] == now for tried in answer.sensitivity().values())
-        values = [value for value, *_ in answer.sensitivity()["micro_batch"]]
+        for tried in answer.sensitivity().values():
+            assert tried[1].tokens_per_second_per_gpu == now
+            assert tried[1].fits_probability == answer.best.fits_probability
+        values = [each.value for each in answer.sensitivity()["micro_batch"]]
         assert values == ["1", str(micro_batch), str(2 * micro_batch)]
 
     def test_json(self, found) -> None:
@@ -144,6 +155,115 @@ class TestQuestions:
         first = data["candidates"][0]
         assert sum(first["memory_gib"].values()) == pytest.approx(first["allocated_gib"])
         assert sum(first["seconds"].values()) == pytest.approx(first["step_seconds"])
+
+
+def replanned(candidates: Sequence[Prediction], found: MeshPlan) -> MeshPlan:
+    ranked = sorted(candidates, key=lambda p: -p.expected)
+    return dataclasses.replace(found, candidates=tuple(ranked))
+
+
+class TestRank:
+    """By tokens/s times the probability to fit."""
+
+    def test_what_may_not_fit_is_first_only_if_it_is_faster_by_more_than_that(self) -> None:
+        """405B on 512 H100: shard 512 leaves half a GiB, and is 4 % faster than what has room."""
+        model = spec_from_hf_config("llama-3.1-405b")
+        work = Workload(seq_len=8192, global_batch=512)
+        found = plan(model, Cluster.of("h100", 64), work)
+        assert found.fastest.fits_probability < 0.7
+        assert found.best.fits_probability > 0.9
+        speeds = [p.tokens_per_second_per_gpu for p in (found.fastest, found.best)]
+        assert speeds[0] > speeds[1] and found.fastest.expected < found.best.expected
+        assert found.close[0] is found.best
+        assert found.fastest.layout not in [each.layout for each in found.close]
+
+    def test_where_all_have_room_it_is_speed(self) -> None:
+        """Above about 14 % of room the probability is 97 % for all: what is left are verdicts that were wrong
+        for other reasons."""
+        gpu = dataclasses.replace(H100.gpu, capacity_gib=600.0)
+        work = Workload(seq_len=8192, global_batch=64)
+        found = plan(LLAMA_8B, dataclasses.replace(H100, gpu=gpu), work, replicate=1)
+        speeds = [p.tokens_per_second_per_gpu for p in found.candidates]
+        assert speeds == sorted(speeds, reverse=True) and found.best is found.fastest
+        assert {round(p.fits_probability, 3) for p in found.candidates} == {0.97}
+
+    def test_what_a_little_speed_buys(self, found) -> None:
+        near = [
+            p
+            for p in found.candidates
+            if p.tokens_per_second_per_gpu >= 0.9 * found.best.tokens_per_second_per_gpu
+        ]
+        least = min(near, key=lambda p: p.memory.part())
+        assert least.memory.part() < found.best.memory.part() - 0.05
+        assert found.roomier(0.1) is least
+        few = replanned([found.best, *(p for p in found.candidates if p not in near)], found)
+        assert few.roomier(0.1) is None
+        data = found.as_dict(1)
+        assert data["fastest"]["tokens_per_second_per_gpu"] == max(
+            p.tokens_per_second_per_gpu for p in found.candidates
+        )
+        nearby = found.roomier()
+        assert data["roomier"] == (None if nearby is None else nearby.as_dict())
+
+    def test_settings_that_need_less_are_tried_for_what_may_not_fit(self) -> None:
+        """Not only for what doesn't: HFSDP and a loss in chunks."""
+        work = Workload(seq_len=8192, global_batch=64)
+        found = plan(LLAMA_8B, H100, work, replicate=4, checkpointing=["none"])
+        unsure = [
+            p
+            for p in found.candidates
+            if p.fits_probability < 0.9 and not p.workload.shard_optimizer_over_replicate
+        ]
+        hybrid = [p for p in found.candidates if p.workload.shard_optimizer_over_replicate]
+        for each in unsure:
+            assert any((p.layout, p.micro_batch) == (each.layout, each.micro_batch) for p in hybrid)
+
+
+class TestRefused:
+    """For the settings that come nearest to fitting, of the GPU's memory and of the host's."""
+
+    def test_memory_of_the_gpu_and_of_the_host(self) -> None:
+        work = Workload(seq_len=8192, micro_batch=8)
+        gpu = dataclasses.replace(H100.gpu, host_gib=4.0)
+        small = dataclasses.replace(H100, gpu=gpu)
+        both = plan(
+            *(LLAMA_8B, small, work),
+            replicate=1,
+            shard=16,
+            tp=1,
+            chunked_loss=False,
+            checkpointing="offload",
+            memory_limit_gib=20,
+        )
+        (only,) = both.refused
+        assert only.part > 1 and only.part == only.prediction.memory.part(20 * 2**30)
+        assert "GiB of 20.0 and " in only.reason and "which has 3 for a GPU," in only.reason
+        assert only.reason.endswith("with micro-batch 8, checkpointing offload")
+        with pytest.raises(PlanningError, match=r"nothing fits; .* comes closest and needs"):
+            both.best  # noqa: B018
+
+    def test_it_is_the_nearest_of_all_that_was_tried(self) -> None:
+        """With a limit the nearest is what exceeds that least, not what exceeds the whole GPU least."""
+        work = Workload(seq_len=8192, global_batch=64)
+        gpu = dataclasses.replace(H100.gpu, host_gib=30.0)
+        found = plan(
+            LLAMA_8B, dataclasses.replace(H100, gpu=gpu), work, memory_limit_gib=6.0, replicate=1
+        )
+        assert not found.candidates
+        for each in found.refused:
+            if each.prediction is None:
+                assert each.part == float("inf")
+                continue
+            for kind in ("none", "selective", "offload", "full"):
+                for chunked in (False, True):
+                    other = dataclasses.replace(
+                        each.prediction.workload,
+                        micro_batch=each.prediction.micro_batch,
+                        checkpointing=kind,
+                        chunked_loss=chunked,
+                    )
+                    memory = predict(LLAMA_8B, each.layout, found.cluster, other).memory
+                    assert each.part <= memory.part(6 * 2**30) + 1e-9
 
 
 class TestPredict:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from planner_runs import (
     COLUMNS,
+    assumptions,
     predict_run,
     predict_runs,
     read_models,
@@ -15,6 +16,8 @@ from planner_runs import (
 
 from parallel3d.errors import PlanningError
 from parallel3d.mesh import MeshLayout
+
+pytestmark = pytest.mark.ci
 
 DATA = Path(__file__).parents[2] / "benchmarks" / "published"
 with (DATA / "runs.csv").open(newline="", encoding="utf-8") as file:
@@ -45,15 +48,15 @@ def test_every_row_has_its_prediction(found: list[dict[str, str]]) -> None:
 
 def test_speed(found: list[dict[str, str]]) -> None:
     errors = relative(found, "tokens_per_s_per_gpu")
-    assert len(errors) == 254
+    assert len(errors) == 358
     assert statistics.median(errors) <= 0.10
     assert errors[int(0.9 * len(errors))] <= 0.25
 
 
 def test_memory(found: list[dict[str, str]]) -> None:
     errors = relative(found, "memory_gib")
-    assert len(errors) == 15
-    assert statistics.median(errors) <= 0.05
+    assert len(errors) == 50
+    assert statistics.median(errors) <= 0.07
 
 
 def test_fits(found: list[dict[str, str]]) -> None:
@@ -88,13 +91,14 @@ class TestLongRuns:
         found = predict_run(row, MODELS)
         assert found.layout == MeshLayout(1, 1, 1, cp=8)
         assert (found.workload.cp_attention, found.workload.float8) == ("gather", True)
-        with pytest.raises(PlanningError, match=r"gpu_count is 8.* shard \* cp \* tp, 16"):
+        with pytest.raises(PlanningError, match=r"gpu_count is 8.* shard \* cp \* tp is 16"):
             predict_run({**row, "tp": "2"}, MODELS)
 
 
 def test_parameters_are_those_that_the_sources_print() -> None:
     for name, row in MODELS.items():
-        assert MODELS.spec(name, 2048).numel == int(row["params"])
+        rows = 4096 if name.startswith("megatron-gpt") else 2048  # of learned positions
+        assert MODELS.spec(name, rows).numel == int(row["params"]), name
 
 
 def test_blank_cells_have_defaults() -> None:
@@ -103,6 +107,41 @@ def test_blank_cells_have_defaults() -> None:
     assert found.layout.sizes == (1, 8, 1)
     assert (found.micro_batch, found.accumulation) == (1, 1)
     assert found.workload.checkpointing == "none"
+    assert assumptions(row, found) == (
+        "replicate 1; micro_batch 1; seq_len 2048; precision bf16; param_dtype fp32; optimizer adamw; "
+        "activation_checkpoint none; attention flash2; reshard_after_forward 1; fused_norm 1; fused_loss 0; "
+        "stack pytorch; reduce_dtype fp32"
+    )
+
+
+def test_a_reduction_in_bf16_that_only_fits_so_is_told() -> None:
+    """The dtype of reductions is taken by whether the run fits, which flatters the verdict on "fits"."""
+    row = {
+        "id": "x",
+        "model": "llama3-8b",
+        "gpu": "h100-80gb-sxm",
+        "shard": "8",
+        "seq_len": "14336",
+    }
+    found = predict_run({**row, "notes": "reduce fp32"}, MODELS)
+    assert not found.fits
+    blank = predict_run(row, MODELS)
+    assert "reduce_dtype bf16" in assumptions(row, blank)
+    told = {**row, "notes": "reduce bf16"}
+    assert "reduce_dtype" not in assumptions(told, predict_run(told, MODELS))
+
+
+def test_blank_sizes_are_derived_and_told() -> None:
+    row = {"id": "x", "model": "llama3-8b", "gpu": "h100-80gb-sxm", "gpu_count": "64", "tp": "2"}
+    row |= {"global_batch": "256", "grad_accum": "2", "loss_parallel": "0"}
+    found = predict_run(row, MODELS)
+    assert found.layout.sizes == (1, 32, 2)
+    assert (found.micro_batch, found.accumulation) == (4, 2)
+    assert not found.workload.fused_loss  # a blank fused_norm says nothing of the loss
+    said = assumptions(row, found)
+    assert said.startswith("shard 32; replicate 1; micro_batch 4; ") and "loss_parallel" not in said
+    assert predict_run({**row, "replicate": "4"}, MODELS).layout.sizes == (4, 8, 2)
+    assert predict_run({**row, "sharding": "zero1"}, MODELS).layout.sizes == (32, 1, 2)
 
 
 @pytest.mark.parametrize(

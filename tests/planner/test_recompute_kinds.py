@@ -8,9 +8,9 @@ from parallel3d.mesh import MeshLayout
 from parallel3d.planner import CHECKPOINTING, Cluster, Workload, plan, predict, spec_from_shapes
 from parallel3d.planner.cluster import collective_time, link_of
 from parallel3d.planner.constants import constant
-from parallel3d.planner.kernels import activations_of, offloaded
+from parallel3d.planner.kernels import activations_of, memory_rate, offloaded
 from parallel3d.planner.recompute import KINDS, OWN
-from parallel3d.planner.step_time import tp_collectives
+from parallel3d.planner.step_time import host_rate, tp_collectives
 from parallel3d.planner.workload import Local
 
 LLAMA = spec_from_shapes(
@@ -112,19 +112,59 @@ class TestOffload:
     def test_what_blocks_wait_for(self) -> None:
         found = at("offload")
         _, times = next(u for u in found.time.units if u[0].kind == "block")
-        rate = H100.gpu.host * 1e9 * constant("host_efficiency").value
-        copy = WORK.seq_len * _whole_block() / rate
-        waited = max(0.0, copy - times.forward) + max(0.0, copy - times.backward)
+        copy = WORK.seq_len * _whole_block() / host_rate(H100)
+        sent = times.gather - 6 * BLOCK.numel / 16 / memory_rate(H100.gpu)  # without the cast
+        network = sent * H100.nic / (H100.gpu.host * constant("host_efficiency").value)
+        assert times.offload == pytest.approx(copy + network)
+        copy = times.offload
+        # Copies back are issued with the block's all-gather, when the memory of a reduction is free.
+        beside = (1 - times.freed) * times.backward
+        waited = max(0.0, copy - times.forward) + max(0.0, copy - beside)
         assert waited > 0
-        # Where gathers make the computation slower it waits less for the copies beside it.
-        slower = found.time.terms["slowdown"].value
-        assert 31 * waited - slower < found.time.terms["exposed offload"].value <= 31 * waited
+        # The first copy has the first block's forward too. Where gathers make the computation slower it waits
+        # less for the copies beside it.
+        least = 31 * waited - times.forward - found.time.terms["slowdown"].value
+        assert least < found.time.terms["exposed offload"].value <= 31 * waited
 
     def test_a_faster_link_hides_it(self) -> None:
         fast = replace(H100, gpu=replace(H100.gpu, host=1000.0))
         quick, none = at("offload", cluster=fast), at("none", cluster=fast)
         assert quick.time.terms["exposed offload"].value == 0
         assert quick.step_seconds == pytest.approx(none.step_seconds)
+
+    @pytest.mark.parametrize(
+        ("name", "part"), [("h100", 0.82), ("a100", 0.5), ("gb200", 0.95), ("gh200", 1)]
+    )
+    def test_the_gpus_of_a_node_share_the_way_to_its_memory(self, name: str, part: float) -> None:
+        """One that is alone has its link; of two A100 each can have a switch of its own, of eight not."""
+        node = Cluster.of(name)
+        one = Cluster.of(name, nodes=node.world_size, gpus_per_node=1)
+        assert host_rate(one) == node.gpu.host * 1e9 * constant("host_efficiency").value
+        assert host_rate(node) == pytest.approx(part * host_rate(one))
+        if name == "a100":
+            assert host_rate(Cluster.of(name, gpus_per_node=4)) == host_rate(one)
+
+    def test_eight_hopper_gpus_copy_as_measured(self) -> None:
+        """8 H800 reach 359 GB/s to the host's memory together, one of them 55."""
+        node, one = Cluster.of("h800"), Cluster.of("h800", gpus_per_node=1)
+        assert 8 * host_rate(node) == pytest.approx(358.66e9, rel=0.03)
+        assert host_rate(one) == pytest.approx(55.15e9, rel=0.03)
+
+    def test_gathers_between_nodes_use_the_same_link(self) -> None:
+        """Of PCIe; NVLink to a Grace isn't the way to the network card."""
+        layout = MeshLayout(1, 16, 1)
+        for name, shares in (("h100", True), ("gh200", False)):
+            near = Cluster.of(name, gpus_per_node=16)
+            far = Cluster.of(name, nodes=16, gpus_per_node=1)
+            _, times = next(
+                u for u in at("offload", layout, far).time.units if u[0].kind == "block"
+            )
+            copy = WORK.seq_len * _whole_block() / host_rate(far)
+            assert (times.offload > 1.01 * copy) == shares
+            _, times = next(
+                u for u in at("offload", layout, near).time.units if u[0].kind == "block"
+            )
+            assert times.offload == pytest.approx(WORK.seq_len * _whole_block() / host_rate(near))
 
     def test_the_hosts_memory_is_a_limit(self) -> None:
         small = replace(H100, gpu=replace(H100.gpu, host_gib=8.0))

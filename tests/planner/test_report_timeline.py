@@ -1,5 +1,6 @@
 """The report's timeline and groups say what the prediction says."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -49,8 +50,12 @@ def test_spans_are_the_models_times(
 def test_spans_of_cp_and_of_the_host(kind: str) -> None:
     """What attention waits for is within forward; copies to the host are beside it, on their own lane."""
     layout = MeshLayout(1, 4, 2, cp=4)
-    each = predicted(layout, 25.0, cp_attention=kind, checkpointing="offload")
+    a100 = Cluster.of("a100", 4)
+    slow = replace(a100, gpu=replace(a100.gpu, host=30.0))  # copies fall behind
+    work = Workload(2048, micro_batch=1, cp_attention=kind, checkpointing="offload")
+    each = predict(MODEL, layout, slow, work)
     ((_, times),) = [found for found in each.time.units if found[0].kind == "block"]
+    assert times.offload > 2 * times.forward
     spans = layer_spans(each)
     for phase, whole, cp in (
         ("forward", times.forward, times.cp_forward),
@@ -59,11 +64,17 @@ def test_spans_of_cp_and_of_the_host(kind: str) -> None:
         mine = [span for span in spans if span.phase == phase]
         on = {lane: sum(s.seconds for s in mine if s.lane == lane) for lane in ("cp", "tp", "host")}
         assert on["cp"] == pytest.approx(cp) and cp > 0
-        assert on["host"] == pytest.approx(times.offload)
+        if phase == "forward":  # in backward the block after has more to wait for than this one
+            assert on["host"] == pytest.approx(times.offload)
         busy = sum(s.seconds for s in mine if s.kind == "compute")
         assert busy + on["cp"] + on["tp"] == pytest.approx(whole)
         waited = sum(s.seconds for s in mine if (s.lane, s.kind) == ("host", "exposed"))
-        assert waited == pytest.approx(max(0.0, times.offload - whole))
+        slower = sum(s.seconds for s in mine if s.kind == "slowdown")
+        if phase == "forward":
+            assert waited == pytest.approx(max(0.0, times.offload - whole - slower))
+        others = sum(s.seconds for s in mine if s.kind == "exposed") - waited
+        begin, end = min(s.start for s in mine), max(s.start + s.seconds for s in mine)
+        assert end - begin == pytest.approx(whole + slower + waited + others)
 
 
 def test_bars_of_a_lane_do_not_lie_on_each_other() -> None:

@@ -15,6 +15,8 @@ from typer.testing import CliRunner
 from parallel3d.observability.sinks import JsonLines
 from parallel3d.tools.cli.app import app
 
+pytestmark = pytest.mark.ci
+
 MODEL = ["--model", "layers=16,hidden=2048,heads=16,kv_heads=8,ffn=5504,vocab=32000"]
 SETUP = [*MODEL, "--gpu", "a100-80gb-sxm", "--seq-len", "2048"]
 PREDICT = ["predict", *SETUP, "--micro-batch", "2", "--json"]
@@ -38,7 +40,7 @@ def log(path: Path, seconds: float) -> None:
 def test_predict_prints_how_sure_it_is() -> None:
     text = run(*PREDICT[:-1]).stdout
     assert re.search(r"tokens/s/GPU \([\d,]+ to [\d,]+ in 8 of 10 runs\)", text)
-    assert re.search(r"fits \(\d+% that it does; [\d.]+ GiB to spare\)", text)
+    assert re.search(r"fits in [\d.]+ GiB \(\d+% that it does; [\d.]+ to spare\)", text)
     assert "stack parallel3d; no published run has this stack" in text
 
 
@@ -61,7 +63,7 @@ def test_a_measured_run_brings_predictions_to_it(tmp_path: Path) -> None:
     log(tmp_path / "log.jsonl", 1.3 * before["step_seconds"])
     own = str(tmp_path / "own.toml")
     words = ["--micro-batch", "2", "--out", own, "--run", str(tmp_path / "log.jsonl")]
-    text = run("calibrate", *SETUP, *words).stdout
+    text = " ".join(run("calibrate", *SETUP, *words).stdout.split())
     assert "gemm_sustained" in text
     assert "5 steps: measured" in text
     after = json.loads(run(*PREDICT, "--stack", own).stdout)
@@ -69,6 +71,17 @@ def test_a_measured_run_brings_predictions_to_it(tmp_path: Path) -> None:
     assert after["familiarity"] == "measured"
     planned = run("plan", *SETUP, "--global-batch", "64", "--stack", own, "--json").stdout
     assert json.loads(planned)["best"]["stack"] == "calibrated"
+
+
+@pytest.mark.parametrize(("times", "is_unlikely"), [(1.2, False), (60.0, True)])
+def test_a_fit_to_another_run_is_said_to_be_unlikely(
+    tmp_path: Path, times: float, is_unlikely: bool
+) -> None:
+    """A step that is 60 times as long is no slow GPU's: an option isn't the run's."""
+    log(tmp_path / "log.jsonl", times * json.loads(run(*PREDICT).stdout)["step_seconds"])
+    words = ["--micro-batch", "2", "--run", str(tmp_path / "log.jsonl")]
+    text = run("calibrate", *SETUP, *words, "--out", str(tmp_path / "own.toml")).stdout
+    assert ("unlikely: " in text) == is_unlikely
 
 
 def test_a_log_that_does_not_go_with_the_options(tmp_path: Path) -> None:

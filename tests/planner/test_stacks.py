@@ -42,8 +42,9 @@ class TestPower:
     @pytest.mark.parametrize(
         ("name", "low", "high"),
         # Of the dense bf16 peak. Azure's guide, random data, 10,000 warm-ups: A100 0.81; H100's float8 0.65
-        # to 0.70; MI300X's 0.39 to 0.44. In training the matmuls are less than these.
-        [("a100", 0.65, 0.81), ("h100", 0.50, 0.70), ("b200", 0.35, 0.60), ("mi300x", 0.28, 0.44)],
+        # to 0.70; MI300X's 0.39 to 0.44. In training the matmuls are less than these: in torchao's run of 8B
+        # on MI300X, 5,376 tokens/s, they are 0.26.
+        [("a100", 0.65, 0.81), ("h100", 0.50, 0.70), ("b200", 0.35, 0.60), ("mi300x", 0.25, 0.44)],
     )
     def test_what_published_matmuls_sustain(self, name: str, low: float, high: float) -> None:
         assert low < matmul_rate(gpu(name)) / (gpu(name).peak * 1e12) < high
@@ -65,7 +66,8 @@ class TestStacks:
         """A stack's own values are from documents, or from two sources."""
         own = [c for stack in stacks().values() for c in stack.own.values()]
         assert all(len(each.moved_by) != 1 for each in own)
-        assert [c.name for c in CONSTANTS.values() if len(c.moved_by) == 1] == ["attention_triton"]
+        one = [c.name for c in CONSTANTS.values() if len(c.moved_by) == 1]
+        assert one == ["gemm_amd", "attention_triton"]
 
     def test_ours_is_the_default_and_has_the_constants(self) -> None:
         assert WORK.stack == OURS
@@ -130,12 +132,14 @@ class TestRuns:
     @pytest.mark.parametrize(
         ("cells", "name"),
         [
-            ({"source": "mosaicml/llm-foundry@8c8dd48f:README.md"}, "fsdp1-2023"),
-            ({"source": "foundation-model-stack/fms-fsdp", "compile": "1"}, "fsdp1-compiled-2024"),
-            ({"source": "foundation-model-stack/fms-fsdp", "compile": "0"}, "fsdp1-2023"),
-            ({"source": "pytorch/torchtitan@b5bcd76c", "compile": "1"}, "fsdp2-2024"),
-            ({"source": "NVIDIA/dgxc-benchmarking", "sharding": "zero1"}, "nemo-te"),
-            ({"source": "somebody", "notes": "FSDP2 with full AC"}, "fsdp2-2024"),
+            ({"notes": "FSDP1 FULL_SHARD"}, "fsdp1-2023"),
+            ({"notes": "FSDP1 HSDP", "compile": "1"}, "fsdp1-compiled-2024"),
+            ({"notes": "FSDP2, torch 2.6"}, "fsdp2-2024"),
+            ({"notes": "FSDP2", "source": "some/page:benchmarks/h100_202412.md"}, "fsdp2-2024"),
+            ({"notes": "FSDP2 with full AC, April 2026"}, "fsdp2-2025"),
+            ({"notes": "NeMo 25.02.01", "sharding": "zero1"}, "nemo-te"),
+            ({"notes": "Megatron-LM of 2023", "sharding": "zero1"}, "megatron-2023"),
+            ({"source": "pytorch/torchtitan"}, "pytorch"),  # a source's name says nothing
             ({"source": "somebody", "notes": "nothing"}, "pytorch"),
             ({"source": "somebody", "sharding": "zero1"}, "megatron"),
             ({"source": "mosaicml/llm-foundry", "stack": "megatron-te"}, "megatron-te"),

@@ -1,11 +1,14 @@
 """The state and buffer part of a predicted memory is what the engine allocates, to the byte."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from _support.fsdp.lifetimes import PeakBytes
 from _support.planner.held_by_engine import Held, local_of
-from _support.planner.state_models import Case, Net, random_case, spec_of
+from _support.planner.state_models import Case, Net, random_case, spec_of, wired_case
 
-from parallel3d import build_mesh, optim, parallelize
+from parallel3d import Sharding, build_mesh, optim, parallelize
 from parallel3d.fsdp import param
 from parallel3d.fsdp.inspect import units_of
 from parallel3d.planner.memory import StateMemory, state_memory
@@ -14,20 +17,24 @@ from parallel3d.testing import fake_world
 SEEDS = range(30)
 
 
-def predicted(model: Net, case: Case) -> StateMemory:
+def predicted(model: Net, case: Case, memory: str = "on demand") -> StateMemory:
     """On the CPU, where no streams are, and parameters travel in place from ``case.large`` on."""
+    work = replace(case.workload, memory=memory)
     return state_memory(
-        spec_of(model, case), case.layout, case.workload, zero_copy_bytes=case.large, streams=False
+        spec_of(model, case), case.layout, work, zero_copy_bytes=case.large, streams=False
     )
 
 
-def made_parallel(case: Case, patch: pytest.MonkeyPatch) -> tuple[Net, StateMemory]:
+def made_parallel(
+    case: Case, patch: pytest.MonkeyPatch, memory: str = "on demand"
+) -> tuple[Net, StateMemory]:
     patch.setattr(param, "CPU_BYTES", case.large)
     torch.manual_seed(0)
     model = Net(case)
-    wanted = predicted(model, case)
+    wanted = predicted(model, case, memory)
     mesh = build_mesh(case.layout, device_type="cpu")
-    parallelize(model, mesh, case.plan(), mp_policy=case.policy, reshard_after_forward=case.reshard)
+    sharding = Sharding(reshard_after_forward=case.reshard)
+    parallelize(model, mesh, case.plan(), sharding, mp_policy=case.policy, memory=memory)
     return model, wanted
 
 
@@ -80,7 +87,16 @@ def test_the_first_rank_holds_what_is_predicted(seed, dtensors, monkeypatch):
     - the most that gradients and results of reductions take;
     - what the optimizer's step allocates beside.
     """
-    case = random_case(seed)
+    holds_what_is_predicted(random_case(seed), monkeypatch, dtensors)
+
+
+@pytest.mark.parametrize("seed", SEEDS[:12])
+def test_with_gradients_in_another_dtype_on_the_wire(seed, monkeypatch):
+    """They are packed in it if they arrive in it, else cast; what is received waits for its sum."""
+    holds_what_is_predicted(wired_case(seed), monkeypatch)
+
+
+def holds_what_is_predicted(case: Case, monkeypatch, dtensors: bool = False) -> None:
     with fake_world(0, case.layout.world_size):
         held = Held(monkeypatch)
         model, wanted = made_parallel(case, monkeypatch)
@@ -89,7 +105,7 @@ def test_the_first_rank_holds_what_is_predicted(seed, dtensors, monkeypatch):
         optimizer.step()
         with held.following(model):
             at_loss = step(model, case, optimizer, held)
-        with held.counting_new() as new:
+        with PeakBytes() as new:
             optimizer.step()
         parameters, gradients, moments = at_rest(model, optimizer)
     assert (parameters, gradients, moments) == (
@@ -97,10 +113,60 @@ def test_the_first_rank_holds_what_is_predicted(seed, dtensors, monkeypatch):
         wanted.gradients,
         wanted.optimizer,
     )
-    assert at_loss == wanted.unsharded_at_loss
-    assert held.peak == wanted.unsharded + wanted.buffers
-    assert held.most_reduced == wanted.gradients + wanted.results
-    assert new.most == wanted.step
+    assert at_loss == wanted.played.at_loss
+    assert held.peak == wanted.played.unsharded + wanted.played.buffers
+    results = wanted.gradients + wanted.results
+    if case.wire is None:
+        assert held.most_reduced == results
+    else:  # on the CPU the last sum is made when the first results are gradients already
+        assert wanted.gradients <= held.most_reduced <= results
+    assert new.peak == wanted.step
+
+
+def fixed_bytes(model: Net) -> tuple[int, int]:
+    """Bytes of the fixed buffers: of unsharded parameters, and others."""
+    kinds: tuple[dict, dict] = {}, {}
+    for unit in units_of(model, recurse=True):
+        place = unit.group.place
+        if place is not None:
+            scratch = [*place.scratch.buffers.values(), *place.lent.tensors]
+            for found, tensors in zip(kinds, (place.slot.buffers.values(), scratch), strict=True):
+                found |= {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    unsharded, others = (sum(found.values()) for found in kinds)
+    return unsharded, others
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_static_memory(seed, monkeypatch):
+    """What is allocated once, and what comes beside it: gradients that wait to be reduced."""
+    wanted, fixed, beside = with_fixed_buffers(random_case(seed), monkeypatch)
+    assert fixed == wanted.played.fixed
+    assert wanted.played.unsharded == wanted.played.at_loss == fixed[0]
+    assert fixed[1] + beside == wanted.played.buffers
+
+
+@pytest.mark.parametrize("seed", SEEDS[:12])
+def test_static_memory_and_another_dtype_on_the_wire(seed, monkeypatch):
+    """What is sent then is not lent."""
+    wanted, fixed, _ = with_fixed_buffers(wired_case(seed), monkeypatch)
+    assert fixed == wanted.played.fixed
+    assert wanted.played.unsharded == wanted.played.at_loss == fixed[0]
+
+
+def with_fixed_buffers(case: Case, monkeypatch) -> tuple[StateMemory, tuple[int, int], int]:
+    """What is predicted; the fixed buffers; and the most bytes of buffers beside them in a backward."""
+    with fake_world(0, case.layout.world_size):
+        held = Held(monkeypatch)
+        model, wanted = made_parallel(case, monkeypatch, "static")
+        optimizer = adamw(model)
+        for _ in range(2):
+            step(model, case, optimizer)
+            optimizer.step()
+        with held.following(model):
+            step(model, case, optimizer, held)
+        fixed = fixed_bytes(model)
+    # Held counts the buffers of all-gathers, and no inputs.
+    return wanted, fixed, held.peak - fixed[0] - held.gathered
 
 
 @pytest.mark.parametrize("seed", SEEDS[::10])

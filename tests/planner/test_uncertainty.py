@@ -52,7 +52,7 @@ def test_a_stack_or_gpu_that_no_run_has_gets_a_wide_interval() -> None:
     other = found(dataclasses.replace(WORK, stack="fsdp1-2023"), "mi300x")
     assert (known.familiarity, other.familiarity) == ("known", "new")
     assert found().familiarity == "new"  # there are no published runs of this library
-    assert width(other.speed_interval) > 2 * width(known.speed_interval)
+    assert width(other.speed_interval) > 1.5 * width(known.speed_interval)
     for each in (known, other):
         assert each.tokens_per_second_per_gpu in each.speed_interval
         assert each.speed_interval.low < each.speed_interval.high

@@ -15,8 +15,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from parallel3d.fsdp import comm, reduction
-from parallel3d.fsdp.gradients import BucketGradients
+from parallel3d.fsdp import reduction
+from parallel3d.fsdp.collectives import ScatterWork
+from parallel3d.fsdp.gradients import BucketGradients, ReduceInput
 from parallel3d.fsdp.inspect import Bucket, units_of
 from parallel3d.fsdp.options.merged import MergedBucket
 
@@ -41,6 +42,7 @@ class Held(TorchDispatchMode):
 
     Attributes:
         peak: the most of the first two together. most_reduced: of the third.
+        gathered: bytes of the gather buffers alone, now.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
@@ -49,19 +51,21 @@ class Held(TorchDispatchMode):
         self.active = False
         self.made: dict[int, StorageWeakRef] = {}
         self.results: dict[int, StorageWeakRef] = {}
-        self.peak = self.most_reduced = self.unsharded = 0
+        self.peak = self.most_reduced = self.unsharded = self.gathered = 0
         self.into = "made"
         # The planner counts gradients in the parameters' dtype. Since 2.15 torch hands over a norm's in fp32.
         patch.setattr(Bucket, "takes_wider_gradients", False)
         for name in ("issue_gather", "finish_gather", "reduce", "finish", "free_inputs", "drain"):
-            self._wrap(patch, comm.CpuComm, name)
+            self._wrap(patch, reduction.CpuComm, name)
         self._wrap(patch, BucketGradients, "accept", takes=lambda args: [args[2]])
-        self._wrap(patch, BucketGradients, "_put", into="results")
+        self._wrap(patch, ReduceInput, "pack")
+        self._wrap(patch, BucketGradients, "put", into="results")
         self._wrap(patch, MergedBucket, "memory", into="results")
         self._wrap(
             patch, Bucket, "reduce_input", into=lambda b: "results" if is_result(b) else "made"
         )
         self._wrap(patch, reduction.Reducer, "reduce_scatter", into="results")
+        self._wrap(patch, ScatterWork, "wait", into="results")
 
     def _wrap(self, patch, owner, name, takes=lambda args: [], into="made") -> None:
         inner = getattr(owner, name)
@@ -104,12 +108,6 @@ class Held(TorchDispatchMode):
             yield
         self.active = False
 
-    @contextmanager
-    def counting_new(self) -> Iterator[NewBytes]:
-        """The most bytes that ops in the body have made."""
-        with NewBytes() as new:
-            yield new
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for kind in types:
             if hasattr(kind, "__tensor_flatten__"):
@@ -146,6 +144,7 @@ class Held(TorchDispatchMode):
             b.precision.gathered for b in owned if b.precision.gathered is not b.precision.unsharded
         ]
         buffers = {_storage(t).cdata: _storage(t) for t in gathered}
+        self.gathered = sum(map(_nbytes, buffers.values()))
         buffers.update(_alive(self.made))
         reduced = _alive(self.results)
         for each in (*self.at_rest, *reduced.values(), *unsharded.values()):
@@ -156,27 +155,6 @@ class Held(TorchDispatchMode):
         u, b, r = (sum(map(_nbytes, s.values())) for s in (unsharded, buffers, reduced))
         self.unsharded, self.most_reduced = u, max(self.most_reduced, r)
         self.peak = max(self.peak, u + b)
-
-
-class NewBytes(TorchDispatchMode):
-    """The most bytes at one time of what ops in its body have made, but for single numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.most = 0
-        self._made: dict[int, StorageWeakRef] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for kind in types:
-            if hasattr(kind, "__tensor_flatten__"):
-                return NotImplemented
-        given = {_storage(t).cdata for t in _tensors((args, kwargs))}
-        result = func(*args, **(kwargs or {}))
-        for tensor in _tensors(result):
-            if _storage(tensor).cdata not in given and tensor.dim():
-                self._made[_storage(tensor).cdata] = _storage(tensor)
-        self.most = max(self.most, sum(map(_nbytes, _alive(self._made).values())))
-        return result
 
 
 def _alive(storages: dict[int, StorageWeakRef]) -> dict[int, StorageWeakRef]:

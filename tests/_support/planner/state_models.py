@@ -27,7 +27,7 @@ class Case:
         blocks: kinds of the blocks, in order: "attention", "mlp", "adapter".
         frozen: names of leaves that aren't trained, within any block, or "embed".
         large: bytes from which a parameter travels in place.
-        dtypes: of parameters, of computing, of reducing.
+        dtypes: of parameters, of computing, of reducing. wire: in which gradients are sent.
     """
 
     blocks: tuple[str, ...]
@@ -45,6 +45,7 @@ class Case:
     reshard: bool
     dtypes: tuple[str, str, str]
     large: int
+    wire: str | None = None
 
     @property
     def workload(self) -> Workload:
@@ -56,6 +57,7 @@ class Case:
             precision=compute,
             param_dtype=rest,
             reduce_dtype=reduce,
+            wire_dtype=self.wire,
             sequence_parallel=self.sequence_parallel,
             reshard_after_forward=self.reshard,
         )
@@ -64,6 +66,8 @@ class Case:
     def policy(self) -> MixedPrecisionPolicy:
         """As ``parallelize`` takes it."""
         rest, compute, reduce = (DTYPES[name] for name in self.dtypes)
+        if self.wire is not None:
+            return MixedPrecisionPolicy(compute, reduce, wire_dtype=DTYPES[self.wire])
         if rest == compute == reduce:
             return MixedPrecisionPolicy()
         return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
@@ -127,6 +131,15 @@ def random_case(seed: int) -> Case:
         dtypes=dtypes,
         large=rng.choice([2**10, 2**11, 2**12, 2**20]),
     )
+
+
+def wired_case(seed: int) -> Case:
+    """``random_case`` with gradients that are sent in another dtype, or in the same, by all-to-alls."""
+    case, rng = random_case(seed), random.Random(~seed)
+    kinds = [("fp32", "bf16", "fp32"), ("fp32", "fp32", "fp32"), ("bf16", "bf16", "fp32")]
+    layout = MeshLayout(1, max(case.layout.shard, 2), case.layout.tp)
+    wire = rng.choice(["bf16", "bf16", "fp32"])
+    return replace(case, layout=layout, dtypes=rng.choice(kinds), wire=wire)
 
 
 class Attention(nn.Module):
