@@ -5,6 +5,15 @@ from typing import TYPE_CHECKING
 from parallel3d._util.lazy import export_lazily
 
 if TYPE_CHECKING:
+    from torch.distributed.fsdp import FullOptimStateDictConfig as FullOptimStateDictConfig
+    from torch.distributed.fsdp import FullStateDictConfig as FullStateDictConfig
+    from torch.distributed.fsdp import LocalOptimStateDictConfig as LocalOptimStateDictConfig
+    from torch.distributed.fsdp import LocalStateDictConfig as LocalStateDictConfig
+    from torch.distributed.fsdp import ShardedOptimStateDictConfig as ShardedOptimStateDictConfig
+    from torch.distributed.fsdp import ShardedStateDictConfig as ShardedStateDictConfig
+    from torch.distributed.fsdp import StateDictSettings as StateDictSettings
+    from torch.distributed.fsdp import StateDictType as StateDictType
+
     from parallel3d.fsdp.api import BackwardPrefetch as BackwardPrefetch
     from parallel3d.fsdp.api import CPUOffloadPolicy as CPUOffloadPolicy
     from parallel3d.fsdp.api import DataParallelMeshDims as DataParallelMeshDims
@@ -27,41 +36,17 @@ if TYPE_CHECKING:
     from parallel3d.fsdp.options.comm_hooks import fp16_compress_hook as fp16_compress_hook
     from parallel3d.fsdp.options.comm_hooks import reduce_scatter_hook as reduce_scatter_hook
     from parallel3d.fsdp.state_dict.full_params import full_params as full_params
-    from parallel3d.fsdp.state_dict.model_state_dict import (
-        FullOptimStateDictConfig as FullOptimStateDictConfig,
-    )
-    from parallel3d.fsdp.state_dict.model_state_dict import (
-        FullStateDictConfig as FullStateDictConfig,
-    )
-    from parallel3d.fsdp.state_dict.model_state_dict import (
-        LocalOptimStateDictConfig as LocalOptimStateDictConfig,
-    )
-    from parallel3d.fsdp.state_dict.model_state_dict import (
-        LocalStateDictConfig as LocalStateDictConfig,
-    )
-    from parallel3d.fsdp.state_dict.model_state_dict import (
-        ShardedOptimStateDictConfig as ShardedOptimStateDictConfig,
-    )
-    from parallel3d.fsdp.state_dict.model_state_dict import (
-        ShardedStateDictConfig as ShardedStateDictConfig,
-    )
-    from parallel3d.fsdp.state_dict.model_state_dict import StateDictSettings as StateDictSettings
-    from parallel3d.fsdp.state_dict.model_state_dict import StateDictType as StateDictType
-    from parallel3d.fsdp.state_dict.model_state_dict import (
-        get_state_dict_type as get_state_dict_type,
-    )
-    from parallel3d.fsdp.state_dict.model_state_dict import (
+    from parallel3d.fsdp.state_dict.state_dicts import get_state_dict_type as get_state_dict_type
+    from parallel3d.fsdp.state_dict.state_dicts import (
         load_model_state_dict as load_model_state_dict,
     )
-    from parallel3d.fsdp.state_dict.model_state_dict import model_state_dict as model_state_dict
-    from parallel3d.fsdp.state_dict.model_state_dict import (
-        set_state_dict_type as set_state_dict_type,
-    )
-    from parallel3d.fsdp.state_dict.model_state_dict import state_dict_type as state_dict_type
-    from parallel3d.fsdp.state_dict.optim_state_dict import (
+    from parallel3d.fsdp.state_dict.state_dicts import (
         load_optim_state_dict as load_optim_state_dict,
     )
-    from parallel3d.fsdp.state_dict.optim_state_dict import optim_state_dict as optim_state_dict
+    from parallel3d.fsdp.state_dict.state_dicts import model_state_dict as model_state_dict
+    from parallel3d.fsdp.state_dict.state_dicts import optim_state_dict as optim_state_dict
+    from parallel3d.fsdp.state_dict.state_dicts import set_state_dict_type as set_state_dict_type
+    from parallel3d.fsdp.state_dict.state_dicts import state_dict_type as state_dict_type
     from parallel3d.fsdp.state_dict.transforms import chunk as chunk
     from parallel3d.fsdp.state_dict.transforms import gather as gather
 else:
@@ -82,13 +67,15 @@ else:
                 "reduce_scatter_hook"
             ),
             ".state_dict.full_params": "full_params",
-            ".state_dict.model_state_dict": (
+            ".state_dict.state_dicts": (
+                "get_state_dict_type load_model_state_dict load_optim_state_dict model_state_dict "
+                "optim_state_dict set_state_dict_type state_dict_type"
+            ),
+            ".state_dict.transforms": "chunk gather",
+            "torch.distributed.fsdp": (
                 "FullOptimStateDictConfig FullStateDictConfig LocalOptimStateDictConfig "
                 "LocalStateDictConfig ShardedOptimStateDictConfig ShardedStateDictConfig "
-                "StateDictSettings StateDictType get_state_dict_type load_model_state_dict "
-                "model_state_dict set_state_dict_type state_dict_type"
+                "StateDictSettings StateDictType"
             ),
-            ".state_dict.optim_state_dict": "load_optim_state_dict optim_state_dict",
-            ".state_dict.transforms": "chunk gather",
         },
     )

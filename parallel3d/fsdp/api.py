@@ -58,6 +58,12 @@ class MixedPrecisionPolicy(TorchMixedPrecisionPolicy):
         param_dtype_override_fn: called once with each parameter of a unit. If it returns the parameter's
             own dtype, that parameter is gathered, computed and reduced in it. None or ``param_dtype``:
             as the others. Inputs are cast to ``param_dtype`` anyway. In torch since 2.15.
+        wire_dtype: dtype in which gradients are sent: ``torch.bfloat16``, or ``torch.float32``. A reduction
+            is then an all-to-all in it, and each rank sums what it has received in ``reduce_dtype``, in rank
+            order: with ``reduce_dtype=torch.float32``, half the bytes of fp32 and its sums. An all-reduce is
+            that, and an all-gather of the sums in it. Sums over micro-batches and over ``tp`` stay in
+            ``reduce_dtype``. Parameters that compute in their own dtype by one of the options above are sent
+            in ``reduce_dtype``. None: the backend reduces, in ``reduce_dtype``.
     """
 
     param_dtype: torch.dtype | None = None
@@ -72,14 +78,13 @@ class MixedPrecisionPolicy(TorchMixedPrecisionPolicy):
     param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(
         default=None, kw_only=True
     )
+    wire_dtype: torch.dtype | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         check_policy(self)
 
 
 def check_policy(policy: TorchMixedPrecisionPolicy) -> None:
-    """Raises Parallel3dError unless ``policy``, ours or torch's MixedPrecisionPolicy, is valid."""
-
     def check(name: str, valid: bool, expected: str) -> None:
         if not valid:
             raise Parallel3dError(
@@ -109,14 +114,20 @@ def check_policy(policy: TorchMixedPrecisionPolicy) -> None:
     expected = "a tuple of module classes, such as (nn.LayerNorm,), or () for none"
     check("full_precision_modules", valid, expected)
     valid = not policy.keep_low_precision_grads or grads_may_differ_in_dtype
-    expected = (
-        f"False on torch {torch.__version__}, where a gradient must have its parameter's dtype"
-    )
+    expected = f"False on torch {torch.__version__}, where a gradient has its parameter's dtype"
     check("keep_low_precision_grads", valid, f"{expected}; torch 2.13 has no such limit")
+    wire, reduced = policy.wire_dtype, policy.reduce_dtype
+    if wire is None:
+        return
+    expected = "torch.bfloat16 or torch.float32, or None: what is sent isn't scaled"
+    check("wire_dtype", wire in (torch.bfloat16, torch.float32), expected)
+    valid = reduced is not None and torch.promote_types(wire, reduced) is reduced
+    expected = f"no wider than reduce_dtype, which is {reduced}; give reduce_dtype=torch.float32"
+    check("wire_dtype", valid, expected)
 
 
 def as_instance(policy: Any) -> Any:
-    """Returns ``policy``, or of a policy's class, which torch takes too, an instance with the defaults."""
+    """Returns ``policy``, or if it is a policy's class, as torch accepts too, an instance of it."""
     is_class = isinstance(policy, type) and issubclass(
         policy, (OffloadPolicy, TorchMixedPrecisionPolicy)
     )
@@ -124,7 +135,6 @@ def as_instance(policy: Any) -> Any:
 
 
 def check_offload(policy: OffloadPolicy) -> None:
-    """Raises Parallel3dError unless ``policy`` is a valid offload policy."""
     if not isinstance(policy, OffloadPolicy):
         raise Parallel3dError(
             f"offload_policy is {policy!r}; it must be an OffloadPolicy() (everything stays on the mesh's "
@@ -136,8 +146,25 @@ def check_offload(policy: OffloadPolicy) -> None:
         )
 
 
+def check_block(block: object) -> None:
+    if block is None:
+        return
+    if isinstance(block, bool) or not isinstance(block, int) or block not in _BLOCKS:
+        near = ""
+        if isinstance(block, (int, float)) and block == block:
+            near = f"; the nearest is {min(_BLOCKS, key=lambda size: abs(size - block))}"
+        raise Parallel3dError(
+            f"block is {block!r}; it must be a number of elements, a power of two from 2 to 4096, such as "
+            f"256 for 8-bit states and 128 for 4-bit ones, or None{near}"
+        )
+
+
+_BLOCKS = tuple(2**bits for bits in range(1, 13))
+
+
 def own_policy(policy: TorchMixedPrecisionPolicy) -> MixedPrecisionPolicy:
-    """Returns ``policy``, which may be torch's, as one of ours that does what torch does, after a check."""
+    """Returns ``policy`` as our ``MixedPrecisionPolicy``. One of torch's is checked and converted, with the
+    options that torch doesn't have off."""
     if isinstance(policy, MixedPrecisionPolicy):
         return policy
     check_policy(policy)
@@ -152,7 +179,8 @@ def own_policy(policy: TorchMixedPrecisionPolicy) -> MixedPrecisionPolicy:
 
 
 def keeps_its_dtype(policy: MixedPrecisionPolicy, name: str, param: nn.Parameter) -> bool:
-    """Returns whether ``param_dtype_override_fn`` returns the own dtype of ``param``, after checking it."""
+    """Returns whether ``policy.param_dtype_override_fn`` returns the parameter's own dtype for ``param``.
+    Raises Parallel3dError if it returns another dtype than that or ``param_dtype``."""
     if policy.param_dtype_override_fn is None:
         return False
     wanted = policy.param_dtype_override_fn(param)
@@ -167,7 +195,7 @@ def keeps_its_dtype(policy: MixedPrecisionPolicy, name: str, param: nn.Parameter
 
 
 def input_dtype(policy: MixedPrecisionPolicy, *, is_root: bool) -> torch.dtype | None:
-    """Returns the dtype that a unit casts its inputs to, or None."""
+    """Returns the dtype that a unit casts the inputs of forward to; None if they are not cast."""
     cast = policy.cast_forward_inputs
     if is_root and policy.cast_root_forward_inputs is not None:
         cast = policy.cast_root_forward_inputs
@@ -175,11 +203,13 @@ def input_dtype(policy: MixedPrecisionPolicy, *, is_root: bool) -> torch.dtype |
 
 
 def in_own_dtype(policy: MixedPrecisionPolicy, dtype: torch.dtype) -> MixedPrecisionPolicy:
-    """Returns ``policy`` for parameters computed in ``dtype``, their own, and reduced in no lower one."""
+    """Returns ``policy`` changed for parameters that compute in their own dtype, ``dtype``: no
+    ``param_dtype`` or ``wire_dtype``, and a reduce dtype that is at least as wide as ``dtype``."""
     if not dtype.is_floating_point:
         return policy
     wanted = torch.promote_types(dtype, policy.reduce_dtype or policy.param_dtype or dtype)
-    return replace(policy, param_dtype=None, reduce_dtype=None if wanted == dtype else wanted)
+    reduced = None if wanted == dtype else wanted
+    return replace(policy, param_dtype=None, reduce_dtype=reduced, wire_dtype=None)
 
 
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)

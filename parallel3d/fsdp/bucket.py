@@ -6,19 +6,15 @@ shard axis and S the sum of the segments (``numel``), the buffers are:
 
 - ``flat``, (S,): this rank's shards at rest. The sharded parameters' local tensors are views of it, so the
   all-gather needs no packing and a cast is one kernel.
-- ``unsharded``, (n * S,): the unsharded parameters, one after another. What forward sees are views of it.
+- ``unsharded``, (n * S,): the unsharded parameters, one after another, which forward sees as views of it.
   With n = 1 and no cast it is ``flat`` itself.
 - ``gathered``, (n * P,), with P the sum of the segments of the parameters that are not zero-copy: one row
-  of P per rank, as the all-gather writes it. It has memory during the all-gather only; then its rows are
-  copied to their places in ``unsharded``.
+  of P per rank, as the all-gather writes it, copied to their places in ``unsharded`` right after it.
 
-Zero-copy parameters are large and cut evenly along dim 0. Their rows lie rank by rank in ``unsharded``, so
-the all-gather writes them there and the reduce-scatter reads their gradients where autograd has put them.
-They come first in the bucket.
-
-``unsharded`` and ``gathered`` keep their tensors and views for the model's life; only their storage is
-allocated and freed. The inputs of the reduce-scatter, laid out as the outputs of the all-gather, belong to
-``grads``.
+Zero-copy parameters, first in the bucket, are large and cut evenly along dim 0. Their rows lie rank by rank
+in ``unsharded``: the all-gather writes them there, and the reduce-scatter reads their gradients where
+autograd has put them. Tensors and views of buffers last as long as the model; only their storage is allocated
+and freed.
 """
 
 from __future__ import annotations
@@ -43,12 +39,10 @@ from parallel3d._torch.autograd import (
 )
 from parallel3d._torch.dtensor import local_tensor_of
 from parallel3d._torch.kernels import foreach_copy_, views_like
-from parallel3d._torch.simulated import inner_tensors
 from parallel3d._util.storage import with_own_storage
 from parallel3d.errors import Parallel3dError
 from parallel3d.fsdp.api import MixedPrecisionPolicy
 from parallel3d.fsdp.collectives import all_gather
-from parallel3d.fsdp.comm import Comm
 from parallel3d.fsdp.gradients import BucketGradients
 from parallel3d.fsdp.layout import bucket_order
 from parallel3d.fsdp.param import (
@@ -60,37 +54,49 @@ from parallel3d.fsdp.param import (
 )
 from parallel3d.fsdp.placement import DataAxes, post_forward_mesh
 from parallel3d.fsdp.records import BufferLayout, Precision, plan_copy
-from parallel3d.fsdp.reduction import DEFAULT_REDUCER, AllReduce, BucketSettings, Stage
+from parallel3d.fsdp.reduction import (
+    DEFAULT_REDUCER,
+    AllReduce,
+    BucketMemory,
+    BucketSettings,
+    Comm,
+    Reducer,
+    Stage,
+)
+from parallel3d.fsdp.wire import WireReducer
 
 
 class Bucket:
-    """See the module's docstring.
+    """Parameters of one unit that are gathered together and whose gradients are reduced together.
+
+    The module's docstring describes the buffers, n, S and zero-copy parameters.
 
     Attributes:
         params: its parameters: zero-copy ones first, those whose gradient may be partial over tp last.
-        layout: how they lie in the buffers.
+        layout: where each parameter lies in the buffers.
         settings: what the user and options have set.
-        precision: the dtypes that it computes in now, and its buffers in them.
-        other_precision: the same for the dtypes that it has computed in before; None: there are no others.
-        given_policy: the unit's policy.
-        offload: where shards are at rest, if not on the device that computes; see ``offload.CpuOffload``.
+        precision: the dtypes that it computes in now, with the buffers in these dtypes. other_precision: the
+            same for the other dtypes that it has computed in, if there are any (``full_precision_in_eval``).
+        given_policy: the unit's mixed precision policy.
+        offload: the ``options.memory.CpuOffload`` that keeps shards in CPU memory; None without offload.
         shard_group: process group of the all-gather; None: nothing is sharded.
-        gather_group: process group of the next all-gather: ``shard_group``, or one of fewer ranks.
-        replicate_groups: process groups that gradients are all-reduced over.
-        over_replicate: the stages of a reduction that sum over replicate.
+        gather_group: process group of the next all-gather: ``shard_group``, or that of the fewer ranks of
+            ``reshard_after_forward=k``.
+        replicate_groups, over_replicate: the process groups that gradients are all-reduced over, and the
+            ``Stage`` of a reduction for each.
         tp_group: process group that partial gradients are summed over; None: there are none.
-        grads: the gradients on their way to ``.grad``, and those accumulated there.
-        versions: the version counters of the unsharded parameters.
-        device: where the bucket computes. storage_device: where ``flat`` and gradients at rest are. pin:
-            whether that memory is pinned. reads_host: whether the two devices differ.
-        post_forward_shard: the shard over fewer ranks that this rank has between forward and backward; None:
-            it has none. ``precision.post_forward`` describes it.
-        gathering: (the work or event of the all-gather under way, its inputs); None: none is.
-        custom_gathered: the output of the user's all-gather.
-        on_rebuilt: returns a function to call after the unsharded parameters were rebuilt.
-        gathers_shards: whether it gathers its shards as they lie, so that parameters may be zero-copy and
-            one all-gather may carry it together with other buckets.
-        gathers_copy: whether it gathers from a copy of its shards, see ``renew``.
+        grads: the ``BucketGradients``, from their arrival in backward to ``.grad``.
+        versions: sets and reads the version counters of the unsharded parameters.
+        device, storage_device: the device that computes, and the one of ``flat`` and of gradients at rest.
+            pin: whether that memory is pinned. reads_host: whether the two devices differ.
+        post_forward_shard: with ``reshard_after_forward=k``, between forward and backward, this rank's shard
+            over k ranks; else None. ``precision.post_forward`` describes it.
+        gathering: (the work or event of the all-gather under way, its inputs); None: none is under way.
+        custom_gathered: the output of the user's own all-gather; see ``set_custom_all_gather``.
+        on_rebuilt: returns a function to call after the unsharded parameters were rebuilt, or None.
+        gathers_shards: whether the all-gather reads the shards in ``flat`` directly, so that parameters may
+            be zero-copy and one call may gather several buckets. gathers_copy: whether it reads a copy of
+            them, which ``renew`` updates.
     """
 
     gathers_shards = True
@@ -108,10 +114,9 @@ class Bucket:
         offload: Any = None,
     ) -> None:
         device_type = axes.mesh.device_type
-        self.unit = unit
         least = params[0].dtype.itemsize, zero_copy_bytes(device_type)
         order = bucket_order([*map(segment_of, params)], *least)
-        self.axes = axes
+        self.unit, self.axes = unit, axes
         self.given_policy = policy
         self.offload = offload
         self.num_shards = params[0].num_shards
@@ -123,27 +128,24 @@ class Bucket:
         self.build(device if device.type in ("meta", device_type) else torch.device(device_type))
 
     def __str__(self) -> str:
-        """Returns what a log says of it: how many parameters of which kind, and what is communicated how."""
-        name = str(self.dtype).removeprefix("torch.")
-        rank = f"{len(self.params)} of {name}, {self.layout.numel} elements a rank"
-        dtypes = (
-            f"{self.precision.compute_dtype}, reduced in {self.precision.reduce_dtype}".replace(
-                "torch.", ""
-            )
-        )
-        if self.shard_group is None:
-            return f"{rank}, not sharded, computes in {dtypes}"
-        gathered = f"gathered over {self.num_shards} ranks in {dtypes}"
-        return f"{rank}, {gathered}, {self.layout.zero_copy} without a copy, class {type(self).__name__}"
+        now = self.precision
+        text = f"{len(self.params)} of {self.dtype}, {self.layout.numel} elements a rank, "
+        sharded = self.shard_group is not None
+        text += f"gathered over {self.num_shards} ranks" if sharded else "not sharded, computes"
+        text += f" in {now.compute_dtype}, reduced in {now.reduce_dtype}"
+        if now.wire_dtype is not None:
+            text += f", sent in {now.wire_dtype}"
+        if sharded:
+            text += f", {self.layout.zero_copy} without a copy, class {type(self).__name__}"
+        return text.replace("torch.", "")
 
     def change(self, **changes: Any) -> None:
-        """Changes ``settings``."""
         self.settings = replace(self.settings, **changes)
 
     def set_params(self, params: list[ShardedParam]) -> None:
-        """Makes ``params``, which are in order, its parameters, before ``build``."""
-        packs_all = not self.gathers_shards or self.shard_group is None
+        """Sets ``params``, already in the bucket's order, and their layout; ``build`` makes the buffers."""
         self.params = params
+        packs_all = not self.gathers_shards or self.shard_group is None
         self.layout = BufferLayout.of(params, self.axes.mesh.device_type, packs_all=packs_all)
 
     def _find_groups(self, params: list[ShardedParam]) -> None:
@@ -168,17 +170,16 @@ class Bucket:
 
     @property
     def scatter_group(self) -> ProcessGroup | None:
-        """Process group of the reduce-scatter."""
         return self.shard_group if (group := self.settings.scatter_group) is None else group
 
     @property
     def gather_groups(self) -> list[ProcessGroup]:
-        """Process groups over which a whole tensor is gathered, one after the other."""
+        """The process groups to all-gather over, one after the other, to get whole tensors from shards."""
         return [] if self.shard_group is None else [self.shard_group]
 
     @property
     def to_rest(self) -> Sequence[Stage]:
-        """The last stages of a reduction: they bring the result to ``storage_device``."""
+        """The last stages of a reduction, which copy its result to ``storage_device``; usually none."""
         return self.offload.stages if self.reads_host else ()
 
     # -- storage -----------------------------------------------------------------------------------
@@ -200,13 +201,12 @@ class Bucket:
         self.build_unsharded()
 
     def _describe(self, device: torch.device) -> None:
-        """Sets devices, dtypes and sizes, and what depends on them alone."""
-        params = self.params
+        """Sets devices, dtypes and empty gradients; allocates no buffer."""
         self.device, self.storage_device, self.pin = device, device, False
         if self.offload is not None:
             self.device, self.storage_device, self.pin = self.offload.places(device, self.axes.mesh)
         self.reads_host = self.storage_device != self.device
-        self.dtype = params[0].dtype
+        self.dtype = self.params[0].dtype
         self.other_precision: Precision | None = None
         self.set_precision(own=self.precision.own)
         self.grads = BucketGradients(self)
@@ -215,28 +215,28 @@ class Bucket:
         self.custom_gathered: torch.Tensor | None = None
 
     def set_precision(self, *, own: bool) -> None:
-        """Sets the dtypes that the bucket computes, reduces and accumulates in, without buffers."""
+        """Sets the dtypes to compute, reduce and accumulate in: the parameters' own if ``own``, else the
+        policy's. The buffers are made by ``build_unsharded``."""
         grad_dtype = self.params[0].grad_dtype
         self.precision = Precision.of(self.given_policy, self.dtype, grad_dtype, own=own)
 
     @property
     def takes_wider_gradients(self) -> bool:
-        """Whether a gradient that is wider than the unsharded parameter reaches the reduction as it is; in
-        torch it does since 2.15."""
+        """Whether gradients wider than the unsharded parameters are reduced without a cast (torch 2.15)."""
         wider = self.precision.reduce_dtype.itemsize > self.precision.compute_dtype.itemsize
         return follows_grad_dtype and (wider or self.params[0].grad_dtype == "any")
 
     def build_unsharded(self) -> None:
-        """Makes the all-gather's buffers and the unsharded parameters, in the present dtypes."""
+        """Makes the all-gather's buffers and the unsharded parameters in the dtypes of ``precision``."""
         n, layout, now = self.num_shards, self.layout, self.precision
         now.unsharded = self.flat
         now.has_own_unsharded = n > 1 or now.compute_dtype != self.dtype or self.reads_host
+        memory, kind = self.settings.memory, (now.compute_dtype, self.device)
         if now.has_own_unsharded:
-            size = n * layout.numel
-            now.unsharded = torch.empty(size, dtype=now.compute_dtype, device=self.device)
+            now.unsharded = memory.make("unsharded", n * layout.numel, *kind)
         now.gathered = now.unsharded
         if n > 1:
-            now.gathered = now.unsharded.new_empty(n * layout.packed)
+            now.gathered = memory.make("gathered", n * layout.packed, *kind)
         now.copy_gathered = None
         if layout.packed and now.gathered is not now.unsharded:
             rows = now.gathered.view(n, layout.packed)
@@ -256,56 +256,54 @@ class Bucket:
             vars(compute).update(param.attributes())
             mark_unsharded(compute, param, is_freed=now.has_own_unsharded)
         if now.gathered is not now.unsharded:
-            release(now.gathered)
+            memory.release(now.gathered)
         if now.has_own_unsharded:
-            release(now.unsharded)
+            memory.release(now.unsharded)
 
     def _regions(self) -> Sequence[torch.Tensor]:
-        """Returns for each parameter its (n * segment,) of ``unsharded``."""
+        """Returns for each parameter its part of the buffer ``unsharded``: (n * segment,)."""
         sizes = [self.num_shards * size for size in self.layout.segment_sizes]
         return self.precision.unsharded.split(sizes)
 
     def note_weights(self, comm: Comm) -> None:
-        """Notes the version of the weights that the next all-gather brings; see ``Versions``."""
+        """Records which version of the weights the next all-gather reads; see ``Versions``."""
         if self.post_forward_shard is None:  # which is of the weights that were gathered before
             self.versions.note_weights()
 
     def renew(self, comm: Comm, *, if_changed: bool = False) -> None:
-        """Renews the copy of the shards that an option gathers from; ``if_changed``: only if they changed."""
+        """Updates the copy of the shards that the all-gather reads, in buckets with ``gathers_copy``; with
+        ``if_changed`` only if the weights have changed. Does nothing here."""
 
     def leave_precision(self) -> None:
-        """Called before the bucket, which is sharded, is switched to another dtype."""
+        """Called while the bucket is sharded, before it is switched to other dtypes."""
 
     def enter_precision(self) -> None:
-        """Called after the bucket was switched back to a dtype that it has computed in before."""
+        """Called after it was switched back to dtypes that it has computed in before."""
 
     def free_other_precision(self) -> None:
-        """Frees unsharded parameters, kept by ``keep_storage``, of the dtype that is not in use."""
+        """Frees the unsharded parameters of ``other_precision``, whose memory ``keep_storage`` has kept."""
         other = self.other_precision
         if other is not None and other.has_own_unsharded:
-            release(other.unsharded)
+            self.settings.memory.release(other.unsharded)
 
     def local_parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Returns for each parameter its rows in a sharded buffer (S,), without padding: ``local_shape``."""
+        """Returns for each parameter a view of its rows in ``flat``, (S,) sharded, of ``local_shape``."""
         if self.layout.templates is not None:  # in each backward: no Python call per parameter
             return list(views_like(flat, self.layout.templates))
         segments = flat.split(self.layout.segment_sizes)
         return [p.geometry.local_view(s) for p, s in zip(self.params, segments, strict=True)]
 
     def kinds(self) -> set[tuple[torch.dtype, torch.device]]:
-        """Returns each (dtype, device) of sharded parameters: several if only some were converted."""
+        """Returns the (dtype, device) pairs of sharded parameters: several if only some were converted."""
         return {(p.local.dtype, p.local.device) for p in self.params}
 
     def adopt(self) -> bool:
-        """Copies values to the buffers that an ordinary call (``to_empty``, ``double``, ...) moved elsewhere.
-        Returns whether any had moved.
-
-        Raises:
-            Parallel3dError: the parameters have several dtypes or devices now.
-        """
-        locals_ = [local_tensor_of(p.sharded) for p in self.params]
-        if all(map(is_, locals_, self.local_views)):
+        """Copies the parameters' values into new buffers if a call such as ``to_empty`` or ``double`` has
+        given them other memory. Returns whether it has; raises Parallel3dError if they now have several
+        dtypes or devices."""
+        if all(map(is_, map(local_tensor_of, self.versions.sharded), self.local_views)):
             return False
+        locals_ = [param.local for param in self.params]
         kinds = self.kinds()
         if len(kinds) > 1:
             raise Parallel3dError(
@@ -329,10 +327,10 @@ class Bucket:
             view.copy_(local)
 
     def count_trainable(self) -> int:
-        """Sets ``requires_grad`` of the unsharded parameters to the sharded ones'; returns their number."""
+        """Sets ``requires_grad`` of unsharded parameters to the sharded ones'; returns how many are True."""
         with torch_function_off():  # DTensor's takes longer than all the rest
-            trained = [param.sharded.requires_grad for param in self.params]
-        if trained != [compute.requires_grad for compute in self.precision.compute_params]:
+            trained = [*map(_REQUIRES_GRAD, self.versions.sharded)]
+        if trained != [*map(_REQUIRES_GRAD, self.precision.compute_params)]:
             for compute, requires_grad in zip(self.precision.compute_params, trained, strict=True):
                 compute.requires_grad_(requires_grad)
         return sum(trained)
@@ -341,34 +339,63 @@ class Bucket:
 
     @property
     def divisor(self) -> float:
-        """What the sum of the ranks' gradients is divided by."""
+        """The number that the sum of the ranks' gradients is divided by."""
         factor = self.settings.divide_factor
         return (self.axes.mean_over or self.axes.data_size) if factor is None else factor
 
     @property
+    def reducer(self) -> Reducer:
+        """The collectives that reduce its gradients: the user's, ``wire_dtype``'s, or the default ones."""
+        chosen, now = self.settings.reducer, self.precision
+        if chosen is not DEFAULT_REDUCER or now.wire_dtype is None:
+            return chosen
+        return WireReducer(now.wire_dtype, now.reduce_dtype)
+
+    @property
+    def sent_dtype(self) -> torch.dtype:
+        """The dtype of the reduce-scatter's inputs: ``wire_dtype``, or without one the reduce dtype."""
+        wire = self.precision.wire_dtype
+        return self.precision.reduce_dtype if wire is None or self.scatter_group is None else wire
+
+    @property
     def reduced_zero_copy(self) -> int:
-        """How many gradients, the first ones, are reduced from where autograd has put them."""
+        """How many gradients, the first ones, the reduce-scatter reads where autograd has put them."""
         return 0 if self.settings.reducer.by_row else self.layout.zero_copy
 
-    def reduce_input(self, since: int) -> torch.Tensor:
-        """Returns memory for the gradients from index ``since`` on: a row per shard rank, in reduce dtype."""
+    def reduce_input(self, since: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Returns memory for the gradients of the parameters from index ``since`` on: a row per shard rank.
+
+        ``dtype`` None: the dtype in which gradients are sent if they arrive in it, else the reduce dtype.
+        """
         merged = self.grads.merged
         if merged is not None and (memory := merged.memory(self)) is not None:
             return memory
         size = self.num_shards * sum(self.layout.segment_sizes[since:])
         reducer = DEFAULT_REDUCER if self.shard_group is None else self.settings.reducer
-        return reducer.allocate(size, self.precision.reduce_dtype, self.device)
+        sent, now = self.sent_dtype, self.precision
+        usual = sent if sent is now.compute_dtype else now.reduce_dtype
+        return reducer.allocate(size, dtype or usual, self.device)
+
+    @property
+    def lends_inputs(self) -> bool:
+        """Whether the reduce-scatter's inputs lie in memory that ``settings.memory`` lends (fixed addresses).
+        Not if nothing is sharded (the input becomes the gradient), with the user's own collectives, or with
+        ``wire_dtype``."""
+        settings = self.settings
+        usual = settings.reducer is DEFAULT_REDUCER and self.precision.wire_dtype is None
+        return settings.memory.is_fixed and usual and self.shard_group is not None
 
     # -- unshard -------------------------------------------------------------------------------------
 
     def copy_pairs(
         self, rows: torch.Tensor, first: int = 0, *, since: int = 0, until: int | None = None
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Returns views of ``unsharded``, and the views of ``rows`` with the same elements.
+        """Returns two lists, for a copy of gathered rows: views of ``unsharded``, and for each the view of
+        ``rows`` that has the same elements.
 
         Args:
-            rows: (k, segments): what the shard ranks from ``first`` on hold of the parameters from index
-                ``since`` to before ``until``.
+            rows: (k, elements): for k shard ranks, from rank ``first`` on, the segments of the parameters
+                with indices in ``range(since, until)``.
         """
         unsharded: list[torch.Tensor] = []
         sharded: list[torch.Tensor] = []
@@ -376,51 +403,56 @@ class Bucket:
         with torch.inference_mode(False), torch.no_grad():
             columns = rows.split(self.layout.segment_sizes[since:until], dim=1)
             regions = self._regions()[since:until]
-            for param, region, column in zip(
-                self.params[since:until], regions, columns, strict=True
-            ):
+            parts = zip(self.params[since:until], regions, columns, strict=True)
+            for param, region, column in parts:
                 for view, held in param.geometry.copy_pairs(region, column, first):
                     unsharded.append(view)
                     sharded.append(held)
         return unsharded, sharded
 
     def members(self, shard: torch.Tensor) -> list[torch.Tensor]:
-        """Splits ``shard``, (k * S,) in the order of the all-gather call, into the inputs of that call."""
+        """Splits ``shard``, (k * S,) with the shards of k ranks, into the inputs of one coalesced all-gather:
+        one for each zero-copy parameter, and one for the rest."""
         if len(self.layout.member_sizes) == 1:
             return [shard]
         k = shard.numel() // self.layout.numel
         return list(shard.split([k * size for size in self.layout.member_sizes]))
 
     def gather_buffers(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Allocates and returns the outputs and inputs of the all-gather; the inputs are in compute dtype."""
+        """Allocates the all-gather's outputs. Returns (outputs, inputs); the inputs are in compute dtype."""
         kept = None if self.post_forward_shard is None else self.precision.post_forward
         in_rows = self.settings.gather_comm is not None if kept is None else kept.in_rows
         if in_rows and self.shard_group is not None:
             return self._row_buffers()
         self.custom_gathered = None
+        memory = self.settings.memory
         if self.layout.zero_copy:
-            allocate(self.precision.unsharded)
-        allocate(self.precision.gathered)
+            memory.allocate(self.precision.unsharded)
+        memory.allocate(self.precision.gathered)
         return self.precision.gather_outputs, self.members(self.gather_input())
 
     def start_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
-        """Issues the all-gather; returns the work to wait for, or None."""
         return all_gather(
             outputs, inputs, self.gather_group, unit=self.unit, comm=self.settings.gather_comm
         )
 
     def gather_input(self) -> torch.Tensor:
-        """Returns this rank's shard, (S,) in compute dtype, or what it has of it over fewer ranks."""
+        """Returns what this rank sends in the all-gather, in compute dtype: its shard, (S,), or with
+        ``reshard_after_forward=k`` in backward its larger shard over k ranks."""
         if self.post_forward_shard is not None:
             return self.post_forward_shard
-        flat = self.flat
+        return self.cast_shard(self.settings.memory)
+
+    def cast_shard(self, memory: BucketMemory) -> torch.Tensor:
+        """Returns this rank's shard, (S,), in compute dtype on the device; a copy lies in ``memory``."""
+        flat, dtype = self.flat, self.precision.compute_dtype
         if self.reads_host:  # cast on the device: the CPU would take longer
-            flat = flat.to(self.device, non_blocking=self.pin)
-        dtype = self.precision.compute_dtype
-        return flat if flat.dtype is dtype else flat.to(dtype)
+            flat = memory.copy("fetched", flat, flat.dtype, self.device, non_blocking=self.pin)
+        return flat if flat.dtype is dtype else memory.copy("cast", flat, dtype, self.device)
 
     def _row_buffers(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Returns the buffers of a custom all-gather: an output of one row of S per rank, and one of them."""
+        """Returns ([output], [input]) of an all-gather by one call on rows: the output, in the user's memory,
+        has one row of S elements per rank, and the input is this rank's row of it."""
         source = self.gather_input()
         comm = self.settings.gather_comm
         make = torch.empty if comm is None else comm.allocate
@@ -428,41 +460,37 @@ class Bucket:
         output = make(size, dtype=self.precision.compute_dtype, device=self.device)
         kept = None if self.post_forward_shard is None else self.precision.post_forward
         rank = self.axes.coordinate(self.axes.shard) if kept is None else kept.rank
-        shard = output.narrow(0, rank * source.numel(), source.numel())
-        shard.copy_(source)
         self.custom_gathered = output
-        return [output], [shard]
+        return [output], [output.narrow(0, rank * source.numel(), source.numel()).copy_(source)]
 
     def copy_out(self) -> None:
-        """Copies what was gathered to the unsharded parameters, after the all-gather."""
         if self.custom_gathered is not None:
-            allocate(self.precision.unsharded)
+            self.settings.memory.allocate(self.precision.unsharded)
             plan_copy(self.custom_gathered.view(self.num_shards, -1), [self], [0])()
             self.custom_gathered = None
         elif self.precision.copy_gathered is not None:
             if not self.layout.zero_copy:
-                allocate(self.precision.unsharded)
+                self.settings.memory.allocate(self.precision.unsharded)
             self.precision.copy_gathered()
 
     def unshard_without_gather(self) -> None:
-        """Unshards without an all-gather, if nothing is sharded: by the cast copy, or not at all."""
+        """Where nothing is sharded: casts ``flat`` to ``unsharded``, unless that is ``flat`` itself."""
         if self.precision.has_own_unsharded:
-            allocate(self.precision.unsharded)
+            self.settings.memory.allocate(self.precision.unsharded)
             self.precision.unsharded.copy_(self.flat)
 
     def free_gathered(self) -> None:
-        """Frees the all-gather's output, after ``copy_out``."""
         if self.precision.gathered is not self.precision.unsharded:
-            release(self.precision.gathered)
+            self.settings.memory.release(self.precision.gathered)
         self.free_post_forward_shard()
 
     def free_unsharded(self) -> None:
-        """Frees the unsharded parameters, unless the user keeps their memory."""
         if self.precision.has_own_unsharded and not self.settings.keep_storage:
-            release(self.precision.unsharded)
+            self.settings.memory.release(self.precision.unsharded)
 
     def to_sharded_post_forward(self, ranks: int) -> None:
-        """Keeps this rank's shard over ``ranks`` ranks, before ``free_unsharded``."""
+        """For ``reshard_after_forward=ranks``: keeps this rank's shard over so many ranks, copied from the
+        unsharded parameters before these are freed. The next all-gather is then over these ranks."""
         if self.shard_group is None or ranks >= self.shard_group.size():
             return
         in_rows = self.settings.gather_comm is not None
@@ -473,7 +501,7 @@ class Bucket:
         self.gather_group = kept.group
 
     def free_post_forward_shard(self) -> None:
-        """Frees the shard over fewer ranks: the next all-gather is over all shard ranks."""
+        """Frees the shard that ``to_sharded_post_forward`` kept; the next gather is over all shard ranks."""
         if self.post_forward_shard is not None and self.precision.post_forward is not None:
             self.precision.post_forward.drop()
             self.post_forward_shard = None
@@ -481,25 +509,22 @@ class Bucket:
 
 
 class PostForwardGroup:
-    """The shard of a bucket over fewer ranks that a rank keeps between forward and backward.
+    """With ``reshard_after_forward=k``: the shard over k ranks that a rank keeps from forward to backward.
 
-    With ``reshard_after_forward=k`` a rank keeps n/k shards, so that the next all-gather needs only k
-    consecutive ranks, which are on one machine if k is the number of its devices. Rank j of the k ranks keeps
-    the shards of the shard ranks from j*n/k to (j+1)*n/k. So an all-gather over the k ranks fills the same
-    gathered buffer as one over all n ranks.
+    The all-gather of backward is then over k consecutive ranks only, which are on one machine if k is the
+    number of its devices. Rank j of the k ranks keeps the shards of shard ranks j*n/k to (j+1)*n/k: an
+    all-gather over them fills the same buffer as one over all n ranks.
 
     Attributes:
-        in_rows: whether the shard has rows of S, as custom all-gathers take it. If not, it has the n/k rows
-            of each zero-copy parameter, then the rows of the others.
-        group: the k ranks.
-        rank: this rank's place among them.
-        buffer: (n/k * S,), the shard, in compute dtype; it has storage while it is kept.
+        in_rows: whether the buffer is n/k rows of S elements, as custom all-gathers take it. If not, it has
+            the n/k rows of each zero-copy parameter, then the rows of the others.
+        group: the k ranks. rank: this rank's index among them.
+        buffer: (n/k * S,), the shard, in compute dtype; ``memory`` gives it storage while it is kept.
     """
 
     def __init__(self, bucket: Bucket, ranks: int, in_rows: bool) -> None:
         mesh = post_forward_mesh(bucket.axes, ranks)
-        self.ranks = ranks
-        self.in_rows = in_rows
+        self.ranks, self.in_rows = ranks, in_rows
         self.group = mesh.get_group("within")
         self.rank = mesh.get_local_rank("within")
         rows = bucket.num_shards // ranks
@@ -515,36 +540,34 @@ class PostForwardGroup:
             )
             self._sources += unsharded
             self._targets += kept
-        release(self.buffer)
+        self.memory = bucket.settings.memory
+        self.memory.release(self.buffer)
 
     def keep(self) -> torch.Tensor:
         """Copies the shard out of the unsharded parameters, and returns it."""
-        allocate(self.buffer)
+        self.memory.allocate(self.buffer)
         foreach_copy_(self._targets, self._sources)
         return self.buffer
 
     def drop(self) -> None:
-        """Frees the shard."""
-        release(self.buffer)
+        self.memory.release(self.buffer)
 
 
-# Version counters: they tell autograd which values the unsharded parameters hold.
-#
-# Autograd reads a tensor that was saved for backward only if its version counter is what it was then. So
-# the engine sets the counters of the unsharded parameters: to a version of the weights while they hold its
-# values, and to another number while they are freed or gathered. A backward after a change of the weights,
-# or one that the engine was not told of, then raises (``watch`` translates the error) and never reads
-# other values.
+# Autograd reads a tensor that was saved for backward only if its version counter is what it was then. So the
+# engine sets the counters of the unsharded parameters: to a version of the weights while they hold its
+# values, and to another number while they are freed or gathered. A backward after a change of the weights, or
+# one that the engine was not told of, then raises (``watch`` translates the error) and never reads other
+# values.
 #
 # A counter has 32 bits. The highest is set while a bucket is free, and the others are the bucket's number.
 # Otherwise they are part of the bucket's number, part of the version of its weights, and room for in-place
 # changes by the user, each of which raises the counter by one.
 #
-# Changes of the weights at rest are seen by their own version counters. Fused and foreach optimizers leave
-# a DTensor's as it was, so the steps of optimizers with DTensors are counted too (those of others may
-# differ between ranks, and so would what they gather). Changes of ``param.data``, and by
-# ``torch._foreach_`` functions outside of an optimizer, are not seen: unless the user asks for it, nothing
-# is kept gathered from one forward of the root to the next.
+# Changes of the weights at rest are seen by their own version counters. Fused and foreach optimizers leave a
+# DTensor's as it was, so the steps of optimizers with DTensors are counted too (those of others may differ
+# between ranks, and so would what they gather). Changes of ``param.data``, and by ``torch._foreach_``
+# functions outside of an optimizer, are not seen: by default nothing is kept gathered from one root forward
+# to the next.
 
 FREE = 1 << 31
 NUMBER_BITS, VALUE_BITS, CHANGE_BITS = 11, 12, 8  # with that of ``FREE`` 32
@@ -553,14 +576,18 @@ _numbers = count(1)
 numbered_buckets: weakref.WeakValueDictionary[int, Bucket] = weakref.WeakValueDictionary()
 
 _version_of = attrgetter("_version")
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class Versions:
-    """The version counters of one bucket, from one ``build`` to the next.
+    """Sets and reads the version counters of one bucket's tensors, so that autograd raises if a backward
+    would read freed parameters or other weights than its forward.
+
+    Made anew by each ``Bucket.build``.
 
     Attributes:
-        number: the bucket's number.
-        weights: the version of the weights that was gathered last; each change of them makes another.
+        sharded: the sharded Parameters.
+        weights: a number of the weights' state that was gathered last; each noticed change increments it.
     """
 
     def __init__(self, bucket: Bucket) -> None:
@@ -568,8 +595,8 @@ class Versions:
         self._first = self.number % (1 << NUMBER_BITS) << VALUE_BITS
         self.weights = 0
         self._bucket = weakref.ref(bucket)
-        self._sharded = [param.sharded for param in bucket.params]
-        self._at_rest = [*self._sharded, *(param.local for param in bucket.params)]
+        self.sharded = [param.sharded for param in bucket.params]
+        self._at_rest = [*self.sharded, *map(local_tensor_of, self.sharded)]
         self._seen = (-1, -1)  # optimizer steps, and the sum of the counters at rest
         self._unsharded_of: Any = None
         self._unsharded: tuple[torch.Tensor, ...] = ()
@@ -579,8 +606,9 @@ class Versions:
         numbered_buckets[self.number] = bucket
 
     def note_weights(self) -> bool:
-        """Notes that the present weights are gathered. Returns whether they were seen to change before."""
-        now = self._now()
+        """Records that the present weights are gathered; returns whether a change of them was noticed."""
+        if (now := self._now()) == self._seen:
+            return False
         changed = self._differs(now)
         if changed:
             self.weights += 1
@@ -588,38 +616,37 @@ class Versions:
         return changed
 
     def weights_changed(self) -> bool:
-        """Returns whether the weights were seen to change since ``note_weights``."""
         return self._differs(self._now())
 
     def _differs(self, now: tuple[int, int]) -> bool:
         steps, versions = self._seen
         if now[0] == steps or now[1] != versions:
             return now[1] != versions
-        params = set(map(id, self._sharded))
+        params = set(map(id, self.sharded))
         return any(
             record.last > steps and (record.copies or not params.isdisjoint(record.params))
             for record in chain(OptimizerSteps.of_alive.values(), OptimizerSteps.of_deleted)
         )
 
     def _now(self) -> tuple[int, int]:
-        """Returns (steps of all optimizers, sum of the weights' counters)."""
+        """Returns (number of steps of all optimizers, sum of the sharded parameters' version counters)."""
         with torch_function_off():
             return OptimizerSteps.total, sum(map(_version_of, self._at_rest))
 
     def set_unsharded(self) -> None:
-        """Tells autograd that the unsharded parameters hold version ``weights``."""
+        """Sets the unsharded parameters' version counters to the number of the gathered weights."""
         tensors = self._of_unsharded()
         self._set = (self._first | self.weights % (1 << VALUE_BITS)) << CHANGE_BITS
         set_versions(tensors, (self._set,) * len(tensors))
 
     def written(self) -> list[str]:
-        """Returns the names of the unsharded parameters that were written since ``set_unsharded``."""
+        """Returns the names of unsharded parameters that were changed in place since ``set_unsharded``."""
         tensors = self._of_unsharded()
         bucket = self._bucket()
         assert bucket is not None
         # A compiled ``.data = ...`` gives it other memory, since torch 2.15 without another version.
         moved = (
-            [t for t in self._watched if _storage_of(t) != self._storage] if has_compiled() else ()
+            [t for t in self._watched if storage_of(t) != self._storage] if has_compiled() else ()
         )
         if sum(map(_version_of, tensors)) == self._set * len(tensors) and not moved:
             return []
@@ -632,16 +659,19 @@ class Versions:
         ]
 
     def set_free(self) -> None:
-        """Tells autograd that the unsharded parameters are freed."""
+        """Sets the unsharded parameters' version counters to a number that means that they are freed."""
         tensors = self._of_unsharded()
         set_versions(tensors, (FREE | self.number,) * len(tensors))
 
-    def saved_as(self, fails: Callable[[], bool]) -> bool | None:
-        """Finds out whether a saved tensor that ``fails`` to be read is (a view of) an unsharded parameter.
+    def saved_as(self, fails: Callable[[], object]) -> bool | None:
+        """Finds out whether a tensor saved for backward is (a view of) an unsharded parameter of the bucket.
+
+        Args:
+            fails: tries to read the saved tensor; returns whether autograd refused because of its version.
 
         Returns:
-            None: it is not. True: the parameters were freed when it was read or saved. False: the parameters
-            had other values when it was saved.
+            None: it is not of this bucket. True: the parameters were freed when it was read or saved. False:
+                they had other values when it was saved.
         """
         tensors = self._of_unsharded()
         now = tuple(tensor._version for tensor in tensors)
@@ -657,7 +687,7 @@ class Versions:
         return None
 
     def _of_unsharded(self) -> tuple[torch.Tensor, ...]:
-        """Returns the tensors that have the counters: unsharded parameters, and DTensors' local tensors."""
+        """Returns the tensors whose counters are set: unsharded parameters, and DTensors' local tensors."""
         bucket = self._bucket()
         assert bucket is not None
         params = bucket.precision.compute_params
@@ -665,24 +695,11 @@ class Versions:
             self._unsharded_of = params
             local = [local_tensor_of(p) for p in params if isinstance(p, DTensor)]
             self._unsharded = (*params, *local)
-            self._storage = _storage_of(bucket.precision.unsharded)
-            self._watched = [t for t in self._unsharded if _storage_of(t) == self._storage != 0]
+            self._storage = storage_of(bucket.precision.unsharded)
+            self._watched = [t for t in self._unsharded if storage_of(t) == self._storage != 0]
         return self._unsharded
 
 
-def _storage_of(tensor: torch.Tensor) -> int:
+def storage_of(tensor: torch.Tensor) -> int:
+    """Returns a number that identifies the storage of ``tensor``; 0 if it is of a tensor subclass."""
     return tensor.untyped_storage()._cdata if type(tensor) in (torch.Tensor, nn.Parameter) else 0
-
-
-def release(tensor: torch.Tensor) -> None:
-    """Frees the storage of ``tensor``. Views of it must not be read until ``allocate``."""
-    for inner in (tensor,) if type(tensor) is torch.Tensor else inner_tensors(tensor):
-        inner.untyped_storage().resize_(0)
-
-
-def allocate(tensor: torch.Tensor) -> None:
-    """Gives a released ``tensor`` storage again, with undefined content; storage that was kept stays."""
-    for inner in (tensor,) if type(tensor) is torch.Tensor else inner_tensors(tensor):
-        storage, size = inner.untyped_storage(), inner.numel() * inner.element_size()
-        if storage.size() != size:  # for the same size, too, torch would allocate other memory
-            storage.resize_(size)

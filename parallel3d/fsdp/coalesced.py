@@ -8,19 +8,19 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from parallel3d.fsdp.bucket import Bucket, allocate
+from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.collectives import all_gather
 from parallel3d.fsdp.records import plan_copy
 
 
 class CoalescedGather:
-    """One all-gather for several buckets of a unit, such as a frozen one and its adapters'.
+    """One all-gather call for several buckets of a unit: frozen parameters and adapters, say.
 
-    The buckets compute in one dtype and are sharded over one group; only their gradients are treated
-    differently. This has the methods of a ``Bucket`` that a ``Comm`` calls to gather it.
+    The buckets have the same compute dtype and shard group; they are separate as their gradients are treated
+    differently. A ``Comm`` gathers this as it does a ``Bucket``.
 
     Attributes:
-        packed: elements that a rank contributes of the parameters that are not zero-copy.
+        packed: elements of this rank's shards that are not of zero-copy parameters, of all buckets.
         unit: name of the unit, for the recorder.
         gathering: the all-gather under way; see ``Bucket``.
     """
@@ -36,7 +36,6 @@ class CoalescedGather:
         self._output: torch.Tensor | None = None
 
     def start_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
-        """Issues the all-gather; returns the work to wait for, or None."""
         assert self.shard_group is not None
         return all_gather(outputs, inputs, self.shard_group, unit=self.unit)
 
@@ -49,7 +48,7 @@ class CoalescedGather:
         outputs, inputs, packed = [], [], []
         for bucket in self.buckets:
             if bucket.layout.zero_copy:
-                allocate(bucket.precision.unsharded)
+                bucket.settings.memory.allocate(bucket.precision.unsharded)
             shards = bucket.members(bucket.flat.to(first.precision.compute_dtype))
             inputs += shards[: bucket.layout.zero_copy]
             packed += shards[bucket.layout.zero_copy :]
@@ -61,31 +60,28 @@ class CoalescedGather:
         return outputs, inputs
 
     def copy_out(self) -> None:
-        """Copies what was gathered to the unsharded parameters, after the all-gather."""
         if self._output is None:
             return
         for bucket in self.buckets:
             if not bucket.layout.zero_copy:
-                allocate(bucket.precision.unsharded)
+                bucket.settings.memory.allocate(bucket.precision.unsharded)
         with torch.inference_mode(False), torch.no_grad():  # in whichever mode it was issued
             rows = self._output.view(-1, self.packed)
         plan_copy(rows, self.buckets, [bucket.layout.zero_copy for bucket in self.buckets])()
 
     def unshard_without_gather(self) -> None:
-        """There is nothing to do: its buckets are sharded."""
+        """Does nothing: buckets that are not sharded are never coalesced."""
 
     def free_gathered(self) -> None:
-        """Frees the output, after ``copy_out``."""
         self._output = None
 
     def free_unsharded(self) -> None:
-        """Frees the unsharded parameters."""
         for bucket in self.buckets:
             bucket.free_unsharded()
 
 
 def plan_gathers(buckets: Sequence[Bucket]) -> list[Bucket | CoalescedGather]:
-    """Returns what is gathered by one call each: buckets that can be coalesced are, in order of the first."""
+    """Groups ``buckets`` by the all-gather call that gathers them, one alone or several together."""
     coalesced: dict[object, list[Bucket]] = {}
     for bucket in buckets:
         alone = (
@@ -94,11 +90,8 @@ def plan_gathers(buckets: Sequence[Bucket]) -> list[Bucket | CoalescedGather]:
             or bucket.settings.gather_comm is not None
             or bucket.post_forward_shard is not None
             or bucket.reads_host
+            or bucket.settings.memory.is_fixed  # each has the memory that its own all-gather needs
         )
-        key = (
-            id(bucket)
-            if alone
-            else (bucket.precision.compute_dtype, bucket.shard_group, bucket.device)
-        )
-        coalesced.setdefault(key, []).append(bucket)
+        key = bucket.precision.compute_dtype, bucket.shard_group, bucket.device
+        coalesced.setdefault(id(bucket) if alone else key, []).append(bucket)
     return [b[0] if len(b) == 1 else CoalescedGather(b) for b in coalesced.values()]

@@ -1,11 +1,9 @@
 """The collectives of the engine: all-gather, reduce-scatter and all-reduce, each one call.
 
-On the CPU a call is asynchronous. On an accelerator the engine issues it on a stream of its own, and it is
-synchronous: it is put on that stream, and the host goes on. (An asynchronous call would be on a stream of
-the backend's, with two more events, and a work whose wait costs more host time than the call.)
-
-A call may have several pairs of an output and an input. It is one launch where the backend groups them. On
-gloo it is one call per pair, and all of them are under way at once.
+On the CPU a call is asynchronous. On an accelerator it is synchronous, on a stream of the engine's: the host
+goes on. (An asynchronous one would be on a stream of the backend's, with two more events, and a work whose
+wait costs more host time than the call.) A call may have several pairs of an output and an input: one launch
+where the backend groups them, and on gloo a call per pair, all of them under way at once.
 """
 
 from __future__ import annotations
@@ -37,7 +35,6 @@ _backends: defaultdict[str, WeakKeyDictionary[ProcessGroup, str]] = defaultdict(
 
 
 def _backend(group: ProcessGroup, device_type: str) -> str:
-    """Returns the name of the group's backend for the device type, which is looked up once per group."""
     name = groups.pretended_backend or _backends[device_type].get(group)
     if name is None:
         name = _backends[device_type][group] = backend_name(group, device_type)
@@ -45,18 +42,18 @@ def _backend(group: ProcessGroup, device_type: str) -> str:
 
 
 def has_streams(device_type: str) -> bool:
-    """Returns whether work on the device type is put on streams: an accelerator's, or a dry run's of one."""
+    """Returns whether collectives run on streams: on an accelerator, or a dry run's stand-in for one."""
     return device_type not in ("cpu", "meta") or dry_run.played is not None
 
 
 class Works:
-    """Several works under way; has the ``wait`` of a ``dist.Work``. None among them needs no wait."""
+    """Several asynchronous works as one, with the ``wait`` of ``dist.Work``. Works may be None."""
 
     def __init__(self, works: Iterable[Any]) -> None:
         self.works = [work for work in works if work is not None]
 
     def wait(self) -> None:
-        """Returns when all have ended or failed: until then they use their tensors' memory.
+        """Waits until all works have ended or failed, since a work uses its tensors' memory until then.
 
         Raises:
             RuntimeError: the first error that a work has raised.
@@ -76,8 +73,8 @@ class Works:
 _AFTER_A_FAILURE = timedelta(seconds=1)
 
 # From this many bytes per rank on, an all-gather over gloo is a message from each rank to each other. gloo's
-# own receives into memory that it allocates in each call, and copies from there. On 4 ranks of a machine with
-# 2 cores, 8 MiB take a rank 4.7 ms of CPU time by messages and 6.6 by gloo. A message costs about 50 us.
+# own receives into memory that it allocates in each call, and copies from there: on 4 ranks and 2 cores, 8
+# MiB take a rank 6.6 ms of CPU time, and 4.7 by messages. A message costs about 50 us.
 LEAST_BYTES = 2**17
 
 # The tag of the messages; the user may send others in the group. Those between two ranks arrive in the order
@@ -86,10 +83,8 @@ _TAG = 0x33D
 
 
 def p2p_all_gather(output: torch.Tensor, part: torch.Tensor, group: ProcessGroup) -> Works:
-    """All-gathers ``part``, (S,), into ``output``, (n * S,), in rank order, by point-to-point messages.
-
-    The recorder counts them as one all-gather.
-    """
+    """All-gathers ``part``, (S,), into ``output``, (n * S,), in rank order, by point-to-point messages, which
+    the recorder counts as one all-gather."""
     n, rank = group.size(), group.rank()
     rows = output.view(n, -1).unbind()
     # Each rank sends to the next one first, so that not all send to the same rank.
@@ -127,7 +122,7 @@ def _issue_members(
     group: ProcessGroup,
     **options: Any,
 ) -> Any:
-    """Issues ``call`` for each pair of an output and an input. Returns the work to wait for, or None."""
+    """Issues ``call(output, input)`` for each pair, recorded as one collective. Returns the work, or None."""
     if len(outputs) == 1:
         return call(outputs[0], inputs[0], group=group, **options)
     with issuing.one_call():
@@ -140,9 +135,10 @@ class ScatterWork:
     """A reduce-scatter under way; ``wait`` returns this rank's result.
 
     Attributes:
-        output: (S,), the result, if the backend sums.
-        is_scaled: whether the collective scales too.
-        rows: for each input the (n, S) tensor that ``wait`` sums, if the backend does not.
+        output: (S,), the result; None if the collective is an all-to-all, whose rows ``wait`` must sum.
+        is_scaled: whether the collective has multiplied the sum by ``scale``, too.
+        rows: for each input of such an all-to-all its output, (n, elements): row i comes from rank i.
+        dtype: the dtype to sum ``rows`` in; None: their own.
     """
 
     def __init__(
@@ -152,31 +148,36 @@ class ScatterWork:
         rows: Sequence[torch.Tensor] = (),
         *,
         is_scaled: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        self.work = work
-        self.output = output
-        self.rows = rows
-        self.is_scaled = is_scaled
+        self.work, self.output, self.rows = work, output, rows
+        self.is_scaled, self.dtype = is_scaled, dtype
 
-    def wait(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Waits, or lets an accelerator's current stream wait, and returns the result.
-
-        Args:
-            dtype: the dtype to sum ``rows`` in; by default that of the input.
-        """
+    def wait(self) -> torch.Tensor:
+        """Waits for the collective (on an accelerator the current stream does) and returns the result."""
         work, self.work = self.work, None  # the work holds the inputs
         if work is not None:
             work.wait()
         rows, self.rows = self.rows, ()
-        if len(rows) == 1:
-            return rows[0].sum(dim=0, dtype=dtype)
         if rows:
             sizes = [received.shape[1] for received in rows]
-            self.output = rows[0].new_empty(sum(sizes), dtype=dtype)
+            self.output = rows[0].new_empty(sum(sizes), dtype=self.dtype)
             for received, output in zip(rows, self.output.split(sizes), strict=True):
-                torch.sum(received, dim=0, dtype=dtype, out=output)
+                _sum(received, output)
         assert self.output is not None
         return self.output
+
+
+def _sum(rows: torch.Tensor, output: torch.Tensor) -> None:
+    """Sums ``rows``, (n, S), over dim 0 into ``output``, (S,), in its dtype. On the CPU one row is added
+    after the other: from 17 rows on ``torch.sum`` adds in an order that differs between elements, and it
+    copies what it casts."""
+    if has_streams(rows.device.type):
+        torch.sum(rows, dim=0, dtype=output.dtype, out=output)
+        return
+    output.copy_(rows[0])
+    for row in rows[1:].unbind():
+        output.add_(row)
 
 
 def all_gather(
@@ -232,29 +233,30 @@ def reduce_scatter(
     unit: str,
     device_type: str,
     scale: float = 1.0,
+    dtype: torch.dtype | None = None,
 ) -> ScatterWork:
     """Issues a reduce-scatter: ``inputs``, (n * S,), are summed over n ranks, and each rank gets (S,).
 
-    gloo's reduce-scatter blocks its caller. On the CPU it is an all-to-all, which does not, and a sum in rank
-    order, which gives the same numbers in every run.
+    gloo's blocks its caller. On the CPU it is an all-to-all, which does not, and a sum in rank order.
 
     Args:
         inputs: the tensors of one call, whose results lie one after another.
         unit: name of the unit that it is for, for the recorder.
         scale: factor of the sum. The backend applies it if that rounds no more than a separate product would;
             ``ScatterWork.is_scaled`` says whether it did.
+        dtype: the dtype of the sum, which is then computed as on the CPU on every backend. None: the inputs'.
     """
     n = group.size()
     async_op = not has_streams(device_type)
     backend = _backend(group, device_type)
     before, issuing.unit = issuing.unit, unit
     try:
-        if device_type == "cpu" and backend == "gloo":
+        if dtype is not None or (device_type == "cpu" and backend == "gloo"):
             received = [torch.empty_like(tensor) for tensor in inputs]
             work = _issue_members(
                 dist.all_to_all_single, received, inputs, group, async_op=async_op
             )
-            return ScatterWork(work, None, [tensor.view(n, -1) for tensor in received])
+            return ScatterWork(work, None, [tensor.view(n, -1) for tensor in received], dtype=dtype)
         sizes = [tensor.numel() // n for tensor in inputs]
         output = inputs[0].new_empty(sum(sizes))
         outputs = output.split(sizes)
@@ -271,11 +273,8 @@ def reduce_scatter(
 
 
 def _scales_exactly(scale: float, dtype: torch.dtype) -> bool:
-    """Returns whether no precision is lost when NCCL multiplies each summand by ``scale`` in ``dtype``.
-
-    In bfloat16, which has the range of float32, that holds for powers of two. A factor like 1/3 would itself
-    be rounded by up to 0.4 %.
-    """
+    """Returns whether NCCL, which multiplies each summand by ``scale`` in ``dtype``, loses no precision by
+    it. In bfloat16 that holds for powers of two; a factor like 1/3 would itself be rounded by up to 0.4 %."""
     if dtype is torch.bfloat16:
         return abs(math.frexp(scale)[0]) == 0.5
     return dtype in (torch.float32, torch.float64)

@@ -7,6 +7,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
+from operator import attrgetter
 from threading import get_ident
 from typing import Any, ClassVar
 
@@ -39,48 +41,40 @@ from parallel3d.fsdp.schedule import GatherSchedule, PrefetchSettings
 from parallel3d.fsdp.streams import make_comm
 
 _LOGGER = logging.getLogger(__name__)
+_REDUCES_UNUSED = attrgetter("reduce_unused")
 
 
 @dataclass(eq=False)
 class RootBackward:
-    """A backward under way through the units of one root.
+    """State of the backward that is under way through the units of one root."""
 
-    Attributes:
-        callback: weak reference to the function that autograd calls at the end. Autograd drops the function
-            if an exception ends the backward.
-        creates_graph: whether it has ``create_graph=True``.
-        may_defer: whether gathers may be deferred until gradients have arrived. False if ranks may use
-            different parameters, as they would then defer differently.
-        deferred: counts gradients for the gather that the schedule has put off.
-        ended, reduced: ids of the units whose backward is over, and whose reduction was issued.
-    """
-
+    # Weakly: the function that autograd calls at the end, and drops after an exception.
     callback: Callable[[], Any]
+    # Whether gathers may be deferred until gradients have arrived. Not with settings of the user's, nor if
+    # ranks may use different parameters, as they would then defer differently.
     may_defer: bool
-    creates_graph: bool = False
+    creates_graph: bool = False  # whether it has ``create_graph=True``
     deferred: DeferredPrefetch | None = None
+    # Of units with ``reduce_unused``: ids of those whose backward is over, and whose reduction was issued.
     ended: set[int] = field(default_factory=set)
     reduced: set[int] = field(default_factory=set)
 
 
 class RunContext:
-    """The state that the units under one root share.
-
-    Units hold their context; the context refers to them weakly, so that a deleted model is freed at once.
+    """State shared by all units under one root. Units hold it; it refers to them by weak references, so that
+    a deleted model is freed at once.
 
     Attributes:
-        schedule: which unit is gathered when; its units are weak references.
-        backward: the backward under way; None between backwards.
-        backward_id: autograd's number of the last one.
+        schedule: decides which unit is gathered next; it gets units as weak references.
+        backward: the backward under way; None between backwards. backward_id: autograd's number of the last.
         iteration: number of the root's forwards so far.
         running: whether a forward of the root is under way.
-        trains: whether that forward, or else the last one, began with gradients enabled.
-        has_scopes: whether its phases are in scopes of a profile or log, see ``scopes``.
-        root_options: the kinds of options that a root may have, in the order in which they are told.
-        options: those that this one has.
-        on_meta: whether parameters may still be on the meta device.
-        inputs_on_meta: whether the forward's inputs are on meta too: the forward then computes only shapes
-            and issues collectives.
+        trains: whether the root's present or last forward began with gradients enabled.
+        has_scopes: whether forward and backward are recorded for a profiler or log; see ``scopes``.
+        root_options: the option classes that a root may have; their methods are called in this order.
+        options: the options that this root has.
+        on_meta, inputs_on_meta: whether parameters may still be on the meta device, and whether the forward's
+            inputs are too: the forward then computes only shapes, and issues collectives.
     """
 
     root_options: ClassVar[tuple[type[Option], ...]] = ()
@@ -102,7 +96,7 @@ class RunContext:
 
     @classmethod
     def of_root(cls, root: ContextUnit) -> RunContext:
-        """Makes the context of ``root``, which is the first unit to run, and of the units inside it."""
+        """Makes the context of ``root``, the first unit to run, and sets it on the units inside, too."""
         check_settings_of_root(root)
         context = cls(root)
         seen: set[int] = set()
@@ -116,7 +110,9 @@ class RunContext:
                     unit.context.release(unit)
                 unit.context, unit.registrar = context, None
                 unit.input_dtype = input_dtype(unit.policy, is_root=unit is root)
-                unit.name(name or class_name(root_module))
+                unit.label = name or class_name(root_module)
+                for bucket in unit.group.buckets:
+                    bucket.unit = unit.label
                 context._units.append(unit.ref)
         made = (kind.of_root(context) for kind in cls.root_options)
         context.options = [option for option in made if option is not None]
@@ -128,22 +124,19 @@ class RunContext:
         return context
 
     def limit_inputs(self, *, at_least: int = 1) -> None:
-        """Sets ``comm.max_inputs`` to the largest limit of the buckets, which share it: one with a smaller
-        limit must not wait for the inputs of the others. ``at_least``: that of other roots on the comm."""
-        limits = [
-            bucket.settings.max_inputs for unit in self.units for bucket in unit.group.buckets
-        ]
-        self.comm.max_inputs = max((*limits, at_least))
+        """Sets ``comm.max_inputs``, the number of reduce-scatters in flight, to the largest that any bucket
+        allows: buckets share the limit. ``at_least``: the number that other roots with the same comm need."""
+        buckets = chain.from_iterable(unit.group.buckets for unit in self.units)
+        self.comm.max_inputs = max((at_least, *(b.settings.max_inputs for b in buckets)))
 
     def release(self, unit: ContextUnit) -> None:
-        """Completes what was issued here for ``unit``, before it becomes a unit of another root."""
+        """Completes the collectives issued for ``unit`` here, before another root takes it over."""
         self.comm.finish()
         if unit.group.state is ShardedState.GATHERING:
             unit.group.unshard(self.comm)
 
     @property
     def root(self) -> ContextUnit:
-        """The outermost unit."""
         root = self._root()
         assert root is not None
         return root
@@ -156,12 +149,10 @@ class RunContext:
     # -- forward -------------------------------------------------------------------------------------
 
     def note_meta(self, inputs: Any) -> None:
-        """Notes before a forward with ``inputs`` whether parameters, and inputs, are on the meta device."""
         self.on_meta = any(unit.group.on_meta for unit in self.units)
         self.inputs_on_meta = self.on_meta and any(each.is_meta for each in tensors_in(inputs))
 
     def begin_forward(self) -> None:
-        """Begins the root's forward."""
         # Asked here, so that a step without them runs no function of theirs.
         if (profiler_runs() or scopes.LOGGER.isEnabledFor(logging.DEBUG)) is not self.has_scopes:
             self.has_scopes = not self.has_scopes
@@ -169,7 +160,6 @@ class RunContext:
         self.prepare_forward()
 
     def prepare_forward(self) -> None:
-        """Prepares the units for a forward."""
         root = self.root
         check_registered(root)
         for option in tuple(self.options):  # one may have nothing more to do
@@ -187,34 +177,31 @@ class RunContext:
         self.running = True
         self.schedule.begin_iteration()
         for unit in self.units:
-            self._prepare(unit)
+            group = unit.group
+            if group.state is ShardedState.GATHERING and group.retain is not Retain.USER:
+                group.reshard(self.comm)  # the last forward did not get there
+            for option in unit.options:
+                option.prepare(unit, self)
+            if group.renewed:  # all at once: they overlap the first units' compute
+                group.renew_copies(self.comm, if_changed=unit.keep_between_forwards)
         if root.post_optim_event is not None:
             self.comm.post_optim_event = root.post_optim_event
             root.post_optim_event = None
 
-    def _prepare(self, unit: ContextUnit) -> None:
-        group = unit.group
-        if group.state is ShardedState.GATHERING and group.retain is not Retain.USER:
-            group.reshard(self.comm)  # the last forward did not get there
-        for option in unit.options:
-            option.prepare(unit, self)
-        if group.renewed:  # all at once: they overlap the first units' compute
-            group.renew_copies(self.comm, if_changed=unit.keep_between_forwards)
-
     def issue_gathers(self, compute: Any = None) -> None:
-        """Issues the all-gathers that the schedule asks for; ``compute``: see ``Comm.issue_gather``."""
+        """Issues the all-gathers that the schedule asks for. ``compute``: the current stream if known."""
         while (ref := self.schedule.next()) is not None:
             unit = ref()  # type: ignore[operator]
             if unit is not None:
                 unit.issue_unshard(self, compute)
 
     def end_forward(self, *, backward_to_come: bool) -> None:
-        """Ends the root's forward: all units register their sharded parameters, and reshard if no backward
-        follows."""
+        """Ends the root's forward: registers sharded parameters; reshards, unless a backward is to come."""
         if self.same_order is not None:
             self.same_order.end_forward(backward_to_come=backward_to_come)
         for unit in self.units:
-            unit.forget_modules_to_run()
+            if unit.forward is not None:
+                unit.forget_modules_to_run()
             if unit.group.retain is not Retain.NO:
                 continue
             unit.group.register_sharded()
@@ -227,11 +214,12 @@ class RunContext:
     # -- backward ------------------------------------------------------------------------------------
 
     def enter_backward(self) -> RootBackward:
-        """Called by every hook that a backward reaches; the first call begins the backward."""
+        """Returns the backward under way; the first call begins it. All hooks in backward call it."""
         if self.backward is None:
-            buckets = (bucket for unit in self.units for bucket in unit.group.buckets)
-            if any(have_tensor_hooks(bucket.grads.sharded) for bucket in buckets):
-                raise hook_error(self.units)
+            units = self.units
+            sharded = [bucket.versions.sharded for unit in units for bucket in unit.group.buckets]
+            if have_tensor_hooks(chain.from_iterable(sharded)):
+                raise hook_error(units)
             issuing.backwards += 1
             for option in tuple(self.options):
                 option.before_root_backward(self)
@@ -251,13 +239,14 @@ class RunContext:
         return self.backward
 
     def _begin_backward(self, callback: Callable[[], Any]) -> RootBackward:
-        may_defer = not any(unit.reduce_unused for unit in self.units)
+        usual = self.schedule.settings == PrefetchSettings()
+        may_defer = usual and not any(map(_REDUCES_UNUSED, self.units))
         self.backward = RootBackward(weakref.ref(callback), may_defer)
         return self.backward
 
     @contextmanager
     def reducing(self) -> Iterator[RootBackward]:
-        """A context in which reductions may be issued outside of a backward, as if in one."""
+        """Context manager for ``finalize_backward``: lets reductions be issued outside of a backward."""
         before = self.backward
         order = self.same_order if before is None else None
         if order is not None:
@@ -270,16 +259,12 @@ class RunContext:
             self.backward = before
 
     def begin_unit_backward(self, unit: ContextUnit, position: int, compute: Any) -> None:
-        """Issues the all-gathers that are due when ``unit`` begins the backward of forward ``position``;
-        ``compute``: the comm's ``current_stream()``."""
+        """Issues the prefetches due when ``unit`` begins its backward, or defers them (``DeferredPrefetch``).
+        ``position``: the index of the forward in the order of forwards."""
         self._drop_deferred()
         bucket, backward = None, self.backward
         assert backward is not None
-        if (
-            self.schedule.settings == PrefetchSettings()
-            and self.comm.holding
-            and backward.may_defer
-        ):
+        if self.comm.holding and backward.may_defer:
             bucket = bucket_to_count(unit)
         if bucket is not None:
             backward.deferred = DeferredPrefetch(bucket, unit, self)
@@ -287,19 +272,18 @@ class RunContext:
         self.issue_gathers(compute)
 
     def end_unit_backward(self, unit: ContextUnit) -> None:
-        """Issues the all-gathers and the reduction that are due when a unit's backward is over.
-
-        Where ranks may use different parameters (``set_reduce_scatter_unused_params``), backwards end in
-        another order on each: there a unit's reduction waits until those after it in the model have been
-        issued.
-        """
+        """Issues the prefetches and the reduction that are due when the backward of ``unit`` has ended."""
         if not unit.reduce_unused:
             self.schedule.end_backward(unit.ref)
             self.issue_gathers()
         self.reduce(unit)
 
     def reduce(self, unit: ContextUnit) -> None:
-        """Issues the reductions of ``unit``, whose backward has ended; see ``end_unit_backward``."""
+        """Issues the reductions of ``unit``, whose backward has ended.
+
+        With ``set_reduce_scatter_unused_params`` ranks may end units' backwards in different orders. The
+        reduction of a unit is then issued after those of all units that come after it in the model.
+        """
         backward = self.backward
         assert backward is not None
         if not unit.reduce_unused:
@@ -313,7 +297,6 @@ class RunContext:
                 each.reduce(self.comm, backward.reduced)
 
     def issue_deferred(self) -> None:
-        """Issues the all-gather that was deferred, if one was."""
         self._drop_deferred()
         self.schedule.issue_deferred()
         self.issue_gathers()
@@ -325,10 +308,11 @@ class RunContext:
 
     @untraced
     def finish_backward(self) -> None:
-        """Ends the backward: reduces what is still to be reduced, in the same order on every rank."""
+        """Ends the root's backward: issues the remaining reductions, in one order on all ranks, and waits."""
         # By hand it is called after a backward that has reached no unit, too.
         reduced = (self.backward or self._begin_backward(self.finish_backward)).reduced
-        units = self.units
+        # Another root's backward, which is under way too, ends the units that are its own by now.
+        units = [unit for unit in self.units if unit.context is self]
         self._drop_deferred()
         self.schedule.end_backwards()
         for unit in reversed(units):
@@ -352,7 +336,7 @@ class RunContext:
         issuing.unit = ""
 
     def gradients_are_complete(self) -> None:
-        """Tells options that the gradients of a backward are in ``.grad``, and the same ones on all ranks."""
+        """Calls the options' ``after_reductions``: a backward's gradients are in ``.grad`` on all ranks."""
         if self.same_order is not None:
             self.same_order.settle()
         for option in tuple(self.options):
@@ -362,23 +346,21 @@ class RunContext:
 
     @property
     def backward_has_failed(self) -> bool:
-        """Whether an exception has ended the backward noted as under way. Autograd calls no hook then.
+        """Whether ``backward`` was ended by an exception, after which autograd calls no hook.
 
-        On an accelerator a backward runs on another thread than the one that waits for it, and a third thread
-        may ask. Only the thread that runs the forwards knows by itself that no backward is under way; on
-        others the backward is over when autograd has dropped its callback.
+        On an accelerator backward runs on a thread of its own, and other threads may ask. On the thread that
+        runs the forwards it has failed if none is running; on others, if autograd has dropped its callback.
         """
         if self.backward is None or in_backward_pass():
             return False
         return get_ident() == self._thread or self.backward.callback() is None
 
     def abandon(self, *, backward_only: bool) -> None:
-        """Drops all work in flight after an exception.
+        """Drops the forward and backward under way after an exception.
 
         Args:
-            backward_only: the exception has ended only a backward, whose callback autograd has dropped. A
-                forward around that backward goes on, and gradients accumulated in earlier backwards are kept
-                until they are reduced. With False all units are at rest afterwards, and these are dropped.
+            backward_only: True: only a backward has failed. A forward around it goes on, and accumulated sums
+                are kept. False: all units are resharded and accumulated sums are dropped, too.
         """
         if self.comm.left_by is not None and self.comm.left_by() is not self:
             self.comm.finish()  # of another root
@@ -397,7 +379,7 @@ class RunContext:
             for bucket in unit.group.buckets:
                 bucket.grads.forget()
                 if not backward_only:
-                    bucket.grads.drop_waiting()
+                    bucket.grads.sums.drop()
                 for param in bucket.precision.compute_params:
                     param.grad = None  # whose hook was interrupted
         for option in self.options:

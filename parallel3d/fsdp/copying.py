@@ -20,6 +20,7 @@ from parallel3d.fsdp.members import UNIT_ATTRIBUTE, get_unit, params_of
 from parallel3d.fsdp.options.finalization import is_finalized
 from parallel3d.fsdp.options.precision import set_up_precision
 from parallel3d.fsdp.param import OwnSetattr, ShardedParam
+from parallel3d.fsdp.reduction import ON_DEMAND
 from parallel3d.fsdp.unit import Unit
 
 _NOT_COPIED = (UNIT_ATTRIBUTE, REGISTERED_ATTRIBUTE)
@@ -29,6 +30,7 @@ _SETTINGS = (  # of a unit, without those that refer to units and streams
     "unshard_in_backward",
     "sync",
     "all_reduce",
+    "reduce_unused",
     "manual_finalization",
     "prefetch",
 )
@@ -41,7 +43,7 @@ _HOOKS = (
 
 
 def copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Returns a deep copy of a unit's module.
+    """Returns a deep copy of a module that is a unit, for its ``__deepcopy__``; ``memo``: deepcopy's.
 
     Raises:
         StateError: a forward or backward is running, or not finalized yet.
@@ -97,10 +99,11 @@ def _copy_unit(unit: Unit, modules: list[nn.Module], memo: dict[int, Any]) -> No
 
 def _copy_bucket(bucket: Bucket, memo: dict[int, Any]) -> Bucket:
     new = copy.copy(bucket)
-    new.params = [_copy_param(param, memo) for param in bucket.params]
+    new.set_params([_copy_param(param, memo) for param in bucket.params])
     new.local_views = [torch.empty(0)] * len(new.params)  # so that adopt() copies all
     new.gathering = None
-    new.change(on_reduced=None)  # step_in_backward updates the original only
+    # step_in_backward updates the original only, and static memory is the original's.
+    new.change(on_reduced=None, memory=ON_DEMAND)
     new.adopt()  # makes buffers of its own
     return new
 

@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 from parallel3d.fsdp.api import MixedPrecisionPolicy
-from parallel3d.fsdp.comm import Comm
 from parallel3d.fsdp.group import ParamGroup
+from parallel3d.fsdp.reduction import Comm
 from parallel3d.fsdp.schedule import PrefetchSettings
 
 
 class Option:
-    """Base of all options.
+    """Base class of the engine's options, with a method for each event.
 
     ``unit`` is a ``Unit``, ``call`` a ``Call`` of it, and ``context`` the ``RunContext`` of its root.
     """
@@ -29,7 +29,7 @@ class Option:
 
     @classmethod
     def of_root(cls, context: Any) -> Option | None:
-        """Returns the option of a root whose context was made; None: it has no use for one."""
+        """Called when a root's context was made. Returns the option for that root; None: it needs none."""
         return None
 
     def before_root_forward(self, context: Any) -> None:
@@ -39,28 +39,28 @@ class Option:
         """Called when a backward begins, before anything has communicated in it."""
 
     def begin_root_backward(self, context: Any) -> None:
-        """Called when the context has entered the backward."""
+        """Called right after ``before_root_backward``; now ``context.backward``, the state, exists."""
 
     def issue_reductions(self, context: Any) -> None:
-        """Called when the units' reductions were issued; issues those that are not the units' own."""
+        """Called when a backward has issued the units' reductions; issues the option's own."""
 
     def leaves_in_flight(self, context: Any) -> bool:
-        """Returns True if the option itself will complete the reductions that this backward has issued."""
+        """Returns True if the backward is not to wait for its reductions, as the option will do that."""
         return False
 
     def end_root_backward(self, context: Any) -> None:
-        """Called after the reductions, or an exception."""
+        """Called at the end of a backward, after the reductions, and after an exception."""
 
     def after_reductions(self, context: Any) -> None:
-        """Called when the gradients of a backward are complete."""
+        """Called when the gradients of a backward are in ``.grad``."""
 
     def abandon_root(self, context: Any) -> None:
-        """Called after an exception, when the reductions were dropped."""
+        """Called after an exception in a pass, when accumulated sums and reductions were dropped."""
 
     # -- a unit ------------------------------------------------------------------------------------
 
     def prepare(self, unit: Any, context: Any) -> None:
-        """Called before the parameters of ``unit`` are gathered for a forward; not for a recomputation."""
+        """Called before ``unit`` is gathered for a forward, and when the root's forward begins."""
 
     def begin_call(self, unit: Any) -> None:
         """Called before each forward of a module of ``unit``."""
@@ -72,7 +72,7 @@ class Option:
         """Called when a forward of ``unit`` begins.
 
         Args:
-            begins: whether ``unit`` is the root, and it is no recomputation.
+            begins: whether ``unit`` is the root, and this is no recomputation.
             within: whether the root's forward is under way.
             recomputes: whether a backward recomputes it (activation checkpointing).
         """
@@ -81,7 +81,7 @@ class Option:
         """Called when the user calls ``unshard()``."""
 
     def gather_in_backward(self, unit: Any) -> None:
-        """Called where the all-gather of ``unit`` for its backward is issued, ahead of its use."""
+        """Called when the all-gather of ``unit`` is issued as a prefetch in backward."""
 
     def reach_call(self, call: Any, context: Any) -> None:
         """Called when a gradient has reached an output of ``call``."""
@@ -90,7 +90,7 @@ class Option:
         """Called when the first gradient of a backward has reached ``unit``."""
 
     def take_gradient(self, unit: Any) -> None:
-        """Called when the gradient of a parameter has arrived."""
+        """Called when the gradient of a parameter of ``unit`` has arrived."""
 
     def begin_reduction(self, unit: Any) -> None:
         """Called before gradients of ``unit`` are reduced."""
@@ -99,24 +99,25 @@ class Option:
         """Called when the root's backward is over, its reductions too."""
 
     def abandon(self, unit: Any) -> None:
-        """Called after an exception."""
+        """Called after an exception in forward or backward, when ``unit`` is resharded."""
 
 
 class Registrar(Protocol):
-    """An option that registers units' parameters for the whole of the root's passes."""
+    """An option that registers units' unsharded parameters once for a whole forward or backward of the root,
+    instead of each unit's hooks (``options.merged.RegisteredByRoot``)."""
 
     def has_registered(self, unit: Any) -> bool:
-        """Whether they are registered now, so that hooks call the other methods alone."""
+        """Whether the parameters are registered now, so that hooks call only the next two methods."""
 
     def before_unit(self, unit: Any) -> None:
         """Called before each forward of a module of ``unit``."""
 
     def after_unit(self, unit: Any, output: Any) -> None:
-        """Called after it."""
+        """Called after each forward of a module of ``unit``, with its ``output``."""
 
 
 class ContextUnit(Protocol):
-    """A ``Unit`` as its root's context knows it; see there."""
+    """The attributes of ``unit.Unit`` that ``context`` and options read, as these can't import the class."""
 
     ref: weakref.ref[Any]
     label: str
@@ -130,6 +131,7 @@ class ContextUnit(Protocol):
     sync: bool
     tracked: bool
     all_reduce: bool
+    reduce_unused: bool
     put_off: bool
     reshard_after_backward: bool
     is_new_to_tracker: bool
@@ -138,6 +140,7 @@ class ContextUnit(Protocol):
     keep_between_forwards: bool
     manual_finalization: bool
     post_optim_event: Any
+    forward: Any
     backward: Any
 
     @property
@@ -148,9 +151,6 @@ class ContextUnit(Protocol):
     def depth(self) -> int: ...
     @property
     def backward_prefetch(self) -> Sequence[weakref.ref[Any]] | None: ...
-    @property
-    def reduce_unused(self) -> bool: ...
-    def name(self, name: str) -> None: ...
     def issue_unshard(self, context: Any, compute: Any = None) -> None: ...
     def forget_modules_to_run(self) -> None: ...
     def leave_evaluation(self, context: Any) -> None: ...

@@ -21,14 +21,14 @@ from parallel3d._torch.fully_shard import (
     set_fully_shard_state,
 )
 from parallel3d._util.arguments import as_bool
-from parallel3d._util.forwards import set_class
+from parallel3d._util.forwards import set_class, unchanged_on_error
 from parallel3d._util.replaced_params import mark_replaced
-from parallel3d._util.rollback import unchanged_on_error
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.api import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     as_instance,
+    check_block,
     check_offload,
     in_own_dtype,
     keeps_its_dtype,
@@ -53,7 +53,7 @@ from parallel3d.fsdp.module import FSDPModule
 from parallel3d.fsdp.options.checks import guard_of
 from parallel3d.fsdp.options.gather_extension import ExtensionBucket, is_extended
 from parallel3d.fsdp.options.hfsdp import HybridBucket, cut_over_replicate
-from parallel3d.fsdp.options.offload import CpuOffload
+from parallel3d.fsdp.options.memory import CpuOffload
 from parallel3d.fsdp.options.precision import cast_around, kept_in_full, set_up_precision
 from parallel3d.fsdp.param import ShardedParam, holder_of, mark_taken
 from parallel3d.fsdp.placement import (
@@ -77,6 +77,7 @@ class _Options(TypedDict, total=False):
     ignored_params: Iterable[nn.Parameter] | None
     dp_mesh_dims: DataParallelMeshDims | None
     shard_optimizer_over_replicate: bool
+    block: int | None
 
 
 @overload
@@ -95,12 +96,13 @@ def fully_shard(
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     shard_optimizer_over_replicate: bool = False,
+    block: int | None = None,
 ) -> FSDPModule | list[FSDPModule]:
     """Makes ``module`` a unit: shards its parameters, except for those of units inside it.
 
     Apply it bottom-up: to the blocks, then to the whole model. At rest each parameter is a DTensor of the
     plain model's global shape. During forward and backward the module sees the unsharded parameter (with
-    tensor parallelism: this rank's part). Arguments but the last are those of
+    tensor parallelism: this rank's part). Arguments but the last two are those of
     ``torch.distributed.fsdp.fully_shard``.
 
     Args:
@@ -115,7 +117,8 @@ def fully_shard(
         shard_placement_fn: called once with each parameter. It returns ``Shard(dim)``,
             ``ShardPlacementResult(placement, mesh_info)`` if the parameter has a mesh of its own (torch's
             ``FSDPMeshInfo`` or a ``DeviceMesh``; gradients are averaged over its ranks), or None for the
-            default: dim 0, or the first dim whose shards a DTensor can express.
+            default: dim 0, or the first dim whose shards a DTensor can express. Of a parameter of a million
+            elements of which that would pad more than an eighth: the first dim that the ranks divide.
         mp_policy: the dtypes to compute and communicate in.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, their gradients and so the optimizer's state in
             CPU memory.
@@ -128,6 +131,9 @@ def fully_shard(
             the local tensors of ``state_dict()``, or ``torch._foreach_`` functions outside of an optimizer
             are not noticed: call ``torch.autograd.graph.increment_version(parameters)`` after them.
             Parameters without a dim that the number of data ranks divides are sharded as in HSDP.
+        block: shards are whole blocks of so many consecutive elements of the flattened parameter, a power of
+            two, as optimizers quantize them: 256 for ``optim.local(AdamW8bit, ...)``. See
+            ``docs/optimizers.md`` for what that can't be done for. A ``shard_placement_fn`` comes first.
 
     Returns:
         ``module`` itself, with ``FSDPModule`` added to its class.
@@ -142,6 +148,7 @@ def fully_shard(
     policy, offload_policy = own_policy(as_instance(mp_policy)), as_instance(offload_policy)
     check_offload(offload_policy)
     offload = CpuOffload(offload_policy) if isinstance(offload_policy, CPUOffloadPolicy) else None
+    check_block(block)
     mesh = checked_mesh(mesh)
     axes = data_axes(mesh) if dp_mesh_dims is None else spmd_axes(mesh, dp_mesh_dims)
     if mesh.mesh_dim_names == ("dp_replicate",) and dp_mesh_dims is None and mesh.size() > 1:
@@ -171,7 +178,7 @@ def fully_shard(
         for root in modules:
             stack.enter_context(unchanged_on_error(root))
         params = [
-            ShardedParam(entry.name, entry.param, entry.places, *placement)
+            ShardedParam(entry.name, entry.param, entry.places, *placement, block=block)
             for entry, placement in zip(new, requested, strict=True)
         ]
         full = kept_in_full(modules, policy)
@@ -212,10 +219,10 @@ def _make_buckets(
     policy: MixedPrecisionPolicy,
     offload: CpuOffload | None,
 ) -> list[Bucket]:
-    """Returns the buckets of a unit, in order of their first parameter.
+    """Returns the buckets of a unit, in the order of their first parameters.
 
-    Parameters on the meta device and others are in different buckets, as the former may get their values one
-    by one. Parameters that keep their dtype get buckets whose policy keeps it.
+    Parameters on meta get other buckets than those with values, as they may get their values one by one.
+    Parameters that keep their dtype get buckets whose policy says so.
     """
     kinds = tuple[type[Bucket], MixedPrecisionPolicy, *tuple[object, ...]]
     grouped: dict[kinds, list[ShardedParam]] = {}
@@ -223,15 +230,14 @@ def _make_buckets(
     meshes = {id(param.tp_mesh): param.tp_mesh for param in params}
     ranks = {i: None if m is None else tuple(m.mesh.tolist()) for i, m in meshes.items()}
     for param in params:
-        tp = ranks[id(param.tp_mesh)]
         assert param.initial is not None
-        meta = param.initial.is_meta
         kind = HybridBucket if param.axes.over_replicate else Bucket
         if is_extended(param.initial):
             kind = ExtensionBucket
         own = in_own_dtype(policy, param.dtype) if param.keeps_dtype else policy
-        dtypes = param.dtype, param.grad_dtype
-        key = (kind, own, dtypes, param.requires_grad, param.num_shards, tp, param.axes, meta)
+        dtypes, lies_on = (param.dtype, param.grad_dtype), (ranks[id(param.tp_mesh)], param.axes)
+        meta, trained = param.initial.is_meta, param.requires_grad
+        key = (kind, own, dtypes, trained, param.num_shards, lies_on, meta)
         grouped.setdefault(key, []).append(param)
     return [
         kind(unit, members, members[0].axes, own, offload)
@@ -279,6 +285,7 @@ def _join_tied_units(unit: Unit, tied: _Tied) -> None:
         for param in params_of([older]):
             param.unit = unit.ref
         unit.group.extend(older.group)
+        unit.reduce_unused = unit.reduce_unused or older.reduce_unused
         reshard = unit.reshard_after_forward, older.reshard_after_forward
         if reshard[0] != reshard[1]:
             unit.reshard_after_forward = None if None in reshard else False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from enum import Enum, auto
 from functools import partial
@@ -14,23 +15,25 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from parallel3d._torch.autograd import set_grad_dtype, untraced
+from parallel3d._torch.autograd import functorch_is_active, set_grad_dtype
 from parallel3d._torch.dtensor import keep_partial_gradients
 from parallel3d._torch.fully_shard import FULLY_SHARD_KEYS
-from parallel3d._util.reachable import PLAIN_TYPES, tensors_with_graph
+from parallel3d._util.trees import PLAIN_TYPES, tensors_with_graph
 from parallel3d.errors import StateError
-from parallel3d.fsdp.bucket import Bucket
+from parallel3d.fsdp.bucket import Bucket, storage_of
 from parallel3d.fsdp.coalesced import CoalescedGather, plan_gathers
-from parallel3d.fsdp.comm import Comm
 from parallel3d.fsdp.members import UNIT_ATTRIBUTE, check_loose, missing_values, units_modules
 from parallel3d.fsdp.param import lost_write
+from parallel3d.fsdp.reduction import Comm
 
 # An attribute of unsharded parameters: a weak reference to the unit that the gradient hook calls.
 WATCHED_BY = "_parallel3d_watched_by"
 
 
 class ShardedState(Enum):
-    """Where a group's values are."""
+    """Whether a group's parameters are sharded, being gathered, or unsharded."""
+
+    __hash__ = object.__hash__  # in C: Enum's own is a Python function
 
     SHARDED = auto()
     GATHERING = auto()  # its all-gathers are issued
@@ -39,7 +42,9 @@ class ShardedState(Enum):
 
 
 class Registered(Enum):
-    """Which parameters the modules' attributes are."""
+    """Which Parameters are registered as attributes in a group's modules now."""
+
+    __hash__ = object.__hash__
 
     SHARDED = auto()  # as at rest
     UNSHARDED = auto()
@@ -47,7 +52,7 @@ class Registered(Enum):
 
 
 class Retain(Enum):
-    """Why a group stays unsharded when a pass is over."""
+    """Why a group stays unsharded after a forward or backward."""
 
     NO = auto()
     NEXT_FORWARD = auto()  # the next forward or evaluation uses it
@@ -55,65 +60,62 @@ class Retain(Enum):
     USER = auto()
 
 
-class Event(Enum):
-    """What changes a group's state; see ``TRANSITIONS``."""
-
-    ISSUE = auto()  # its all-gathers are issued
-    FINISH = auto()  # the unsharded parameters are ready for use
-    FREE = auto()  # the unsharded parameters are freed
-    FREE_PARTLY = auto()  # the unsharded parameters are freed, but each rank keeps a larger shard
-    DROP = auto()  # the larger shards are freed
-    REGISTER = auto()  # the unsharded parameters are registered in the modules
-    UNREGISTER = auto()  # the sharded ones are registered again
-    SHOW_OTHER = auto()  # parameters of neither kind are registered
-    HIDE_OTHER = auto()
-
-
-TRANSITIONS: dict[tuple[Any, Event], Any] = {
-    (ShardedState.SHARDED, Event.ISSUE): ShardedState.GATHERING,
-    (ShardedState.SHARDED_POST_FORWARD, Event.ISSUE): ShardedState.GATHERING,
-    (ShardedState.GATHERING, Event.FINISH): ShardedState.UNSHARDED,
-    (ShardedState.UNSHARDED, Event.FREE): ShardedState.SHARDED,
-    (ShardedState.UNSHARDED, Event.FREE_PARTLY): ShardedState.SHARDED_POST_FORWARD,
-    (ShardedState.SHARDED_POST_FORWARD, Event.DROP): ShardedState.SHARDED,
-    (Registered.SHARDED, Event.REGISTER): Registered.UNSHARDED,
-    (Registered.UNSHARDED, Event.UNREGISTER): Registered.SHARDED,
-    (Registered.SHARDED, Event.SHOW_OTHER): Registered.OTHER,
-    (Registered.OTHER, Event.HIDE_OTHER): Registered.SHARDED,
+TRANSITIONS = {
+    (ShardedState.SHARDED, ShardedState.GATHERING),
+    (ShardedState.SHARDED_POST_FORWARD, ShardedState.GATHERING),
+    (ShardedState.GATHERING, ShardedState.UNSHARDED),
+    (ShardedState.UNSHARDED, ShardedState.SHARDED),
+    (ShardedState.UNSHARDED, ShardedState.SHARDED_POST_FORWARD),
+    (ShardedState.SHARDED_POST_FORWARD, ShardedState.SHARDED),
+    (Registered.SHARDED, Registered.UNSHARDED),
+    (Registered.UNSHARDED, Registered.SHARDED),
+    (Registered.SHARDED, Registered.OTHER),
+    (Registered.OTHER, Registered.SHARDED),
 }
-"""(state, event) -> next state. Other pairs raise KeyError; see ``ParamGroup.enter``."""
+"""What may follow what; see ``ParamGroup.enter``."""
 
-_OF_MODULES = {Event.REGISTER, Event.UNREGISTER, Event.SHOW_OTHER, Event.HIDE_OTHER}
 _SHARDED = (ShardedState.SHARDED, ShardedState.SHARDED_POST_FORWARD)
 
 
 class Beside(Protocol):
-    """What an option registers together with the unsharded parameters, see ``options/precision``."""
+    """Something that an option registers in the modules whenever the unsharded parameters are registered,
+    such as buffers in another dtype (``options.precision.BufferCasts``)."""
 
-    def register(self, group: ParamGroup) -> None:
-        """Called after the unsharded parameters were registered."""
+    def register(self, group: ParamGroup) -> None: ...
+    def unregister(self) -> None: ...
 
-    def unregister(self) -> None:
-        """Called after the sharded parameters were registered again."""
+
+class SharedPlace(Protocol):
+    """Memory for the buffers of several groups, one at a time (``options.memory``)."""
+
+    def has_room(self) -> bool:
+        """Whether this group can be gathered into the memory without freeing another group."""
+
+    def take(self, comm: Comm) -> None:
+        """Called before this group is gathered: frees the other group that uses the memory."""
 
 
 class ParamGroup:
-    """The buckets of one unit.
+    """The parameters of one unit: its buckets, their sharded state, and what the modules' attributes are.
 
     Attributes:
-        state, registered, retain: see the enums. ``enter`` alone changes the first two.
+        state, registered, retain: values of the enums; only ``enter`` changes the first two.
         module_infos: (holder, name, sharded parameter, unsharded parameter) for each attribute of a module.
             The holder is the module's ``_parameters``, or an ``OwnSetattr``.
-        holders: (holder, its sharded parameters by name, its unsharded parameters by name).
+        puts: ``update`` of each holder. at_rest, unsharded: what to call it with: {name: parameter}, of the
+            sharded and of the unsharded ones.
         trainable: number of parameters that get a gradient.
         gathers: the buckets, or ``CoalescedGather``, whose all-gathers are under way.
         on_meta: whether parameters are on the meta device.
         renewed: the buckets that gather from a copy of their shards, which is renewed when weights change.
         direct: the buckets whose unsharded parameters are the shards themselves, as no axis shards them.
         own_dtype: whether the buckets compute in the parameters' own dtype, and not in the policy's.
-        beside: what is registered together with the unsharded parameters.
         computing: ids of the unsharded parameters.
+        beside: what options register together with the unsharded parameters. place: memory shared with other
+            groups; None: the group has its own.
     """
+
+    place: SharedPlace | None = None
 
     def __init__(self, buckets: list[Bucket]) -> None:
         self.buckets = buckets
@@ -130,37 +132,43 @@ class ParamGroup:
         self._unit: weakref.ref | None = None
         self.refresh()
 
-    def enter(self, event: Event) -> None:
-        """Changes ``state`` or ``registered`` as ``TRANSITIONS`` says."""
-        if event in _OF_MODULES:
-            self.registered = TRANSITIONS[self.registered, event]
+    def enter(self, new: ShardedState | Registered) -> None:
+        """Changes ``state`` or ``registered`` to ``new``, as ``TRANSITIONS`` allows."""
+        if isinstance(new, Registered):
+            assert (self.registered, new) in TRANSITIONS, f"{self.registered} -> {new}"
+            self.registered = new
         else:
-            self.state = TRANSITIONS[self.state, event]
+            assert (self.state, new) in TRANSITIONS, f"{self.state} -> {new}"
+            self.state = new
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the unsharded parameters are freed, and no all-gather is under way."""
+        """Whether the group is neither unsharded nor being gathered."""
         return self.state in _SHARDED
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` lies in the memory of unsharded parameters, which resharding frees."""
+        if functorch_is_active():  # its tensors have no storage
+            return False
+        own = (b.precision.unsharded for b in self.buckets if b.precision.has_own_unsharded)
+        return (storage := storage_of(tensor)) != 0 and storage in map(storage_of, own)
 
     @property
     def is_registered(self) -> bool:
-        """Whether the unsharded parameters are registered."""
         return self.registered is Registered.UNSHARDED
 
     @property
     def is_in_other_form(self) -> bool:
-        """Whether parameters of neither kind are registered; see ``Registered.OTHER``."""
         return self.registered is Registered.OTHER
 
     @property
     def unit(self) -> Any:
-        """The unit, or None before ``watch_gradients``."""
         return None if self._unit is None else self._unit()
 
     # -- buckets and modules -------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Updates what depends on the buckets' tensors, after buckets were built."""
+        """Updates all attributes computed from the buckets' tensors, after buckets were built or replaced."""
         for bucket in self.buckets:
             bucket.on_rebuilt = weakref.WeakMethod(self.refresh)
         self.list_module_infos()
@@ -172,7 +180,7 @@ class ParamGroup:
         self.count_trainable()
 
     def rebuild(self, rebuild: Callable[[list[Bucket]], list[Bucket] | None]) -> None:
-        """Replaces the buckets by ``rebuild(buckets)``, unless that is None or the group is in use."""
+        """Replaces the buckets by ``rebuild(buckets)``, unless it returns None or the group is in use."""
         if self.is_sharded and self.registered is Registered.SHARDED:
             with torch.inference_mode(False), torch.no_grad():
                 buckets = rebuild(self.buckets)
@@ -181,20 +189,19 @@ class ParamGroup:
                 self.refresh()
 
     def renew_buffers(self) -> None:
-        """Makes the unsharded parameters and the all-gather's buffers anew, unless the group is in use."""
+        """Makes new unsharded parameters and all-gather buffers, unless the group is in use."""
         if self.is_sharded and self.registered is Registered.SHARDED:
             for bucket in self.buckets:
                 bucket.build_unsharded()
             self.refresh()
 
     def extend(self, other: ParamGroup) -> None:
-        """Adds the buckets of ``other``."""
         self.buckets += other.buckets
         self.beside += other.beside
         self.refresh()
 
     def list_module_infos(self) -> None:
-        """Lists the modules' attributes that are parameters of the group."""
+        """Sets ``module_infos`` and what is computed from it, for the attributes that modules have now."""
         infos = [
             (holder, name, param.sharded, compute)
             for bucket in self.buckets
@@ -212,15 +219,17 @@ class ParamGroup:
         for holder, name, sharded, compute in self.module_infos:
             _, at_rest, computing = by_holder.setdefault(id(holder), (holder, {}, {}))
             at_rest[name], computing[name] = sharded, compute
-        self.holders = list(by_holder.values())
+        self.puts = [holder.update for holder, *_ in by_holder.values()]
+        self.at_rest = [at_rest for _, at_rest, _ in by_holder.values()]
+        self.unsharded = [computing for *_, computing in by_holder.values()]
         self.computing = {id(compute) for _, _, _, compute in self.module_infos}
 
     def watch_gradients(self, unit: weakref.ref) -> None:
-        """Hooks the unsharded parameters: ``unit().take_gradient(bucket, index, grad)`` is called for each
-        gradient."""
+        """Registers post-accumulate hooks on the unsharded parameters, which call ``unit.take_gradient``."""
         self._unit = unit
+        take = self.unit.take_gradient
         for bucket in self.buckets:
-            hook = partial(_take_gradient, unit, weakref.ref(bucket))  # keeps neither alive
+            hook = partial(take, unit, weakref.ref(bucket))  # keeps neither alive
             for index, compute in enumerate(bucket.precision.compute_params):
                 if getattr(compute, WATCHED_BY, None) is unit:
                     continue  # its bucket was not rebuilt
@@ -234,40 +243,31 @@ class ParamGroup:
                     compute.register_post_accumulate_grad_hook(partial(hook, index))
                     compute.requires_grad_(requires_grad)
 
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """The dtype of the first floating-point parameter at rest; None: there is none."""
-        dtypes = (bucket.dtype for bucket in self.buckets)
-        return next((dtype for dtype in dtypes if dtype.is_floating_point), None)
-
     def count_trainable(self) -> None:
-        """Sets ``requires_grad`` of the unsharded parameters to that of the sharded ones."""
-        self.trainable = sum(bucket.count_trainable() for bucket in self.buckets)
+        """Sets ``requires_grad`` of unsharded parameters to the sharded ones'; counts ``trainable``."""
+        self.trainable = 0
+        for bucket in self.buckets:
+            self.trainable += bucket.count_trainable()
 
     def adopt(self, *, partly: bool = False) -> None:
         """Copies values back to the buckets' buffers after calls such as ``to_empty`` or ``double`` have
-        replaced the parameters or their memory.
-
-        Args:
-            partly: whether only one of the unit's modules was converted or loaded. A bucket with parameters
-                of other modules is then left until these have been, too.
-        """
+        replaced the parameters or their memory. ``partly``: only one of the unit's several modules may have
+        been converted; a bucket whose parameters then differ in dtype or device is left for a later call."""
         self.adopt_replaced()
         buckets = self.buckets
         if partly:
             buckets = [bucket for bucket in buckets if len(bucket.kinds()) == 1]
         elif self.on_meta and any(len(bucket.kinds()) > 1 for bucket in buckets):
             raise self._no_values()  # some parameters were loaded, others not
-        moved = [bucket.adopt() for bucket in buckets]
-        if any(moved):
+        moved = False
+        for bucket in buckets:
+            moved = bucket.adopt() or moved
+        if moved:
             self.refresh()
 
     def adopt_replaced(self) -> None:
-        """Finds parameters that were written to ``module._parameters`` directly. Their values are copied to
-        the sharded parameters, which are registered again.
-
-        Assignments to attributes are handled at once (``members.watch_assignments``).
-        """
+        """Finds Parameters written directly to ``module._parameters``, copies their values to the sharded
+        ones and registers these again. (``watch`` handles assignments to attributes when they happen.)"""
         assert not self.is_registered
         getters, names, expected = self._expected
         if all(map(is_, map(call, getters, names), expected)):
@@ -284,12 +284,11 @@ class ParamGroup:
     # -- unshard / reshard ---------------------------------------------------------------------------
 
     def issue_unshard(self, comm: Comm, compute: Any = None) -> None:
-        """Issues the all-gathers if the group is sharded; ``compute``: see ``Comm.issue_gather``."""
+        """Issues the all-gathers if the group is sharded. ``compute``: the current stream if known."""
         if self.registered is Registered.OTHER:
-            label = "" if self.unit is None else self.unit.label
             raise StateError(
-                f"unit {label} shows its parameters in another form, as in full_params or while a "
-                "state_dict is made; leave that before forward, backward and unshard()"
+                f"unit {self.unit.label if self.unit else ''} shows its parameters in another form, as in "
+                "full_params or while a state_dict is made; leave that before forward, backward and unshard()"
             )
         if self.state not in _SHARDED:
             return
@@ -298,16 +297,14 @@ class ParamGroup:
         unit = self.unit
         if unit is not None and unit.context is not None and unit.context.same_order is not None:
             unit.context.same_order.gathers(unit)
-        self.note_weights(comm)
+        if self.place is not None:
+            self.place.take(comm)
+        for bucket in self.buckets:
+            bucket.note_weights(comm)
         self.gathers = self.buckets if len(self.buckets) < 2 else plan_gathers(self.buckets)
         for gather in self.gathers:
             comm.issue_gather(gather, compute)
-        self.enter(Event.ISSUE)
-
-    def note_weights(self, comm: Comm) -> None:
-        """Notes the version of the weights that the next all-gathers bring."""
-        for bucket in self.buckets:
-            bucket.note_weights(comm)
+        self.enter(ShardedState.GATHERING)
 
     def check_has_values(self) -> None:
         """Raises StateError if parameters are on the meta device, and the forward's inputs are not."""
@@ -318,36 +315,30 @@ class ParamGroup:
         return missing_values([] if self.unit is None else self.unit.ready_context().root.modules)
 
     def renew_copies(self, comm: Comm, *, if_changed: bool = False) -> None:
-        """Renews the copies that buckets gather from; ``if_changed``: only if weights were seen to change."""
+        """Updates the copies of shards that ``renewed`` buckets gather; ``if_changed``: see ``Bucket``."""
         for bucket in self.renewed:
             bucket.renew(comm, if_changed=if_changed)
 
     def unshard(self, comm: Comm, compute: Any = None) -> None:
-        """Issues the all-gathers if need be and finishes them: the current stream may use the parameters;
-        ``compute``: see ``Comm.issue_gather``."""
+        """Issues the all-gathers if need be, and makes the current stream wait for them."""
         self.issue_unshard(comm, compute)
         if self.state is ShardedState.GATHERING:
             for gather in self.gathers:
                 comm.finish_gather(gather, compute)
             self.gathers = []
-            self.enter(Event.FINISH)
+            self.enter(ShardedState.UNSHARDED)
             for bucket in self.buckets:
                 bucket.versions.set_unsharded()
 
     def check_unwritten(self) -> None:
-        """Raises StateError if unsharded parameters were written, which would be lost when they are freed."""
+        """Raises StateError if unsharded parameters were changed in place, as resharding loses the change."""
         if self.state is ShardedState.UNSHARDED:
             written = [b.versions.written() for b in self.buckets if b.precision.has_own_unsharded]
             if any(written):
                 raise lost_write(self.unit, [*chain.from_iterable(written)])
 
     def reshard(self, comm: Comm, ranks: int | None = None) -> None:
-        """Frees the unsharded parameters.
-
-        Args:
-            ranks: number of ranks over which the parameters stay sharded until the next all-gather. None: all
-                shard ranks.
-        """
+        """Frees the unsharded parameters; given ``ranks``, keeps a shard over so many ranks."""
         self.retain = Retain.NO
         if ranks is None:
             self.free_post_forward_shards()
@@ -360,10 +351,10 @@ class ParamGroup:
                 bucket.free_unsharded()
                 if bucket.precision.has_own_unsharded:
                     bucket.versions.set_free()
-            self.enter(Event.FREE if ranks is None else Event.FREE_PARTLY)
+            self.enter(_SHARDED[ranks is not None])
 
     def keep_storage(self, keep: bool) -> None:
-        """Sets whether the unsharded parameters keep their memory while the group is sharded."""
+        """Sets whether resharding keeps the unsharded parameters' memory (``set_keep_unsharded_storage``)."""
         for bucket in self.buckets:
             bucket.change(keep_storage=keep)
             if not keep and self.is_sharded:
@@ -371,42 +362,39 @@ class ParamGroup:
                 bucket.free_other_precision()
 
     def free_post_forward_shards(self) -> None:
-        """Frees the larger shards that a reshard to fewer ranks has kept."""
+        """Frees the shards over fewer ranks that ``reshard(ranks=...)`` has kept."""
         if self.state is ShardedState.SHARDED_POST_FORWARD:
             for bucket in self.buckets:
                 bucket.free_post_forward_shard()
-            self.enter(Event.DROP)
+            self.enter(ShardedState.SHARDED)
 
     def register_unsharded(self) -> None:
-        """Registers the unsharded parameters in the modules."""
         if self.registered is not Registered.UNSHARDED:
             # First, so that ``register_sharded`` undoes an interrupted call.
-            self.enter(Event.REGISTER)
-            for holder, _, computing in self.holders:
-                holder.update(computing)
+            self.enter(Registered.UNSHARDED)
+            deque(map(call, self.puts, self.unsharded), maxlen=0)
             for beside in self.beside:
                 beside.register(self)
 
     def register_sharded(self) -> None:
-        """Registers the sharded parameters again, if the unsharded ones are registered."""
         if self.registered is Registered.UNSHARDED:
-            for holder, at_rest, _ in self.holders:
-                holder.update(at_rest)
+            deque(map(call, self.puts, self.at_rest), maxlen=0)
             for beside in self.beside:
                 beside.unregister()
-            self.enter(Event.UNREGISTER)
+            self.enter(Registered.SHARDED)
 
     # -- staying unsharded ---------------------------------------------------------------------------
 
     def hold(self) -> None:
-        """Keeps the group unsharded for the next forward; it stays registered if the user retains it."""
+        """Keeps the group unsharded for the next forward. Its sharded parameters are registered meanwhile,
+        unless the user has called ``unshard()``."""
         if self.retain is not Retain.USER:
             self.register_sharded()
             self.retain = Retain.NEXT_FORWARD
 
     def drop_stale(self, comm: Comm) -> None:
-        """Frees unsharded parameters that an earlier forward has left, unless they are retained and no change
-        of the weights was seen since. Called before a forward."""
+        """Reshards, before a forward, a group that an earlier forward has left unsharded, unless it is
+        retained and no change of the weights was noticed since."""
         self.free_post_forward_shards()
         if self.state is not ShardedState.UNSHARDED:
             return
@@ -418,7 +406,7 @@ class ParamGroup:
                 self.retain = retain
 
     def gather_anew(self, comm: Comm) -> None:
-        """Gathers and registers the present weights within a forward in which they have changed."""
+        """Reshards and unshards the group within a forward, after the weights have changed in it."""
         self.register_sharded()
         self.reshard(comm)
         self.adopt()
@@ -428,24 +416,23 @@ class ParamGroup:
 
     @property
     def is_stale(self) -> bool:
-        """Whether the group is unsharded, and the weights were seen to change since it was gathered."""
+        """Whether the group is unsharded and a change of the weights was noticed since it was gathered."""
         return self.state is ShardedState.UNSHARDED and any(
             bucket.versions.weights_changed() for bucket in self.buckets
         )
 
     def note_changes(self) -> bool:
-        """Marks the unsharded parameters of ``direct`` buckets as changed for autograd, if the weights were.
-
-        A backward of an earlier forward then raises. Returns whether there were changes.
+        """For ``direct`` buckets whose weights have changed: raises the version counters of the unsharded
+        parameters, so that a backward of an earlier forward is an error. Returns whether there were changes.
         """
-        changed = [bucket for bucket in self.direct if bucket.versions.note_weights()]
-        for bucket in changed:
-            bucket.versions.set_unsharded()
+        changed = [bucket.versions for bucket in self.direct if bucket.versions.note_weights()]
+        for versions in changed:
+            versions.set_unsharded()
         return bool(changed)
 
     @property
     def weights(self) -> list[int]:
-        """For each bucket the version of the weights that was gathered last."""
+        """``Versions.weights`` of each bucket, which identifies the weights that were gathered last."""
         return [bucket.versions.weights for bucket in self.buckets]
 
     def abandon(self, comm: Comm) -> None:
@@ -457,22 +444,12 @@ class ParamGroup:
                 gather.free_unsharded()
         self.gathers = []
         if self.state is ShardedState.GATHERING:
-            self.enter(Event.FINISH)
+            self.enter(ShardedState.UNSHARDED)
         self.reshard(comm)
 
 
-@untraced
-def _take_gradient(unit: weakref.ref, bucket: weakref.ref, index: int, param: Any) -> None:
-    """Hook of an unsharded parameter: hands its gradient to the unit, and sets ``.grad`` to None."""
-    alive, its_bucket = unit(), bucket()
-    if alive is not None and its_bucket is not None:
-        grad, param.grad = param.grad, None
-        alive.take_gradient(its_bucket, index, grad)
-
-
-# What is registered in a root's modules: compared with what was there in the last forward, by
-# identity and within C; only if that differs are the modules walked, see ``members.check_loose``.
-# This rests on no event, so that none can be missed.
+# What is registered in a root's modules is compared with what was there in the last forward, by identity and
+# within C; only if that differs are the modules walked, see ``members.check_loose``. No event can be missed.
 
 REGISTERED_ATTRIBUTE = "_parallel3d_registered"  # of a root's first module: a ``_Registered``
 _CONTAINERS = attrgetter("_modules", "_parameters")
@@ -480,10 +457,8 @@ _IS_TRAINABLE = attrgetter("requires_grad")
 
 
 class _Registered:
-    """The modules and parameters that were registered in the modules of one root at its last forward.
-
-    It is an attribute of the root's first module, and refers to what is below that module alone.
-    """
+    """The Parameters and modules found in the modules of one root at its last forward, to notice later
+    changes. It is an attribute of the root's first module, and refers to what is inside that only."""
 
     def __init__(self, root: Any, modules: Sequence[nn.Module]) -> None:
         loose = list(check_loose(root, modules))
@@ -503,7 +478,7 @@ class _Registered:
         return chain.from_iterable(map(dict.values, containers))
 
     def is_of(self, modules: Sequence[nn.Module]) -> bool:
-        """Whether ``modules`` still have the same ones, and what was frozen still is."""
+        """Whether ``modules`` still hold the same modules and Parameters, with frozen ones still frozen."""
         now = list(self._read(modules))
         return (
             len(now) == len(self._found)
@@ -513,11 +488,8 @@ class _Registered:
 
 
 def check_registered(root: Any) -> None:
-    """Takes over what was registered in the modules of ``root`` since its last forward.
-
-    Raises:
-        Parallel3dError: a trainable parameter in its modules is of no unit, and was not ignored.
-    """
+    """Looks for modules and Parameters that were put into ``root`` since its last forward, and copies the
+    values of Parameters that replace a unit's. Raises Parallel3dError for trainable ones that no unit has."""
     modules = root.modules
     registered = vars(modules[0]).get(REGISTERED_ATTRIBUTE)
     if registered is None or not registered.is_of(modules):
@@ -535,10 +507,8 @@ _STANDARD = frozenset((*vars(nn.Module()), *FULLY_SHARD_KEYS, *_OURS))
 
 
 class Attributes:
-    """The attributes of a unit's modules, without those that ``nn.Module`` has by itself.
-
-    They are read after each forward, so what is to be read is listed once.
-    """
+    """Finds tensors on attributes of a unit's modules (``self.aux_loss = ...``) after each forward. Names of
+    attributes are listed only when their number changes."""
 
     def __init__(self, tops: Iterable[weakref.ref[nn.Module]]) -> None:
         self._tops = list(tops)  # weakly: they have the unit, which has this
@@ -547,7 +517,7 @@ class Attributes:
         self._sizes: list[int] = []
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """The tensors that were computed with autograd's record: on attributes, and in what lies there."""
+        """Returns the tensors with an autograd graph on attributes, also in lists and other containers."""
         dicts = [vars(module) for ref in self._modules if (module := ref()) is not None]
         if not dicts or _sizes_of(dicts) != self._sizes:
             dicts = self._list()
@@ -579,32 +549,26 @@ class Attributes:
 
 
 def _sizes_of(dicts: list[dict[str, Any]]) -> list[int]:
-    """Numbers that differ where a module or an attribute was added."""
+    """Returns numbers that change when a module or an attribute is added."""
     return [*map(len, dicts), *(len(attributes["_modules"]) for attributes in dicts)]
 
 
 class Members:
-    """The modules of one unit. They hold the unit, which refers to them weakly.
-
-    Attributes:
-        handles: by id of a module, the unit's hooks before a forward, after it, and after a load.
-        attributes: see ``Attributes``.
-    """
+    """The modules of one unit, and its hooks on them. It refers to the modules weakly; they hold the unit."""
 
     def __init__(self) -> None:
         self._modules: list[weakref.ref[nn.Module]] = []
-        self.handles: dict[int, list[RemovableHandle]] = {}
+        self.handles: dict[int, list[RemovableHandle]] = {}  # by id of a module: the unit's hooks
         self._tops: set[int] | None = None
         self.attributes = Attributes(())
 
     @property
     def modules(self) -> list[nn.Module]:
-        """The modules given to ``fully_shard``."""
         return [module for ref in self._modules if (module := ref()) is not None]
 
     @property
     def tops(self) -> set[int]:
-        """Ids of those modules that are not inside another one of the unit."""
+        """Ids of the unit's modules that are not inside another of its modules."""
         if self._tops is None:  # found in the first forward: looked for with each, many take long
             modules = self.modules
             inside = {id(m) for outer in modules for m in outer.modules() if m is not outer}
@@ -612,7 +576,6 @@ class Members:
         return self._tops
 
     def attach(self, module: nn.Module, unit: Any) -> None:
-        """Adds ``module``, with the hooks of ``unit``."""
         self._modules.append(weakref.ref(module))
         self._tops, self.attributes = None, Attributes(self._modules)
         vars(module)[UNIT_ATTRIBUTE] = unit
@@ -623,7 +586,6 @@ class Members:
         ]
 
     def detach(self) -> list[nn.Module]:
-        """Removes all modules and the hooks on them; returns the modules."""
         modules = self.modules
         for module in modules:
             for handle in self.handles[id(module)]:
@@ -632,12 +594,11 @@ class Members:
         return modules
 
     def hook_ids(self, module: nn.Module) -> list[int]:
-        """Keys of the unit's hooks in ``module``'s dicts of hooks."""
         return [handle.id for handle in self.handles[id(module)]]
 
 
 class UnitsToGather:
-    """Answers the schedule's questions about units, which it knows by weak references."""
+    """Implements ``schedule.ScheduledUnits`` for units given as weak references."""
 
     def is_gathering(self, unit: Hashable) -> bool:
         found = unit()  # type: ignore[operator]
@@ -646,6 +607,10 @@ class UnitsToGather:
     def may_be_next(self, unit: Hashable) -> bool:
         found = unit()  # type: ignore[operator]
         return found is not None and bool(found.group.buckets) and not found.backward_begun
+
+    def has_room(self, unit: Hashable) -> bool:
+        found = unit()  # type: ignore[operator]
+        return found is None or found.group.place is None or found.group.place.has_room()
 
     def is_read_in_backward(self, unit: Hashable) -> bool:
         found = unit()  # type: ignore[operator]
@@ -659,46 +624,35 @@ class UnitsToGather:
         return None if found is None else found.backward_prefetch
 
 
-# Deferred prefetch: where a unit's backward gathers the unit before it, if it has large gradients.
-#
-# The usual place is the backward's beginning. But then the memory at its end is two gathered
-# units, a unit's gradients, and the input of the last reduction, which nothing needs that long.
-# The link carries that reduction first in any case; so the next gather is issued when half of the
-# gradients are there, and the reduction's input is freed then: what it took, the gather takes.
-# Half a backward overlaps the one, half the other.
+# Deferred prefetch: where a unit's backward gathers the unit before it, if it has large gradients. At its
+# beginning, as usual, memory would hold the input of the last reduction beside two gathered units and a
+# unit's gradients. The link carries that reduction first in any case; so the next gather is issued when half
+# of the gradients are there, in the place of that input. Half a backward overlaps the one, half the other.
 
 
 def bucket_to_count(unit: Any) -> Bucket | None:
-    """The bucket whose gradients say when half of the backward is over; None where that is not worth it."""
+    """Returns the bucket whose gradients ``DeferredPrefetch`` counts; None if it is not worth it."""
     if unit.backward_prefetch is not None or unit.reduce_unused or not unit.sync:
         return None
     for bucket in unit.group.buckets:
-        if (
-            bucket.reduced_zero_copy
-            and not bucket.layout.small_grads[0]
-            and bucket.settings.max_inputs == 1
-        ):
+        has_large = bucket.reduced_zero_copy and not bucket.layout.small_grads[0]
+        if has_large and bucket.settings.max_inputs == 1:
             return bucket if bucket.precision.compute_params[0].requires_grad else None
     return None
 
 
 class DeferredPrefetch:
-    """Counts the gradients that a deferred all-gather waits for.
-
-    Attributes:
-        unit: the unit whose gradients they are.
-        awaited: how many elements of large gradients must still arrive before the all-gather is issued.
-    """
+    """Issues a prefetch in the middle of a unit's backward: when half of its large gradients have arrived."""
 
     def __init__(self, bucket: Bucket, unit: Any, context: Any) -> None:
         self.bucket = weakref.ref(bucket)  # which holds this: no cycle
         self.unit = unit.ref
         self.context = weakref.ref(context)
+        # How many elements of large gradients must still arrive before the all-gather is issued.
         self.awaited = sum(bucket.layout.segment_sizes[: bucket.reduced_zero_copy]) / 2
         bucket.grads.on_large = self.count
 
     def count(self, index: int) -> None:
-        """Called when the gradient of the zero-copy parameter ``index`` has arrived."""
         bucket, context = self.bucket(), self.context()
         assert bucket is not None
         self.awaited -= bucket.layout.segment_sizes[index]
@@ -707,7 +661,6 @@ class DeferredPrefetch:
             context.issue_deferred()
 
     def drop(self) -> None:
-        """Stops counting."""
         bucket = self.bucket()
         if bucket is not None:
             bucket.grads.on_large = None

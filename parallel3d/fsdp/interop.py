@@ -28,9 +28,9 @@ from parallel3d._torch.fully_shard import FSDPState, enter_module_state, fully_s
 from parallel3d._util.forwards import set_class
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.api import MixedPrecisionPolicy
-from parallel3d.fsdp.comm import Comm
 from parallel3d.fsdp.members import get_unit, unit_of
 from parallel3d.fsdp.param import ShardedParam
+from parallel3d.fsdp.reduction import Comm
 from parallel3d.fsdp.streams import make_comm
 from parallel3d.fsdp.unit import Unit
 from parallel3d.fsdp.watch import DDP_REFUSED
@@ -61,29 +61,23 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if method_name in vars(module):
         vars(module)[own] = vars(module).pop(method_name)
 
-        def inner(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return vars(self)[own](*args, **kwargs)
-    elif isinstance(inspect.getattr_static(cls, method_name, None), FunctionType):
-        inner = getattr(cls, method_name)
-    else:  # static and class methods, and methods that __getattr__ returns
-
-        def inner(self: Any, *args: Any, **kwargs: Any) -> Any:
-            found = getattr(super(wrapped, self), method_name, None)
-            if found is None:
-                found = type(self).__getattr__(self, method_name)
-            return found(*args, **kwargs)
-
-    @functools.wraps(inner)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         unit = get_unit(self)
         depth = unit.depth
         try:
             args, kwargs = unit.pre_forward(self, args, kwargs) or (args, kwargs)
-            return unit.post_forward(self, args, inner(self, *args, **kwargs))
+            # Looked up with whole parameters, which a property may read.
+            inner = vars(self).get(own) or getattr(super(wrapped, self), method_name, None)
+            if inner is None:
+                inner = type(self).__getattr__(self, method_name)
+            return unit.post_forward(self, args, inner(*args, **kwargs))
         except BaseException as error:
             unit.leave_failed_forward(depth, error)
             raise
 
+    of_class = inspect.getattr_static(cls, method_name, None)
+    if isinstance(of_class, FunctionType):  # others may refer to the module
+        functools.update_wrapper(method, of_class)
     namespace = {method_name: method, "__doc__": cls.__doc__, "__module__": cls.__module__}
     wrapped = type(cls.__name__, (cls,), namespace)
     set_class(module, wrapped)
@@ -113,7 +107,7 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
 
 
 def unit_given(function: str, module: object) -> Unit:
-    """Returns the unit of ``module``, an argument of ``function``; raises Parallel3dError if it is none."""
+    """Returns the unit of ``module``; raises Parallel3dError, naming ``function``, if it is no unit."""
     unit = unit_of(module) if isinstance(module, nn.Module) else None
     if unit is None:
         raise Parallel3dError(
@@ -124,7 +118,7 @@ def unit_given(function: str, module: object) -> Unit:
 
 
 def comm_of(unit: Unit) -> Comm:
-    """Returns the ``Comm`` that ``unit`` communicates on, or will when it first runs."""
+    """Returns the ``Comm`` that ``unit`` uses, or will use when it first runs."""
     if unit.context is not None:
         return unit.context.comm
     if unit.shared_comm is None:
@@ -133,7 +127,6 @@ def comm_of(unit: Unit) -> Comm:
 
 
 def set_comm(unit: Unit, comm: Comm) -> None:
-    """Makes ``unit`` communicate on ``comm``."""
     unit.shared_comm = comm
     if unit.context is not None and unit.context.comm is not comm:
         unit.context.comm.finish()  # completes what is in flight on the previous one
@@ -142,7 +135,8 @@ def set_comm(unit: Unit, comm: Comm) -> None:
 
 
 class RefusesDdp:
-    """``_ddp_params_and_buffers_to_ignore``: what DistributedDataParallel asks its module for first."""
+    """Descriptor for ``_ddp_params_and_buffers_to_ignore``, which DistributedDataParallel reads first of its
+    module: raises Parallel3dError there."""
 
     def __get__(self, module: Any, owner: Any = None) -> Any:
         if isinstance(sys._getframe(1).f_locals.get("self"), nn.parallel.DistributedDataParallel):
@@ -151,7 +145,7 @@ class RefusesDdp:
 
 
 class _TorchNames:
-    """Base class of the objects below; raises an AttributeError that lists the supported names."""
+    """Base of the classes below: other attributes raise an AttributeError that lists the supported ones."""
 
     __slots__ = ()
 
@@ -171,7 +165,7 @@ _comm_property: Any = property(
 
 
 def _hook_handle(place: int) -> Any:
-    """The handle at ``place`` of ``Members.handles``."""
+    """Returns a property for the handle of a unit's hook; ``place``: 0 pre-forward, 1 post-forward."""
 
     def put(state: TorchState, handle: RemovableHandle) -> None:
         state._unit.members.handles[id(state._alive)][place] = handle
@@ -184,7 +178,7 @@ def _hook_handle(place: int) -> Any:
 
 
 class TorchState(_TorchNames):
-    """Torch's ``FSDPState``, and its ``FSDPStateContext``, of one module."""
+    """Has what programs use of torch's ``FSDPState`` and its ``FSDPStateContext``, for one module."""
 
     __slots__ = ("__weakref__", "_module")
 
@@ -202,7 +196,7 @@ class TorchState(_TorchNames):
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """torch's class: ``_get_module_fsdp_state``, which quantisation code calls, checks ``isinstance``."""
+        """torch's class, as ``_get_module_fsdp_state``, called by quantisation code, checks it."""
         return FSDPState
 
     @property
@@ -239,7 +233,7 @@ class TorchState(_TorchNames):
 
     @property
     def _mp_policy(self) -> MixedPrecisionPolicy:
-        """MindSpeed-MM and finetuning-scheduler read its dtypes, to cast a batch or to check them."""
+        """The unit's policy. MindSpeed-MM and finetuning-scheduler read its dtypes."""
         return self._unit.policy
 
     _pre_forward_hook_handle = _hook_handle(0)
@@ -266,7 +260,7 @@ class TorchState(_TorchNames):
 
 
 class TorchParamGroup(_TorchNames):
-    """Torch's ``FSDPParamGroup`` of one unit."""
+    """Has what programs use of torch's ``FSDPParamGroup``, for one unit."""
 
     __slots__ = ("_unit",)
 
@@ -277,11 +271,11 @@ class TorchParamGroup(_TorchNames):
 
     @property
     def _reshard_after_forward(self) -> bool:
-        """Transformer Engine's tensors read it."""
+        """Whether forward reshards the unit; Transformer Engine's tensors read it."""
         return bool(self._unit.reshards())
 
     def _set_post_forward_mesh_info(self, info: object) -> None:
-        """Programs set it to None, which is ``set_reshard_after_forward(False)`` of this unit."""
+        """Setter: None, which programs set, means ``set_reshard_after_forward(False)`` for this unit."""
         if info is not None:
             raise Parallel3dError(
                 f"unit {self._unit.label}: post_forward_mesh_info was set to {info!r}; set it to None, or "
@@ -293,7 +287,7 @@ class TorchParamGroup(_TorchNames):
 
     @property
     def fsdp_params(self) -> list[TorchParam]:
-        """Read by optimizers (Muon beside AdamW), checks of dtypes and NaN, and torch's FSDPMemTracker."""
+        """The unit's parameters; read by optimizers (Muon beside AdamW), checks, and FSDPMemTracker."""
         return [
             TorchParam(param, compute)
             for bucket in self._unit.group.buckets
@@ -302,7 +296,7 @@ class TorchParamGroup(_TorchNames):
 
     @property
     def pre_backward(self) -> Callable[..., None]:
-        """Torch's FSDPMemTracker wraps it."""
+        """The unit's ``pre_backward``, which torch's FSDPMemTracker replaces by a wrapper."""
         return self._unit.pre_backward
 
     @pre_backward.setter
@@ -311,7 +305,7 @@ class TorchParamGroup(_TorchNames):
 
     @property
     def post_backward(self) -> Callable[..., None]:
-        """Pipeline schedules call it; torch's FSDPMemTracker wraps it."""
+        """Ends the unit's backward: pipeline schedules call it, torch's FSDPMemTracker wraps it."""
         return self._post_backward
 
     @post_backward.setter
@@ -319,7 +313,8 @@ class TorchParamGroup(_TorchNames):
         self._wrap("finish_backward", function, TorchParamGroup._post_backward)
 
     def _wrap(self, name: str, function: Callable[..., None], own: Callable[..., None]) -> None:
-        """Makes the engine call ``function`` instead of the unit's method ``name``; ``own`` restores it."""
+        """Makes the engine call ``function`` in place of the unit's method ``name``. If ``function`` is a
+        bound ``own``, the original, removes the wrapper again."""
         attributes = vars(self._unit)
         if getattr(function, "__func__", None) is own:
             attributes.pop(name, None)
@@ -331,8 +326,9 @@ class TorchParamGroup(_TorchNames):
     def _post_backward(self, *called_by_the_engine: Any) -> None:
         """Ends the unit's part of a step: reshards it and issues the reduction of its gradients.
 
-        These are the sums accumulated in ``.grad`` of the sharded Parameters, and gradients assigned to
-        ``.grad`` of the unsharded ones, as zero-bubble schedules do. If there are none it raises StateError.
+        It reduces the sums accumulated in ``.grad`` of the sharded Parameters, and gradients that zero-bubble
+        schedules assign to ``.grad`` of the unsharded ones. If there are none it raises StateError. Called by
+        a tracker's wrapper, with arguments, it ends the unit's backward as usual.
         """
         unit = self._unit
         if called_by_the_engine:  # through a tracker's wrapper
@@ -357,7 +353,7 @@ class TorchParamGroup(_TorchNames):
 
 
 class TorchParam(_TorchNames):
-    """Torch's ``FSDPParam`` of one parameter."""
+    """Has what programs use of torch's ``FSDPParam``, for one parameter."""
 
     __slots__ = ("_compute", "_param")
 
@@ -367,24 +363,24 @@ class TorchParam(_TorchNames):
 
     @property
     def sharded_param(self) -> nn.Parameter:
-        """Read by optimizers that take their parameters from the groups, and by checks of dtypes."""
+        """The sharded Parameter, for optimizers that take it from the groups, and checks of dtypes."""
         return self._param.sharded
 
     @property
     def unsharded_param(self) -> nn.Parameter:
-        """Read by torch's FSDPMemTracker, under the second name also by NeMo Automodel's schedules."""
+        """The unsharded parameter, for torch's FSDPMemTracker; ``_unsharded_param`` for NeMo Automodel."""
         return self._compute
 
     _unsharded_param = unsharded_param
 
     @property
     def _orig_size(self) -> torch.Size:
-        """Read by finetuning-scheduler, and by optimizers that select parameters by shape."""
+        """The unsharded shape, for finetuning-scheduler and optimizers that select parameters by shape."""
         return torch.Size(self._param.geometry.compute_shape)
 
     @property
     def sharded_size(self) -> torch.Size:
-        """Read by finetuning-scheduler."""
+        """The shape of this rank's shard, for finetuning-scheduler."""
         return torch.Size(self._param.geometry.local_shape)
 
     def accumulate_unsharded_grad_if_needed(self) -> None:

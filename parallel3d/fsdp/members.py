@@ -20,26 +20,25 @@ UNIT_ATTRIBUTE = "_parallel3d_unit"  # of a module, which a copy of it must not 
 
 
 def class_name(module: nn.Module) -> str:
-    """Returns the name of the user's class of ``module``, from which ``fully_shard`` has made the unit's."""
+    """Returns the name of the user's class of ``module``, also after ``fully_shard`` has changed it."""
     classes = type(module).__mro__
     first = classes.index(TorchFSDPModule) + 1 if TorchFSDPModule in classes else 0
     return classes[first].__name__
 
 
 def unit_of(module: nn.Module) -> Any:
-    """Returns the ``Unit`` that ``module`` was given to ``fully_shard`` for, or None."""
+    """Returns the ``Unit`` that ``fully_shard`` has made of ``module``; None if it was not applied to it."""
     return module.__dict__.get(UNIT_ATTRIBUTE)
 
 
 def get_unit(module: Any) -> Any:
-    """Returns the unit of a module that is known to have one."""
     unit = unit_of(module)
     assert unit is not None
     return unit
 
 
 def units_of(module: Any, recurse: bool) -> Iterator[Any]:
-    """Yields the unit of ``module``, and with ``recurse`` those inside it; each once."""
+    """Yields the unit of ``module`` if it has one, and with ``recurse`` the units inside; each once."""
     modules: Iterator[nn.Module] = module.modules() if recurse else iter([module])
     seen: set[int] = set()
     for each in modules:
@@ -50,10 +49,10 @@ def units_of(module: Any, recurse: bool) -> Iterator[Any]:
 
 
 def refuse_torch_units(module: nn.Module, what: str) -> None:
-    """Raises Parallel3dError if a module in ``module`` is sharded by torch's ``fully_shard``, for ``what``,
-    which works on our units alone."""
+    """Raises Parallel3dError if ``module`` or one inside it is sharded by torch's ``fully_shard``. ``what``:
+    the feature, for the message, which works with our units only."""
     for name, each in module.named_modules():
-        if unit_of(each) is None and TorchFSDPModule in type(each).__mro__:
+        if _is_unit_of_torch(each):
             raise Parallel3dError(
                 f"{what}: {name or 'the model'} ({class_name(each)}) is sharded by torch's fully_shard; use "
                 'parallelize(..., engine="parallel3d")'
@@ -61,12 +60,11 @@ def refuse_torch_units(module: nn.Module, what: str) -> None:
 
 
 def params_of(units: Iterable[Any]) -> Iterator[ShardedParam]:
-    """Yields the parameters of ``units``."""
     return (param for unit in units for bucket in unit.group.buckets for param in bucket.params)
 
 
 def parameters_at_rest(module: nn.Module) -> list[nn.Parameter]:
-    """Returns ``module.parameters()`` as the optimizer knows them, also while unsharded ones are there."""
+    """Returns ``module.parameters()`` with sharded Parameters in place of unsharded ones."""
     at_rest = {
         id(compute): sharded
         for unit in units_of(module, recurse=True)
@@ -77,9 +75,10 @@ def parameters_at_rest(module: nn.Module) -> list[nn.Parameter]:
 
 
 def unit_around(unit: Any) -> Any:
-    """Returns the unit that all modules of ``unit`` are inside of, if one of its modules is inside ``unit``.
+    """Returns another unit, of several modules, that contains all modules of ``unit`` while one of them is
+    inside ``unit``; or None.
 
-    This happens where parameters tied across units have made one unit of an outer and an inner one.
+    This happens where tied parameters have made one unit of an outer and an inner module.
     """
     mine = {id(module) for module in unit.modules}
     for module in unit.modules:
@@ -95,7 +94,7 @@ def unit_around(unit: Any) -> Any:
 
 
 def check_modules(module: nn.Module | list[nn.Module]) -> list[nn.Module]:
-    """Returns the modules of one unit as a list, without those that are inside another one of them."""
+    """Checks the modules given to ``fully_shard``; returns those that are not inside another of them."""
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     if not modules:
         raise Parallel3dError("fully_shard was given an empty list; it needs at least one module")
@@ -114,10 +113,8 @@ def check_modules(module: nn.Module | list[nn.Module]) -> list[nn.Module]:
                 f"fully_shard was already applied to this {type(each).__name__}; "
                 "apply it once to each unit, inner units first"
             )
-        if (
-            isinstance(each, (nn.ModuleList, nn.ModuleDict))
-            and type(each).forward is nn.Module.forward
-        ):
+        is_container = isinstance(each, (nn.ModuleList, nn.ModuleDict))
+        if is_container and type(each).forward is nn.Module.forward:
             raise Parallel3dError(
                 f"fully_shard was given an nn.{type(each).__name__}, which has no forward to hook; "
                 "apply it to each of its modules, or pass them as one list"
@@ -127,7 +124,7 @@ def check_modules(module: nn.Module | list[nn.Module]) -> list[nn.Module]:
 
 
 def check_reshard(value: object, meshes: Iterable[DataAxes]) -> bool | int | None:
-    """Returns ``reshard_after_forward`` as a unit whose parameters lie on ``meshes`` takes it.
+    """Checks ``reshard_after_forward`` for a unit on ``meshes``; returns a bool, None or number of ranks.
 
     As in torch, the number of all shard ranks means True, and 1 means False: each rank keeps the whole.
     """
@@ -154,7 +151,6 @@ def check_reshard(value: object, meshes: Iterable[DataAxes]) -> bool | int | Non
 
 
 def check_ignored(params: Iterable[nn.Parameter] | None) -> set[int]:
-    """Returns the ids of the parameters that units don't take."""
     if params is None:
         return set()
     if isinstance(params, torch.Tensor) or not isinstance(params, Iterable):
@@ -172,7 +168,6 @@ def check_ignored(params: Iterable[nn.Parameter] | None) -> set[int]:
 
 
 def check_param(name: str, param: nn.Parameter) -> None:
-    """Raises Parallel3dError if the engine can't shard ``param``."""
     owner = owner_of(param)
     if owner is not None:
         unit = owner.unit()
@@ -197,7 +192,7 @@ def check_param(name: str, param: nn.Parameter) -> None:
 
 
 def hook_error(units: Iterable[Any]) -> StateError:
-    """The error of a parameter of ``units`` on which ``register_hook`` was called after it was sharded."""
+    """Returns the error for ``register_hook`` on a sharded Parameter of ``units``: it would not be called."""
     hooked = next(param for param in params_of(units) if have_tensor_hooks([param.sharded]))
     return StateError(_has_hook(named(hooked)))
 
@@ -211,7 +206,6 @@ def _has_hook(what: str) -> str:
 
 
 def _check_sparse(name: str, param: nn.Parameter, module: nn.Module) -> None:
-    """Raises Parallel3dError for a parameter whose gradients ``module`` makes sparse."""
     if param.requires_grad and getattr(module, "sparse", False) is True:
         raise Parallel3dError(
             f"parameter {name} of {type(module).__name__}(sparse=True) gets sparse gradients, which can't be "
@@ -220,7 +214,7 @@ def _check_sparse(name: str, param: nn.Parameter, module: nn.Module) -> None:
 
 
 def refuse_resizing(*_: Any, **__: Any) -> None:
-    """In the place of ``resize_token_embeddings`` of transformers' models inside units."""
+    """Raises StateError; it replaces ``resize_token_embeddings`` of transformers' models in units."""
     raise StateError(
         "resize_token_embeddings was called on a sharded model, of whose embedding each rank has a part; "
         "resize the plain model, before parallelize or fully_shard"
@@ -228,7 +222,7 @@ def refuse_resizing(*_: Any, **__: Any) -> None:
 
 
 def _check_bitsandbytes(name: str, param: Any) -> None:
-    """Raises Parallel3dError for a weight of bitsandbytes that would not be what it was, once sharded."""
+    """Raises Parallel3dError if ``param`` is a weight of bitsandbytes that does not work when sharded."""
     if type(param).__module__.partition(".")[0] != "bitsandbytes":
         return
     kind, problem = type(param).__name__, ""
@@ -251,7 +245,7 @@ def _check_bitsandbytes(name: str, param: Any) -> None:
 
 
 def check_settings_of_root(root: Any) -> None:
-    """Raises StateError if a unit inside ``root`` has settings that only the outermost one may have."""
+    """Raises StateError if a unit inside ``root`` has settings that only the outermost unit may have."""
     for module in root.modules:
         for unit in units_of(module, recurse=True):
             if unit is root:
@@ -270,7 +264,6 @@ def check_settings_of_root(root: Any) -> None:
 
 
 def check_module(module: object) -> None:
-    """Raises Parallel3dError unless ``module`` is an ``nn.Module``."""
     if not isinstance(module, nn.Module):
         raise Parallel3dError(
             f"{module!r} is not an nn.Module; give the model, or a module inside it"
@@ -281,12 +274,12 @@ def check_module(module: object) -> None:
 
 
 class Managed(NamedTuple):
-    """A parameter that a unit takes.
+    """A parameter that a unit manages: it is in the unit's modules, and in no unit inside them.
 
     Attributes:
         name: its first name within the unit's modules.
         places: all (module, attribute) that hold it.
-        owner: what an older unit has made of it, where it is tied across units.
+        owner: its ShardedParam if another unit has sharded it already (tied across units); else None.
     """
 
     name: str
@@ -296,7 +289,8 @@ class Managed(NamedTuple):
 
 
 def managed_params(modules: list[nn.Module], ignored: set[int]) -> list[Managed]:
-    """Returns the parameters of ``modules`` that are of no inner unit; raises if one can't be sharded."""
+    """Returns the parameters that a unit of ``modules`` manages; raises if one of them can't be sharded.
+    ``ignored``: ids of those to leave out."""
     found: dict[int, Managed] = {}
     for prefix, module in _walk(modules, unit_of):
         for attribute, param in module._parameters.items():
@@ -314,12 +308,12 @@ def managed_params(modules: list[nn.Module], ignored: set[int]) -> list[Managed]
 
 
 def units_modules(modules: Sequence[nn.Module]) -> Iterator[nn.Module]:
-    """Returns ``modules`` and the modules inside, but for those of inner units."""
+    """Returns ``modules`` and all modules inside, without units inside and what these contain."""
     return (module for _, module in _walk(modules, unit_of))
 
 
 def managed_modules(modules: list[nn.Module], ignored: set[int]) -> Iterator[nn.Module]:
-    """Yields the modules of ``units_modules``, but for those whose parameters are all ignored."""
+    """Yields the modules of ``units_modules`` that have a parameter that is not ignored, or buffers."""
     for module in units_modules(modules):
         # As in torch: modules with buffers too, and all of them if no parameter is ignored.
         if (
@@ -333,7 +327,7 @@ def managed_modules(modules: list[nn.Module], ignored: set[int]) -> Iterator[nn.
 def _walk(
     modules: Sequence[nn.Module], leave_out: Callable[[nn.Module], object]
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yields (name, module) of ``modules`` and of those inside, but for what ``leave_out`` is true of."""
+    """Yields (name, module) of ``modules`` and those inside, without those that ``leave_out`` excludes."""
     seen: set[int] = set()
     waiting = [("", module) for module in reversed(modules)]
     while waiting:
@@ -352,8 +346,8 @@ def _joined(prefix: str, name: str) -> str:
 
 
 # What was put into a root's modules after sharding is looked for when the root's forward begins, see
-# ``check_registered``; Parameters that are assigned, ``watch`` takes at once. A trainable parameter that no
-# unit has, and nobody has ignored, is an error there: no rank would average its gradient with the others'.
+# ``group.check_registered``. A trainable parameter that no unit has, and nobody has ignored, is an error
+# there: no rank would average its gradient with the others'.
 
 _IGNORED = "_parallel3d_ignored"  # attribute of a module: names of its ignored parameters
 
@@ -371,7 +365,7 @@ def missing_values(modules: Iterable[nn.Module]) -> StateError:
 
 
 def note_ignored(modules: Iterable[nn.Module], ignored: set[int]) -> None:
-    """Notes which parameters of ``modules`` are among ``ignored``, by id."""
+    """Stores in each of ``modules`` the names of its parameters whose ids are in ``ignored``."""
     for module in modules if ignored else ():
         names = {name for name, param in module._parameters.items() if id(param) in ignored}
         if names:
@@ -379,7 +373,8 @@ def note_ignored(modules: Iterable[nn.Module], ignored: set[int]) -> None:
 
 
 def check_loose(root: Any, modules: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
-    """Yields the parameters in ``modules`` that are of no unit nor ignored; raises if one is trainable."""
+    """Yields the frozen parameters in ``modules`` that belong to no unit and were not ignored; raises
+    Parallel3dError if there is a trainable one."""
     for prefix, module in _walk(modules, _is_unit_of_torch):
         for name, param in module._parameters.items():
             if param is None or owner_at(module, name) is not None:
@@ -412,7 +407,7 @@ def _loose_error(
 
 
 def _label_around(root: Any, prefix: str) -> str:
-    """Returns the label of the innermost unit around the module named ``prefix``."""
+    """Returns the label of the innermost unit that contains the module named ``prefix``."""
     module, label = root.modules[0], root.label
     for part in filter(None, prefix.split(".")):
         module = module._modules.get(part)
@@ -424,5 +419,4 @@ def _label_around(root: Any, prefix: str) -> str:
 
 
 def _is_unit_of_torch(module: nn.Module) -> bool:
-    """Whether ``module`` is a unit of torch's own engine."""
     return isinstance(module, TorchFSDPModule) and unit_of(module) is None

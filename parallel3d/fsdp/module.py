@@ -32,10 +32,11 @@ from parallel3d.fsdp.options.finalization import (
     finalization_of,
     set_manual_finalization,
 )
+from parallel3d.fsdp.options.memory import set_static_memory
 from parallel3d.fsdp.reduction import DEFAULT_REDUCER
 from parallel3d.fsdp.schedule import Prefetch, PrefetchSettings
 from parallel3d.fsdp.state_dict.full_params import check_not_swapped
-from parallel3d.fsdp.state_dict.model_state_dict import state_dict_as_set
+from parallel3d.fsdp.state_dict.state_dicts import state_dict_as_set
 from parallel3d.fsdp.unit import Unit, UnitModule
 from parallel3d.fsdp.watch import explain_load
 
@@ -90,7 +91,7 @@ class FSDPModule(UnitModule, TorchFSDPModule):
     _ddp_params_and_buffers_to_ignore = RefusesDdp()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Makes an object of the original class: a slice of a container module is no unit."""
+        """Makes an object of the original class, which is no unit: slicing a container module calls this."""
         original = cls.__mro__[cls.__mro__.index(TorchFSDPModule) + 1]
         self = original.__new__(original, *args, **kwargs)
         self.__init__(*args, **kwargs)
@@ -144,9 +145,20 @@ class FSDPModule(UnitModule, TorchFSDPModule):
         gathers into the memory, and a backward must not read it while the unit is sharded. The default is
         False, which also frees memory that is kept now.
         """
-        keep = as_bool("keep", keep)
         for unit in units_of(self, recurse):
-            unit.group.keep_storage(keep)
+            unit.group.keep_storage(as_bool("keep", keep))
+
+    def set_static_memory(self, static: bool) -> None:
+        """Sets whether this unit and all units inside allocate their buffers once, at fixed addresses.
+
+        Call it before the first forward. Units that are resharded after forward share buffers in turn; see
+        ``docs/engine.md``.
+
+        Raises:
+            Parallel3dError: a unit has parameters with an all-gather extension, or a custom collective.
+            StateError: a unit has run already.
+        """
+        set_static_memory(units_of(self, recurse=True), as_bool("static", static))
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Sets whether forward frees the unsharded parameters, so that backward gathers them again.
@@ -154,9 +166,8 @@ class FSDPModule(UnitModule, TorchFSDPModule):
         With False backward uses the values that forward has gathered. The next forward gathers again; see
         ``set_keep_between_forwards``.
         """
-        reshard_after_forward = as_bool("reshard_after_forward", reshard_after_forward)
         for unit in units_of(self, recurse):
-            unit.reshard_after_forward = reshard_after_forward
+            unit.reshard_after_forward = as_bool("reshard_after_forward", reshard_after_forward)
 
     def set_keep_between_forwards(self, keep: bool, *, recurse: bool = True) -> None:
         """Sets whether forwards without a backward (evaluation, generation) reuse gathered parameters.
@@ -166,24 +177,22 @@ class FSDPModule(UnitModule, TorchFSDPModule):
         however they were changed. True saves these all-gathers unless a change of the weights is noticed: run
         one forward with False after other changes.
         """
-        keep = as_bool("keep", keep)
         for unit in units_of(self, recurse):
-            unit.keep_between_forwards = keep
+            unit.keep_between_forwards = as_bool("keep", keep)
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """Sets whether backward frees the unsharded parameters. False saves the next micro-batch's gather.
+        """Sets whether backward frees the unsharded parameters. False saves the next all-gather.
 
-        A forward gathers again if a change of the weights was noticed: make other changes after a backward
-        with True.
+        The next forward gathers again only if a change of the weights was noticed: before a change that is
+        not noticed, run a backward with True.
         """
-        reshard_after_backward = as_bool("reshard_after_backward", reshard_after_backward)
         for unit in units_of(self, recurse):
-            unit.reshard_after_backward = reshard_after_backward
+            unit.reshard_after_backward = as_bool("reshard_after_backward", reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Sets whether backward gathers this unit's parameters; use False if backward doesn't read them."""
+        """Sets whether backward gathers this unit; use False if it reads no parameters (an embedding)."""
         get_unit(self).unshard_in_backward = as_bool("unshard_in_backward", unshard_in_backward)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
@@ -207,7 +216,7 @@ class FSDPModule(UnitModule, TorchFSDPModule):
         get_unit(self).backward_prefetch = _refs("backward", modules)
 
     def set_post_optim_event(self, event: Any) -> None:
-        """Sets the event that the first all-gather of the next forward waits for, instead of the stream.
+        """Sets an event that the next forward's first all-gather waits for, instead of the current stream.
 
         Record it after the optimizer step, and set a new one in each step: it is used once.
         """
@@ -281,7 +290,8 @@ class FSDPModule(UnitModule, TorchFSDPModule):
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
         """Like ``nn.Module.named_modules``.
 
-        ``named_parameters`` of a module around this one calls it before it reads this unit's parameters.
+        It also reshards units that a failed backward has left unsharded: ``named_parameters`` of a module
+        around this one calls it before it reads this unit's parameters.
         """
         get_unit(self).come_to_rest()
         return super().named_modules(*args, **kwargs)  # type: ignore[misc]
@@ -333,7 +343,7 @@ class FSDPModule(UnitModule, TorchFSDPModule):
             raise StateError(message) from error
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Registers the sharded Parameters first; a module around this one calls only this method."""
+        """Registers the sharded Parameters first; loading a module around this one calls only this."""
         get_unit(self).show_shards()
         super()._load_from_state_dict(*args, **kwargs)  # type: ignore[misc]
 
@@ -342,7 +352,7 @@ class FSDPModule(UnitModule, TorchFSDPModule):
         return copy_module(self, memo)  # type: ignore[arg-type]
 
     def _get_fsdp_state(self) -> TorchState:  # type: ignore[override]
-        """Returns the object that torch's own functions expect."""
+        """Returns the ``TorchState``, on which torch's own functions for FSDP modules work."""
         return fully_shard_state(self)  # type: ignore[arg-type]
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
@@ -378,9 +388,8 @@ class FSDPModule(UnitModule, TorchFSDPModule):
             StateError: the buffers already come from another allocator.
         """
         unit = get_unit(self)
-        comm_hooks.check_custom(
-            unit, "set_custom_all_gather", comm, attrgetter("settings.gather_comm")
-        )
+        present = attrgetter("settings.gather_comm")
+        comm_hooks.check_custom(unit, "set_custom_all_gather", comm, present)
         for bucket in unit.group.buckets:
             bucket.change(gather_comm=comm)
 
@@ -390,11 +399,10 @@ class FSDPModule(UnitModule, TorchFSDPModule):
         It is also called with ``op``, which is always a sum: the engine divides afterwards.
         """
         unit = get_unit(self)
-        comm_hooks.check_custom(
-            unit, "set_custom_reduce_scatter", comm, comm_hooks.custom_reduce_scatter
-        )
+        present = comm_hooks.custom_reduce_scatter
+        comm_hooks.check_custom(unit, "set_custom_reduce_scatter", comm, present)
         for bucket in unit.group.buckets:
-            if comm is not None or comm_hooks.custom_reduce_scatter(bucket) is not None:
+            if comm is not None or present(bucket) is not None:
                 comm_hooks.set_reduce_scatter(bucket, comm)
 
     def set_all_reduce_hook(
@@ -486,11 +494,10 @@ class FSDPModule(UnitModule, TorchFSDPModule):
         for bucket in unit.group.buckets:
             if factor is not None:
                 comm_hooks.check_not_hooked("set_gradient_divide_factor", bucket)
-            if bucket.settings.divide_factor != factor and bucket.grads.holds_reduced:
+            if bucket.settings.divide_factor != factor and bucket.grads.sums.holds_reduced:
                 raise StateError(
-                    f"unit {unit.label}: .grad holds a sum that is not reduced yet, with gradients that were "
-                    f"already divided by {bucket.divisor}; set the factor before the first "
-                    "backward, or after zero_grad()"
+                    f"unit {unit.label}: .grad holds an unreduced sum of gradients already divided by "
+                    f"{bucket.divisor}; set the factor before the first backward, or after zero_grad()"
                 )
         for bucket in unit.group.buckets:
             bucket.change(divide_factor=factor)
@@ -518,11 +525,11 @@ class FSDPModule(UnitModule, TorchFSDPModule):
         With True ranks may use different parameters: ``.grad`` is set on every rank, and reductions keep the
         model's order.
         """
-        reduce_scatter_unused_params = as_bool(
-            "reduce_scatter_unused_params", reduce_scatter_unused_params
-        )
-        for bucket in _buckets(self, recurse):
-            bucket.change(reduce_unused=reduce_scatter_unused_params)
+        unused = as_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
+        for unit in units_of(self, recurse):
+            unit.reduce_unused = unused and bool(unit.group.buckets)
+            for bucket in unit.group.buckets:
+                bucket.change(reduce_unused=unused)
 
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
@@ -600,9 +607,8 @@ class FSDPModule(UnitModule, TorchFSDPModule):
             comm_hooks.check_symmetric(bucket)
             comm_hooks.check_symmetric_inputs(bucket.settings.force_sum, bucket.settings.max_inputs)
         for bucket in buckets:
-            comm_hooks.set_engine_collectives(
-                bucket, symmetric=True, reduces=bucket.settings.force_sum
-            )
+            sums = bucket.settings.force_sum
+            comm_hooks.set_engine_collectives(bucket, symmetric=True, reduces=sums)
 
     # -- prefetch settings of the outermost unit -----------------------------------------------------
 
@@ -624,12 +630,9 @@ class FSDPModule(UnitModule, TorchFSDPModule):
                 f"backward_prefetch is {prefetch!r}; it must be BackwardPrefetch.BACKWARD_PRE, "
                 "BackwardPrefetch.BACKWARD_POST, or None for no prefetch"
             )
-        when = {
-            BackwardPrefetch.BACKWARD_PRE: Prefetch.BEFORE,
-            BackwardPrefetch.BACKWARD_POST: Prefetch.AFTER,
-            None: Prefetch.NEVER,
-        }
-        _change_prefetch(self, "set_backward_prefetch", backward=when[prefetch])
+        when = Prefetch.NEVER if prefetch is None else Prefetch.BEFORE
+        when = Prefetch.AFTER if prefetch is BackwardPrefetch.BACKWARD_POST else when
+        _change_prefetch(self, "set_backward_prefetch", backward=when)
 
     def set_forward_prefetch(self, enable: bool) -> None:
         """Sets whether a unit's forward gathers the unit that ran next in the last iteration; default True.

@@ -41,13 +41,15 @@ from parallel3d.fsdp.layout import (
     CPU_BYTES,
     PartialGrad,
     Segment,
+    default_dim,
     padded_shape,
 )
 from parallel3d.fsdp.placement import DataAxes, ParamAxes, chunk_length
 
 
 class OwnSetattr:
-    """Used like ``module._parameters``, but sets by the class's own ``__setattr__``, as ``nn.LSTM`` needs."""
+    """Sets a module's parameters by the class's own ``__setattr__``, as ``nn.LSTM`` needs it; used in place
+    of ``module._parameters``."""
 
     __slots__ = ("module",)
     is_putting = False  # whether the engine is setting one now
@@ -56,8 +58,7 @@ class OwnSetattr:
         self.module = weakref.ref(module)
 
     def get(self, name: str) -> Any:
-        module = self.module()
-        return None if module is None else module._parameters.get(name)
+        return (parameters_dict(self) or {}).get(name)
 
     def __setitem__(self, name: str, value: nn.Parameter) -> None:
         module = self.module()
@@ -74,14 +75,15 @@ class OwnSetattr:
 
 
 def holder_of(module: nn.Module) -> Any:
-    """Returns the ``_parameters`` of ``module``, or an ``OwnSetattr``, to get and set its parameters."""
+    """Returns an object to get and set parameters of ``module`` with: its ``_parameters`` dict, or an
+    ``OwnSetattr`` if its class has a ``__setattr__`` of its own."""
     if type(module).__setattr__ is nn.Module.__setattr__ or _hands_on(module):
         return module._parameters
     return OwnSetattr(module)
 
 
 def _hands_on(module: nn.Module) -> bool:
-    """Whether the ``__setattr__`` of ``module`` sets another module's attributes, as a wrapper's may."""
+    """Whether setting an attribute of ``module`` sets it on another module instead, as wrappers may do."""
     probe = "_parallel3d_probe"
     with suppress(Exception):  # it may refuse names
         setattr(module, probe, None)
@@ -90,7 +92,7 @@ def _hands_on(module: nn.Module) -> bool:
 
 
 def parameters_dict(holder: Any) -> dict[str, nn.Parameter | None] | None:
-    """Returns the ``_parameters`` dict of ``holder``, from ``holder_of``; None if its module is deleted."""
+    """Returns the ``_parameters`` dict behind ``holder`` (of ``holder_of``); None: its module is deleted."""
     if not isinstance(holder, OwnSetattr):
         return holder
     module = holder.module()
@@ -99,13 +101,12 @@ def parameters_dict(holder: Any) -> dict[str, nn.Parameter | None] | None:
 
 _TAKEN = "_parallel3d_taken_by"  # attribute of a user's Parameter that a unit has replaced
 _owners: weakref.WeakValueDictionary[int, ShardedParam] = weakref.WeakValueDictionary()
-_places: weakref.WeakValueDictionary[tuple[int, str], ShardedParam] = (
-    weakref.WeakValueDictionary()  # keys: id of a ``module._parameters``, name
-)
+# Keys: id of a ``module._parameters``, name.
+_places: weakref.WeakValueDictionary[tuple[int, str], ShardedParam] = weakref.WeakValueDictionary()
 
 
 class _TakenBy:
-    """A weak reference to a ShardedParam; copies and pickles of it refer to nothing."""
+    """A weak reference to a ShardedParam that can be copied and pickled; the copy then refers to nothing."""
 
     __slots__ = ("owner",)
 
@@ -113,12 +114,12 @@ class _TakenBy:
         self.owner = weakref.ref(owner) if owner is not None else lambda: None
 
     def __reduce__(self) -> Any:
-        return _TakenBy, ()
+        return type(self), ()
 
 
 def owner_of(param: torch.Tensor) -> ShardedParam | None:
-    """Returns the ShardedParam of ``param``, a sharded Parameter or the user's Parameter that it replaced;
-    None if ``param`` belongs to no unit, or the model is deleted."""
+    """Returns the ShardedParam whose sharded Parameter ``param`` is, or whose sharded Parameter has replaced
+    the user's ``param``. None if ``param`` belongs to no unit, or the model was deleted."""
     owner = _owners.get(id(param))
     if owner is not None and owner.sharded is param:
         return owner
@@ -127,7 +128,7 @@ def owner_of(param: torch.Tensor) -> ShardedParam | None:
 
 
 def owner_at(module: nn.Module, name: str) -> ShardedParam | None:
-    """Returns the ShardedParam that belongs at ``module.name``, whatever is registered there now."""
+    """Returns the ShardedParam of the attribute ``module.name``, whatever is registered there now."""
     owner = _places.get((id(module._parameters), name))
     if owner is None:
         return None
@@ -136,26 +137,24 @@ def owner_at(module: nn.Module, name: str) -> ShardedParam | None:
 
 
 def named(owner: ShardedParam) -> str:
-    """Returns ``parameter weight of unit layers.0``."""
+    """Returns a name for messages, such as ``parameter weight of unit layers.0``."""
     unit = owner.unit()
     return f"parameter {owner.name}" + ("" if unit is None else f" of unit {unit.label}")
 
 
 def mark_taken(param: nn.Parameter, owner: ShardedParam) -> None:
-    """Makes ``owner_of`` return ``owner`` for ``param``, the user's Parameter that it replaces."""
+    """Makes ``owner_of(param)`` return ``owner``: its sharded Parameter has replaced the user's ``param``."""
     setattr(param, _TAKEN, _TakenBy(owner))
 
 
-# Writes that would be lost.
-#
-# Forward sees unsharded parameters, which are freed when their unit is resharded: what a forward writes to
-# them would be lost. Their version counters tell of it, see ``bucket.Versions``, and ``watch`` of ``.data``.
+# What a forward writes to unsharded parameters would be lost, as they are freed when their unit is resharded.
+# Their version counters tell of it, see ``bucket.Versions``, and ``watch`` of ``.data``.
 
 _UNSHARDED = "_parallel3d_unsharded"  # attribute of an unsharded parameter: an ``_Unsharded``
 
 
 class _Unsharded(_TakenBy):
-    """Whose unsharded parameter a parameter is, and whether it has its own storage, which is freed."""
+    """The mark of an unsharded parameter: its ShardedParam, and whether its memory is freed by resharding."""
 
     __slots__ = ("is_freed",)
 
@@ -163,23 +162,18 @@ class _Unsharded(_TakenBy):
         super().__init__(owner)
         self.is_freed = is_freed
 
-    def __reduce__(self) -> Any:
-        return _Unsharded, ()
-
 
 def mark_unsharded(param: torch.Tensor, owner: ShardedParam, *, is_freed: bool) -> None:
-    """Notes that ``param`` is the unsharded parameter of ``owner``; ``is_freed``: whether its memory is freed
-    when the unit is resharded."""
+    """Marks ``param`` as the unsharded parameter of ``owner``; ``is_freed``: whether resharding frees it."""
     vars(param)[_UNSHARDED] = _Unsharded(owner, is_freed)
 
 
 def unsharded_mark(param: torch.Tensor) -> _Unsharded | None:
-    """Returns what ``mark_unsharded`` has noted."""
     return vars(param).get(_UNSHARDED)
 
 
 def lost_write(unit: Any, names: Sequence[str]) -> StateError:
-    """The error of a write to the unsharded parameters ``names`` of ``unit``."""
+    """Returns the error for a change of unsharded parameters, named ``names``, that resharding would lose."""
     label = "" if unit is None else unit.label
     return StateError(
         f"unit {label}: {', '.join(names)} was changed in the unit's forward or backward, or after "
@@ -194,52 +188,45 @@ def lost_write(unit: Any, names: Sequence[str]) -> StateError:
 
 @dataclass(frozen=True)
 class Geometry:
-    """Shapes of one parameter, and its views of the engine's buffers.
+    """The shapes of one parameter, and functions that return views of the engine's buffers in these shapes.
 
-    Attributes:
-        dim: the dim that the engine shards; None if the parameter is replicated on the shard axis.
-        num_shards: number of ranks that it is sharded over.
-        global_shape, compute_shape: see the module's docstring.
-        local_shape: shape of the sharded Parameter's local tensor; chunk_shape: the same with padding.
-        region_shape: shape of all ranks' chunks together, with padding.
-        padded_numel: elements of its segment in each rank's buffer.
-        fills_segment: whether chunks are equal on all tp ranks.
-        even: whether no rank's segment has padding.
-        lies_as_sent: whether the segments of all shard ranks, one after another, are the unsharded parameter.
-        padded_inside: whether padding would lie between the rows, and not behind them.
+    A *segment* is the parameter's part of one rank's buffer, a *region* that of all ranks together.
     """
 
-    dim: int | None
-    num_shards: int
+    dim: int | None  # that the engine shards; None: replicated on the shard axis
+    num_shards: int  # number of ranks that it is sharded over
+    multiple: int  # each chunk but the last has a multiple of so many rows of ``dim``
     global_shape: torch.Size
     compute_shape: tuple[int, ...]
-    local_shape: tuple[int, ...]
-    chunk_shape: tuple[int, ...]
-    region_shape: tuple[int, ...]
-    padded_numel: int
-    fills_segment: bool
-    even: bool
-    lies_as_sent: bool
-    padded_inside: bool
+    local_shape: tuple[int, ...]  # of the sharded Parameter's local tensor
+    chunk_shape: tuple[int, ...]  # the same with padding
+    region_shape: tuple[int, ...]  # of all ranks' chunks together, with padding
+    padded_numel: int  # elements of its segment in each rank's buffer
+    fills_segment: bool  # whether chunks are equal on all tp ranks
+    even: bool  # whether no rank's segment has padding
+    lies_as_sent: (
+        bool  # whether all ranks' segments, one after another, are the unsharded parameter
+    )
+    padded_inside: bool  # whether padding would lie between the rows, and not behind them
 
     @classmethod
-    def of(cls, on: ParamAxes, shape: torch.Size, dim: int | None) -> Geometry:
-        """Returns that of a parameter of ``shape`` on the axes ``on``, whose ``dim`` is sharded."""
+    def of(cls, on: ParamAxes, shape: torch.Size, dim: int | None, multiple: int = 1) -> Geometry:
+        """Returns the geometry of a parameter of global ``shape`` on axes ``on`` whose ``dim`` is sharded."""
         n = 1 if dim is None else on.data.num_shards
         largest = on.largest(shape)
-        padded = padded_shape(largest, dim, n)
+        padded = padded_shape(largest, dim, n, multiple)
         compute = on.mine(shape)  # sizes may be SymInts under simulated ranks
         local, chunk, region = list(compute), list(compute), list(compute)
         padded_numel = prod(padded)
         if dim is not None:
             padded_numel //= n
-            local[dim] = chunk_length(compute[dim], n, on.data.part_index)
+            local[dim] = chunk_length(compute[dim], n, on.data.part_index, multiple)
             chunk[dim], region[dim] = padded[dim] // n, padded[dim]
         fills = on.are_even(shape)
-        on_first = dim in (None, 0)
         return cls(
             dim,
             n,
+            multiple,
             shape,
             tuple(compute),
             tuple(local),
@@ -248,15 +235,15 @@ class Geometry:
             padded_numel,
             fills_segment=fills,
             even=fills and padded == largest,
-            lies_as_sent=fills and on_first,
+            lies_as_sent=fills and dim in (None, 0),
             padded_inside=dim not in (None, 0) and padded[dim] * on.ways(dim) != shape[dim],
         )
 
     def local_view(self, segment: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's rows, a view of ``local_shape``, in its ``segment``, (padded_numel,).
+        """Returns a view of ``segment``, (padded_numel,), with this rank's rows, of ``local_shape``.
 
-        Uneven chunks of a dim other than the first are stored with that dim outermost. Padding is then behind
-        the rows and not between them, as fused optimizers need a parameter in contiguous memory.
+        Uneven chunks of a dim other than the first are stored with that dim first. Padding then comes after
+        the rows and not between them, as fused optimizers need contiguous memory.
         """
         if self.padded_inside:
             assert self.dim is not None
@@ -265,11 +252,12 @@ class Geometry:
         return self._trim(self.shaped(segment, self.chunk_shape), self.local_shape)
 
     def compute_view(self, region: torch.Tensor) -> torch.Tensor:
-        """Returns ``region``, (num_shards * padded_numel,), as a view of ``compute_shape``."""
+        """Returns a view of ``region``, (num_shards * padded_numel,), without padding: ``compute_shape``."""
         return self._trim(self.shaped(region, self.region_shape), self.compute_shape)
 
     def contiguous_view(self, region: torch.Tensor) -> torch.Tensor:
-        """Returns the same without padding between rows: what forward sees of the unsharded buffer."""
+        """Returns the unsharded parameter in ``region``, of ``compute_shape`` and contiguous: its padding is
+        at the end of the region."""
         if not self.padded_inside:
             return self.compute_view(region)
         return region.narrow(0, 0, prod(self.compute_shape)).view(self.compute_shape)
@@ -277,12 +265,11 @@ class Geometry:
     def copy_pairs(
         self, region: torch.Tensor, columns: torch.Tensor, first: int = 0
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Returns (target, source) views of equal shapes that copy gathered segments to an unsharded region.
+        """Returns (target, source) pairs of views of equal shapes, to copy gathered segments to ``region``.
 
         Args:
-            region: (num_shards * padded_numel,), of the unsharded buffer.
-            columns: (rows, padded_numel), of a gathered buffer: the segments of shard rank ``first`` and the
-                following ones.
+            region: (num_shards * padded_numel,): the parameter's part of the unsharded buffer.
+            columns: (rows, padded_numel) of a gathered buffer: segments of shard ranks from ``first`` on.
         """
         rows, sources = columns.shape[0], self.segments_by_rank(columns)
         if not self.padded_inside:
@@ -302,11 +289,12 @@ class Geometry:
         return pairs
 
     def by_rank(self, region: torch.Tensor) -> torch.Tensor:
-        """Returns a view of ``region`` whose entry i is the chunk of shard rank i, (num_shards, ...)."""
+        """Returns a view of ``region`` of shape (num_shards, *chunk_shape): entry i is shard rank i's chunk.
+        Where the chunks lie one after another they may be flat: (num_shards, padded_numel)."""
         return self._split(self.shaped(region, self.region_shape))
 
     def segments_by_rank(self, columns: torch.Tensor) -> torch.Tensor:
-        """Returns ``columns``, (ranks, padded_numel) of a gathered buffer, shaped as by ``by_rank``."""
+        """Returns a view of ``columns``, (ranks, padded_numel), shaped as by ``by_rank``."""
         if self.even and self.dim in (None, 0):
             return columns
         if not self.even:
@@ -317,20 +305,23 @@ class Geometry:
         return columns.unflatten(1, self.chunk_shape)
 
     def _outermost(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Returns ``shape`` with the sharded dim moved to the front."""
         assert self.dim is not None
         return (shape[self.dim], *shape[: self.dim], *shape[self.dim + 1 :])
 
     def grad_by_rank(self, grad: torch.Tensor) -> torch.Tensor:
-        """Returns a gradient of compute_shape, padded with zeros if needed, shaped as by ``by_rank``."""
-        if not self.even:
-            padded = torch.zeros(self.region_shape, dtype=grad.dtype, device=grad.device)
-            self._trim(padded, self.compute_shape).copy_(grad)
-            grad = padded
-        return self._split(grad)
+        """Returns ``grad``, of ``compute_shape``, padded with zeros if need be, shaped as by ``by_rank``."""
+        return self._split(self.padded(grad))
+
+    def padded(self, grad: torch.Tensor) -> torch.Tensor:
+        """Returns ``grad``, of ``compute_shape``, padded with zeros to ``region_shape`` if need be."""
+        if self.even:
+            return grad
+        padded = torch.zeros(self.region_shape, dtype=grad.dtype, device=grad.device)
+        self._trim(padded, self.compute_shape).copy_(grad)
+        return padded
 
     def shaped(self, flat: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """Returns the first elements of ``flat`` in ``shape``; a tp rank with fewer rows leaves some over."""
+        """Returns the first ``prod(shape)`` elements of ``flat`` in ``shape``; the rest is padding."""
         if not self.even:
             flat = flat.narrow(0, 0, prod(shape))
         return flat.view(tuple(shape))
@@ -343,36 +334,38 @@ class Geometry:
         return region.unflatten(self.dim, (self.num_shards, -1)).movedim(self.dim, 0)
 
     def _trim(self, tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """Returns ``tensor`` without the rows that pad the sharded dim."""
+        """Returns ``tensor`` with the sharded dim cut to its size in ``shape``: without padding."""
         if self.even or self.dim is None:
             return tensor
         return tensor.narrow(self.dim, 0, shape[self.dim])
 
 
 class ShardedParam:
-    """One parameter of a unit. Its constructor shards ``dim``; None: the first possible one, in torch 0.
+    """One parameter of a unit: how it is sharded, and its sharded Parameter.
+
+    The constructor's ``dim`` is the dim to shard; None: that of ``layout.default_dim``, or with ``block``
+    that of ``layout.block_dim``. *Own axes* are the parameter's axes other than the engine's (tp, ep).
 
     Attributes:
         name: name within the unit's modules, for messages.
-        module_infos: (``module._parameters`` or an ``OwnSetattr``, name there) of each place that holds it,
+        module_infos: (``module._parameters`` or an ``OwnSetattr``, attribute) of each place that holds it,
             several if it is tied. They do not refer to the modules, to avoid a reference cycle.
         module: weak reference to the first module that holds it.
         unit: weak reference to its unit; before there is one, a function that returns None.
-        axes: the engine's axes for it.
-        layout: what tensor parallelism says about it.
-        on: all axes that it lies on.
-        tp_mesh: the mesh of its only own axis, tensor parallelism's, if it has one.
-        tp_size: number of ranks on ``on.summed``: that axis, or with ``dp_mesh_dims`` the only one with
-            several ranks beside the data axes; 1 if there is none.
+        axes: the data axes that the engine shards and replicates it over.
+        layout: the ``ParamLayout`` that tensor parallelism has attached to it.
+        on: all axes that it lies on, own axes included.
+        tp_mesh: the mesh of its own axis if it has exactly one, which is tp; else None.
+        tp_size: number of ranks on ``on.summed``; 1 if there is none.
         may_be_partial: whether autograd may return a gradient that is partial over tp, as torch's own
             parallel styles make for a replicated DTensor; its bucket then sums it.
         geometry: its shapes.
         keeps_dtype: whether it is computed and reduced in its own dtype, by ``full_precision_modules`` or
             ``param_dtype_override_fn`` of the policy.
         grad_dtype: the user's setting, see ``grad_dtype_of``.
-        initial: this rank's part on the own axes, until the bucket has copied it.
-        sharded: the Parameter that the user sees at rest; the same object for the model's life.
-        spec: its DTensor spec.
+        initial: this rank's tensor before sharding; None once the bucket has copied its shard from it.
+        sharded: the sharded Parameter; the same object for the model's life.
+        spec: the DTensor spec of ``sharded``.
     """
 
     def __init__(
@@ -382,6 +375,7 @@ class ShardedParam:
         places: list[tuple[nn.Module, str]],
         axes: DataAxes,
         dim: int | None = None,
+        block: int | None = None,
     ) -> None:
         self.name = name
         self.module_infos: list[tuple[Any, str]] = []
@@ -403,17 +397,22 @@ class ShardedParam:
         )
         self.dtype = param.dtype
         self.requires_grad = param.requires_grad
-        works = self.on.dims(param.shape)
-        if dim is None:
+        whole = param.detach()
+        local = get_local_tensor(whole) if isinstance(whole, DTensor) else whole
+        works, rows = self.on.dims(param.shape), 1
+        if dim is None and hasattr(local, "fsdp_pre_all_gather"):  # which is given rows
             dim = next(iter(works), None)
+        elif dim is None and block is not None:
+            dim, rows = self.on.in_blocks(param.shape, block)
+        elif dim is None:
+            cut = {d for _, d in self.on.cuts}
+            dim = default_dim(self.on.largest(param.shape), works, cut, axes.num_shards)
         elif dim not in works:
             raise self._not_on(dim, param.shape, works)
-        self.geometry = Geometry.of(self.on, param.shape, dim)
-        whole = param.detach()
-        self.initial: torch.Tensor | None = (
-            get_local_tensor(whole) if isinstance(whole, DTensor) else whole
-        )
-        self.spec = make_spec(self.on.mesh, self.on.placements(self.dim), param.shape, param.dtype)
+        self.geometry = Geometry.of(self.on, param.shape, dim, rows)
+        self.initial: torch.Tensor | None = local
+        placements = self.on.placements(dim, param.shape, rows)
+        self.spec = make_spec(self.on.mesh, placements, param.shape, param.dtype)
         self.sharded: nn.Parameter = param  # the user's Parameter until ``place`` is called
         self.placed = False
         self.keeps_dtype = False
@@ -428,17 +427,16 @@ class ShardedParam:
 
     @property
     def dim(self) -> int | None:
-        """The dim that the engine shards; None if the parameter is replicated on the shard axis."""
+        """The dim that the engine shards; None if it shards none."""
         return self.geometry.dim
 
     @property
     def num_shards(self) -> int:
-        """Number of ranks that it is sharded over."""
         return self.geometry.num_shards
 
     @property
     def global_shape(self) -> torch.Size:
-        """The plain model's."""
+        """The parameter's shape in the plain model."""
         return self.geometry.global_shape
 
     def _not_on(self, dim: int, shape: torch.Size, works: Iterable[int]) -> Parallel3dError:
@@ -452,24 +450,23 @@ class ShardedParam:
     def unreduced_spec(
         self, dtype: torch.dtype, *, over_shard: bool, tp_partial: bool = False
     ) -> DTensorSpec:
-        """Returns the DTensor spec of an unreduced gradient.
+        """Returns the DTensor spec of an accumulated gradient that is not fully reduced.
 
         Args:
-            over_shard: whether the sum over shard, and not only that over replicate, is still to be made.
-            tp_partial: whether the sum over tp is, also if the layout doesn't say so.
+            over_shard: True: it is not reduced at all; False: only the all-reduce over replicate is missing.
+            tp_partial: whether the sum over tp is missing too, even if the layout doesn't say so.
         """
-        placements = list(self.spec.placements)
-        for axis in self.axes.replicas:
-            placements[axis] = Partial("avg" if over_shard else "sum")
+        placements, unreduced = list(self.spec.placements), [*self.axes.replicas]
         if self.axes.shard is not None and (over_shard or self.dim is None):
-            placements[self.axes.shard] = Partial("avg" if over_shard else "sum")
+            unreduced.append(self.axes.shard)
+        for axis in unreduced:
+            placements[axis] = Partial("avg" if over_shard else "sum")
         tp_partial = tp_partial or self.layout.tp_grad == "partial"
         if over_shard and tp_partial and self.on.summed is not None:
             placements[self.on.summed[1]] = Partial()
         return make_spec(self.spec.mesh, placements, self.global_shape, dtype)
 
     def reduced_spec(self, dtype: torch.dtype) -> DTensorSpec:
-        """Returns the DTensor spec of a reduced gradient of ``dtype``."""
         return make_spec(self.spec.mesh, self.spec.placements, self.global_shape, dtype)
 
     # -- the Parameter at rest ---------------------------------------------------------------------
@@ -480,7 +477,7 @@ class ShardedParam:
         return get_local_tensor(self.sharded)
 
     def attributes(self) -> dict[str, object]:
-        """Returns what the user's Parameter carries, which a module's forward may read."""
+        """Returns attributes that the user has set on the Parameter, which a module's forward may read."""
         return {key: value for key, value in vars(self.sharded).items() if key[0] != "_"}
 
     def place(self, local: torch.Tensor) -> None:
@@ -508,7 +505,7 @@ class ShardedParam:
         vars(self.sharded).update(attributes)
 
     def copy_of_sharded(self) -> nn.Parameter:
-        """Returns a copy of the sharded Parameter; deepcopy can't copy simulated ranks."""
+        """Returns a copy of the sharded Parameter, also under simulated ranks, which deepcopy can't copy."""
         local = own_copy(self.local.detach())
         new = nn.Parameter(make_dtensor(local, self.spec), self.sharded.requires_grad)
         set_local_tensor(new, local)
@@ -516,8 +513,13 @@ class ShardedParam:
         vars(new).update({k: v for k, v in vars(self.sharded).items() if k != _TAKEN})
         return new
 
+    def _shares_memory(self, given: torch.Tensor) -> bool:
+        shares = isinstance(given, DTensor) and not (given.is_meta or self.sharded.is_meta)
+        return shares and get_local_tensor(given).is_set_to(self.local)
+
     def take_values(self, given: nn.Parameter) -> None:
-        """Copies the values, gradient and ``requires_grad`` of ``given``, which has replaced it in a module.
+        """Copies the values, gradient and ``requires_grad`` of ``given``, a Parameter that has replaced the
+        sharded one in a module, to the sharded one.
 
         Raises:
             Parallel3dError: ``given`` is no Parameter, or has another shape.
@@ -554,54 +556,43 @@ class ShardedParam:
             mark_replaced(given, module, self.module_infos[0][1], where, assigned=True)
 
     def set_data(self, value: torch.Tensor) -> None:
-        """Does ``sharded.data = value``: the shard of ``value`` is the local tensor, which the bucket adopts.
-
-        Args:
-            value: a DTensor on any placements, or a whole tensor.
-
-        Raises:
-            Parallel3dError: ``value`` has another shape, dtype or device.
-        """
-        with torch.no_grad():
-            kind, own = (
-                (tuple(t.shape), t.dtype, t.device) if isinstance(t, torch.Tensor) else t
-                for t in (value, self.sharded)
+        """Implements ``sharded.data = value`` for a whole tensor or a DTensor on any placements: this rank's
+        shard of it becomes the local tensor. Raises Parallel3dError for another shape, dtype or device."""
+        kind, own = (
+            (tuple(t.shape), t.dtype, t.device) if isinstance(t, torch.Tensor) else t
+            for t in (value, self.sharded)
+        )
+        if kind != own:
+            raise Parallel3dError(
+                f"parameter {self.name} of (shape, dtype, device) {own} was given .data = {kind}; give a "
+                "DTensor or a whole tensor of the same, convert the whole model by model.to(...), or "
+                "load values by model.load_state_dict(state, assign=True)"
             )
-            if kind != own:
-                raise Parallel3dError(
-                    f"parameter {self.name} of (shape, dtype, device) {own} was given .data = {kind}; give a "
-                    "DTensor or a whole tensor of the same, convert the whole model by model.to(...), or "
-                    "load values by model.load_state_dict(state, assign=True)"
-                )
+        with torch.no_grad():
             local = self.local_part(value)
             if not local.is_set_to(self.local):  # as ``param.data += ...`` gives it
                 set_local_tensor(self.sharded, local)
                 torch.autograd.graph.increment_version(self.sharded)
 
-    def _shares_memory(self, given: torch.Tensor) -> bool:
-        if not isinstance(given, DTensor) or given.is_meta or self.sharded.is_meta:
-            return False
-        return get_local_tensor(given).is_set_to(self.local)
-
     def take(self, parameter: nn.Parameter) -> None:
-        """Makes ``parameter``, a copy of the sharded Parameter, its sharded Parameter."""
+        """Sets ``sharded`` to ``parameter``, in a copied model whose Parameters were copied already."""
         self.sharded = parameter
         _owners[id(parameter)] = self
 
     def set_dtype(self, dtype: torch.dtype) -> None:
-        """Updates dtype and spec after a change of the sharded Parameter's dtype."""
         if dtype != self.dtype:
             self.dtype, self.spec = dtype, self.reduced_spec(dtype)
 
     # -- values ------------------------------------------------------------------------------------
 
     def shard_of(self, whole: torch.Tensor, *, tp_local: bool) -> torch.Tensor:
-        """Returns this rank's shard of ``whole``, of the compute shape (``tp_local``) or the global one."""
+        """Returns this rank's shard of ``whole``, of the compute shape if ``tp_local``, else global."""
         if not tp_local:
             whole = self.on.part_of(whole)
         if self.dim is None or self.num_shards == 1:
             return whole
-        return local_chunk(whole, self.dim, self.num_shards, self.axes.part_index)
+        index, multiple = self.axes.part_index, self.geometry.multiple
+        return local_chunk(whole, self.dim, self.num_shards, index, multiple)
 
     def local_part(self, whole: torch.Tensor) -> torch.Tensor:
         """Returns this rank's shard of ``whole``, a full tensor or a DTensor on any placements."""
@@ -614,7 +605,7 @@ class ShardedParam:
         return self.shard_of(whole, tp_local=False)
 
     def as_compute(self, local: torch.Tensor) -> torch.Tensor:
-        """Returns ``local`` as forward sees it: itself, or wrapped in a DTensor as the parameter was one."""
+        """Returns ``local`` as forward sees it: itself, or if the layout says so a DTensor on own axes."""
         mesh = self.on.compute_mesh
         if mesh is None or self.layout.compute == "local":
             return local
@@ -623,9 +614,9 @@ class ShardedParam:
         )
 
     def local_grad(self, grad: DTensor, dtype: torch.dtype) -> tuple[torch.Tensor, bool]:
-        """Returns (the local tensor of a DTensor gradient, whether its bucket must sum it over tp).
+        """Returns (local tensor of the DTensor ``grad``, whether the bucket must still sum it over tp).
 
-        Gradients that are partial in another way are summed here, in ``dtype``, that of the reductions.
+        A gradient that is partial in another way is summed here, in ``dtype``, the reduce dtype.
         """
         placements, wanted = grad.placements, self.on.gradient_placements(grad.placements)
         if placements == wanted:
@@ -637,33 +628,23 @@ class ShardedParam:
         return cast.redistribute(placements=wanted).to_local(), False
 
 
-# Steps of optimizers: which parameters were changed by them. See ``bucket.Versions``.
-
-
 class OptimizerSteps:
-    """The steps of one optimizer, which ``watch`` counts.
+    """Record of one optimizer's steps, by which ``bucket.Versions`` notices that weights have changed."""
 
-    Attributes:
-        total: number of steps of all optimizers so far.
-        of_alive, of_deleted: the records of all optimizers that have stepped; of deleted ones the last few.
-        last: number of its last step, as counted by ``total``.
-        params: ids of the parameters that it optimizes.
-        copies: whether some of them are DTensors of no unit: it may copy these to a unit's parameters.
-    """
-
-    total: ClassVar[int] = 0
+    total: ClassVar[int] = 0  # of all optimizers so far
+    # The records of all optimizers that have stepped. More deleted ones than these are hardly between a
+    # forward and its backward.
     of_alive: ClassVar[weakref.WeakKeyDictionary] = weakref.WeakKeyDictionary()
-    # More than these are hardly deleted between a forward and its backward.
     of_deleted: ClassVar[deque[OptimizerSteps]] = deque(maxlen=8)
 
     def __init__(self) -> None:
-        self.last = -1
-        self.params: set[int] = set()
+        self.last = -1  # number of its last step, as counted by ``total``
+        self.params: set[int] = set()  # ids of those that it optimizes
+        # Whether some are DTensors of no unit: it may copy these to a unit's parameters.
         self.copies = False
 
 
 def segment_of(param: ShardedParam) -> Segment:
-    """``param`` as the arithmetic of ``layout`` takes it."""
     partial = PartialGrad.MAYBE if param.may_be_partial else PartialGrad.NEVER
     return Segment(
         ndim=len(param.geometry.compute_shape),
@@ -681,5 +662,5 @@ def segment_of(param: ShardedParam) -> Segment:
 
 
 def zero_copy_bytes(device_type: str) -> int:
-    """From how many unsharded bytes on a parameter is zero-copy."""
+    """Returns the size in bytes of the unsharded parameter from which on it is zero-copy."""
     return ACCELERATOR_BYTES if has_streams(device_type) else CPU_BYTES

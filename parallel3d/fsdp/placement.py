@@ -32,7 +32,7 @@ from parallel3d._torch.dtensor import (
 )
 from parallel3d._torch.fully_shard import DataParallelMeshDims, ShardPlacementResult
 from parallel3d.errors import MeshError, Parallel3dError, RefusedError, UnnamedAxesError
-from parallel3d.fsdp.layout import ceil_div, is_exact
+from parallel3d.fsdp.layout import block_dim, ceil_div, default_dim, is_exact
 from parallel3d.mesh.axes import Role, names_of
 from parallel3d.mesh.joined import expert_view, joined_mesh, kept_with
 
@@ -44,52 +44,37 @@ _NEVER = ("pp", "ep")  # their ranks hold different parameters
 
 @dataclass(frozen=True, eq=False)
 class Spmd:
-    """The mesh of parameters that are DTensors on the data axes too, by ``dp_mesh_dims``.
+    """With ``dp_mesh_dims``: the mesh on which parameters are DTensors in forward, data axes included."""
 
-    Attributes:
-        mesh: the whole mesh, on which forward sees the parameters.
-        own: for axes that are no data axes: position in ``mesh`` -> position at rest.
-        replicas: positions at rest of the replicate axes.
-        replicate: these as one axis, if there are several at rest.
-    """
-
-    mesh: DeviceMesh
-    own: Mapping[int, int]
-    replicas: tuple[int, ...]
-    replicate: DeviceMesh | None
+    mesh: DeviceMesh  # the whole, on which forward sees the parameters
+    own: Mapping[int, int]  # of axes that are no data axes: position in ``mesh`` -> at rest
+    replicas: tuple[int, ...]  # positions at rest of the replicate axes
+    replicate: DeviceMesh | None  # these as one axis, if there are several at rest
 
 
 @dataclass(frozen=True)
 class DataAxes:
-    """The axes of ``mesh`` by role.
+    """The mesh that the engine uses, and the positions in it of its axes by role; None: no such axis.
 
-    Attributes:
-        mesh: the mesh that parameters lie on at rest, besides axes of their own.
-        replicate, shard, tp: positions of the axes in ``mesh``, or None if it has none. If several axes
-            replicate (``dp_mesh_dims``), the first one represents them.
-        spmd: set by ``dp_mesh_dims``, else None.
-        over_replicate: whether parameters at rest are sharded over replicate too; see ``HybridBucket``.
-        mean_over: the number of ranks that gradients are averaged over, if it is not ``data_size``: those of
-            experts have been summed over ep by the exchange of tokens.
+    If several axes replicate, ``replicate`` is the first. ``mean_over``: the number of ranks that gradients
+    are averaged over, if not ``data_size``: experts' gradients are summed over ep by the token exchange.
     """
 
-    mesh: DeviceMesh
+    mesh: DeviceMesh  # that parameters lie on at rest, besides axes of their own
     replicate: int | None
     shard: int | None
     tp: int | None
-    spmd: Spmd | None = None
-    over_replicate: bool = False
+    spmd: Spmd | None = None  # by ``dp_mesh_dims``
+    over_replicate: bool = False  # whether parameters are sharded over it too; see ``HybridBucket``
     mean_over: int | None = None
 
     def size(self, axis: int | None) -> int:
-        """Returns the number of ranks on ``axis``; 1 for None."""
         if axis is None:
             return 1
         joined = self._joined_replicate(axis)
         return self.mesh.size(axis) if joined is None else joined.size()
 
     def group(self, axis: int) -> ProcessGroup:
-        """Returns this rank's process group on ``axis``."""
         joined = self._joined_replicate(axis)
         return self.mesh.get_group(axis) if joined is None else joined.get_group()
 
@@ -108,7 +93,7 @@ class DataAxes:
         return 0 if axis is None else self.mesh.get_local_rank(axis)
 
     def data_ranks(self) -> list[int]:
-        """Returns the ranks that gradients are averaged over, this one among them."""
+        """Returns the global ranks of this rank's data-parallel group (shard and replicate)."""
         data = {self.shard, *self.replicas}
         here = self.mesh.get_coordinate()
         assert here is not None
@@ -131,7 +116,7 @@ class DataAxes:
 
     @cached_property
     def data_size(self) -> int:
-        """Number of ranks that gradients are summed over."""
+        """Number of data ranks: the product of replicate and shard."""
         return self.size(self.replicate) * self.size(self.shard)
 
 
@@ -146,10 +131,7 @@ def data_axes(mesh: DeviceMesh) -> DataAxes:
         MeshError: shard comes before replicate, cp is not right after the data axes, tp is alone or not
             innermost, or the mesh has several axes without names or with names that are not recognised.
     """
-    return _axes_without_cp(joined_mesh(mesh))
-
-
-def _axes_without_cp(mesh: DeviceMesh) -> DataAxes:
+    mesh = joined_mesh(mesh)
     names = mesh.mesh_dim_names or (None,) * mesh.ndim
     found: dict[str, int | None] = {
         role: next((i for i, name in enumerate(names) if name in known), None)
@@ -158,10 +140,8 @@ def _axes_without_cp(mesh: DeviceMesh) -> DataAxes:
     unknown = [i for i in range(mesh.ndim) if i not in found.values()]
     for name in _NEVER:
         if name in names and mesh.ndim > 1:  # as the only axis it is meant to be used
-            _fail(
-                mesh,
-                f"axis {name!r} is not one to shard or replicate over: give a submesh without it",
-            )
+            why = f"axis {name!r} is not one to shard or replicate over: give a submesh without it"
+            _fail(mesh, why)
     if mesh.ndim > 1 and mesh.mesh_dim_names is None:
         why = "its axes have no names, so it is unknown which of them replicates"
         _fail(mesh, why, UnnamedAxesError)
@@ -182,9 +162,8 @@ def _axes_without_cp(mesh: DeviceMesh) -> DataAxes:
 
 
 def checked_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
-    """Returns ``mesh``, or for None a mesh of one axis over all ranks, on the accelerator if there is one.
-
-    As in torch, None initialises the default process group if there is none.
+    """Returns ``mesh`` after checks. For None returns a mesh of one axis over all ranks, on the accelerator
+    if there is one, and initialises the default process group if there is none, as torch does.
 
     Raises:
         MeshError: ``mesh`` is no mesh or lacks this rank, or no process group can be initialised.
@@ -219,7 +198,7 @@ def _default_mesh() -> DeviceMesh:
 
 @cache
 def warn_of_replicas() -> None:
-    """Says once that the engine goes by the name ``dp_replicate``, where torch's looks at their number."""
+    """Warns once about a one-axis mesh named ``dp_replicate``: the engine replicates, torch would shard."""
     warnings.warn(
         "parameters are replicated over the mesh's only axis, as it is named 'dp_replicate'; torch's "
         "fully_shard shards over a mesh of one axis whatever its name. Name it 'dp_shard' to shard, or "
@@ -229,10 +208,8 @@ def warn_of_replicas() -> None:
 
 
 def _fail(mesh: DeviceMesh, why: str, kind: type[MeshError] = MeshError) -> NoReturn:
-    shown = ", ".join(
-        f"{name}={size}"
-        for name, size in zip(mesh.mesh_dim_names or "?" * mesh.ndim, mesh.shape, strict=True)
-    )
+    axes = zip(mesh.mesh_dim_names or "?" * mesh.ndim, mesh.shape, strict=True)
+    shown = ", ".join(f"{name}={size}" for name, size in axes)
     raise kind(
         f"mesh ({shown}): {why}. The engine takes the axes replicate, shard, cp, tp in this order "
         "(tp, cp and replicate may be missing; dp_replicate and dp_shard are known too), as "
@@ -241,16 +218,18 @@ def _fail(mesh: DeviceMesh, why: str, kind: type[MeshError] = MeshError) -> NoRe
 
 
 class ParamAxes:
-    """The axes that one parameter lies on. *This rank's part* is what its own axes leave on this rank.
+    """The mesh axes that one parameter lies on: the engine's data axes, and its own axes (tp, ep).
+
+    *Part* means what the own axes leave of the parameter on a rank, before the engine shards it.
 
     Attributes:
         data: the engine's axes.
-        mesh: all axes, the mesh of the sharded Parameter.
+        mesh: the mesh of the sharded Parameter, with all axes.
         compute_mesh: the mesh of the DTensor that the parameter was; for a plain one the tp axis, or None.
         compute_placements: its placements there, ``Replicate()`` on data axes.
         cuts: (position in ``compute_mesh``, dim) of the own axes that shard, outermost first.
-        summed: (position in ``compute_mesh``, at rest) of the own axis over which gradients may be partial.
-            None if no own axis, or more than one, has several ranks.
+        summed: (position in ``compute_mesh``, position in ``mesh``) of the own axis over which gradients may
+            be partial. None if no own axis, or more than one, has several ranks.
     """
 
     def __init__(self, name: str, param: nn.Parameter, data: DataAxes) -> None:
@@ -275,7 +254,11 @@ class ParamAxes:
             if isinstance(placement, Shard)
         ]
         self._check_packed(name)
-        self.summed = self._summed()
+        self.summed: tuple[int, int] | None = None
+        several = [(axis, rest) for rest, axis in self._at_rest.items() if self._size(axis) > 1]
+        alone = data.spmd is not None or self.compute_mesh is None or self.compute_mesh.ndim == 1
+        if alone and len(several) == 1:
+            self.summed = several[0]
 
     # These set ``_at_rest``, for the own axes: position in ``mesh`` -> position in ``compute_mesh``.
 
@@ -341,20 +324,13 @@ class ParamAxes:
         assert self.compute_mesh is not None
         return self.compute_mesh.get_local_rank(axis)
 
-    def _summed(self) -> tuple[int, int] | None:
-        if self.compute_mesh is None or (self.data.spmd is None and self.compute_mesh.ndim > 1):
-            return None
-        several = [(axis, rest) for rest, axis in self._at_rest.items() if self._size(axis) > 1]
-        return several[0] if len(several) == 1 else None
-
     @property
     def summed_group(self) -> ProcessGroup:
-        """The process group of the axis ``summed``."""
         assert self.summed is not None and self.compute_mesh is not None
         return self.compute_mesh.get_group(self.summed[0])
 
     def lacks_sum(self, source: tuple[Placement, ...], target: tuple[Placement, ...]) -> bool:
-        """Returns whether ``source`` differs from ``target`` only by a missing sum over ``summed``."""
+        """Returns whether placements ``source`` become ``target`` by one sum over the axis ``summed``."""
         assert self.summed is not None
         axis = self.summed[0]
         partial = source[axis]
@@ -372,29 +348,29 @@ class ParamAxes:
                 )
 
     def packing(self, axis: int) -> Packing | None:
-        """Returns which rows each rank of the own axis ``axis`` has, if not those of ``torch.chunk``."""
+        """Returns the ``Packing`` of own axis ``axis``: which rows ranks have; None: ``torch.chunk``'s."""
         placement = self.compute_placements[axis]
         return placement.packing if isinstance(placement, PackedShard) else None
 
     def largest_length(self, axis: int, size: int) -> int:
-        """Returns the number of rows of the largest part when ``axis`` shards ``size`` rows."""
+        """Returns the most rows that a rank gets when the own axis ``axis`` shards ``size`` rows."""
         packing = self.packing(axis)
         return ceil_div(size, self._size(axis)) if packing is None else max(packing.lengths)
 
     def length(self, axis: int, size: int, rank: int) -> int:
-        """Returns the number of rows of ``rank``'s part when the own axis ``axis`` shards ``size`` rows."""
+        """Returns the number of rows that ``rank`` gets when the own axis ``axis`` shards ``size`` rows."""
         packing = self.packing(axis)
         if packing is None:
             return chunk_length(size, self._size(axis), rank)
         return packing.length_on(rank)
 
     def joined(self, axis: int, dim: int, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Concatenates the ``parts`` of all ranks of ``axis`` along ``dim``."""
+        """Returns the tensor that ``axis`` has sharded on ``dim``, from the ``parts`` of all its ranks."""
         packing = self.packing(axis)
         return torch.cat(list(parts), dim=dim) if packing is None else packing.join(parts)
 
     def largest(self, shape: Sequence[int]) -> list[int]:
-        """Returns the largest shape of any rank's part of a parameter of ``shape``."""
+        """Returns the shape of the largest part that any rank has of ``shape``."""
         sizes = list(shape)
         for axis, dim in self.cuts:
             sizes[dim] = self.largest_length(axis, sizes[dim])
@@ -408,7 +384,6 @@ class ParamAxes:
         return sizes
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's part of the full tensor ``whole``."""
         for axis, dim in self.cuts:
             packing = self.packing(axis)
             if packing is None:
@@ -422,7 +397,7 @@ class ParamAxes:
         return prod(self._size(axis) for axis, cut in self.cuts if cut == dim)
 
     def are_even(self, shape: Sequence[int]) -> bool:
-        """Returns whether every rank's part has the same shape."""
+        """Returns whether the parts of a parameter of ``shape`` have the same shape on all ranks."""
         return all(
             shape[dim] % self.ways(dim) == 0 and self._cuts_evenly(axis) for axis, dim in self.cuts
         )
@@ -440,12 +415,21 @@ class ParamAxes:
 
     # -- the shard axis ------------------------------------------------------------------------------
 
-    def placements(self, dim: int | None) -> list[Placement]:
-        """Returns the placements on ``mesh`` if the engine shards ``dim``, or nothing for None."""
+    def placements(
+        self, dim: int | None, shape: Sequence[int] = (), rows: int = 1
+    ) -> list[Placement]:
+        """Returns the placements on ``mesh`` of the parameter when the engine shards ``dim`` (None: nothing).
+
+        Args:
+            shape: the parameter's shape. rows: how many rows stay together in a shard, see ``block_dim``.
+        """
         result: list[Placement] = [Replicate() for _ in range(self.mesh.ndim)]
         for rest, axis in self._at_rest.items():
             result[rest] = self.compute_placements[axis]
         if dim is None:
+            return result
+        if rows > 1 and self.data.shard is not None:
+            result[self.data.shard] = self._in_blocks(dim, shape[dim], rows)
             return result
         data, factor = self.data, prod(self._cuts_around(dim)[1])
         if data.shard is not None:
@@ -454,12 +438,38 @@ class ParamAxes:
             result[data.replicate] = shard_placement(dim, factor * data.size(data.shard))
         return result
 
-    def gradient_placements(self, source: tuple[Placement, ...]) -> tuple[Placement, ...]:
-        """Returns the placements to redistribute a gradient with placements ``source`` to.
+    def _in_blocks(self, dim: int, size: int, rows: int) -> PackedShard:
+        """Returns the placement on shard for ``dim`` of ``size`` rows, of which each ``rows`` stay together.
+        If own axes shard ``dim`` too, their parts are sharded so."""
+        ways, parts = self.ways(dim), self.data.num_shards
+        each = size // ways
+        chunk = ceil_div(each, parts * rows) * rows
+        starts = [(part * each, part * each + each) for part in range(ways)]
+        of_rank = [
+            tuple(
+                (first + rank * chunk, min(chunk, end - first - rank * chunk))
+                for first, end in starts
+                if rank * chunk < each
+            )
+            for rank in range(parts)
+        ]
+        return PackedShard(Packing(dim, tuple(of_rank)))
 
-        They are the parameter's, except on data axes (``dp_mesh_dims``) on which the gradient is partial: the
-        engine's reduction sums these.
-        """
+    def in_blocks(self, shape: Sequence[int], block: int) -> tuple[int | None, int]:
+        """Returns (dim to shard, how many of its rows stay together) for whole blocks; see ``block_dim``."""
+        works, cut = self.dims(shape), {dim for _, dim in self.cuts}
+        parts = self.data.num_shards
+        dim, rows = block_dim(shape, self.largest(shape), works, cut, parts, block)
+        own = any(self.packing(axis) is not None for axis, _ in self.cuts)
+        plain = self.data.spmd is None and not self.data.over_replicate and not own
+        if rows == 1 or (plain and self.are_even(shape)):
+            return dim, rows
+        return default_dim(self.largest(shape), works, cut, parts), 1
+
+    def gradient_placements(self, source: tuple[Placement, ...]) -> tuple[Placement, ...]:
+        """Returns the placements that a gradient with placements ``source`` is redistributed to: the
+        parameter's, but ``Partial`` stays on data axes (``dp_mesh_dims``), over which the engine's reduction
+        sums."""
         spmd = self.data.spmd
         if spmd is None:
             return self.compute_placements
@@ -469,10 +479,8 @@ class ParamAxes:
         )
 
     def dims(self, shape: Sequence[int]) -> list[int]:
-        """Returns the dims of a parameter of ``shape`` that the engine can shard.
-
-        A packed dim must have equally many rows on each rank; the engine shards these.
-        """
+        """Returns the dims of a parameter of ``shape`` that the engine can shard. A packed dim is among them
+        only if all ranks have equally many rows of it."""
         parts = self.data.num_shards
         uneven = {dim for axis, dim in self.cuts if not self._cuts_evenly(axis)}
         dims = [(dim, size) for dim, size in enumerate(shape) if dim not in uneven]
@@ -481,7 +489,7 @@ class ParamAxes:
         return [dim for dim, size in dims if is_exact(size, *self._cuts_around(dim), parts)]
 
     def _cuts_around(self, dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Returns the sizes of the own axes that shard ``dim``: those outside and inside the shard axis."""
+        """Returns the sizes of own axes that shard ``dim``: (before the shard axis in the mesh, after it)."""
         outside: list[int] = []
         inside: list[int] = []
         for rest, axis in sorted(self._at_rest.items()):
@@ -492,7 +500,8 @@ class ParamAxes:
 
 
 def shard_placement(dim: int, split_factor: int) -> Placement:
-    """Returns ``Shard(dim)``, strided if axes further in shard the dim into ``split_factor`` parts first."""
+    """Returns ``Shard(dim)``; strided if axes after it in the mesh shard into ``split_factor`` parts
+    first."""
     return StridedShard(dim, split_factor=split_factor) if split_factor > 1 else Shard(dim)
 
 
@@ -507,7 +516,6 @@ def _check_own(name: str, placement: Placement) -> None:
 
 
 def _joined(name: str, data: DeviceMesh, own: DeviceMesh) -> DeviceMesh:
-    """Returns one mesh with the axes of both."""
     try:
         if root_mesh(own) is not root_mesh(data):
             return concatenate_meshes([data, own])  # raises
@@ -520,14 +528,14 @@ def _joined(name: str, data: DeviceMesh, own: DeviceMesh) -> DeviceMesh:
         ) from error
 
 
-def chunk_length(size: int, parts: int, index: int) -> int:
-    """Returns the number of rows of chunk ``index`` of ``torch.chunk``; ``index`` may be a SymInt."""
-    chunk = ceil_div(size, parts)
+def chunk_length(size: int, parts: int, index: int, multiple: int = 1) -> int:
+    """Returns the number of rows of ``local_chunk``'s result for ``size`` rows; ``index`` may be a SymInt."""
+    chunk = ceil_div(size, parts * multiple) * multiple
     return torch.sym_min(size - torch.sym_min(index * chunk, size), chunk)
 
 
 def post_forward_mesh(axes: DataAxes, ranks: int) -> DeviceMesh:
-    """The mesh of ``axes`` with its shard axis cut into (groups, ``ranks``), the latter named ``within``."""
+    """Returns the mesh of ``axes``, its shard axis split in two: the inner, ``within``, has ``ranks``."""
     shard = axes.shard
     assert shard is not None
     key = ("post_forward_group", axes.group(shard).group_name, ranks)
@@ -549,13 +557,13 @@ ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 
 
 def spmd_axes(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataAxes:
-    """Returns the data axes that ``dims`` names, after checks; parameters are DTensors on all of ``mesh``.
+    """Returns the data axes for ``dp_mesh_dims=dims``, with parameters that are DTensors on ``mesh``.
 
-    As in torch, several shard axes are one axis at rest, with the replicate axes, if any, as one axis before
-    it; other axes stay. Otherwise the mesh at rest is ``mesh``.
+    As in torch, several shard axes are joined to one axis of the sharded Parameters' mesh, and several
+    replicate axes to one before it; other axes stay. With one shard axis that mesh is ``mesh``.
     """
-    shard, replicate = _names(dims)
-    _check_names(mesh, shard, replicate)
+    _check_dims(mesh, dims)
+    shard, replicate = dims.shard_names, dims.replicate_names
     if len(shard) > 1:
         return _with_joined_shards(mesh, shard, replicate)
     positions = {name: axis for axis, name in enumerate(mesh.mesh_dim_names or ())}
@@ -566,19 +574,14 @@ def spmd_axes(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataAxes:
         replicas,
         _one_axis(mesh, replicate) if len(replicate) > 1 else None,
     )
-    return DataAxes(
-        mesh,
-        replicas[0] if replicas else None,
-        positions[shard[0]] if shard else None,
-        None,
-        spmd,
-    )
+    sharding = positions[shard[0]] if shard else None
+    return DataAxes(mesh, replicas[0] if replicas else None, sharding, None, spmd)
 
 
 def _with_joined_shards(
     mesh: DeviceMesh, shard: tuple[str, ...], replicate: tuple[str, ...]
 ) -> DataAxes:
-    """Returns the data axes where several axes shard: one axis at rest, on another mesh than ``mesh``."""
+    """Returns the data axes of ``spmd_axes`` if several axes shard: these are joined, in a new mesh."""
     meshes: list[DeviceMesh] = []
     own: dict[int, int] = {}
     shard_position = 0
@@ -608,7 +611,7 @@ def _one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
         ) from error
 
 
-def _names(dims: DataParallelMeshDims) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _check_dims(mesh: DeviceMesh, dims: DataParallelMeshDims) -> None:
     if not isinstance(dims, DataParallelMeshDims):
         raise Parallel3dError(
             f"dp_mesh_dims is {dims!r}; it must be a DataParallelMeshDims(shard=..., replicate=...) "
@@ -626,16 +629,12 @@ def _names(dims: DataParallelMeshDims) -> tuple[tuple[str, ...], tuple[str, ...]
         raise Parallel3dError(
             "dp_mesh_dims names no axis; give it shard, replicate or both, as names of axes of mesh"
         )
-    return dims.shard_names, dims.replicate_names
-
-
-def _check_names(mesh: DeviceMesh, shard: tuple[str, ...], replicate: tuple[str, ...]) -> None:
     names = mesh.mesh_dim_names
     if names is None:
         raise MeshError(
             f"dp_mesh_dims names axes, but those of {mesh} have no names: make the mesh with mesh_dim_names"
         )
-    for name, count in Counter(shard + replicate).items():
+    for name, count in Counter(dims.shard_names + dims.replicate_names).items():
         if name not in names:
             raise MeshError(
                 f"dp_mesh_dims: the mesh has no axis {name!r}; it has {', '.join(names)}"
@@ -644,7 +643,7 @@ def _check_names(mesh: DeviceMesh, shard: tuple[str, ...], replicate: tuple[str,
             raise MeshError(
                 f"dp_mesh_dims names the axis {name!r} twice; an axis either shards or replicates"
             )
-    for several in (shard, replicate):
+    for several in (dims.shard_names, dims.replicate_names):
         in_order = tuple(sorted(several, key=names.index))
         if several != in_order:
             raise MeshError(
@@ -654,7 +653,7 @@ def _check_names(mesh: DeviceMesh, shard: tuple[str, ...], replicate: tuple[str,
 
 
 class RequestedPlacement(NamedTuple):
-    """How to shard one parameter: over which axes, and which dim, from 0; None for the default."""
+    """The mesh axes to shard one parameter over, and the dim (not negative); None: the default dim."""
 
     axes: DataAxes
     dim: int | None
@@ -663,7 +662,7 @@ class RequestedPlacement(NamedTuple):
 def requested_placements(
     fn: ShardPlacementFn | None, params: Iterable[tuple[str, nn.Parameter]], default: DataAxes
 ) -> list[RequestedPlacement]:
-    """Calls ``fn`` once for each of the named ``params``, and checks what it returns."""
+    """Calls the user's ``shard_placement_fn`` for each (name, parameter); returns its checked results."""
     if fn is None:
         return [RequestedPlacement(default, None) for _ in params]
     if not callable(fn):
@@ -709,7 +708,8 @@ def _dim(name: str, param: nn.Parameter, placement: Any, returned: object) -> in
 
 
 def _axes_of(name: str, mesh_info: Any, default: DataAxes) -> DataAxes:
-    """Returns the axes of a mesh, or of one of torch's mesh infos, which say which axis is which."""
+    """Returns the data axes for ``mesh_info``, a DeviceMesh or one of torch's mesh infos, which
+    ``shard_placement_fn`` has returned for parameter ``name``."""
     if isinstance(mesh_info, DeviceMesh):
         axes = default if mesh_info == default.mesh else data_axes(mesh_info)
     else:

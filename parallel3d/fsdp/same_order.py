@@ -62,44 +62,28 @@ _HINT = (
 
 @dataclass
 class Known:
-    """The events that the last forward, or the last backward, has issued on all ranks.
-
-    Attributes:
-        repeated: whether the next pass is expected to issue the same events.
-        digest: hash of ``events``.
-    """
+    """The collectives that the last pass of a kind (forward or backward) has issued on all ranks."""
 
     events: list[Event]
-    digest: int
-    repeated: bool = True
+    digest: int  # of them
+    repeated: bool = True  # whether the next pass is expected to issue the same
 
 
 @dataclass
 class Pass:
-    """A forward or backward of the root that is under way.
-
-    Attributes:
-        kind: passes of one kind are expected to issue the same.
-        expected: what the last one issued; None: each collective is compared.
-        done: what this one has issued.
-        differs: whether parameters had a gradient that had none the last time, or the reverse.
-    """
+    """A forward or backward of the root that is under way, and the collectives it has issued."""
 
     name: str
-    kind: Hashable
-    expected: list[Event] | None
+    kind: Hashable  # passes of one kind are expected to issue the same
+    expected: list[Event] | None  # what the last one issued; None: each collective is compared
     done: list[Event] = field(default_factory=list)
-    differs: bool = False
+    differs: bool = False  # whether other parameters had a gradient than the last time
 
 
 class SameOrder:
-    """Watches the collectives of the units under one root.
+    """Checks that all ranks issue the same collectives for the units under one root.
 
-    Args:
-        axes: the data axes whose ranks run the same program.
-
-    Attributes:
-        forward, backward: the passes under way.
+    ``axes``: the data axes whose ranks are compared: they run the same program.
     """
 
     def __init__(self, context: Context, axes: DataAxes, device: torch.device) -> None:
@@ -112,19 +96,24 @@ class SameOrder:
         ]
         self._ranks = axes.data_ranks()
         self._numbers = {id(unit): number for number, unit in enumerate(context.units)}
-        gathering = [unit for unit in context.units if _gathers(unit)]
+        gathering = [
+            unit
+            for unit in context.units
+            if any(bucket.shard_group is not None for bucket in unit.group.buckets)
+        ]
         self._gathering = [unit.ref for unit in gathering]
         self._gathers = {id(u): ("all-gather", self._numbers[id(u)], 0, None) for u in gathering}
         self._known: dict[Hashable, Known] = {}
         self._ended: list[tuple[Pass, _Maximum]] = []  # not known yet to be equal
         self._order = self._backwards = 0
         self._standing_in = False
-        self.forward: Pass | None = None
+        self.forward: Pass | None = None  # under way
         self.backward: Pass | None = None
 
     @classmethod
     def of(cls, context: Context) -> SameOrder | None:
-        """Returns the watch over the units of ``context``; None where no other process takes part."""
+        """Returns the check for the units of ``context``; None if there is nothing to compare: one data rank,
+        no other process (fake or simulated ranks), or parameters on meta."""
         buckets = [bucket for unit in context.units for bucket in unit.group.buckets]
         if not buckets or others() is None or any(b.device.type == "meta" for b in buckets):
             return None
@@ -133,13 +122,12 @@ class SameOrder:
 
     @property
     def context(self) -> Context:
-        """The root's context."""
         return self._context()
 
     # -- passes --------------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
-        """A forward of the root begins. One that gathers nothing is not compared: a rank may run it alone."""
+        """Called when the root's forward begins. One that gathers nothing is not compared."""
         self.settle()
         self._backwards = 0
         units = [unit for ref in self._gathering if (unit := ref()) is not None]
@@ -147,7 +135,7 @@ class SameOrder:
         self.forward = self._begin("forward", sharded) if any(sharded) else None
 
     def end_forward(self, *, backward_to_come: bool) -> None:
-        """It ends. If no backward follows, this waits for the comparison, but not on an accelerator."""
+        """Called when the root's forward ends. Without a backward it waits for the comparison (on CPU)."""
         each, self.forward = self.forward, None
         if each is not None:
             self._order = self._end(each)
@@ -155,7 +143,6 @@ class SameOrder:
                 self.settle()
 
     def begin_backward(self, name: str = "backward") -> None:
-        """A backward begins."""
         self.settle()
         root = self.context.root
         self._backwards += 1
@@ -163,18 +150,13 @@ class SameOrder:
         self.backward = self._begin(name, kind)
 
     def end_backward(self) -> None:
-        """All its reductions are issued."""
         if self.backward is not None:
             each, self.backward = self.backward, None
             self._end(each)
 
     def settle(self) -> None:
-        """Waits for the comparisons of passes that have ended. On an accelerator the last one is left to the
-        next call, on all ranks, because the host would wait for all queued kernels.
-
-        Raises:
-            AgreementError: ranks have issued different collectives; on every rank.
-        """
+        """Waits for the comparisons of passes that have ended; raises AgreementError on every rank if ranks
+        differ. On an accelerator the last comparison is left to the next call: it would block the host."""
         while len(self._ended) > (self._device.type != "cpu"):
             each, comparison = self._ended.pop(0)
             differ, place = comparison.result()
@@ -184,17 +166,14 @@ class SameOrder:
                 self._learn(each)
 
     def note_error(self, error: BaseException) -> None:
-        """Drops the passes under way after an error that stops other ranks too: an AgreementError, a failed
-        collective, or Ctrl-C.
-
-        After an error of this rank alone, it takes part in the remaining collectives of the pass.
-        """
+        """Called after an exception in a forward. Drops the passes under way if the error stops the other
+        ranks too: an AgreementError, a failed collective, or Ctrl-C. After an error of this rank alone, the
+        rank still takes part in the expected collectives."""
         alone = isinstance(error, Exception) and not isinstance(error, AgreementError)
         if not alone or is_of_communication(error):
             self.abandon()
 
     def abandon(self) -> None:
-        """Forgets the passes under way, after an exception."""
         self.forward = self.backward = None
         self._ended.clear()
 
@@ -205,7 +184,7 @@ class SameOrder:
         return Pass(name, kind, known.events)
 
     def _end(self, each: Pass) -> int:
-        """Ends a pass; returns the digest of what it has issued."""
+        """Ends a pass, and begins its comparison. Returns a digest of its collectives."""
         if each.expected is not None and len(each.done) < len(each.expected):
             self._leave(each, None)
         if each.expected is None:
@@ -219,18 +198,15 @@ class SameOrder:
         known = self._known.get(each.kind)
         if len(self._known) >= _MOST_KINDS and known is None:
             self._known.clear()
-        repeats = known is None or _places(known.events) == _places(each.done)
+        earlier = each.done if known is None else known.events
+        repeats = [event[:3] for event in earlier] == [event[:3] for event in each.done]
         self._known[each.kind] = new = Known(each.done, self._digest(each, None), repeats)
         return new.digest
 
     # -- collectives ---------------------------------------------------------------------------------
 
     def gathers(self, unit: Unit) -> None:
-        """Called before the all-gathers of ``unit`` are issued.
-
-        Raises:
-            AgreementError: other ranks issue other collectives.
-        """
+        """Called before the all-gathers of ``unit``; AgreementError if other ranks issue something else."""
         event = self._gathers.get(id(unit))
         if event is not None:
             self._note(event)
@@ -246,7 +222,7 @@ class SameOrder:
         self._note(("reduction", self._numbers.get(id(unit)), (index, all_reduce), used))
 
     def reduces_jointly(self, joint: Any) -> None:
-        """Called before ``joint`` reduces gradients of several units; raises as ``gathers``."""
+        """Called before a ``MergedBucket``, ``joint``, is reduced; raises as ``gathers``."""
         used = tuple(
             None if indices and len(indices) == len(bucket.params) else tuple(indices or ())
             for bucket, indices in zip(joint.buckets, joint.used, strict=True)
@@ -269,7 +245,8 @@ class SameOrder:
         each.done.append(event)
 
     def _meet(self, each: Pass, event: Event | None) -> None:
-        """Returns when all ranks are about to issue ``event``; None: to end the pass."""
+        """Waits until all ranks are about to issue ``event`` (None: to end the pass); raises AgreementError
+        if one is about to issue another."""
         place = len(each.done)
         since = place
         if issuing.compared:  # each collective is; but not which parameters have a gradient
@@ -281,7 +258,8 @@ class SameOrder:
             self._refuse(each, place, event)
 
     def _leave(self, each: Pass, event: Event | None) -> None:
-        """Takes part in all that is expected. Returns if all ranks are about to issue ``event`` instead."""
+        """Called before ``event``, which was not expected (None: the pass ends early): takes part in the
+        remaining expected collectives. Returns if all ranks issue ``event``; else raises AgreementError."""
         assert each.expected is not None
         rest, each.expected = each.expected[len(each.done) :], None
         self._standing_in = True
@@ -297,7 +275,7 @@ class SameOrder:
             self._refuse(each, place, event)
 
     def _stand_in(self, operation: str, which: Any, part: Any) -> None:
-        """Takes part in a collective that this rank has no use for."""
+        """Takes part in a collective (an ``Event``'s first elements) that this rank itself does not need."""
         context = self.context
         if operation == "joint reduction":
             zeros = torch.zeros(part[1] - part[0], dtype=which.dtype, device=which.storage_device)
@@ -312,7 +290,7 @@ class SameOrder:
             bucket = group.buckets[index]
             final = all_reduce or not bucket.over_replicate
             job = Reduction(bucket, ReduceInput(bucket).finish(1.0), [], final=final)
-            job.stages = stages_of(job, bucket.over_replicate, bucket.settings.on_result, ())
+            job.stages = stages_of(job, bucket.over_replicate, ())
             _run(job)
             return
         if not group.is_sharded and not group.is_registered:
@@ -336,7 +314,7 @@ class SameOrder:
         return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=7).digest())
 
     def _key(self, event: Event | None) -> Any:
-        """What is the same on all ranks of an event."""
+        """Returns the part of ``event`` that can be compared between ranks: names in place of objects."""
         if event is None or event[0] != "joint reduction":
             return event
         return event[0], [bucket.unit for bucket in event[1].buckets], *event[2:]
@@ -362,7 +340,7 @@ class SameOrder:
         return f"{text}, without gradients of {', '.join(missing)}" if missing else text
 
     def _missing(self, names: dict[int, str]) -> list[str]:
-        """Names parameters without a gradient, of units that a backward has come through."""
+        """Returns the names of parameters without a gradient in units whose inputs all have theirs."""
         return [
             param_name(param, names)
             for unit in self.context.units
@@ -394,7 +372,8 @@ class SameOrder:
 
 
 class _Maximum:
-    """The maximum of each of ``values``, all of them integers, over ``groups``, one after the other."""
+    """An asynchronous all-reduce of three integers over ``groups``, one after the other, to their maximum:
+    (digest, -digest, -place), where place is an index among the pass's collectives."""
 
     def __init__(self, values: list[int], groups: list[ProcessGroup], device: torch.device) -> None:
         with functorch_left(), torch.inference_mode(False), torch.no_grad():
@@ -418,7 +397,7 @@ class _Maximum:
             self._start(self._values, group=group).wait()
 
     def result(self) -> tuple[bool, int]:
-        """Waits, and returns (whether the first values differ, the smallest place)."""
+        """Waits; returns (whether the ranks' digests differ, the smallest place of any rank)."""
         if self._event is None:
             self._finish()
         else:
@@ -427,28 +406,19 @@ class _Maximum:
         return largest != -smallest, -place
 
 
-def _gathers(unit: Unit) -> bool:
-    return any(bucket.shard_group is not None for bucket in unit.group.buckets)
-
-
-def _places(events: list[Event]) -> list[Any]:
-    return [event[:3] for event in events]
-
-
 def _run(job: Reduction) -> None:
-    """Runs the stages of a reduction, one after the other."""
     for stage in job.stages:
         stage.finish(job, stage.start(job))
 
 
 def module_names(root: Unit) -> dict[int, str]:
-    """Returns the names of the modules of ``root`` and inside, by id of their ``_parameters``."""
+    """Returns {id of a module's ``_parameters`` dict: the module's name} for all modules in ``root``."""
     modules = [named for top in root.modules for named in top.named_modules()]
     return {id(module._parameters): name for name, module in modules}
 
 
 def param_name(param: Any, names: dict[int, str]) -> str:
-    """Returns all names of a parameter; a tied one has several."""
+    """Returns all full names of a ShardedParam, joined by " = "; ``names`` are from ``module_names``."""
     return " = ".join(
         f"{prefix}.{attribute}" if (prefix := names.get(id(holder), "?")) else attribute
         for holder, attribute in param.module_infos

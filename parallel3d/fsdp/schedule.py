@@ -1,8 +1,7 @@
 """GatherSchedule: which unit is gathered when. Its input are forwards and backwards, its output are units.
 
 This file imports no torch and reads no clock: equal events give equal gathers, so that all ranks issue theirs
-in one order. The engine runs it, on streams and on asynchronous works; the planner's timeline and the
-pictures of the documentation run it too.
+in one order. The engine runs it, and so do the planner and the pictures of the documentation.
 
 By default each unit's forward gathers the unit that came after it in the last iteration, and each backward
 the unit whose forward came before.
@@ -21,7 +20,7 @@ Unit = Hashable
 
 
 class Prefetch(Enum):
-    """When a unit's backward asks for the one before."""
+    """When a unit's backward gathers the unit before it."""
 
     BEFORE = auto()  # before its own backward computes, so that the two overlap
     AFTER = auto()  # after it, when its own parameters are freed
@@ -30,53 +29,44 @@ class Prefetch(Enum):
 
 @dataclass
 class PrefetchSettings:
-    """What the user has set for a root.
+    """The user's prefetch settings for a root."""
 
-    Attributes:
-        forward: whether forwards ask for the next unit in order.
-        backward: see ``Prefetch``.
-        limit: number of units that may be gathered ahead of their use; None: no limit.
-    """
-
-    forward: bool = True
+    forward: bool = True  # whether forwards ask for the next unit in order
     backward: Prefetch = Prefetch.BEFORE
-    limit: int | None = None
+    limit: int | None = None  # of units that may be gathered ahead of their use; None: no limit
 
 
 class ScheduledUnits(Protocol):
-    """What the schedule asks of the units."""
+    """Questions about units that the schedule asks the engine, or whoever runs it."""
 
     def is_gathering(self, unit: Unit) -> bool:
-        """Whether its all-gather is under way."""
+        """Whether the unit's all-gather is issued and not finished."""
 
     def may_be_next(self, unit: Unit) -> bool:
-        """Whether it has parameters, and its backward has not begun."""
+        """Whether the unit has parameters and its backward has not begun."""
+
+    def has_room(self, unit: Unit) -> bool:
+        """Whether there is memory to gather the unit into, without freeing another one."""
 
     def is_read_in_backward(self, unit: Unit) -> bool:
-        """Whether its backward reads its parameters."""
+        """Whether the unit's backward reads its parameters."""
 
     def named_in_forward(self, unit: Unit) -> Sequence[Unit] | None:
-        """What the user has named to be gathered in its forward; None: the usual."""
+        """The units that ``set_modules_to_forward_prefetch`` has set for this one; None: the default."""
 
     def named_in_backward(self, unit: Unit) -> Sequence[Unit] | None:
-        """The same in its backward."""
+        """The units that ``set_modules_to_backward_prefetch`` has set for this one; None: the default."""
 
 
 class GatherSchedule:
-    """Decides which units of one root are gathered next. After each event the caller gathers the unit that
-    ``next`` returns, until ``next`` returns None.
-
-    Attributes:
-        order: units in the order of their forwards, this iteration.
-        last_order: the same of the iteration before.
-        deferred: (unit, position) of the backwards whose gathers were put off, each within the one before.
-    """
+    """Decides which unit under one root is prefetched next. The caller reports each event below, and then
+    gathers the units that ``next`` returns, until it returns None."""
 
     def __init__(self, units: ScheduledUnits, settings: PrefetchSettings) -> None:
-        self.units = units
-        self.settings = settings
-        self.order: list[Unit] = []
-        self.last_order: list[Unit] = []
+        self.units, self.settings = units, settings
+        self.order: list[Unit] = []  # of their forwards, this iteration
+        self.last_order: list[Unit] = []  # the same of the iteration before
+        # Of the backwards whose gathers were put off, each within the one before: (unit, position).
         self.deferred: list[tuple[Unit, int]] = []
         self._positions: dict[Unit, int] = {}  # of the forwards whose backwards were begun last
         self._wanted: deque[Unit] = deque()
@@ -85,13 +75,13 @@ class GatherSchedule:
     # -- events --------------------------------------------------------------------------------------
 
     def begin_iteration(self) -> None:
-        """A forward of the root begins."""
+        """Event: a forward of the root begins."""
         self._wanted.clear()
         if self.order:
             self.last_order, self.order = self.order, []
 
     def begin_forward(self, unit: Unit) -> int:
-        """``unit`` is gathered and begins a forward. Returns its position in the order of forwards."""
+        """Event: a forward of ``unit`` begins, gathered. Returns its index in the order of forwards."""
         position = len(self.order)
         self.order.append(unit)
         self._use(unit)
@@ -105,14 +95,12 @@ class GatherSchedule:
         return position
 
     def begin_backwards(self) -> None:
-        """The first unit of a backward is reached: what forwards asked for, nobody wants any more."""
+        """Event: the root's backward begins. Prefetches that forwards have asked for are dropped."""
         self._wanted.clear()
 
     def begin_backward(self, unit: Unit, position: int, *, defer: bool = False) -> None:
-        """``unit`` is gathered and begins the backward of the forward at ``position``.
-
-        ``defer`` puts the gathers of the unit before off, until ``issue_deferred``.
-        """
+        """Event: ``unit``, which is gathered, begins the backward of the forward with index ``position``.
+        With ``defer`` its prefetch is put off until ``issue_deferred``."""
         # What another would have asked for begins by itself, unless that is around this one.
         self.deferred = [each for each in self.deferred if each[1] < position]
         self._use(unit)
@@ -126,30 +114,30 @@ class GatherSchedule:
             self._positions[unit] = position
 
     def issue_deferred(self) -> None:
-        """The gathers that were put off are wanted now."""
+        """Event: the prefetches that ``begin_backward(defer=True)`` has put off may be issued."""
         deferred, self.deferred = self.deferred, []
         for each in deferred:
             self._ask_in_backward(*each)
 
     def end_backward(self, unit: Unit) -> None:
-        """The backward of ``unit`` is over and its parameters are freed; its reduction comes next."""
+        """Event: the backward of ``unit`` is over and its parameters are freed; its reduction comes next."""
         if self.settings.backward is Prefetch.AFTER:
             self._ask_in_backward(unit, self._positions.get(unit, 0))
 
     def end_backwards(self) -> None:
-        """The backward is over, or has failed."""
+        """Event: the root's backward is over, or has failed."""
         self.deferred = []
 
     def abandon(self) -> None:
-        """After an exception: the iteration that broke off is not looked back at."""
+        """Event: an exception has ended the iteration. Its order of forwards is forgotten."""
         self.order.clear()
         self.deferred = []
 
     # -- gathers -------------------------------------------------------------------------------------
 
     def next(self) -> Unit | None:
-        """The next unit to gather, in the order they were asked for, as long as there is room."""
-        if not self._wanted:
+        """Returns the next unit to gather; None if there is none, or no memory, or the limit is reached."""
+        if not self._wanted or not self.units.has_room(self._wanted[0]):
             return None
         if self.settings.limit is not None:
             self._ahead = [unit for unit in self._ahead if self.units.is_gathering(unit)]
@@ -179,6 +167,6 @@ class GatherSchedule:
         return unit in self._wanted or self.units.is_gathering(unit)
 
     def _use(self, unit: Unit) -> None:
-        """``unit`` is no longer ahead of its use."""
+        """Removes ``unit``, which is used now, from the units to prefetch."""
         if unit in self._wanted:
             self._wanted.remove(unit)

@@ -1,4 +1,4 @@
-"""StreamComm: when collectives are issued and waited for on an accelerator; see ``comm``."""
+"""StreamComm: when collectives are issued and waited for on an accelerator; see ``reduction``."""
 
 from __future__ import annotations
 
@@ -11,22 +11,21 @@ import torch
 
 from parallel3d._util import dry_run
 from parallel3d.fsdp.collectives import has_streams
-from parallel3d.fsdp.comm import Comm, CpuComm, Gather
-from parallel3d.fsdp.reduction import Lane, Reduced, Reduction, Stage
+from parallel3d.fsdp.reduction import Comm, CpuComm, Gather, Lane, Reduced, Reduction, Stage
 
 
 def make_comm(device_type: str) -> Comm:
-    """Returns a comm on streams if the device has them, and otherwise one on asynchronous works."""
+    """Returns a ``StreamComm`` if work on the device type is put on streams, else a ``CpuComm``."""
     if not has_streams(device_type):
         return CpuComm()
-    return StreamComm(dry_run.accelerator() or torch.get_device_module(device_type))
+    return StreamComm(dry_run.played or torch.get_device_module(device_type))
 
 
 class _On:
-    """What the body issues is put on ``stream``. ``before`` is the current stream, which it is again
-    afterwards; a context of ``torch.cuda`` would ask for it.
+    """Context manager that makes ``stream`` the current stream, and ``before`` again afterwards. The caller
+    knows ``before``, which torch's own context manager would have to ask for.
 
-    Where the body raises, ``before`` waits: what was issued uses memory that is freed as the error goes up.
+    If the body raises, ``before`` waits for ``stream``: what was issued uses memory that is then freed.
     """
 
     def __init__(self, device: Any, stream: Any, before: Any) -> None:
@@ -42,14 +41,14 @@ class _On:
 
 
 class _InFlight:
-    """A reduction on streams.
+    """A reduction of ``StreamComm``, whose stages run on streams.
 
     Attributes:
         source: the reduce-scatter's inputs, allocated on the compute stream; None when they may be freed.
-        held: results of stages that a stage on another stream reads.
+        held: results of stages that a later stage reads on another stream; kept until compute has waited.
         stream: the stream of the last stage.
-        scattered: event: the inputs have been read.
-        done: event: the stages issued so far are over; None: it is not recorded yet, see ``end``.
+        scattered: event after the reduce-scatter, which has then read the inputs.
+        done: event after the stages issued so far; None if it was not recorded yet.
     """
 
     def __init__(self, job: Reduction, stream: Any) -> None:
@@ -60,39 +59,44 @@ class _InFlight:
         self.scattered: Any = None
         self.done: Any = None
 
+    def free_source(self) -> None:
+        """Frees the inputs; called when compute has waited for the reduce-scatter."""
+        self.source = None
+        if self.job.lent:
+            self.job.give_back()
+
     def end(self) -> Any:
-        """Returns ``done``, recorded now if it was not before."""
         if self.done is None:
             self.done = self.stream.record_event()
         return self.done
 
 
 class StreamComm(Comm):
-    """Streams beside the compute stream, on any accelerator with CUDA's stream interface.
+    """The ``Comm`` of accelerators with CUDA's stream interface. Beside the compute stream it has:
 
-    - gather (high priority): casts shards, allocates the all-gather's buffers and gathers, off compute.
-      Compute waits for it next, so that it goes before other kernels.
-    - fetch (high; made if it is needed): fetches shards from the CPU's memory, beside the all-gather before.
+    - gather (high priority): casts shards, allocates the all-gather's buffers and gathers. Compute waits for
+      its result next, so it must run before other kernels.
+    - fetch (high; made if it is needed): copies shards from CPU memory, during the previous all-gather.
     - scatter (high): reduce-scatters, apart from ``gather`` so that neither queues behind the other.
     - replicate (normal): HSDP's all-reduces, so that one overlaps the next bucket's reduce-scatter.
-    - over_tp (high; made if it is needed): sums of partial gradients over tp. The layers' collectives are on
-      the same communicator, which runs one after another: a sum that waits for a reduce-scatter would delay
-      the next layer's. So it is issued when ``max_inputs`` more buckets are reduced: the reduce-scatter is
-      over by then.
+    - over_tp (high; made if it is needed): sums of partial gradients over tp. The layers' collectives use the
+      same communicator, which runs one after another: a sum that waits for a reduce-scatter would delay the
+      next layer's. So it is issued only after ``max_inputs`` more buckets were reduced, when the
+      reduce-scatter is over.
 
-    No memory is freed while a stream may still read it; none is marked by ``record_stream``, events order
-    all uses. Buffers of the pools of gather and fetch are freed at once, which is safe because that stream
-    waits for compute before each new use. Buffers of the compute pool that another stream reads are held
-    until compute has waited for that stream.
+    No memory is freed while a stream may still read it, and ``record_stream`` is not used: events order all
+    uses. Buffers allocated on gather and fetch are freed at once, which is safe because these streams wait
+    for compute before each new use. Buffers allocated on compute that another stream reads are held until
+    compute has waited for that stream.
 
-    The host pays for each event, wait, change of the current stream, and question which it is. So a hook that
-    calls several methods asks once and passes the answer on (``current_stream``), an event is recorded where
-    something will wait for it alone, and compute waits for no event twice.
+    The host pays for each event, wait, change of the current stream and query of it. So a hook that calls
+    several methods queries it once and passes it on (``current_stream``), an event is recorded only if
+    something will wait for exactly it, and compute waits for no event twice.
 
     Attributes:
         in_flight: reductions whose result is not in ``.grad`` yet, oldest first.
-        unsummed: those of them that are still to be summed over tp; at most ``max_inputs``.
-        host_read: event: the shards in the CPU's memory have been read (CPU offload); or None.
+        unsummed: the reductions in flight whose sum over tp was not issued; at most ``max_inputs``.
+        host_read: event after the last copy from shards in CPU memory (CPU offload); or None.
     """
 
     def __init__(self, device_module: Any) -> None:
@@ -106,9 +110,8 @@ class StreamComm(Comm):
         self.holding: deque[_InFlight] = deque()
         self.unsummed: deque[_InFlight] = deque()
         self.host_read: Any = None
-        self._waited: set[tuple[Any, Any]] = (
-            set()
-        )  # (stream, event of a reduction that it has waited for)
+        # (stream, event of a reduction that it has waited for)
+        self._waited: set[tuple[Any, Any]] = set()
         self._ref = weakref.ref(self)
 
     def current_stream(self) -> Any:
@@ -127,12 +130,13 @@ class StreamComm(Comm):
             if self.fetch is None:
                 self.fetch = self.device.Stream(priority=-1)
             stream = self.fetch
-        if self.post_optim_event is None:
-            # The optimizer, and the last reader of this pool's memory, run on compute.
+        if self.post_optim_event is None or dry_run.is_capturing():
+            # The optimizer, and the last reader of this pool's memory, run on compute. (A CUDA graph can't
+            # wait for an event from before it.)
             stream.wait_stream(compute)
         else:  # the user says that both are over then; later kernels on compute do not delay the all-gather
             stream.wait_event(self.post_optim_event)
-            self.post_optim_event = None
+        self.post_optim_event = None
         with _On(self.device, stream, compute):
             outputs, inputs = bucket.gather_buffers()
             if bucket.shard_group is None:
@@ -157,8 +161,9 @@ class StreamComm(Comm):
 
     def run_over_replicate(self, start: Callable[[], Any], *, reads_host: bool) -> Any:
         compute = self.device.current_stream()
-        # The optimizer has written the shards on compute; earlier all-gathers read the last result on gather.
-        self.replicate.wait_stream(compute)
+        # The optimizer has written the shards on compute; earlier all-gathers read the last result on gather,
+        # which waits for compute as a CUDA graph must not wait for what is outside it.
+        self.gather.wait_stream(compute)
         self.replicate.wait_stream(self.gather)
         with _On(self.device, self.replicate, compute):
             start()
@@ -191,14 +196,13 @@ class StreamComm(Comm):
             self._complete_all((each for each in early if each is not flight), compute)
 
     def _run(self, flight: _InFlight, compute: Any) -> None:
-        """Issues all remaining stages."""
         while flight.job.stages:
             self._run_lane(flight, compute)
         if flight.job.on_host or flight.job.bucket.settings.on_reduced is not None:
             flight.end()  # it is waited for alone
 
     def _run_lane(self, flight: _InFlight, compute: Any) -> None:
-        """Issues the next stage on its stream, and those after it that are on the same one."""
+        """Issues the next stage of ``flight`` on its stream, and those after it that use the same stream."""
         job = flight.job
         stream = self._stream_of(job.stages[0], flight)
         if stream is not flight.stream:
@@ -225,7 +229,7 @@ class StreamComm(Comm):
         return flight.stream
 
     def _sum_over_tp(self, flight: _InFlight, compute: Any) -> None:
-        """Issues the sum over tp, if that is still due, and the stages after it."""
+        """Issues the sum over tp and all later stages of ``flight``, unless that was done."""
         if flight in self.unsummed:
             self.unsummed.remove(flight)
             self._run(flight, compute)
@@ -237,7 +241,7 @@ class StreamComm(Comm):
         self.holding = deque(flight for flight in self.holding if flight.source is not None)
 
     def _complete(self, flight: _InFlight, compute: Any) -> None:
-        """Issues the remaining stages, and puts the result into ``.grad``."""
+        """Issues the remaining stages of ``flight``, and adds its result to ``.grad``."""
         self._sum_over_tp(flight, compute)
         self._wait_for(flight, compute)
         if flight.job.on_host:
@@ -245,13 +249,13 @@ class StreamComm(Comm):
         flight.job.bucket.grads.finish(flight.job)
 
     def _wait_for(self, flight: _InFlight, compute: Any) -> None:
-        """Lets compute wait for the reduction, and frees what it has read."""
+        """Makes compute wait for all stages of ``flight``, and frees the buffers that they have read."""
         if flight.done is None:  # one event tells the end of all that are on this stream
             for other in self.in_flight:
                 if other.done is None and other.stream is flight.stream and not other.job.stages:
                     other.done = flight.end()
         self._wait_once(flight.end(), compute)  # which comes after ``scattered``
-        flight.source = None
+        flight.free_source()
         flight.held.clear()
 
     def _wait_once(self, event: Any, compute: Any) -> None:
@@ -260,11 +264,11 @@ class StreamComm(Comm):
             compute.wait_event(event)
 
     def _free_inputs(self, compute: Any, at_most: int) -> None:
-        """Lets compute wait for the oldest reduce-scatters, and frees their inputs; ``at_most`` are left."""
+        """Makes compute wait for the oldest reduce-scatters and frees their inputs, except ``at_most``."""
         while len(self.holding) > at_most:
             oldest = self.holding.popleft()
             self._wait_once(oldest.scattered, compute)
-            oldest.source = None
+            oldest.free_source()
 
     def free_inputs(self) -> None:
         if self.holding:

@@ -1,9 +1,8 @@
 """Unit: the hooks that move one unit's parameters through forward and backward.
 
 Forward: unshard, register, compute, register the sharded ones again, reshard. Backward: a hook on the outputs
-unshards and registers; gradients are taken as they arrive; when all have, and the gradients of the unit's
-inputs are done, the unit is resharded and its reduction issued. What remains (parameters without a gradient)
-is settled in one callback at the end of the backward.
+unshards and registers; gradients are taken as they arrive; when all have, and those of the unit's inputs are
+done, the unit is resharded and its reduction issued. One callback at the end settles what remains.
 """
 
 from __future__ import annotations
@@ -19,35 +18,34 @@ from torch import nn
 from parallel3d._torch.autograd import (
     before_changes,
     functorch_is_active,
+    hook_gradient,
     in_backward_pass,
     next_backward_order,
     no_frame_of_its_own,
     untraced,
 )
-from parallel3d._util.reachable import tensors_of
 from parallel3d._util.trace import issuing
-from parallel3d._util.trees import cast_floats, map_tensors, tensors_in, to_device
+from parallel3d._util.trees import cast_floats, map_tensors, tensors_in, tensors_of, to_device
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.api import MixedPrecisionPolicy, input_dtype
 from parallel3d.fsdp.bucket import Bucket
-from parallel3d.fsdp.comm import Comm
 from parallel3d.fsdp.context import RunContext
 from parallel3d.fsdp.events import Option, Registrar
 from parallel3d.fsdp.group import Members, ParamGroup, Registered, Retain
 from parallel3d.fsdp.members import UNIT_ATTRIBUTE, class_name, unit_around
+from parallel3d.fsdp.reduction import Comm
 from parallel3d.fsdp.schedule import PrefetchSettings
 from parallel3d.fsdp.watch import check_inputs, explain, explain_call, watch_torch
 from parallel3d.guards.nan_losses import nan_losses
 
 
 class UnitModule:
-    """Base of the class that ``fully_shard`` gives a module: however a forward ends, its unit is at rest."""
+    """Base class that ``fully_shard`` adds to a module's class. Its unit is at rest however forward ends."""
 
     @no_frame_of_its_own
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs a forward of the module. Afterwards its unit is at rest or waits for its backward, also where
-        the forward ends by what hooks of ``nn.Module`` don't see: ``KeyboardInterrupt`` or ``SystemExit``.
-        """
+        """Runs a forward of the module. If it raises, also a ``KeyboardInterrupt`` or ``SystemExit``, for
+        which torch calls no hook, the unit's forward is ended and the unit resharded."""
         unit = vars(self)[UNIT_ATTRIBUTE]
         depth = unit.depth
         try:
@@ -62,69 +60,62 @@ class UnitModule:
 
 @dataclass(slots=True)
 class ForwardPass:
-    """A forward of a unit, from its first module's begin to its last one's end.
+    """State of a unit's forward, from the begin of its first module to the end of its last one."""
 
-    Attributes:
-        depth: forwards of the unit's modules under way, one inside the other.
-        to_run: ids of those of several modules that are still to run.
-        position: its place in the order of forwards under the root.
-        call: what its outputs' hooks call in backward; None without autograd.
-    """
-
-    depth: int = 0
-    to_run: set[int] = field(default_factory=set)
-    position: int = 0
-    call: Call | None = None
+    depth: int = 0  # forwards of the unit's modules under way, one inside the other
+    to_run: set[int] = field(default_factory=set)  # ids of those of several modules that are to run
+    position: int = 0  # in the order of forwards under the root
+    call: Call | None = None  # what its outputs' hooks call in backward; None without autograd
 
 
 @dataclass(slots=True)
 class BackwardPass:
-    """A backward of a unit, from the first gradient that reaches it until it is resharded.
+    """State of a unit's backward, from the first gradient that reaches the unit until it is resharded."""
 
-    Attributes:
-        calls: ids of the calls (which hold the unit) that it has reached and not yet left.
-        arrived: number of parameters whose gradient has arrived.
-        has_begun: whether a gradient has reached one of the unit's outputs, so that its parameters are there.
-    """
-
-    calls: set[int] = field(default_factory=set)
-    arrived: int = 0
-    has_begun: bool = False
+    calls: set[int] = field(default_factory=set)  # ids of those that it has reached, and not left
+    arrived: int = 0  # number of parameters whose gradient has arrived
+    has_begun: bool = False  # whether a gradient has reached an output: the parameters are there
 
 
 class Unit:
-    """One module (or list of modules) given to ``fully_shard``.
-
-    Attributes that ``FSDPModule``'s methods set:
-        reshard_after_forward: True, False, None (True unless the unit is the root), or the number of ranks
-            over which the parameters stay sharded between forward and backward.
-        keep_between_forwards: whether the next forward uses what an evaluation has left gathered, and
-            HFSDP's copy, as long as no change of the weights was seen.
-        reshard_after_backward: False keeps the parameters gathered for the next micro-batch.
-        unshard_in_backward: False where backward doesn't read the parameters (an embedding).
-        forward_prefetch, backward_prefetch: units to gather ahead; None: the next in order.
-        prefetch: only of the root: settings of when units are gathered ahead of their use; None: the default.
-        sync, all_reduce: whether backward reduces over all data axes, and over replicate.
-        post_optim_event: only of the root: event that the next forward's first gather waits for.
-        shared_comm: the communication side shared with other roots.
-        manual_finalization: only of the root: whether the user ends backwards; see ``options/finalization``.
-        form: kind of the state dicts that ``state_dict`` returns, see ``state_dict_type``; None: sharded.
+    """One module (or list of modules) given to ``fully_shard``, with the hooks that run on it.
 
     Attributes:
+        reshard_after_forward: True, False, None (True unless the unit is the root), or the number of ranks
+            over which the parameters stay sharded between forward and backward.
         group: its parameters.
         members: its modules, and the hooks on them.
-        options: what is told of it, see ``Option``.
-        registrar: the option that registers its parameters for the whole of the root's passes, if one does.
-        forward, backward: the passes under way; None outside of them.
-        computed_with: the version of the weights in the last forward, see ``ParamGroup.weights``.
-        input_dtype: what inputs are cast to, or None.
-        has_unreduced: whether a backward has come through that was not reduced yet.
-        put_off: whether the last backward was not to be reduced, or not over all axes.
-        tracked: whether torch's memory tracker has put itself around hooks and methods of the unit.
-        is_new_to_tracker: whether it does not know the unit's buffers yet.
+        options: the options that are called for events of this unit. registrar: the option that registers its
+            parameters instead of the unit's own hooks, or None.
+        forward, backward: state of the forward and backward under way; None outside of them.
+        computed_with: ``ParamGroup.weights`` in the last forward.
+        input_dtype: dtype that floating-point inputs are cast to; None: they are not cast.
+        has_unreduced: whether gradients of a backward were not reduced yet.
+        put_off: whether the last backward ended without gradient sync, or without all-reduce.
+        tracked, is_new_to_tracker: whether torch's FSDPMemTracker has wrapped the unit's hooks and methods,
+            and whether it has yet to see the unit's buffers.
     """
 
     tracked = is_new_to_tracker = False
+
+    # What ``FSDPModule``'s methods set.
+    # Whether the next forward uses what an evaluation has left gathered, and HFSDP's copy, as long as no
+    # change of the weights was seen.
+    keep_between_forwards = False
+    reshard_after_backward = True  # False keeps the parameters gathered for the next micro-batch
+    unshard_in_backward = True  # False: backward doesn't read the parameters (an embedding)
+    forward_prefetch: list[weakref.ref[Unit]] | None = None  # to gather ahead; None: the next one
+    backward_prefetch: list[weakref.ref[Unit]] | None = None
+    sync = all_reduce = True  # whether backward reduces over all data axes, and over replicate
+    # Whether parameters without a gradient are reduced as zeros, since other ranks may have one; False: there
+    # are no parameters.
+    reduce_unused = False
+    form: Any = None  # kind of state dicts, see ``state_dict_type``; None: sharded
+    # Of the root alone.
+    prefetch: PrefetchSettings | None = None  # None: the default
+    post_optim_event: Any = None  # the next forward's first gather waits for it
+    shared_comm: Comm | None = None  # shared with other roots
+    manual_finalization = False  # whether the user ends backwards; see ``options/finalization``
 
     def __init__(
         self,
@@ -135,20 +126,8 @@ class Unit:
         device_type: str,
     ) -> None:
         self.reshard_after_forward = reshard_after_forward
-        self.keep_between_forwards = False
-        self.reshard_after_backward = True
-        self.unshard_in_backward = True
-        self.forward_prefetch: list[weakref.ref[Unit]] | None = None
-        self.backward_prefetch: list[weakref.ref[Unit]] | None = None
-        self.prefetch: PrefetchSettings | None = None
-        self.sync = True
-        self.all_reduce = True
-        self.post_optim_event: Any = None
-        self.shared_comm: Comm | None = None
         self.options: list[Option] = []
         self.registrar: Registrar | None = None
-        self.manual_finalization = False
-        self.form: Any = None
         self.ref = weakref.ref(self)
         self.group = group
         self.policy = policy
@@ -169,23 +148,22 @@ class Unit:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """The modules given to ``fully_shard``."""
         return self.members.modules
 
     @property
     def depth(self) -> int:
-        """How many forwards of the unit's modules are under way, one inside the other."""
+        """How many forwards of the unit's modules are under way: 2 if one module's forward calls another."""
         return 0 if self.forward is None else self.forward.depth
 
     @property
     def backward_begun(self) -> bool:
-        """Whether a backward has reached the unit, and is not over there."""
+        """Whether a gradient has reached an output of the unit and its backward has not ended."""
         return self.backward is not None and self.backward.has_begun
 
     # -- context -------------------------------------------------------------------------------------
 
     def ready_context(self) -> RunContext:
-        """Returns the context. The first unit to run is the root of those inside it, and makes theirs."""
+        """Returns the root's context. If there is none, this unit is the root and makes it."""
         if self.context is not None:
             return self.context
         outer = unit_around(self)
@@ -193,22 +171,9 @@ class Unit:
             return context
         return RunContext.of_root(self)
 
-    def name(self, name: str) -> None:
-        """Sets the name that messages and records have for the unit."""
-        self.label = name
-        for bucket in self.group.buckets:
-            bucket.unit = name
-
     @property
     def is_root(self) -> bool:
-        """Whether the unit is the outermost of those that have run together."""
         return self.context is not None and self.context.root is self
-
-    @property
-    def reduce_unused(self) -> bool:
-        """Whether parameters without a gradient are reduced as zeros, since other ranks may have one."""
-        buckets = self.group.buckets
-        return bool(buckets) and buckets[0].settings.reduce_unused
 
     # -- forward -------------------------------------------------------------------------------------
 
@@ -216,7 +181,6 @@ class Unit:
     def pre_forward(
         self, module: nn.Module, args: tuple, kwargs: dict
     ) -> tuple[tuple, dict] | None:
-        """Hook before each module's forward."""
         if self.registrar is not None and self.registrar.has_registered(self):
             issuing.unit = self.label
             self.registrar.before_unit(self)
@@ -280,7 +244,8 @@ class Unit:
             context.issue_gathers(compute)
 
     def issue_unshard(self, context: RunContext, compute: Any = None) -> None:
-        """Issues a forward's all-gather, after taking over the user's changes; ``compute``: see ``Comm``."""
+        """Issues the unit's all-gather for a forward or backward. Before a forward it adopts Parameters that
+        the user has replaced. ``compute``: the current stream if known."""
         group = self.group
         if self.is_registered_by_root:
             return
@@ -289,14 +254,10 @@ class Unit:
                 for option in self.options:
                     option.prepare(self, context)
             current = context.running and self.gathered_in == context.iteration
-            if not current:
-                # Left over from another forward: the weights may have changed since, and no version
-                # counter tells (fused and foreach optimizers don't touch a DTensor's).
+            if not current:  # left over from another forward: the weights may have changed since
                 group.drop_stale(context.comm)
             self.gathered_in = context.iteration
-            if group.is_in_other_form or not group.is_sharded:
-                pass
-            else:
+            if group.is_sharded and not group.is_in_other_form:
                 group.register_sharded()  # an option's doing, if it was converted within this forward
                 group.adopt()
                 # A forward of the root without gradients may be between one and its backward, which trains
@@ -313,7 +274,6 @@ class Unit:
 
     @untraced
     def post_forward(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        """Hook after each module's forward."""
         context, forward = self.context, self.forward
         assert context is not None
         if self.registrar is not None and self.registrar.has_registered(self):
@@ -335,10 +295,7 @@ class Unit:
 
     @untraced
     def leave_failed_forward(self, depth: int, error: BaseException) -> None:
-        """Ends a forward of one of the modules that ``error`` has broken off, unless it is over.
-
-        ``depth`` is what ``self.depth`` was before it.
-        """
+        """Ends a module's forward that has raised ``error``; ``depth`` is what ``self.depth`` was before."""
         context, forward = self.context, self.forward
         if context is not None and context.same_order is not None:
             context.same_order.note_error(error)
@@ -352,11 +309,11 @@ class Unit:
             self._leave_forward(context, backward_to_come=False)
 
     def forget_modules_to_run(self) -> None:
-        """Ends a forward of several modules of which some did not run."""
-        if self.forward is not None:
-            self.forward.to_run.clear()
-            if not self.forward.depth:
-                self.forward = None
+        """Ends the forward of a unit of several modules of which some did not run."""
+        assert self.forward is not None
+        self.forward.to_run.clear()
+        if not self.forward.depth:
+            self.forward = None
 
     def _leave_forward(self, context: RunContext, *, backward_to_come: bool) -> None:
         self.forward = None
@@ -376,7 +333,7 @@ class Unit:
             context.end_forward(backward_to_come=backward_to_come)
 
     def leave_evaluation(self, context: RunContext) -> None:
-        """Reshards the group after a forward that no backward follows, unless it is kept between forwards."""
+        """Reshards the unit after a forward without backward, unless ``keep_between_forwards`` applies."""
         group = self.group
         if self.keep_between_forwards and not self.reshards() and not group.is_sharded:
             group.hold()
@@ -384,14 +341,14 @@ class Unit:
             group.reshard(context.comm)
 
     def reshards(self) -> bool | int:
-        """Whether the end of a forward frees the parameters, or over how many ranks it keeps them sharded."""
+        """Whether forward frees the parameters, or the number of ranks that it keeps a shard over."""
         reshard = self.reshard_after_forward
         return not self.is_root if reshard is None else reshard
 
     # -- backward ------------------------------------------------------------------------------------
 
     def pre_backward(self, call: Call) -> None:
-        """A gradient has reached ``call``: the parameters must be there."""
+        """Called when a gradient has reached an output of ``call``: begins the unit's backward, unshards."""
         context = self.context
         assert context is not None
         root_backward = context.enter_backward()
@@ -423,58 +380,64 @@ class Unit:
         issuing.unit = self.label
 
     def weights_changed(self) -> StateError:
-        """Returns the error for a backward whose weights are not those of its forward."""
+        """Returns the error of a backward whose forward has used other weights than the present ones."""
         return StateError(
             f"unit {self.label}: its parameters were changed (an optimizer step, an in-place change) between "
             "this forward and its backward, and the values that the forward used are freed; call backward "
             "before the weights change, or give the unit reshard_after_forward=False, which keeps them"
         )
 
-    def take_gradient(self, bucket: Bucket, index: int, grad: torch.Tensor | None) -> None:
-        """Takes the gradient of parameter ``index`` of ``bucket``, or a further summand of it. None, which an
-        autograd function may give: there is nothing to reduce, and the unit does not wait for it."""
-        context = self.context
+    @staticmethod
+    @untraced
+    def take_gradient(
+        ref: weakref.ref[Unit], bucket_ref: weakref.ref[Bucket], index: int, param: torch.Tensor
+    ) -> None:
+        """Post-accumulate hook of the unsharded parameter ``index`` of a bucket: passes its gradient to the
+        bucket and clears ``.grad``. It is called again for a further gradient of the same backward. None, as
+        an autograd function may return it, counts as arrived, too. ``ref``, ``bucket_ref``: weak references.
+        """
+        unit, bucket = ref(), bucket_ref()
+        if unit is None or bucket is None:
+            return
+        grad, param.grad = param.grad, None
+        context = unit.context
         if context is not None and context.backward is None:
             context.enter_backward()  # the parameter was used outside a forward of ours
-        for option in self.options:
-            option.take_gradient(self)
-        if grad is not None and grad.requires_grad:
-            raise StateError(
-                f"unit {self.label}: .backward(create_graph=True) gives parameters gradients with a graph, "
-                "but it would end at their reduction over ranks; use torch.autograd.grad(loss, inputs, "
-                "create_graph=True)"
-            )
+        for option in unit.options:
+            option.take_gradient(unit)
         is_first = index not in bucket.grads.arrived
         if grad is not None:
-            bucket.grads.accept(index, grad, sync=self.sync)
+            if grad.requires_grad:
+                raise StateError(
+                    f"unit {unit.label}: .backward(create_graph=True) gives parameters gradients with a "
+                    "graph, but it would end at their reduction over ranks; use torch.autograd.grad(loss, "
+                    "inputs, create_graph=True)"
+                )
+            bucket.grads.accept(index, grad, sync=unit.sync)
         del grad  # what follows may free it
         if is_first:
-            backward = self.backward
+            backward = unit.backward
             if backward is None:
-                backward = self.backward = BackwardPass()
+                backward = unit.backward = BackwardPass()
             backward.arrived += 1
-            if backward.arrived >= self.group.trainable:
-                self.maybe_end_backward()
+            if backward.arrived >= unit.group.trainable:
+                unit.maybe_end_backward()
 
     def take_gradients_put_by_hand(self) -> bool:
-        """Takes what was put into ``.grad`` of the unsharded parameters, as zero-bubble schedules do with the
-        gradients that they compute apart. Returns whether there was any."""
+        """Takes gradients that a zero-bubble pipeline schedule has assigned to ``.grad`` of unsharded
+        parameters; returns whether there were any."""
         found = False
         for bucket in self.group.buckets:
             for index, param in enumerate(bucket.precision.compute_params):
                 if param.grad is not None:
-                    grad, param.grad = param.grad, None
-                    self.take_gradient(bucket, index, grad)
+                    self.take_gradient(self.ref, weakref.ref(bucket), index, param)
                     found = True
         return found
 
     def maybe_end_backward(self) -> None:
-        """Ends the unit's backward once nothing in it will read the parameters again.
-
-        That is when the gradients of all parameters have arrived (not needed if ``reduce_unused``), and those
-        of all inputs of every call. A call without inputs that require a gradient ends with the whole
-        backward.
-        """
+        """Ends the unit's backward if nothing in it will read the parameters again: if the gradients of all
+        inputs of all calls have arrived, and those of all parameters (not with ``reduce_unused``). A call
+        without inputs that require a gradient ends with the root's backward."""
         backward = self.backward
         if backward is None or backward.calls:
             return
@@ -486,17 +449,19 @@ class Unit:
         self.finish_backward(context)
 
     def finish_backward(self, context: RunContext) -> None:
-        """Reshards the group and issues its reduction."""
-        deferred = None if context.backward is None else context.backward.deferred
-        if deferred is not None and deferred.unit is self.ref:
-            context.issue_deferred()
-        self.group.check_unwritten()
-        self.leave_backward(context)
-        context.end_unit_backward(self)
+        if self.is_registered_by_root:
+            context.reduce(self)
+        else:
+            deferred = None if context.backward is None else context.backward.deferred
+            if deferred is not None and deferred.unit is self.ref:
+                context.issue_deferred()
+            self.group.check_unwritten()
+            self.leave_backward(context)
+            context.end_unit_backward(self)
         self.backward = None
 
     def leave_backward(self, context: RunContext) -> None:
-        """Reshards the group, unless it is to stay gathered for the next micro-batch."""
+        """Reshards the unit, unless a setting or a forward around this backward keeps it unsharded."""
         if self.depth or self.is_registered_by_root:  # a forward around this backward goes on
             return
         # What the user keeps gathered, a backward of this backward may read.
@@ -508,8 +473,8 @@ class Unit:
             self.group.hold()
 
     def reduce(self, comm: Comm, reduced: set[int]) -> None:
-        """Issues the reductions that are due, and adds the unit to ``reduced``: the ids of the units whose
-        reductions this backward has issued."""
+        """Issues the reductions of buckets that have gradients to reduce. ``reduced``: ids of the
+        ``reduce_unused`` units that were reduced in this backward; this unit's is added."""
         for index, bucket in enumerate(self.group.buckets):
             due = bucket.grads.has_work(sync=self.sync, all_reduce=self.all_reduce)
             if not due and bucket.settings.reduce_unused and self.sync and id(self) not in reduced:
@@ -520,23 +485,24 @@ class Unit:
                 merged = bucket.grads.merged
                 if merged is None or not merged.take(self, index):
                     self.reduce_bucket(index, comm)
-        reduced.add(id(self))
+        if self.reduce_unused:
+            reduced.add(id(self))
         self.has_unreduced = self.has_unreduced and not self.sync
 
     def reduce_bucket(self, index: int, comm: Comm) -> None:
-        """Issues the reduction of bucket ``index``."""
         if self.context is not None and self.context.same_order is not None:
             self.context.same_order.reduces(self, index, all_reduce=self.all_reduce)
         comm.reduce(self.group.buckets[index], all_reduce=self.all_reduce)
 
     def end_backward(self) -> None:
-        """Brings the unit to rest after the root's backward, whether it is complete or broken off."""
+        """Brings the unit to rest when the root's backward has ended or failed."""
         context = self.context
         assert context is not None
-        if self.is_root:
+        if self.options and self.is_root:
             for option in self.options:
                 option.end_backward(self)
-        self.forget_modules_to_run()
+        if self.forward is not None:
+            self.forget_modules_to_run()
         self.leave_backward(context)
         for bucket in self.group.buckets:
             bucket.grads.arrived.clear()
@@ -544,18 +510,17 @@ class Unit:
         self.note_put_off()
 
     def note_put_off(self) -> None:
-        """Notes whether a backward that ends now leaves sums that wait, on this rank or on others."""
         self.put_off = not (self.sync and self.all_reduce)
 
     # -- at rest -------------------------------------------------------------------------------------
 
     @property
     def is_registered_by_root(self) -> bool:
-        """Whether an option has registered its parameters, so that there is nothing to do for it now."""
+        """Whether the ``registrar`` has registered the parameters, so that the unit's hooks do nothing."""
         return self.registrar is not None and self.registrar.has_registered(self)
 
     def abandon(self, comm: Comm) -> None:
-        """After an exception: at rest, nothing in flight."""
+        """Drops the unit's forward and backward after an exception, and reshards it."""
         for option in self.options:
             option.abandon(self)
         self.forward = self.backward = None
@@ -563,7 +528,7 @@ class Unit:
         self.group.abandon(comm)
 
     def show_shards(self) -> None:
-        """Registers the sharded parameters for whoever saves or loads, unless a forward uses the others."""
+        """Reshards and registers sharded parameters, to save or load, unless a forward or backward runs."""
         self.come_to_rest()
         busy = self.depth or self.backward_begun or self.is_registered_by_root
         if self.group.is_registered and not busy:
@@ -571,14 +536,14 @@ class Unit:
             self.group.reshard(self.ready_context().comm)
 
     def come_to_rest(self) -> None:
-        """Ends a backward that an exception has broken off."""
+        """If an exception has ended the root's backward, drops what is left of that backward."""
         context = self.context
         if context is not None and context.backward_has_failed:
             context.abandon(backward_only=True)
 
     @untraced
     def after_load(self, module: nn.Module, incompatible_keys: Any) -> None:
-        """Hook after ``load_state_dict``: ``assign=True`` has replaced the Parameters."""
+        """Hook after ``load_state_dict``: copies Parameters that ``assign=True`` has set into the buckets."""
         if self.group.registered is Registered.SHARDED:
             self.group.adopt(partly=len(self.modules) > 1)
 
@@ -587,21 +552,18 @@ _WATCHERS = "_parallel3d_watchers"  # of a tensor on an attribute: the units tha
 
 
 class Call:
-    """One forward call of a unit.
+    """One forward call of a unit, which the hooks on its outputs and inputs refer to in backward.
 
-    The module is given aliases of its inputs, so that a hook on an alias sees this call's share of the
-    gradient alone: a hook on the input itself would wait for everything else that uses the input.
-
-    The autograd graph holds the call and the call holds the unit, so that a backward still works after
-    the model itself is gone. The unit lets go of the call when its forward ends.
+    The module is given aliases of its input tensors: a hook on an alias gets this call's part of the
+    gradient, where a hook on the input itself would wait for all other uses of it. The autograd graph holds
+    the call and the call holds the unit, so that a backward works after the model was deleted.
 
     Attributes:
-        position: the index of this call in the order of forwards.
-        weights: for each bucket the version of the weights that the call computed with; see
-            ``ParamGroup.weights``.
-        first: ``next_backward_order()`` when the call began.
-        inputs: number of inputs that require a gradient. The call's backward is over when all have got it.
-        left: number of those inputs that have not got their gradient yet.
+        position: index of this call in the order of forwards under the root.
+        weights: ``ParamGroup.weights`` that the call computed with.
+        first: ``next_backward_order()`` when the call began: nodes of the graph with lower numbers are older.
+        inputs: number of inputs that require a gradient; the call's backward is over when all have got it.
+        left: number of these inputs that have not got their gradient yet.
     """
 
     __slots__ = ("__weakref__", "first", "inputs", "left", "position", "unit", "weights")
@@ -614,8 +576,8 @@ class Call:
         self.inputs = self.left = 0
 
     def alias(self, value: Any) -> Any:
-        """Returns ``value`` with its tensors aliased, in tuples too. Other containers stay as they are, since
-        the module may write to them; their tensors are hooked themselves."""
+        """Returns ``value`` with an alias (``view_as``) in place of each tensor, also in tuples. Tensors in
+        other containers, which the module may write to, are kept, and hooked themselves."""
         if type(value) is tuple:
             return tuple(map(self.alias, value))
         if not isinstance(value, torch.Tensor):
@@ -628,17 +590,15 @@ class Call:
             return value
         view = value.view_as(value)
         if view.requires_grad:  # else a transform of torch.func has it on an inner level
-            view.register_hook(self.input_done)
+            hook_gradient(view, self.input_done)
             self.inputs += 1
         return view
 
     def hook(self, tensor: torch.Tensor, method: Callable[[torch.Tensor], Any]) -> None:
-        """Calls ``method``, of this call, with the gradient of ``tensor``.
-
-        A leaf outlives the graph: its hook refers to this call weakly, and is removed when this call is gone.
-        """
+        """Calls ``method``, a method of this call, with the gradient of ``tensor``. On a leaf, which outlives
+        the graph, the hook refers to this call weakly and is removed when the call is deleted."""
         if not tensor.is_leaf:
-            tensor.register_hook(method)
+            hook_gradient(tensor, method)
             return
         weak = weakref.WeakMethod(method)
 
@@ -649,29 +609,28 @@ class Call:
         weakref.finalize(self, tensor.register_hook(on_gradient).remove)
 
     def watch(self, tensor: torch.Tensor) -> None:
-        """Hooks ``begin_backward`` to ``tensor`` and to its base, as ``tensor`` may be changed in place."""
+        """Hooks ``begin_backward`` on ``tensor``, and on what it was before in-place changes."""
         self.hook(tensor, self.begin_backward)
         base = before_changes(tensor, self.first)
         if base is not tensor:
             self.hook(base, self.begin_backward)
 
     def watched(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns an alias of ``tensor``. A gradient that reaches it calls ``begin_backward``, also within
-        transforms of ``torch.func``, which do not see hooks on tensors."""
+        """Returns an alias of ``tensor`` whose backward calls ``begin_backward``, also within transforms of
+        ``torch.func``, where tensor hooks don't work."""
         if tensor.is_floating_point() or tensor.is_complex():
             return _Watched.apply(self, tensor)
         return tensor
 
     @untraced
     def begin_backward(self, _: torch.Tensor) -> None:
-        """Hook on every output: a gradient has reached this call."""
+        """Hook on every output of the call: its gradient has arrived, so the unit's backward begins."""
         self.unit.pre_backward(self)
 
     @untraced
     def input_done(self, grad: torch.Tensor | None) -> torch.Tensor | None:
-        """Hook on every alias of an input. With ``create_graph=True`` the gradient is watched as outputs are:
-        a backward that comes to it needs the parameters again.
-        """
+        """Hook on every alias of an input: counts its gradient; the last one may end the unit's backward.
+        With ``create_graph=True`` it returns a watched gradient, for a second backward."""
         self.left -= 1
         if self.left == 0 and self.unit.backward is not None:
             self.unit.backward.calls.discard(id(self))
@@ -680,19 +639,21 @@ class Call:
 
 
 def watch_output(unit: Unit, output: Any, call: Call | None, *, attributes: bool) -> Any:
-    """Hooks ``call`` to the outputs of a forward, and to the tensors that it has left on modules' attributes.
+    """Hooks ``call`` on the tensors in ``output``, and on those that forward has left on modules' attributes.
+    Returns ``output``, under ``torch.func`` with aliases as its tensors.
 
     Args:
-        call: None: no backward can follow.
-        attributes: whether to look at the attributes, as the outermost forward of a module has ended.
+        call: the call that has ended; None: no backward can follow.
+        attributes: whether to look at attributes: at the end of a module's outermost forward.
 
     Raises:
-        Parallel3dError: an output is a parameter, whose memory is freed now.
+        Parallel3dError: an output is a parameter, or a view of one, whose memory is freed now.
     """
     retained = unit.group.retain is Retain.USER
     frees = bool(unit.reshards()) or (call is None and not retained)
     for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_of(output):
-        if id(tensor if tensor._base is None else tensor._base) in unit.group.computing:
+        is_own = id(tensor if tensor._base is None else tensor._base) in unit.group.computing
+        if is_own or (frees and not tensor.requires_grad and unit.group.holds(tensor)):
             if frees:
                 raise Parallel3dError(
                     f"unit {unit.label} returns a parameter of its own, or a view of one, of shape "
@@ -713,7 +674,7 @@ def watch_output(unit: Unit, output: Any, call: Call | None, *, attributes: bool
 
 
 class _Watched(torch.autograd.Function):
-    """The identity, of tensors and tangents; its backward begins the call's."""
+    """The identity, under ``torch.func`` too. Its backward, and its jvp's, calls ``Call.begin_backward``."""
 
     generate_vmap_rule = True
 
@@ -736,7 +697,7 @@ class _Watched(torch.autograd.Function):
 
 
 def cast_inputs(unit: Unit, module: nn.Module, inputs: tuple[tuple, dict]) -> tuple[tuple, dict]:
-    """Returns (args, kwargs) as the forward of ``module`` sees them in a unit that casts inputs."""
+    """Returns ``inputs``, (args, kwargs), cast as the unit's mixed precision policy says for ``module``."""
     lower = unit.input_dtype
     assert lower is not None
     if isinstance(module, unit.policy.full_precision_modules):
@@ -748,18 +709,16 @@ def cast_inputs(unit: Unit, module: nn.Module, inputs: tuple[tuple, dict]) -> tu
                 return inputs
             return (args[0].to(lower),), kwargs
         return map_tensors(lambda t: t.to(lower) if t.is_floating_point() else t, inputs)
-    own = unit.group.dtype
+    own = next((b.dtype for b in unit.group.buckets if b.dtype.is_floating_point), None)
     if own is None or own == lower:
         return inputs
     return map_tensors(lambda t: t.to(own) if t.dtype == lower else t, inputs)
 
 
-# Hooks on tensors see a backward only when it comes to them. That sharded Parameters were given as its
-# ``inputs``, which no graph leads to, and what its error was, is known where the engine is called alone.
-
-
 def run_backward(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What ``watch`` puts around autograd's engine."""
+    """Wraps each call of autograd's engine from Python, ``run(*args, **kwargs)``. It refuses sharded
+    Parameters as ``inputs``, explains errors that a unit's parameters have caused, and looks for nan losses.
+    """
     inputs = args[4] if len(args) > 4 else kwargs.get("inputs")
     if inputs:
         check_inputs(args[0], inputs)

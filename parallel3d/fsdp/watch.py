@@ -43,14 +43,10 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from parallel3d._layout.packed import packed_as_param
-from parallel3d._torch.autograd import (
-    route_data,
-    saved_by,
-    untraced,
-    wrap_backward,
-)
+from parallel3d._torch.autograd import route_data, untraced, wrap_backward
 from parallel3d._torch.dtensor import watch_writes, wrap_operators
 from parallel3d._torch.optimizers import convert_loaded, step_dtensors_apart, wrap_steps
+from parallel3d._torch.saved import saved_by
 from parallel3d.errors import Parallel3dError, StateError
 from parallel3d.fsdp.bucket import numbered_buckets
 from parallel3d.fsdp.group import WATCHED_BY
@@ -70,7 +66,7 @@ SWITCH = "PARALLEL3D_WATCH"
 
 @cache
 def watch_torch(run_backward: Callable[..., Any]) -> None:
-    """Watches from the first call on, which the first unit makes."""
+    """Installs all hooks and wrappers of this file, once in a process: when the first unit is made."""
     register_optimizer_step_post_hook(_count_step)
     step_dtensors_apart()
     convert_loaded(packed_as_param)
@@ -99,7 +95,6 @@ def watch_torch(run_backward: Callable[..., Any]) -> None:
 
 @untraced
 def _count_step(optimizer: Optimizer, *_: Any) -> None:
-    """Hook after every optimizer's step."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     # These may be DTensors of no unit: master weights to copy from.
     if not any(isinstance(param, DTensor) for param in params):
@@ -116,13 +111,13 @@ def _count_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 # Parameters that are assigned where a unit has one (``module.weight = nn.Parameter(...)``,
-# ``register_parameter``, ``load_state_dict(assign=True)``): an optimizer made from ``model.parameters()``
-# afterwards trains what forward computes with. What else was put into modules, ``check_registered`` looks for
-# when the root's forward begins.
+# ``load_state_dict(assign=True)``) give it their values at once: an optimizer that is made afterwards trains
+# what forward computes with. What else was put into modules, ``check_registered`` looks for.
 
 
 def _take_assigned(module: nn.Module, name: str, given: nn.Parameter) -> nn.Parameter | None:
-    """Hook of torch on every Parameter that is registered in a module. Returns what to register."""
+    """Torch's global hook on registration of Parameters: if ``given`` replaces a unit's parameter, copies its
+    values to that and returns the sharded Parameter to register instead. None: register ``given``."""
     owner = owner_at(module, name)
     if owner is None or OwnSetattr.is_putting or given is owner.sharded:
         return None
@@ -171,50 +166,45 @@ def _write_data(param: torch.Tensor, value: Any) -> bool:
 
 
 def explain(error: RuntimeError, outputs: Sequence[Any]) -> str | None:
-    """Returns a message that explains ``error``, which a backward of ``outputs`` has raised, if a unit's
-    parameters are its cause; else None."""
+    """Returns a message for ``error``, raised by a backward of ``outputs``, if it is due to a unit's
+    parameters (changed, freed, or used beside plain tensors); else None."""
     return _of_versions(error, outputs) or _of_recomputation(error) or explain_mixed(error)
 
 
 def _of_versions(error: RuntimeError, outputs: Sequence[Any]) -> str | None:
-    """Explains the error of autograd that a saved tensor was changed.
+    """Explains autograd's error that an unsharded parameter, saved for backward, was modified; or None.
 
-    The unit of that tensor is found by trials: the tensor can be read if the version counters of its unit are
-    set to those of the forward.
+    To find its unit, the version counters of one bucket after another are set to those of earlier forwards:
+    the saved tensor can be read when it is that bucket's.
     """
     for node in () if isinstance(error, Parallel3dError) else _nodes_of(outputs):
         for read in saved_by(node):
-            if not _fails_alike(read, error):
+            if _error_of(read) != str(error):
                 continue
             for bucket in list(numbered_buckets.values()):
-                found = bucket.versions.saved_as(partial(_fails_alike, read, error))
+                found = bucket.versions.saved_as(partial(_error_of, read))
+                if found:
+                    return _read_while_free(bucket.unit)
                 if found is not None:
-                    return _read_while_free(bucket.unit) if found else _changed(bucket.unit)
+                    return (
+                        f"unit {bucket.unit}: parameters that its forward has computed with were changed "
+                        "before the backward (an optimizer step, an in-place change), so that its gradient "
+                        "can't be computed any more; call backward before the weights change"
+                    )
     return None
 
 
-def _fails_alike(read: Callable[[], Any], error: RuntimeError) -> bool:
+def _error_of(read: Callable[[], Any]) -> str | None:
     try:
         read()
-    except Exception as other:
-        return str(other) == str(error)
-    return False
+    except Exception as error:
+        return str(error)
+    return None
 
 
-def _changed(name: str) -> str:
+def _read_while_free(name: str) -> str:
     return (
-        f"unit {name}: parameters that its forward has computed with were changed before the backward (an "
-        "optimizer step, an in-place change), so that its gradient can't be computed any more; call backward "
-        "before the weights change"
-    )
-
-
-def _read_while_free(names: str) -> str | None:
-    """Returns the message for a backward that has come to the units ``names`` while their memory is free."""
-    if not names:
-        return None
-    return (
-        f"unit {names}: a backward reads parameters of the unit while they are freed. It reaches them "
+        f"unit {name}: a backward reads parameters of the unit while they are freed. It reaches them "
         "through a tensor that the engine does not know of: one that the unit's forward neither returned nor "
         "left on an attribute of its modules (but, for example, in a global list). Return it from "
         "forward, or keep it on an attribute; with set_reshard_after_forward(False) and a single "
@@ -223,16 +213,17 @@ def _read_while_free(names: str) -> str | None:
 
 
 def _of_recomputation(error: BaseException) -> str | None:
-    """Where checkpointing recomputes within a sharded unit: no tensor known to the engine led there."""
+    """Explains a "mixed Tensor and DTensor" error in a recomputation (activation checkpointing): a module of
+    a unit ran while the unit was sharded, as the engine hooked no tensor of this graph. Else returns None."""
     if MIXED not in str(error):
         return None
     units = [unit for module in _modules_on_stack(error) for unit in _units_at_rest_in(module)]
-    return _read_while_free(units[-1].label if units else "")
+    return _read_while_free(units[-1].label) if units else None
 
 
 def explain_call(error: BaseException) -> str | None:
-    """Returns why a forward ended in ``error``: which module was called without its unit or was given a
-    DTensor, or which buffers have no values; None if it is none of these."""
+    """Returns a message for ``error``, in which a forward has ended: which module was called while its unit
+    was sharded, which one was given a DTensor, or which buffers are on meta. None: none of these."""
     text = str(error)
     if isinstance(error, Parallel3dError) or ("meta" not in text and MIXED not in text):
         return None  # looking at frames leaves cycles: not for each error
@@ -242,8 +233,6 @@ def explain_call(error: BaseException) -> str | None:
             [name for name, buffer in stack[0].named_buffers() if buffer.is_meta] if stack else []
         )
         return without_values(names, "are still on the meta device") if names else None
-    if MIXED not in text:
-        return None
     running = set(map(id, stack))
     for unit in (unit for module in stack for unit in _units_at_rest_in(module)):
         if any(id(module) in running for module in unit.modules):
@@ -263,7 +252,7 @@ def explain_call(error: BaseException) -> str | None:
 
 
 def _of_input(error: BaseException) -> str | None:
-    """Where a module with plain parameters was given a DTensor, as ``PrepareModuleInput`` of torch does."""
+    """Explains that a module with plain parameters was given a DTensor, as by ``PrepareModuleInput``."""
     paths: dict[int, str] = {}
     for frame, _ in traceback.walk_tb(error.__traceback__):
         module = frame.f_locals.get("self")
@@ -285,7 +274,7 @@ def _of_input(error: BaseException) -> str | None:
 
 
 def without_values(buffers: Sequence[str], why: str) -> str:
-    """Returns the message of a forward that would read ``buffers``, which have no values."""
+    """Returns the error message for a forward that would read the ``buffers`` named; ``why``: their state."""
     shown = ", ".join(buffers[:8]) + (f" and {len(buffers) - 8} more" if len(buffers) > 8 else "")
     return (
         f"buffers {shown} {why}, without values. A state dict does not have non-persistent buffers (rotary "
@@ -304,17 +293,14 @@ DDP_REFUSED = (
 
 
 def _modules_on_stack(error: BaseException) -> Iterator[nn.Module]:
-    """Yields the modules in whose methods ``error`` was raised, the outermost first."""
-    frames = error.__traceback__
-    while frames is not None:
-        module = frames.tb_frame.f_locals.get("self")
-        if isinstance(module, nn.Module):
+    """Yields the modules whose methods are on the traceback of ``error``, the outermost first."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if isinstance(module := frame.f_locals.get("self"), nn.Module):
             yield module
-        frames = frames.tb_next
 
 
 def _units_at_rest_in(module: nn.Module) -> Iterator[Any]:
-    """Yields the unit of each of the module's own parameters that is sharded."""
+    """Yields, for each of the module's own parameters that is a sharded Parameter, its unit."""
     for param in module._parameters.values():
         owner = None if param is None else owner_of(param)
         unit = None if owner is None else owner.unit()
@@ -323,7 +309,8 @@ def _units_at_rest_in(module: nn.Module) -> Iterator[Any]:
 
 
 def check_inputs(outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
-    """Raises StateError if a backward of ``outputs`` is to compute gradients of sharded Parameters."""
+    """Raises StateError if ``inputs`` of a backward of ``outputs`` are sharded Parameters whose unsharded
+    ones are in its graph: the graph does not lead to the sharded ones."""
     owners = [owner_of(each) for each in inputs if isinstance(each, DTensor)]
     wanted = {id(owner) for owner in owners if owner is not None}
     if not wanted:
@@ -341,10 +328,7 @@ def check_inputs(outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
 
 
 def _nodes_of(outputs: Iterable[Any]) -> Iterator[Any]:
-    """Yields the nodes of the graph of ``outputs``."""
-    nodes = [
-        t.grad_fn if isinstance(t, torch.Tensor) else getattr(t, "node", None) for t in outputs
-    ]
+    nodes = [getattr(t, "grad_fn", getattr(t, "node", None)) for t in outputs]
     seen: set[Any] = set()
     while nodes:
         node = nodes.pop()
@@ -355,7 +339,7 @@ def _nodes_of(outputs: Iterable[Any]) -> Iterator[Any]:
 
 
 def _owners_in(outputs: Iterable[Any]) -> Iterable[ShardedParam]:
-    """Yields the owners of the unsharded parameters that the graph of ``outputs`` leads to."""
+    """Yields the ``ShardedParam`` of each unsharded parameter in the autograd graph of ``outputs``."""
     for node in _nodes_of(outputs):
         variable = getattr(node, "variable", None)
         unit = getattr(variable, WATCHED_BY, lambda: None)()
@@ -368,20 +352,21 @@ def _owners_in(outputs: Iterable[Any]) -> Iterable[ShardedParam]:
                 yield from (bucket.params[index] for index in arrived.indices)
 
 
-# Sharded parameters beside plain tensors, outside their unit's forward. At rest a parameter is a DTensor:
-# torch does not compute with it beside plain tensors. A penalty on parameters, added to a loss, works. Other
-# operators, optimizers' steps and ``load_state_dict`` end in an error that names the parameter; errors of
-# functions that nothing here is called by get a note when they are printed.
+# Sharded parameters beside plain tensors, outside their unit's forward: torch does not compute with a DTensor
+# beside these. A penalty on parameters, added to a loss, works. Other operators, optimizers' steps and
+# ``load_state_dict`` end in an error that names the parameter; errors of functions that call nothing here get
+# a note when they are printed.
 
 MIXED = "mixed torch.Tensor and DTensor"
 _LIBRARIES = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 
 
 def _operate(operator: Callable[..., Any], sharded: DTensor, other: torch.Tensor) -> Any:
-    """``operator(sharded, other)``, of a DTensor and a plain tensor.
+    """Returns ``operator(sharded, other)``, of a DTensor and a plain tensor, which torch refuses.
 
-    A number computed from parameters becomes a plain tensor with its whole value, and what is computed with
-    it the rank's own, like its loss. As all gradients, its gradient is then the mean over the ranks.
+    Allowed is a 0-dim DTensor that requires grad, such as a penalty on the parameters: it becomes a plain
+    tensor of the whole value, and its gradient the mean over the ranks, like those of parameters. Otherwise
+    raises StateError with an explanation.
     """
     if not sharded.ndim and sharded.requires_grad and torch.is_grad_enabled():
         return operator(_MeanGradient.apply(sharded.full_tensor(), sharded.device_mesh), other)
@@ -395,12 +380,12 @@ def _operate(operator: Callable[..., Any], sharded: DTensor, other: torch.Tensor
 
 
 def _refuse_write(operands: Sequence[Any]) -> None:
-    """Raises StateError: the first operand, a plain tensor, was changed in place by others, DTensors."""
+    """Raises StateError: an in-place operation on a plain tensor, ``operands[0]``, has DTensors too."""
     raise StateError(_message(operands, []))
 
 
 class _MeanGradient(torch.autograd.Function):
-    """The identity; its gradient is the mean over the ranks of a mesh."""
+    """The identity in forward; backward returns the mean of the gradients over the ranks of ``mesh``."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
@@ -419,11 +404,8 @@ class _MeanGradient(torch.autograd.Function):
 
 
 def explain_mixed(error: BaseException, operands: Iterable[Any] = ()) -> str | None:
-    """Returns what ``error`` means if it is of a plain tensor beside a sharded parameter, else None.
-
-    Args:
-        operands: tensors that were computed with, to be looked at before those on the stack.
-    """
+    """Returns a message for ``error`` if it says that plain tensors and DTensors were mixed; else None. The
+    parameter is looked for in ``operands``, then among the local variables on the stack."""
     if "`DTensor` parameters, which is incompatible with DDP" in str(error):
         return DDP_REFUSED  # accelerate's words, on GPUs
     if isinstance(error, Parallel3dError) or MIXED not in str(error):
@@ -446,7 +428,11 @@ def _message(operands: Iterable[Any], frames: list[tuple[FrameType, int]]) -> st
     if owner is not None:
         what = f"{named(owner)} is sharded, a DTensor, and"
         unit = owner.unit()
-        if unit and _of_other_unit(owner.sharded) and any(_is_forward(f) for f, _ in frames):
+        if (
+            unit
+            and _of_other_unit(owner.sharded)
+            and any(f.f_code.co_name == "forward" for f, _ in frames)
+        ):
             root = f', or leave its module in the root: parallelize(..., units=["!{unit.label}"])'
         if unit and (method := _method(unit.modules, stack)):
             root += f", or let its {method} gather as forward does: parallel3d.fsdp."
@@ -460,7 +446,7 @@ def _message(operands: Iterable[Any], frames: list[tuple[FrameType, int]]) -> st
 
 
 def _method(modules: Sequence[nn.Module], stack: list[tuple[FrameType, int]]) -> str | None:
-    """Returns the method of a unit's module, other than forward, that is being called."""
+    """Returns the name of the method of one of ``modules``, other than forward, that is running; or None."""
     for frame, _ in stack:
         name, module = frame.f_code.co_name, frame.f_locals.get("self")
         own = any(module is each for each in modules) and not hasattr(nn.Module, name)
@@ -469,12 +455,8 @@ def _method(modules: Sequence[nn.Module], stack: list[tuple[FrameType, int]]) ->
     return None
 
 
-def _is_forward(frame: FrameType) -> bool:
-    return frame.f_code.co_name == "forward"
-
-
 def _of_other_unit(param: nn.Parameter) -> ShardedParam | None:
-    """Returns the owner of ``param`` if it is sharded and belongs to a unit of one module, not the root."""
+    """Returns the ``ShardedParam`` of ``param`` if it is in a unit of one module that is not the root."""
     owner = owner_of(param) if isinstance(param, DTensor) else None
     unit = None if owner is None else owner.unit()
     return None if unit is None or unit.is_root or len(unit.modules) > 1 else owner
@@ -487,7 +469,7 @@ def _tensors(values: Mapping[str, Any]) -> Iterator[torch.Tensor]:
 
 
 def _explain_step(optimizer: Optimizer, error: RuntimeError) -> str | None:
-    """Returns what an error of ``optimizer.step()`` means, if it is about a sharded parameter; else None."""
+    """Returns a message for ``error`` of ``optimizer.step()`` if a sharded parameter is its cause."""
     if isinstance(error, Parallel3dError):
         return None
     for param, state in optimizer.state.items():
@@ -513,14 +495,9 @@ def _explain_step(optimizer: Optimizer, error: RuntimeError) -> str | None:
 
 
 def explain_load(model: nn.Module, given: Mapping[str, Any], error: RuntimeError) -> str | None:
-    """Returns why ``model.load_state_dict(given)`` ended in ``error``, if it is about sharded parameters."""
+    """Returns a message for ``error`` of ``model.load_state_dict(given)`` if sharding is its cause."""
     problems: dict[str, list[str]] = {}
-    marks = (
-        MIXED,
-        "size mismatch",
-        "different meshes",
-        "across different mesh",
-    )  # the last of 2.11
+    marks = (MIXED, "size mismatch", "different meshes", "across different mesh")  # the last: 2.11
     if isinstance(error, Parallel3dError) or not any(mark in str(error) for mark in marks):
         return None
     for name, param in model.named_parameters():
@@ -543,10 +520,8 @@ def explain_load(model: nn.Module, given: Mapping[str, Any], error: RuntimeError
 
 
 def _load_problem(owner: ShardedParam, value: torch.Tensor) -> str | None:
-    if (
-        not isinstance(value, DTensor)
-        and value.shape == owner.geometry.local_shape != owner.global_shape
-    ):
+    plain = not isinstance(value, DTensor)
+    if plain and value.shape == owner.geometry.local_shape != owner.global_shape:
         return (
             "one rank's shard, as torch.save of local tensors writes it. Write checkpoints by "
             "parallel3d.checkpoint.save, or torch.save what parallel3d.fsdp.model_state_dict returns"

@@ -72,7 +72,8 @@ def _deferring_all_reduce(units: Sequence[FSDPModule], source: Iterator[T]) -> I
 
 
 def group_of(mesh: DeviceMesh | None, what: str) -> ProcessGroup | None:
-    """Returns the group over all axes of ``mesh``, by default the default group; None if there is none."""
+    """Returns the process group over all ranks of ``mesh``, or the default group if ``mesh`` is None; None if
+    no process group is initialized. ``what``: the caller's name, for errors."""
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise MeshError(f"{what}: mesh is {mesh!r}; it must be a DeviceMesh, or None for all ranks")
     if not dist.is_initialized():

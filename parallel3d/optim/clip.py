@@ -43,12 +43,12 @@ _STORE_TIMEOUT = timedelta(seconds=10)  # for ranks that don't have these gradie
 
 @dataclass
 class LocalGrads:
-    """This rank's gradients.
+    """This rank's gradients, by the process groups that shard them.
 
     Attributes:
-        groups: process groups by name, innermost axis first, in the same order on every rank.
-        flats: parts of buckets' flat gradients, contiguous, by the groups that shard them.
-        others: local gradients that are in no flat one, by the groups that shard them.
+        groups: name -> process group, innermost axis first, in the same order on every rank.
+        flats: names of groups -> contiguous parts of buckets' flat gradients that these groups shard.
+        others: the same of local gradients that are in no flat one.
         wholes: the flat gradients that ``flats`` are parts of.
     """
 
@@ -59,7 +59,7 @@ class LocalGrads:
 
 
 class ClipPlan:
-    """How to take the gradients of the same tensors, call after call, in few kernels.
+    """How to find and norm the gradients of some tensors in few kernels, for calls that repeat.
 
     What is the same in each call is computed once: which tensors make up whole buckets, where these have
     padding, and over which groups they are sharded. It keeps no tensor, bucket or process group alive.
@@ -79,7 +79,7 @@ class ClipPlan:
         return len(self._tensors) == len(tensors) and all(same)
 
     def find(self, tensors: Sequence[torch.Tensor]) -> LocalGrads:
-        """Returns the gradients that are there; StateError if one is not reduced yet."""
+        """Returns the tensors' gradients; StateError if one is not reduced yet."""
         grads = list(map(_grad_of, tensors))
         found = LocalGrads()
         known: dict[object, Axes] = {}  # (mesh, placements) -> groups: looked up once
@@ -108,7 +108,7 @@ class ClipPlan:
 
 
 class _WholeBucket:
-    """A bucket whose parameters are all among the tensors, at ``indices``."""
+    """A bucket all of whose parameters are among a plan's tensors: its flat gradient holds all of theirs."""
 
     def __init__(self, bucket: Bucket, index: dict[int, int]) -> None:
         self.indices = [index[id(param.sharded)] for param in bucket.params]
@@ -135,7 +135,7 @@ class _WholeBucket:
         grads: Sequence[torch.Tensor | None],
         tensors: Sequence[torch.Tensor],
     ) -> bool:
-        """Adds the flat gradient that ``grads`` are views of; returns False if there is none."""
+        """Adds the bucket's flat gradient to ``found``; False if ``grads`` are not views of one tensor."""
         flat = flat_gradient(grads, self._segment_sizes)
         if flat is None:
             return False
@@ -155,7 +155,7 @@ class _WholeBucket:
 
 
 def _sharding(spec: DTensorSpec) -> list[tuple[int, ProcessGroup]]:
-    """Returns (axis, its group) of the axes that shard a tensor, innermost axis first."""
+    """Returns (mesh axis, its process group) of the axes that shard a tensor, innermost axis first."""
     mesh = spec.mesh
     axes = [a for a, n in enumerate(mesh.shape) if n > 1 and not spec.placements[a].is_replicate()]
     return [(axis, mesh.get_group(axis)) for axis in reversed(axes)]
@@ -165,7 +165,7 @@ _plans: deque[ClipPlan] = deque(maxlen=4)  # for a model, and a few parts of it
 
 
 def plan_for(tensors: Sequence[torch.Tensor]) -> ClipPlan:
-    """Returns the plan for these tensors, an earlier one if there is one."""
+    """Returns the :class:`ClipPlan` for ``tensors``, an earlier one if they are the same."""
     plan = next((plan for plan in _plans if plan.is_for(tensors)), None)
     if plan is None:
         plan = ClipPlan(tensors)
@@ -174,10 +174,8 @@ def plan_for(tensors: Sequence[torch.Tensor]) -> ClipPlan:
 
 
 def name_losses(loss: torch.Tensor | float | None) -> str:
-    """Returns the end of an error's text: each rank's loss, exchanged through the store.
-
-    All ranks have the error, since they know the same norm.
-    """
+    """Returns the end of the error for a nonfinite norm: each rank's ``loss``, exchanged through the store.
+    All ranks call it, since they have the same norm."""
     if loss is None:
         return (
             ". Give clip_grad_norm_ loss=, this rank's loss, to read here on which ranks it is not"
@@ -249,6 +247,8 @@ def clip_grad_norm_(
     if not found.flats and not found.others:
         return torch.zeros(())
     norm = _total_norm(found, norm_type)
+    if error_if_nonfinite:
+        dry_run.reads("error_if_nonfinite")
     if error_if_nonfinite and not dry_run.active() and not bool(torch.isfinite(norm)):
         raise StateError(
             f"the {norm_type}-norm of the gradients is {norm.item()}; it must be finite to clip by"
@@ -295,7 +295,8 @@ def _total_norm(found: LocalGrads, p: float) -> torch.Tensor:
 
 
 def _power_sums(found: LocalGrads, p: float) -> dict[Axes, torch.Tensor]:
-    """Returns the local sum of |x|^p (max |x| for p = inf) by groups, at least in float32."""
+    """Returns groups -> local sum of |x|^p over the gradients that they shard (max |x| for p = inf), at least
+    in float32."""
     norms: dict[Axes, Tensors] = {axes: [] for axes in [*found.flats, *found.others]}
     # By kind, then groups: what is not summed in rows, so that one call takes all of a kind.
     kinds: dict[tuple[torch.device, torch.dtype], dict[Axes, Tensors]] = {}
@@ -325,7 +326,7 @@ def _power_sums(found: LocalGrads, p: float) -> dict[Axes, torch.Tensor]:
 
 
 def _power_sum(norms: Tensors, p: float) -> torch.Tensor:
-    """Returns the sum of |x|^p over the tensors that ``norms``, vectors, are the norms of."""
+    """Returns the sum of |x|^p over some tensors, from vectors of their p-norms."""
     dtype = functools.reduce(torch.promote_types, (norm.dtype for norm in norms))
     all_norms = torch.cat([norm.to(norms[0].device, dtype) for norm in norms])
     return all_norms.max() if math.isinf(p) else all_norms.pow(p).sum()

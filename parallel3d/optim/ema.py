@@ -23,10 +23,11 @@ Read = Callable[[], torch.Tensor]
 
 
 def tensors_of(model: nn.Module) -> Iterator[tuple[list[str], Read, bool]]:
-    """Yields (all its names, how to read it, whether it is a parameter) for each tensor of the state dict.
+    """Yields (names, function that returns it, whether it is a parameter) for each tensor of the state dict;
+    a tied tensor comes once, with all its names.
 
     A unit's Parameter is the same object for the model's life; other parameters, and buffers, are read from
-    their modules (``load_state_dict(assign=True)`` replaces them).
+    their modules at each call (``load_state_dict(assign=True)`` replaces them).
     """
     for is_param in (True, False):
         names: defaultdict[int, list[str]] = defaultdict(list)
@@ -78,7 +79,7 @@ class Averaged:
         self.value = local.detach().to(dtype if dtype and floating else local.dtype, copy=True)
 
     def current(self, converted: bool = False) -> torch.Tensor:
-        """Returns this rank's part of the model's tensor, without a copy.
+        """Returns this rank's part of the model's tensor as it is now, without a copy.
 
         StateError if its shape has changed, or, unless ``converted``, its dtype or device.
         """
@@ -216,7 +217,8 @@ class EMA:
             self._write(saved, converted=True)
 
     def _write(self, values: Sequence[torch.Tensor], converted: bool = False) -> None:
-        """Writes ``values`` into the model and increments the tensors' versions."""
+        """Writes ``values`` (local tensors) into the model, so that units which are unsharded count as stale.
+        ``converted``: the model's dtype or device may have changed."""
         # Also where the body is in inference mode, in which writes don't count as versions.
         with torch.inference_mode(False), torch.no_grad():
             targets = [averaged.current(converted) for averaged in self._all]

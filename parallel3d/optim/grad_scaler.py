@@ -30,7 +30,7 @@ def _note_backward(_: torch.Tensor) -> None:
 
 
 def is_scaled(backward: int) -> bool:
-    """Whether the backward of this id began at a loss that a ``GradScaler`` of ours has scaled."""
+    """Whether the backward with this number began at a loss that our ``GradScaler`` has scaled."""
     return backward != -1 and backward == _last_scaled
 
 

@@ -1,4 +1,4 @@
-"""What is known of optimizer classes: whether the step on an element depends on other elements."""
+"""Which optimizer classes are known, and whether their step on an element depends on other elements."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -34,17 +34,27 @@ REFUSED = {
 """Name in ``torch.optim`` -> why it can't step on shards."""
 
 
+BLOCKWISE = ("Adam8bit", "Adam4bit", "AdamFp8", "AdamW8bit", "AdamW4bit", "AdamWFp8")
+"""Names in ``torchao.optim``: elementwise but for states that are quantized in blocks."""
+
+
+def is_known_blockwise(optimizer_class: type[Optimizer]) -> bool:
+    """Whether the class is one of torchao's in ``BLOCKWISE``; torchao is not imported."""
+    name, module = optimizer_class.__name__, optimizer_class.__module__
+    return name in BLOCKWISE and module.startswith("torchao.optim.")
+
+
 def is_known_elementwise(optimizer_class: type[Optimizer]) -> bool:
-    """Whether it is one of ``ELEMENTWISE``; a subclass is not, as its step may do anything."""
+    """Whether the class is one of torch's in ``ELEMENTWISE``, not a subclass: its step may do anything."""
     return any(optimizer_class is getattr(torch.optim, name) for name in ELEMENTWISE)
 
 
 def base_among(table: Mapping[str, str], optimizer_class: type[Optimizer]) -> str | None:
-    """Returns the name in ``table`` of the class or of one that it is a subclass of, else None."""
+    """Returns the name in ``table`` of a ``torch.optim`` class that the class is or derives from, or None."""
     return next((n for n in table if issubclass(optimizer_class, getattr(torch.optim, n))), None)
 
 
 def step_of(optimizer_class: Any) -> Callable[..., Any]:
-    """Returns the class's ``step`` without the hooks that torch wraps around it."""
+    """Returns the method ``step`` of the class without the hooks that torch wraps around it."""
     step = optimizer_class.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step

@@ -17,12 +17,16 @@ from torch.optim import Optimizer
 
 from parallel3d._torch.kernels import foreach_copy_, foreach_zero_, local_tensors, specs_of
 from parallel3d._torch.simulated import inner_tensors
+from parallel3d._util.arguments import as_count
 from parallel3d.errors import Parallel3dError
+from parallel3d.optim.blocks import BlockSteps, restore_dtypes
 from parallel3d.optim.known import (
+    BLOCKWISE,
     ELEMENTWISE,
     MATRIX,
     REFUSED,
     base_among,
+    is_known_blockwise,
     is_known_elementwise,
     step_of,
 )
@@ -41,10 +45,8 @@ _grad_of, _dtype_of = attrgetter("grad"), attrgetter("dtype")
 
 
 class Snapshot:
-    """The keys and entries of an optimizer's state, to be compared with it later, object by object.
-
-    A step compares hundreds of entries: no Python code runs, and no tensor is hashed, for any of them.
-    """
+    """The objects in an optimizer's state at one time, to find out later whether any was replaced. It
+    compares identities only, by C loops, because there may be hundreds of entries."""
 
     def __init__(self, state: dict[Any, Any]) -> None:
         self._keys, self._entries = list(state), list(state.values())
@@ -56,7 +58,7 @@ class Snapshot:
         return names, list(chain.from_iterable(map(dict.values, self._dicts)))
 
     def matches(self, state: dict[Any, Any]) -> bool:
-        """Whether ``state`` has the same keys and entries in the same order, with the same contents."""
+        """Whether ``state`` still has the same keys and the same objects, in the same order."""
         if len(state) != len(self._keys) or not all(map(is_, state, self._keys)):
             return False
         if not all(map(is_, state.values(), self._entries)):
@@ -66,10 +68,8 @@ class Snapshot:
 
 
 class SingleParams:
-    """The pieces among ``pieces`` that are one DTensor parameter, handled all at once.
-
-    There may be hundreds of them, so no Python code runs for one that has not changed since the last step.
-    """
+    """Those of ``pieces`` that are one DTensor parameter each. There may be hundreds, so C loops handle them
+    together; Python code runs only for what has changed since the last step."""
 
     def __init__(self, pieces: Iterable[Piece]) -> None:
         single = (piece for piece in pieces if isinstance(piece, ParamPiece))
@@ -84,11 +84,11 @@ class SingleParams:
 
     @property
     def is_current(self) -> bool:
-        """Whether the pieces still are the memory of the parameters."""
+        """Whether the pieces' tensors still are the parameters' local tensors."""
         return all(map(is_, local_tensors(self._params), self._locals))
 
     def set_gradients(self) -> None:
-        """Sets ``.grad`` of the pieces; StateError if a gradient is not reduced yet."""
+        """Sets ``.grad`` of the pieces' tensors; StateError if a gradient is not reduced yet."""
         grads = list(map(_grad_of, self._params))
         local_grads = self._checked_before(grads)
         if local_grads is None:
@@ -100,7 +100,7 @@ class SingleParams:
             tensor.grad = grad
 
     def _checked_before(self, grads: list[torch.Tensor | None]) -> list[torch.Tensor | None] | None:
-        """Returns the local gradients if they have the specs and dtypes of the last ones, else None."""
+        """Returns the local gradients if the last step has checked such specs and dtypes, else None."""
         if len(self._specs) != len(grads) or not all(map(is_, _specs(grads), self._specs)):
             return None
         present: Any = [grads[i] for i in self._present]
@@ -112,7 +112,7 @@ class SingleParams:
 
 
 def _specs(grads: list[torch.Tensor | None]) -> list[Any]:
-    """Returns the specs of ``grads``, or nothing if one is not a DTensor."""
+    """Returns the DTensor specs of ``grads``, or [] if one is not a DTensor."""
     try:
         return specs_of(grads)
     except AttributeError:
@@ -120,18 +120,18 @@ def _specs(grads: list[torch.Tensor | None]) -> list[Any]:
 
 
 class LocalState:
-    """The pieces of all groups of an optimizer on local tensors, and their state.
+    """The pieces (see ``pieces.py``) of an optimizer's groups, and the state that the optimizer has for them.
 
     Attributes:
         params: the parameters, by group.
         by_group: the pieces, by group.
-        state: what the optimizer sees as its state, by piece tensor.
-        copies: (piece tensor, key) -> (a single number of a piece's state, expanded; one copy of it for each
-            parameter; their version). Each parameter has a step count of its own, to be saved and loaded.
+        state: the state as the optimizer sees it in its step: piece's tensor -> entries.
+        copies: (piece's tensor, key) -> (single number, such as a step count, expanded to the piece's
+            parameters; a copy for each parameter, to be saved and loaded; the copies' version).
     """
 
     def __init__(self, groups: list[dict[str, Any]], shown: dict[Any, State]) -> None:
-        """Makes the pieces; takes over the state in ``shown``, which is by parameter."""
+        """Makes the pieces for ``groups``, and takes over ``shown``, the state by parameter."""
         self.params = [list(group["params"]) for group in groups]
         self.state: defaultdict[Any, State] = defaultdict(dict)
         self.copies: dict[Any, tuple[torch.Tensor, torch.Tensor, int]] = {}
@@ -148,7 +148,7 @@ class LocalState:
         self.publish(shown)
 
     def _index(self) -> None:
-        """Collects the pieces by how a step looks at them."""
+        """Sorts the pieces into the lists that each step needs."""
         pieces = list(chain.from_iterable(self.by_group))
         self.singles = SingleParams(pieces)
         self.runs = [piece for piece in pieces if isinstance(piece, RunPiece)]
@@ -157,7 +157,8 @@ class LocalState:
         self.padding = list(chain.from_iterable(piece.padding for piece in pieces))
 
     def _with_state(self, piece: Piece, shown: dict[Any, State]) -> list[Piece]:
-        """Returns ``piece`` with the state of its parameters, split where their states don't fit together."""
+        """Takes over the states of the piece's parameters. Returns [piece], or smaller pieces if these states
+        can't be joined."""
         states = [shown.get(param, {}) for param in piece.params]
         state = piece.join_states(states)
         if state is None:  # its parameters have been stepped on differently
@@ -168,7 +169,8 @@ class LocalState:
         return [piece]
 
     def _split(self, piece: RunPiece, shown: dict[Any, State]) -> list[Piece]:
-        """Returns pieces in place of ``piece`` whose gradients fit together; the state keeps its memory."""
+        """Replaces a piece whose parameters' gradients are not one tensor by smaller ones, and returns these;
+        the state keeps its memory."""
         state = self.state.pop(piece.tensor, {})
         self._last.pop(piece.tensor, None)
         for key in state:
@@ -182,7 +184,7 @@ class LocalState:
         return parts
 
     def is_current(self, groups: list[dict[str, Any]], shown: dict[Any, State]) -> bool:
-        """Whether neither groups nor parameters nor state were changed from outside since the last step."""
+        """Whether ``groups`` and ``shown``, the state by parameter, are as the last step left them."""
         given = [group["params"] for group in groups]
         return (
             list(map(len, given)) == list(map(len, self.params))
@@ -200,11 +202,11 @@ class LocalState:
         return self._own_shown.matches(self._own(shown))
 
     def _own(self, shown: dict[Any, State]) -> dict[Any, State]:
-        """Returns the entries of its parameters: others may change, as those of other buckets."""
+        """Returns the state of this object's parameters; others may be those of other buckets."""
         return {param: shown[param] for param in chain(*self.params) if shown.get(param)}
 
     def _set_gradients(self, shown: dict[Any, State]) -> None:
-        """Sets ``.grad`` of the pieces; splits those whose gradients don't fit together any more."""
+        """Sets ``.grad`` of the pieces' tensors; splits pieces whose gradients are not one tensor."""
         replaced: dict[int, list[Piece]] = {}
         for run in self.runs:
             try:
@@ -223,7 +225,7 @@ class LocalState:
 
     @contextmanager
     def shown_to(self, optimizer: Any) -> Iterator[None]:
-        """In the body ``optimizer`` has the pieces, their gradients and their state."""
+        """A context in which ``optimizer`` has the pieces' tensors, gradients and state."""
         groups, shown = optimizer.param_groups, optimizer.state
         try:
             with torch.no_grad():
@@ -243,7 +245,7 @@ class LocalState:
                     foreach_zero_(self.padding)
 
     def publish(self, shown: dict[Any, State]) -> None:
-        """Puts what is new in the state into ``shown``; the rest shares its memory already."""
+        """Puts new entries of the pieces' state into ``shown``, as DTensors; old ones share its memory."""
         if self._stepped is None or not self._stepped.matches(self.state):
             pieces = {piece.tensor: piece for piece in chain.from_iterable(self.by_group)}
             for key, state in self.state.items():
@@ -289,7 +291,8 @@ class LocalState:
 
 
 def _check_state(piece: Piece, key: str, value: Any) -> None:
-    """Raises Parallel3dError unless an entry of a state is as an elementwise class has them."""
+    """Raises Parallel3dError for an entry of a state that an elementwise optimizer can't have: not a single
+    number, nor a tensor of the piece's shape."""
     kind = f"keeps a {type(value).__name__} in the entry {key!r} of a parameter's state"
     if can_be_shared(value, piece.tensor):
         if not isinstance(value, torch.Tensor) or not value.dim():
@@ -334,6 +337,11 @@ def local(
     parameters. Use a class that looks at all parameters together directly on the model's DTensors. To torch's
     Muon a parameter of three dims is a stack of matrices, as experts are: each is stepped on by itself.
 
+    torchao's AdamW8bit, AdamW4bit, AdamWFp8 and their Adam (these classes, not subclasses of them) get this
+    rank's shards, with quantized state where the whole parameter has it on one process, in the same blocks.
+    Give ``fully_shard`` or ``Sharding`` the class's ``block_size`` as ``block=``: parameters whose blocks are
+    divided between ranks are gathered for each step.
+
     Your assertions are not proven: with a wrong one the training silently computes other numbers. Only
     contradictions that show in the state raise, at the first step. `docs/optimizers.md` lists 125 classes.
 
@@ -345,7 +353,8 @@ def local(
             ``whole_matrix``, and True for torch's Muon and Adafactor.
         elementwise: True asserts that the step on an element depends on this element, its gradient, its
             state, the group's options and the step count, and on no other element: no norm, mean, maximum,
-            sort or projection over a tensor or several, no random numbers, no blocks (as 8-bit states have);
+            sort or projection over a tensor or several, no random numbers, no blocks (as 8-bit states have,
+            but see above);
             that it takes no loss from a closure; and that the state consists of tensors of the
             parameter's shape and single numbers.
         options: further arguments of the class.
@@ -367,16 +376,25 @@ def local(
     if matrix is None:
         known = base_among(MATRIX, optimizer_class) is not None
         matrix = not elementwise and bool(getattr(optimizer_class, "whole_matrix", known))
-    if not (matrix or elementwise or is_known_elementwise(optimizer_class)):
+    blockwise = is_known_blockwise(optimizer_class)
+    if not (matrix or elementwise or blockwise or is_known_elementwise(optimizer_class)):
         _raise_unknown(optimizer_class)
-    made = _local_class(optimizer_class, matrix)  # type: ignore[arg-type]
+    kind = LocalMatrixSteps if matrix else LocalBlockSteps if blockwise else LocalSteps
+    made = _local_class(optimizer_class, kind)  # type: ignore[arg-type]
     if matrix and base_among(MATRIX, optimizer_class) == "Muon":
         return _of_matrices(made, groups, options)
-    return made(groups, **options)
+    if blockwise and "block_size" in options:
+        as_count("block_size", options["block_size"], 1)  # torchao divides by it
+    optimizer = made(groups, **options)
+    if blockwise:
+        for group in optimizer.param_groups:
+            optimizer.blocks.add_states(group)
+    return optimizer
 
 
 def _of_matrices(made: Any, groups: list[Any], options: dict[str, Any]) -> Optimizer:
-    """Makes a Muon, whose ``__init__`` refuses parameters of three dims: here they are stacks of matrices."""
+    """Makes an optimizer of the class ``made``, a local subclass of torch's Muon, whose ``__init__`` refuses
+    parameters of three dims: here they are stacks of matrices."""
     by_group = groups if groups and isinstance(groups[0], dict) else [{"params": groups}]
     optimizer = made([{"params": []}] if groups else [], **options)
     optimizer.param_groups.clear()
@@ -401,6 +419,11 @@ def _check(optimizer_class: Any, matrix: Any, elementwise: Any, options: dict[st
     name, refused = optimizer_class.__name__, base_among(REFUSED, optimizer_class)
     if refused is not None:
         raise Parallel3dError(f"optim.local: {name} can't step on shards: {REFUSED[refused]}")
+    if is_known_blockwise(optimizer_class) and (matrix or elementwise):
+        raise Parallel3dError(
+            f"optim.local was given {'matrix' if matrix else 'elementwise'}=True, but the state of {name} is "
+            "quantized in blocks, which it knows; leave it out"
+        )
     whole = base_among(MATRIX, optimizer_class)
     if elementwise is True and whole is not None:
         raise Parallel3dError(
@@ -429,17 +452,19 @@ def _raise_unknown(optimizer_class: type[Optimizer]) -> None:
     inherits = "" if base is None else f" (it is a subclass of {base.__name__}, which may do more)"
     raise Parallel3dError(
         f"optim.local: {name} is not known to be elementwise{inherits}; known are {', '.join(ELEMENTWISE)} "
-        "of torch.optim. Give elementwise=True if its step on an element depends on no other element, or "
+        f"of torch.optim, and {', '.join(BLOCKWISE)} of torchao.optim. "
+        "Give elementwise=True if its step on an element depends on no other element, or "
         "matrix=True if it treats parameters one by one, each as a whole (norms, projections, maxima); else "
         "use the class itself on the model's DTensors"
     )
 
 
 class LocalSteps:
-    """Base added to an optimizer class, whose ``step`` then gets plain tensors: pieces instead of parameters.
+    """Base class that ``optim.local`` adds to an optimizer class: its ``step`` runs on plain tensors, the
+    pieces.
 
     Attributes:
-        local_base: the class that it was added to, an elementwise one.
+        local_base: the optimizer class that it was added to.
     """
 
     local_base: type[Optimizer]
@@ -448,7 +473,7 @@ class LocalSteps:
     _local: LocalState | None = None
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Runs the class's step on plain tensors."""
+        """Runs the optimizer class's own step on plain tensors; returns the closure's loss."""
         loss = None
         if closure is not None:  # before the step: its backward needs the parameters
             with torch.enable_grad():
@@ -464,12 +489,11 @@ class LocalSteps:
         self._local.publish(self.state)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        matrix = isinstance(self, LocalMatrixSteps)
-        return _new_local, (self.local_base, matrix), self.__getstate__()
+        return _new_local, (self.local_base, type(self).__mro__[1]), self.__getstate__()
 
 
 class LocalMatrixSteps(LocalSteps):
-    """The same of a class that needs whole parameters: each rank's step gets some of them."""
+    """A LocalSteps for classes that need whole parameters: each rank steps on some, see ``MatrixSteps``."""
 
     _matrices: MatrixSteps | None = None
 
@@ -481,15 +505,43 @@ class LocalMatrixSteps(LocalSteps):
         self._matrices.step(optimizer, step)
 
 
+class LocalBlockSteps(LocalSteps):
+    """A LocalSteps for torchao's classes with quantized state: each parameter is stepped on by itself, see
+    ``BlockSteps``. States are made at the beginning, so that a checkpoint can be read into them."""
+
+    _blocks: BlockSteps | None = None
+
+    @property
+    def blocks(self) -> BlockSteps:
+        if self._blocks is None:
+            self._blocks = BlockSteps(self)
+        return self._blocks
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)  # type: ignore[misc]
+        if hasattr(self, "block_size"):  # not yet in ``__init__``
+            self.blocks.add_states(self.param_groups[-1])
+
+    def _step_locally(self, step: Callable[[Any], Any]) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.blocks.step(group, param, step)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As ``Optimizer.load_state_dict``, but quantized state is not cast to the parameters' dtype."""
+        super().load_state_dict(state_dict)  # type: ignore[misc]
+        restore_dtypes(self, state_dict)  # type: ignore[arg-type]
+
+
 @cache
-def _local_class(base: type[Optimizer], matrix: bool) -> Any:
-    """Returns the subclass of ``base`` that steps on local tensors; it is made once."""
-    kind = LocalMatrixSteps if matrix else LocalSteps
+def _local_class(base: type[Optimizer], kind: type[LocalSteps]) -> Any:
+    """Returns the class that derives from ``kind`` and ``base`` and steps on local tensors; made once."""
     members = {"local_base": base, "__doc__": base.__doc__, "__module__": __name__}
     return type(f"Local{base.__name__}", (kind, base), members)
 
 
-def _new_local(base: type[Optimizer], matrix: bool) -> Any:
-    """Returns an object without state, for copies and pickles."""
-    cls = _local_class(base, matrix)  # type: ignore[arg-type]
+def _new_local(base: type[Optimizer], kind: type[LocalSteps]) -> Any:
+    """Returns an instance without calling ``__init__``, for copies and pickles."""
+    cls = _local_class(base, kind)  # type: ignore[arg-type]
     return cls.__new__(cls)

@@ -1,6 +1,6 @@
-"""MatrixSteps: steps of an optimizer that needs whole parameters, on parameters that ranks share.
+"""MatrixSteps: steps of an optimizer that needs whole parameters, on parameters that are sharded.
 
-Parameters of one shape and placement are distributed over the ranks that share them, one each: an all-to-all
+Parameters of one shape and placement are distributed over the ranks that shard them, one each: an all-to-all
 brings the parts of a parameter, its gradient and its state to the one rank that steps on it, and another one
 brings the results back. A rank sends and receives as many bytes as the parts it holds, and computes on one
 parameter of n; all-gathers would bring all n to every rank. Replicas do the same work side by side.
@@ -38,7 +38,7 @@ Step = Callable[[Any], Any]  # of the optimizer
 
 
 class Owners:
-    """The ranks that share parameters of one shape and placement.
+    """The ranks that shard parameters of one shape and placement, and how they exchange them.
 
     Attributes:
         group: their process group, of ``size`` ranks; ``rank`` is this rank's in it.
@@ -67,10 +67,9 @@ class Owners:
         self.padded_numel = max(math.prod(local) for local, _ in self.parts)
 
     def to_owner(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        """Takes this rank's part of each of at most ``size`` tensors; returns one of these tensors, whole.
-
-        Where there are fewer tensors than ranks, several ranks get the same one.
-        """
+        """Exchanges parts for a whole tensor: takes this rank's part of each of at most ``size`` tensors, and
+        returns the tensor that belongs to this rank, whole. If there are fewer tensors than ranks, several
+        ranks get the same one."""
         send = parts[0].new_zeros(self.size, self.padded_numel)
         for index in range(self.size):
             part = parts[index % len(parts)]
@@ -81,7 +80,8 @@ class Owners:
         return whole
 
     def from_owners(self, whole: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The inverse of ``to_owner``: returns this rank's part of each rank's tensor, shaped as ``like``."""
+        """The inverse of ``to_owner``: takes this rank's whole tensor, and returns its part of each rank's
+        tensor, shaped as ``like``."""
         send = whole.new_zeros(self.size, self.padded_numel)
         for box, rows in self._views(whole, send):
             rows.copy_(box)
@@ -93,21 +93,22 @@ class Owners:
     def _views(
         self, whole: torch.Tensor, buffer: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yields each box as a view of ``whole`` and of ``buffer``, (ranks, padded_numel) local tensors."""
+        """Yields each box of each rank's part as views of ``whole`` and ``buffer``, (ranks, padded_numel)."""
         for (shape, boxes), row in zip(self.parts, buffer, strict=True):
             local = row[: math.prod(shape)].view(shape)
             for box in boxes:
                 yield whole[box.slices], box.of(local)
 
     def small_to_owner(self, values: list[torch.Tensor]) -> torch.Tensor:
-        """Returns the one of ``values``, which every rank has, that belongs to this rank's parameter."""
+        """Returns the one of ``values``, which every rank has whole, that belongs to this rank's parameter;
+        no communication."""
         rows = [values[index % len(values)] for index in range(self.size)]
         # By a tensor index: a value from a plain checkpoint has no simulated ranks.
         own = torch.full((1,), self.rank, dtype=torch.int64, device=values[0].device)
         return torch.stack(rows).index_select(0, own)[0]
 
     def small_from_owners(self, value: torch.Tensor, number: int) -> list[torch.Tensor]:
-        """The inverse of ``small_to_owner``: returns the ``value`` of the first ``number`` ranks."""
+        """All-gathers ``value``, and returns those of the first ``number`` ranks."""
         rows = value.new_empty((self.size * value.numel(),))
         all_gather_single(rows, value.reshape(-1).contiguous(), group=self.group)
         return [row.view(value.shape).clone() for row in rows.view(self.size, -1)[:number]]
@@ -123,7 +124,7 @@ class MatrixSteps:
     """Steps of one optimizer on whole parameters.
 
     Args:
-        known: whether the shapes of the class's states are known not to depend on values. If not, ranks
+        known: whether the class is known to make states whose shapes don't depend on values. If not, ranks
             compare them at the first step of a parameter.
         stacked: whether a parameter of three dims is a stack of matrices, each of which is stepped on alone.
     """
@@ -168,7 +169,8 @@ class MatrixSteps:
     def _batches(
         self, optimizer: Optimizer, params: list[nn.Parameter]
     ) -> list[tuple[list[nn.Parameter], Owners | None]]:
-        """Returns the parameters of a group that one call steps on, with the ranks that share them."""
+        """Returns [(parameters, ranks that shard them or None)]: the group's parameters with a gradient, as
+        one call of the optimizer steps on them."""
         alike: defaultdict[tuple[Owners | None, Any], list[nn.Parameter]] = defaultdict(list)
         for param in params:
             if param.grad is not None:
@@ -183,7 +185,8 @@ class MatrixSteps:
         return batches
 
     def _owners_of(self, param: nn.Parameter) -> Owners | None:
-        """Returns the ranks that share ``param``; None if each has it whole."""
+        """Returns the ranks that shard ``param``; None if it is whole on each rank (or, ``stacked``, if each
+        has whole matrices)."""
         if not isinstance(param, DTensor):
             return None
         mesh, placements, shape = param.device_mesh, param.placements, param.shape
@@ -208,7 +211,7 @@ class MatrixSteps:
 
 
 class GroupOptions:
-    """The entries of a group without its parameters, as they were before a step."""
+    """The options of a parameter group before a step, to restore them before each of several calls."""
 
     def __init__(self, group: dict[str, Any]) -> None:
         self._before = dict(group)
@@ -218,7 +221,7 @@ class GroupOptions:
         self._first: dict[str, Any] | None = None
 
     def restore(self, group: dict[str, Any]) -> None:
-        """Sets the entries of ``group`` to what they were."""
+        """Sets the group's options to the values from before the step."""
         group.clear()
         group.update(self._before)
         for key, value in self._copies.items():
@@ -229,7 +232,7 @@ class GroupOptions:
                 group[key] = copy.deepcopy(value)
 
     def check_same_counts(self, group: dict[str, Any], optimizer: Optimizer) -> None:
-        """Raises Parallel3dError if this call has left other numbers in the group than the first one."""
+        """Raises Parallel3dError if this call has set another number in the group than the first call."""
         numbers = {k: v for k, v in group.items() if isinstance(v, (int, float)) and v == v}
         if self._first is None:
             self._first = numbers
@@ -243,12 +246,12 @@ class GroupOptions:
 
 
 def of_no_parameter(optimizer: Optimizer) -> dict[Any, Any]:
-    """Returns the entries of the optimizer's state under keys that are no parameters."""
+    """Returns the entries of the optimizer's state whose keys are no parameters."""
     return {k: v for k, v in optimizer.state.items() if not isinstance(k, torch.Tensor)}
 
 
 def _kind(value: Any, param: nn.Parameter) -> Any:
-    """Returns what an entry of a state must have in common with that of another parameter in one call."""
+    """Returns what two parameters' entries of a state must have in common so that one call steps on both."""
     if isinstance(value, (int, float)):
         return type(value)  # each parameter has its own number
     if not isinstance(value, torch.Tensor):
@@ -259,15 +262,13 @@ def _kind(value: Any, param: nn.Parameter) -> Any:
 
 
 def _is_counter(value: torch.Tensor, param: nn.Parameter) -> bool:
-    """Whether ``value`` is a step count on the CPU of a parameter elsewhere: all ranks count alike."""
+    """Whether ``value`` is a step count on the CPU (parameter elsewhere), which is equal on all ranks."""
     return value.dim() == 0 and value.device.type != param.device.type
 
 
 def can_be_shared(value: Any, param: torch.Tensor) -> bool:
-    """Whether ranks can exchange an entry of the state of ``param``.
-
-    That is a number, an ordinary tensor (or one of the parameter's class) or a value equal on all ranks.
-    """
+    """Whether ranks can exchange ``value``, an entry of the state of ``param``: a number, an ordinary tensor
+    (or one of the parameter's class) or another value that is equal on all ranks."""
     if isinstance(value, torch.Tensor):
         return type(value) in (torch.Tensor, nn.Parameter, type(param))
     alike = (str, torch.dtype, torch.device, torch.Size)
@@ -275,14 +276,14 @@ def can_be_shared(value: Any, param: torch.Tensor) -> bool:
 
 
 def _has_shape(value: Any, shape: Sequence[int]) -> bool:
-    """Whether an entry has the whole parameter's shape: it is then sharded as the parameter is."""
+    """Whether ``value`` is a tensor of ``shape``, the whole parameter's: it is then sharded likewise."""
     is_tensor = isinstance(value, torch.Tensor)
     return is_tensor and len(shape) > 0 and tuple(value.shape) == tuple(shape)
 
 
 @dataclass(frozen=True)
 class _Call:
-    """A step of ``optimizer`` on some parameters of ``group``."""
+    """Calls of ``optimizer`` for some parameters of ``group`` at a time."""
 
     optimizer: Optimizer
     step: Step
@@ -291,7 +292,7 @@ class _Call:
     stacked: bool
 
     def on_shared(self, params: list[nn.Parameter], owners: Owners | None) -> None:
-        """Steps on ``params``, which ``owners`` share; without owners every rank has them whole."""
+        """Steps on ``params``, which the ranks ``owners`` shard; None: every rank has them whole."""
         locals_ = [local_of(param) for param in params]
         grads = [reduced_grad(param, "Step") for param in params]
         states = [self.optimizer.state.get(param, {}) for param in params]
@@ -329,7 +330,7 @@ class _Call:
             _show(self.optimizer, param, state)
 
     def _check_alike(self, owners: Owners, state: State, device: torch.device) -> None:
-        """Raises Parallel3dError on all ranks unless their states have the same entries."""
+        """Raises Parallel3dError on all ranks if their states have different entries, shapes or dtypes."""
         kinds = {
             k: (tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else type(v).__name__
             for k, v in state.items()
@@ -344,7 +345,7 @@ class _Call:
             )
 
     def on_whole(self, params: list[nn.Parameter], states: list[State]) -> list[State]:
-        """Steps on the plain ``params`` with ``states``; returns their new states.
+        """Steps on the plain tensors ``params`` with ``states``; returns their new states.
 
         Simulated ranks step one after another, because their values differ and a class may read values
         (``item``).
@@ -389,7 +390,7 @@ class _Call:
         return [own_state.get(param, {}) for param in params]
 
     def _by_matrix(self, param: nn.Parameter, state: State) -> State:
-        """Steps on each matrix of a stack."""
+        """Steps on each matrix of ``param``, a stack of matrices, by itself; returns the stacked state."""
         matrices = [nn.Parameter(each) for each in param.detach().unbind()]
         for matrix, grad in zip(matrices, param.grad.unbind(), strict=True):  # type: ignore[union-attr]
             matrix.grad = grad
@@ -408,7 +409,7 @@ class _Call:
 
 @dataclass(frozen=True)
 class Number:
-    """An int, float or bool of a state as a float64 tensor on the CPU, which may differ by simulated rank."""
+    """An int, float or bool of a state as a float64 tensor on the CPU: it may differ by simulated rank."""
 
     value: torch.Tensor
     kind: type
@@ -438,7 +439,8 @@ def _combined(by_rank: dict[int, Any]) -> Any:
 
 
 def _state_to_owner(owners: Owners, params: list[nn.Parameter], states: list[State]) -> State:
-    """Returns the state of the parameter that this rank steps on, from those of ``params``."""
+    """Exchanges the states of ``params`` so that this rank gets the whole state of the parameter that it
+    steps on, and returns that."""
     owned: State = {}
     for key, example in states[0].items():
         values = [state[key] for state in states]
@@ -459,8 +461,8 @@ def _state_to_owner(owners: Owners, params: list[nn.Parameter], states: list[Sta
 
 
 def _states_from_owners(owners: Owners, state: State, params: list[nn.Parameter]) -> list[State]:
-    """Exchanges the states of ``params`` and returns them; each rank has stepped on one parameter, and
-    ``state`` is this rank's result.
+    """The way back: ``state`` is that of the parameter on which this rank has stepped; returns this rank's
+    states of ``params``.
 
     Entries of the parameter's shape become DTensors. All numbers are exchanged in one collective.
     """
@@ -491,7 +493,8 @@ def _states_from_owners(owners: Owners, state: State, params: list[nn.Parameter]
 
 
 def _show(optimizer: Optimizer, param: nn.Parameter, state: State) -> None:
-    """Puts ``state`` into the optimizer's; DTensors there keep their memory: others may refer to it."""
+    """Puts ``state`` into ``optimizer.state``; values are copied into DTensors that are there already,
+    because others may refer to these."""
     if not state:
         return
     before = optimizer.state[param]

@@ -1,8 +1,9 @@
 """Pieces: the plain tensors that a local optimizer steps on in place of DTensor parameters.
 
-A piece is the local tensor of one parameter, or a run of neighbouring parameters in the flat buffer of a
-bucket. The state that an optimizer makes for a piece is shown in ``optimizer.state`` under the parameters of
-the piece, as DTensors that have the parameters' placements and share the memory of the state.
+A piece is the local tensor of one parameter, or the part of a bucket's flat buffer that holds a run of
+neighbouring parameters. The state that an optimizer makes for a piece is shown in ``optimizer.state`` under
+the parameters of the piece, as DTensors that have the parameters' placements and share the memory of the
+state.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ _grad_of = attrgetter("grad")
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the local tensor of a DTensor, without a copy, and any other tensor detached."""
+    """Returns the local tensor of a DTensor, without a copy; any other tensor is returned detached."""
     return get_local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def placed_as(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Returns ``local``, shaped as the local tensor of ``param``, as a DTensor placed as ``param`` is."""
+    """Returns ``local`` as a DTensor placed as ``param``; ``local`` itself if ``param`` is no DTensor."""
     if not isinstance(param, DTensor):
         return local
     spec = make_spec(param.device_mesh, param.placements, param.shape, local.dtype)
@@ -53,7 +54,8 @@ def placed_as(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 
 def part_of(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's part of ``value``, a whole tensor or a DTensor of the global shape of ``param``."""
+    """Returns this rank's part of ``value``, a whole tensor or DTensor of the global shape of ``param``, as
+    ``param`` is sharded."""
     if not isinstance(param, DTensor):
         return value.full_tensor() if isinstance(value, DTensor) else value.detach()
     same_placements = isinstance(value, DTensor) and value.placements == param.placements
@@ -71,7 +73,7 @@ def part_of(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def check_reduced(grad: torch.Tensor, action: str) -> None:
-    """Raises StateError if ``grad`` is not reduced yet; ``action`` is what to do later (``"Clip"``)."""
+    """Raises StateError if ``grad`` is not reduced yet, which advises to do ``action`` (``"Clip"``) later."""
     for axis, placement in enumerate(grad.placements if isinstance(grad, DTensor) else ()):
         if placement.is_partial():
             raise StateError(
@@ -82,18 +84,19 @@ def check_reduced(grad: torch.Tensor, action: str) -> None:
 
 
 def reduced_grad(param: torch.Tensor, action: str) -> torch.Tensor:
-    """Returns the local gradient of ``param`` in the parameter's dtype; see ``check_reduced``."""
+    """Returns the local gradient of ``param`` in the parameter's dtype; StateError if it is not reduced yet,
+    see ``check_reduced``."""
     assert param.grad is not None
     check_reduced(param.grad, action)
     return local_of(param.grad).to(param.dtype)
 
 
 class SeparateGradients(Exception):
-    """The gradients of a piece's parameters are no longer parts of one tensor."""
+    """Raised if the gradients of a piece's parameters are not parts of one tensor: it must be split."""
 
 
 class ParamPiece:
-    """The local tensor of one parameter.
+    """A piece that is the local tensor of one parameter.
 
     Attributes:
         params: the parameters of the piece, as the user's groups have them.
@@ -109,15 +112,15 @@ class ParamPiece:
             self.tensor = nn.Parameter(local, requires_grad=param.requires_grad)
 
     def gradient(self) -> torch.Tensor | None:
-        """Returns the gradient in the shape and dtype of ``tensor``; StateError if it is not reduced yet."""
+        """Returns the gradient for ``tensor``, in its dtype, or None; StateError if it is not reduced."""
         return None if self.params[0].grad is None else reduced_grad(self.params[0], "Step")
 
     def split_state(self, value: torch.Tensor) -> list[torch.Tensor]:
-        """Returns a state shaped as ``tensor`` parameter by parameter, as DTensors."""
+        """Returns ``value``, a state of the shape of ``tensor``, as one DTensor for each parameter."""
         return [placed_as(self.params[0], value)]
 
     def join_states(self, states: list[State]) -> State | None:
-        """Returns the state of ``tensor`` from those of the parameters; None if they don't fit together."""
+        """Returns one state for ``tensor`` from its parameters' states; None if they can't be joined."""
         return {key: self._part(value) for key, value in states[0].items()}
 
     def _part(self, value: Any) -> Any:
@@ -131,7 +134,8 @@ class ParamPiece:
 
 
 def padding_of(bucket: Bucket, first: int = 0, end: int | None = None) -> list[tuple[int, int]]:
-    """Returns (start, length) of the padding after the parameters ``first`` to ``end`` in a flat buffer."""
+    """Returns (start, length) of the padding of the parameters ``first`` to ``end`` - 1 in a bucket's flat
+    buffer; start counts from parameter 0."""
     padding, segment_end = [], sum(bucket.layout.segment_sizes[:first])
     for geometry in (param.geometry for param in bucket.params[first:end]):
         segment_end += geometry.padded_numel
@@ -142,7 +146,8 @@ def padding_of(bucket: Bucket, first: int = 0, end: int | None = None) -> list[t
 
 
 class RunPiece:
-    """Neighbouring parameters of a bucket: the part of its flat buffer that holds them, padding included.
+    """A piece that is the part of a bucket's flat buffer which holds some neighbouring parameters, with
+    padding.
 
     Either their gradients are the same part of the reduced buffer, or none of them has a gradient. An
     elementwise optimizer also steps on the padding. That of the weights is zeroed after each step, since
@@ -166,7 +171,7 @@ class RunPiece:
         self.tensor = nn.Parameter(part, requires_grad=self.params[0].requires_grad)
 
     def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Returns the view of each parameter in ``flat``, which is shaped as ``tensor``."""
+        """Returns each parameter's view of ``flat``, a tensor of the shape of ``tensor``."""
         segments = flat.split_with_sizes(self._sizes)
         return [
             p.geometry.local_view(segment)
@@ -175,12 +180,12 @@ class RunPiece:
 
     @property
     def is_current(self) -> bool:
-        """Whether ``tensor`` still is the memory of the parameters."""
+        """Whether ``tensor`` still is the memory of the parameters' local tensors."""
         views = self.bucket.local_views[self._first : self._end]
         return self.bucket.flat is self._flat and all(map(is_, local_tensors(self.params), views))
 
     def gradient(self) -> torch.Tensor | None:
-        """Returns the gradient like ``tensor``; SeparateGradients if it consists of several tensors."""
+        """Returns the gradient for ``tensor``, or None; SeparateGradients if it is no single tensor."""
         grads = list(map(_grad_of, self.params))
         flat = flat_gradient(grads, self.bucket.layout.segment_sizes, self._first)
         if flat is None:
@@ -194,7 +199,8 @@ class RunPiece:
         return flat if flat.dtype is self.tensor.dtype else flat.to(self.tensor.dtype)
 
     def split(self, states: list[State] | None = None) -> list[Piece]:
-        """Returns smaller pieces, in each of which the gradients, and ``states`` if given, fit together."""
+        """Returns smaller pieces: in each the gradients are parts of one tensor, and ``states``, by
+        parameter, can be joined."""
         grads = [param.sharded.grad for param in self.bucket.params]
         kinds = flat_gradients_of(grads, self.bucket.layout.segment_sizes)[self._first : self._end]
         splits = [
@@ -213,12 +219,8 @@ class RunPiece:
         return pieces
 
     def state_from(self, source: RunPiece, state: State) -> State:
-        """Returns the optimizer state of this piece, which was split from ``source``.
-
-        Args:
-            state: the optimizer state of ``source``. Elementwise tensors of the result are views of its
-                tensors; others, such as step counts, are copied, as each piece counts its own steps.
-        """
+        """Returns this piece's part of ``state``, the state of the larger piece ``source``: views of
+        elementwise tensors; copies of others, such as step counts, as each piece counts its own steps."""
         own: State = {}
         for key, value in state.items():
             if is_elementwise(source, value):
@@ -229,12 +231,12 @@ class RunPiece:
         return own
 
     def split_state(self, value: torch.Tensor) -> list[torch.Tensor]:
-        """See ``ParamPiece``."""
+        """As ``ParamPiece.split_state``."""
         views = map(with_own_storage, self._views(value.detach()))
         return [placed_as(p, v) if p.dim() else v for p, v in zip(self.params, views, strict=True)]
 
     def join_states(self, states: list[State]) -> State | None:
-        """See ``ParamPiece``."""
+        """As ``ParamPiece.join_states``."""
         if len({tuple(state) for state in states}) > 1:
             return None
         largest = max(range(len(states)), key=lambda index: self.params[index].dim())
@@ -255,12 +257,12 @@ Piece = ParamPiece | RunPiece
 
 
 def is_elementwise(piece: Piece, value: Any) -> bool:
-    """Whether ``value``, an entry of a state, has one element for each of ``piece.tensor``."""
+    """Whether ``value``, an entry of the state of a piece, has one element for each element of its tensor."""
     return isinstance(value, torch.Tensor) and value.dim() == piece.tensor.dim() > 0
 
 
 def _fit(a: State, b: State) -> bool:
-    """Whether the states of two parameters can be joined: their single numbers must be equal."""
+    """Whether two parameters' states can be joined: they have the same keys and equal single numbers."""
     return tuple(a) == tuple(b) and all(
         any(isinstance(value, torch.Tensor) and value.dim() for value in (a[key], b[key]))
         or _same_number(a[key], b[key])
@@ -269,7 +271,7 @@ def _fit(a: State, b: State) -> bool:
 
 
 def _same_number(a: Any, b: Any) -> bool:
-    """Whether two single numbers are equal; tensors must also have one value on all simulated ranks."""
+    """Whether two single numbers are equal; for tensors, also on all simulated ranks."""
     if a is b:
         return True
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
@@ -280,11 +282,8 @@ def _same_number(a: Any, b: Any) -> bool:
 
 
 def by_bucket(params: Sequence[torch.Tensor]) -> list[Bucket | torch.Tensor]:
-    """Returns the buckets that have all their parameters in ``params``, and the remaining parameters.
-
-    They are in the order of each one's first parameter. Buckets of all-gather extensions are left out, since
-    their parameters don't share the flat buffer.
-    """
+    """Returns the buckets all of whose parameters are in ``params``, and the other parameters one by one, in
+    the order of ``params``. Parameters with all-gather extensions are always single."""
     units = {owner.unit() for owner in map(owner_of, params) if owner is not None}
     by_param = {
         id(param.sharded): bucket
@@ -307,10 +306,8 @@ def by_bucket(params: Sequence[torch.Tensor]) -> list[Bucket | torch.Tensor]:
 
 
 def pieces_of(params: list[nn.Parameter]) -> list[Piece]:
-    """Returns the pieces of one group's parameters, in the order of the first parameter of each bucket.
-
-    A bucket that is in the group as a whole is one piece, its flat buffer.
-    """
+    """Returns the pieces for one group's ``params``: one for each bucket that is in the group as a whole, one
+    for each other parameter."""
     pieces: list[Piece] = []
     for item in by_bucket(params):
         if not isinstance(item, Bucket):

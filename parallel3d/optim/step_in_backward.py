@@ -142,7 +142,7 @@ class StepInBackward(Optimizer):
                 _by_parameter[id(param)] = self
 
     def __getattr__(self, name: str) -> Any:
-        """Returns an attribute of the optimizer, for the base's methods (``register_step_post_hook``)."""
+        """Returns the attribute of ``optimizer``, which methods of the base class read."""
         if name == "optimizer":  # not set yet
             raise AttributeError(name)
         return getattr(self.optimizer, name)
@@ -197,22 +197,20 @@ class StepInBackward(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Raises StateError: ``torch.amp.GradScaler.step`` reads it first."""
+        """Raises StateError for ``torch.amp.GradScaler.step``, which reads this attribute first."""
         raise StateError(
             "a GradScaler was given an optimizer that steps in backward, before gradients can be unscaled; "
             "use no scaler (bfloat16 needs none), or an ordinary optimizer"
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """See ``Optimizer.zero_grad``; there are only gradients that no backward of the model has made."""
+        """See ``Optimizer.zero_grad``; backwards of the model leave no gradients to zero."""
         self.optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """See ``Optimizer.state_dict``."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See ``Optimizer.load_state_dict``."""
         self.optimizer.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -241,7 +239,7 @@ class StepInBackward(Optimizer):
 
 
 def _copy_options(target: dict[str, Any], source: dict[str, Any]) -> None:
-    """Copies all of a group except its parameters."""
+    """Copies the options of parameter group ``source`` to ``target``, without the parameters."""
     target.update((key, value) for key, value in source.items() if key != "params")
 
 
@@ -261,7 +259,8 @@ def refuse_stepped(params: Iterable[torch.Tensor], what: str) -> None:
 def _by_bucket(
     optimizer: Optimizer, units: Sequence[Unit]
 ) -> dict[int, dict[int, list[nn.Parameter]]]:
-    """Returns id of a bucket -> index of a group -> its parameters in the bucket."""
+    """Returns id of a bucket -> index of a parameter group -> the group's parameters in the bucket. Raises
+    Parallel3dError for a parameter in no unit."""
     every = [bucket for unit in units for bucket in unit.group.buckets]
     buckets = {id(param.sharded): bucket for bucket in every for param in bucket.params}
     found: dict[int, dict[int, list[nn.Parameter]]] = {}

@@ -47,7 +47,10 @@ def test_signatures_of_methods(name: str) -> None:
 def test_signatures_of_functions() -> None:
     for name in ("fully_shard", "register_fsdp_forward_method", "share_comm_ctx"):
         ours, torchs = parameters(getattr(fsdp, name)), parameters(getattr(torch_fsdp, name))
-        own = [("shard_optimizer_over_replicate", KEYWORD_ONLY, False)]
+        own = [
+            ("shard_optimizer_over_replicate", KEYWORD_ONLY, False),
+            ("block", KEYWORD_ONLY, None),
+        ]
         if not hasattr(torch_fsdp, "DataParallelMeshDims"):  # since 2.12
             own.insert(0, ("dp_mesh_dims", KEYWORD_ONLY, None))
         assert ours == torchs + own * (name == "fully_shard"), name
@@ -66,6 +69,7 @@ OURS = {  # fields of MixedPrecisionPolicy that torch's may not have; those by p
     "keep_low_precision_grads",
     "full_precision_in_eval",
     "full_precision_modules",
+    "wire_dtype",
     "param_dtype_override_fn",  # torch has it since 2.15
 }
 

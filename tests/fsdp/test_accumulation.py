@@ -2,17 +2,20 @@
 
 import pytest
 import torch
-from _support.fsdp.beside_plain import Run
-from _support.fsdp.wrapped import cpu_mesh
+from _support.fsdp.beside_plain import Run, Trial
+from _support.fsdp.wrapped import cpu_mesh, shard_blocks
 from _support.models import Lm, lm_loss, tokens
+from torch import nn
 from torch.distributed.tensor import Partial, Shard
 
 from parallel3d import MeshLayout, StateError, parallelize
+from parallel3d.fsdp.inspect import units_of
 from parallel3d.optim import accumulate, clip_grad_norm_
 from parallel3d.testing import fake_world, local_world, record_collectives
 
 HSDP = MeshLayout(2, 1, 2)
 FSDP = MeshLayout(1, 2, 2)
+REPLICAS = MeshLayout(2, 2, 1)
 
 
 class TestAllReducePutOff:
@@ -110,3 +113,93 @@ def test_accumulated_gradients_add_up_in_one_kernel() -> None:
         run.model.layers[0].up.weight.grad = None  # one cleared by hand, the others kept
         run.backward(2)
         run.check([0, 1, 2], but={"layers.0.up.weight": [2]})
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 1), (1, 2, 2)], ids=str)
+def test_no_sync(sizes) -> None:
+    """Samples 0 to 3: two without sync, one nested, one with."""
+    with local_world(4) as world:
+        run = Run(world, MeshLayout(*sizes))
+        with run.model.no_sync():
+            run.backward(0)
+            with run.model.no_sync():
+                run.backward(1)
+            run.backward(2)
+        run.backward(3)
+        run.check([0, 1, 2, 3])
+
+
+def test_no_sync_puts_switches_back_as_they_were() -> None:
+    with fake_world(0, 4):
+        model = parallelize(Lm(), cpu_mesh(2, 2))
+        units = list(units_of(model, recurse=True))
+        model.layers[0].set_requires_gradient_sync(False)
+        model.layers[1].set_requires_all_reduce(False)
+        before = [(unit.sync, unit.all_reduce) for unit in units]
+        assert len(set(before)) == 3
+        with pytest.raises(ZeroDivisionError), model.no_sync():
+            assert not any(unit.sync or unit.all_reduce for unit in units)
+            raise ZeroDivisionError
+        assert [(unit.sync, unit.all_reduce) for unit in units] == before
+        with model.layers[0].no_sync():  # of an inner unit: its own alone
+            assert [unit.sync for unit in units].count(False) == 1
+
+
+# -- sums that wait, and exceptions and conversions -------------------------------------------------
+
+
+def test_waiting_sums_are_dropped_by_reset_and_reduced_ones_stay():
+    with local_world(4) as world:
+        trial = Trial(world, REPLICAS, shard_blocks)
+        trial.backward(0)
+        before = {n: p.grad for n, p in trial.model.named_parameters()}
+        trial.model.layers[0].set_requires_gradient_sync(False)
+        trial.model.layers[1].set_requires_all_reduce(False)
+        trial.backward(1)
+        trial.model.reset_iter_state()
+        after = {n: p.grad for n, p in trial.model.named_parameters()}
+        assert all(g is None for n, g in after.items() if n.startswith("layers"))
+        assert after["head.weight"] is before["head.weight"]
+        trial.play("clear +sync 2")
+        trial.check([2])
+
+
+def to_float_and_back(model: nn.Module) -> None:
+    model.float().double()  # DTensor keeps a sum as it is
+
+
+def clone_all(model: nn.Module) -> None:
+    model._apply(torch.clone)  # DTensor sums what is partial
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("convert", [to_float_and_back, clone_all])
+@pytest.mark.parametrize(
+    "switch",
+    ["set_requires_gradient_sync", "set_requires_all_reduce"],
+)
+def test_sums_that_wait_survive_a_conversion(switch, convert):
+    """It makes new buffers and new ``.grad`` objects, which are still what they were."""
+    with local_world(4) as world:
+        trial = Trial(world, REPLICAS, shard_blocks)
+        model = trial.model
+        for unit in (*model.layers, model):
+            unit.set_gradient_divide_factor(5)
+        trial.backward(0)
+        getattr(model, switch)(False)
+        trial.backward(1)
+        convert(model)
+        if (switch, convert) == ("set_requires_gradient_sync", to_float_and_back):
+            with pytest.raises(StateError, match="already divided by 5"):
+                model.set_gradient_divide_factor(3)
+        getattr(model, switch)(True)
+        trial.backward(2)
+        trial.check([0, 1, 2], factor=5, tolerance=1e-5)  # of float32
+        model.zero_grad()
+        getattr(model, switch)(False)
+        trial.backward(3)
+        model.zero_grad()
+        convert(model)
+        getattr(model, switch)(True)
+        trial.backward(4)
+        trial.check([4], factor=5, tolerance=1e-5)

@@ -22,13 +22,7 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
     _uninstall_threaded_pg,
 )
 
-from parallel3d import (
-    Parallel3dError,
-    StateError,
-    fully_shard,
-    materialize,
-    parallelize,
-)
+from parallel3d import Parallel3dError, StateError, fully_shard, materialize, parallelize
 from parallel3d.fsdp.placement import kept_with
 from parallel3d.testing import fake_world, local_world, record_collectives
 

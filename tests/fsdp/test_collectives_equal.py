@@ -1,10 +1,20 @@
 """What a step communicates equals what torch's fully_shard does, or is less for a stated reason."""
 
 import pytest
-from _support.collectives_table import PAGE, Results, collect, table
-from _support.fsdp.collective_cases import CASES, IN_REDUCE_DTYPE, NONE, Case
+from _support.fsdp.collective_cases import (
+    CASES,
+    IN_REDUCE_DTYPE,
+    NONE,
+    PAGE,
+    Case,
+    Results,
+    collect,
+    table,
+)
 
 from parallel3d._torch.autograd import follows_grad_dtype
+
+pytestmark = pytest.mark.slow(every=True)
 
 
 @pytest.fixture(scope="module")

@@ -26,13 +26,7 @@ from parallel3d.fsdp import (
 )
 from parallel3d.fsdp.inspect import units_of
 from parallel3d.fsdp.options.comm_hooks import HookedReduce
-from parallel3d.testing import (
-    assert_parity,
-    fake_world,
-    local_world,
-    record_collectives,
-    shards_of,
-)
+from parallel3d.testing import assert_parity, fake_world, local_world, record_collectives, shards_of
 
 FSDP, HSDP, TP = MeshLayout(1, 4, 1), MeshLayout(2, 2, 1), MeshLayout(1, 2, 2)
 COMPRESS = {torch.bfloat16: bf16_compress_hook, torch.float16: fp16_compress_hook}

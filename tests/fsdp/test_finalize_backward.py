@@ -1,12 +1,12 @@
 """finalize_backward and set_manual_backward_finalization: on simulated ranks, beside the plain model."""
 
 import copy
-import gc
 import weakref
 
 import pytest
 import torch
 from _support.fsdp.beside_plain import Trial
+from _support.fsdp.lifetimes import collector_off
 from _support.fsdp.wrapped import at_rest, shard_blocks
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
@@ -90,11 +90,10 @@ def test_it_takes_gradients_put_by_hand() -> None:
         trial.play("-reshard -sync")
         trial.forward(0)
         bucket = unit.group.buckets[0]
-        bucket.precision.compute_params[0].grad = torch.ones_like(
-            bucket.precision.compute_params[0]
-        )
+        unsharded = bucket.precision.compute_params[0]
+        unsharded.grad = torch.ones_like(unsharded)
         trial.play("+reshard +sync fin")
-        assert bucket.precision.compute_params[0].grad is None
+        assert unsharded.grad is None
         for got in world.per_rank(bucket.params[0].sharded.grad.full_tensor()):
             assert torch.equal(got, torch.ones_like(got))
         assert at_rest(trial.model)
@@ -312,14 +311,10 @@ def test_guards_and_hooks_come_with_it() -> None:
 
 @parity
 def test_a_model_that_goes_before_it() -> None:
-    gc.disable()
-    try:
-        with local_world(2) as world:
-            trial = manual(world)
-            trial.backward(0)
-            root = weakref.ref(get_unit(trial.model))
-            del trial.model
-            assert root() is None
-            torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1).step()
-    finally:
-        gc.enable()
+    with collector_off(), local_world(2) as world:
+        trial = manual(world)
+        trial.backward(0)
+        root = weakref.ref(get_unit(trial.model))
+        del trial.model
+        assert root() is None
+        torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1).step()

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from parallel3d import fully_shard, optim
 from parallel3d.fsdp.inspect import get_unit
-from parallel3d.fsdp.options import offload as offload_module
+from parallel3d.fsdp.options import memory
 from parallel3d.testing import fake_world
 
 
@@ -23,7 +23,7 @@ def test_as_soon_as_the_next_reduction_is_issued(sizes, offload, device, monkeyp
     if offload:
         cpu = torch.device("cpu")
         monkeypatch.setattr(
-            offload_module.CpuOffload, "places", lambda *_: (torch.device("cpu", 0), cpu, False)
+            memory.CpuOffload, "places", lambda *_: (torch.device("cpu", 0), cpu, False)
         )
         options["offload_policy"] = CPUOffloadPolicy()
     with fake_world(0, 4):

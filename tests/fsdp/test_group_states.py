@@ -1,6 +1,4 @@
-"""Where a group's values are and what is registered: every (state, event) pair, and what models come to."""
-
-from itertools import product
+"""Where a group's values are and what is registered: every pair of states, and what models come to."""
 
 import pytest
 import torch
@@ -10,39 +8,38 @@ from torch import nn
 
 from parallel3d.errors import StateError
 from parallel3d.fsdp import full_params, fully_shard
-from parallel3d.fsdp.group import TRANSITIONS, Event, ParamGroup, Registered, ShardedState
+from parallel3d.fsdp.group import TRANSITIONS, ParamGroup, Registered, ShardedState
 from parallel3d.testing import fake_world
-
-OF_MODULES = {Event.REGISTER, Event.UNREGISTER, Event.SHOW_OTHER, Event.HIDE_OTHER}
 
 
 @pytest.mark.parametrize(
-    ("state", "registered", "event"), list(product(ShardedState, Registered, Event)), ids=str
+    ("kind", "old", "new"),
+    [(kind, old, new) for kind in (ShardedState, Registered) for old in kind for new in kind],
+    ids=str,
 )
-def test_every_pair(state: ShardedState, registered: Registered, event: Event) -> None:
-    """An event changes one of the two as the table says, or can't happen."""
+def test_every_pair(kind: type, old: ShardedState | Registered, new: ShardedState | Registered):
+    """One of the two changes as the table allows, or neither."""
     group = ParamGroup([])
-    group.state, group.registered = state, registered
-    mine = registered if event in OF_MODULES else state
-    if (mine, event) not in TRANSITIONS:
-        with pytest.raises(KeyError):
-            group.enter(event)
-        assert (group.state, group.registered) == (state, registered)
-        return
-    group.enter(event)
-    became = TRANSITIONS[mine, event]
-    assert (group.state, group.registered) == (
-        (state, became) if event in OF_MODULES else (became, registered)
-    )
+    name, other = ("state", "registered")[:: 1 if kind is ShardedState else -1]
+    setattr(group, name, old)
+    before = getattr(group, other)
+    if (old, new) in TRANSITIONS:
+        group.enter(new)
+        assert getattr(group, name) is new
+    else:
+        with pytest.raises(AssertionError):
+            group.enter(new)
+        assert getattr(group, name) is old
+    assert getattr(group, other) is before
 
 
 def test_what_models_do_comes_to_every_transition(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: set[tuple[object, Event]] = set()
+    seen: set[tuple[object, object]] = set()
     enter = ParamGroup.enter
 
-    def noted(group: ParamGroup, event: Event) -> None:
-        seen.add((group.registered if event in OF_MODULES else group.state, event))
-        enter(group, event)
+    def noted(group: ParamGroup, new: ShardedState | Registered) -> None:
+        seen.add((group.registered if isinstance(new, Registered) else group.state, new))
+        enter(group, new)
 
     monkeypatch.setattr(ParamGroup, "enter", noted)
     with fake_world(0, 4):
@@ -56,7 +53,7 @@ def test_what_models_do_comes_to_every_transition(monkeypatch: pytest.MonkeyPatc
         nn.Sequential(few)(torch.ones(1, 8)).sum().backward()
         few(torch.ones(1, 8))  # no backward: the next forward drops what it has left
         few(torch.ones(1, 8)).sum().backward()
-    assert seen == set(TRANSITIONS)
+    assert seen == TRANSITIONS
 
 
 def test_other_parameters_can_not_be_unsharded() -> None:

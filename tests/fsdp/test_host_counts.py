@@ -39,6 +39,18 @@ def test_of_a_unit(case: Case) -> None:
     assert ours["allocations"] <= 10
 
 
+@pytest.mark.parametrize(
+    ("case", "calls"), [(Case("replicate only", (4, 1, 1)), 190), (TP_ALONE, 470)], ids=str
+)
+def test_of_a_unit_that_is_not_sharded(case: Case, calls: int) -> None:
+    """It asks nothing of streams, as the root's units are reduced together; most of TP's calls are c10d's."""
+    ours = of_unit(case, "ours")
+    on_streams = ("asynchronous", "events", "waits", "stream changes", "current stream")
+    assert not any(ours[what] for what in on_streams)
+    assert ours["kernels"] - 4 * (case.mesh[2] > 1) == 1
+    assert ours["Python calls"] <= calls
+
+
 @pytest.mark.slow(every=True)
 def test_table_is_up_to_date() -> None:
     """Ours are nowhere above torch's. The page is of torch 2.13 and Python 3.11, whose calls it counts."""

@@ -361,12 +361,16 @@ def test_steps_after_it(local: bool) -> None:
             assert all(map(torch.equal, (param.to_local() for param in trained), stepped))
 
 
-def test_between_forward_and_backward() -> None:
-    with fake_world(0, 2):
-        model = sharded(None)
+@pytest.mark.parametrize(
+    ("ranks", "said"), [(2, "its parameters"), (1, "parameters that its forward has computed with")]
+)
+def test_between_forward_and_backward(ranks: int, said: str) -> None:
+    """On one rank the parameters that compute are those at rest."""
+    with fake_world(0, ranks):
+        model = sharded(None, cpu_mesh(1, ranks))
         loss = model(X).sum()
         model[0].weight.data = model[0].weight.detach() * 2
-        with pytest.raises(StateError, match="unit 0: its parameters were changed"):
+        with pytest.raises(StateError, match=f"unit 0: {said} were changed"):
             loss.backward()
 
 

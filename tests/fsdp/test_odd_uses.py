@@ -152,8 +152,8 @@ class TestFrozen:
                     grads = bucket.grads
                     buffers = [
                         grads.input,
-                        grads.unsharded_accumulated,
-                        grads.partial_reduce_output,
+                        grads.sums.unsharded,
+                        grads.sums.scattered,
                     ]
                     seen[bucket.params[0].requires_grad] = [b is not None for b in buffers]
 
@@ -420,16 +420,18 @@ class TestHooksAndCopies:
             assert torch.equal(block(floats(0)), want)
             assert block.up.weight.scale == 3.0
 
-    @pytest.mark.parametrize("view", [False, True])
-    def test_returning_a_parameter_is_an_error(self, view) -> None:
-        """Its memory is freed when the unit is: reading it would crash."""
+    @pytest.mark.parametrize("view", [lambda w: w, torch.Tensor.t, torch.Tensor.detach])
+    @pytest.mark.parametrize("static", [False, True])
+    @pytest.mark.parametrize("trains", [False, True])
+    def test_returning_a_parameter_is_an_error(self, view, static, trains) -> None:
+        """Its memory is freed when the unit is: reading it would crash, or show what is there then."""
 
         class Leaks(Block):
             def forward(self, x):
-                weight = self.up.weight
-                return super().forward(x), weight.t() if view else weight
+                return super().forward(x), view(self.up.weight)
 
-        with fake_world(0, 2):
+        with fake_world(0, 2), torch.set_grad_enabled(trains):
             block = fully_shard(Leaks(), mesh=cpu_mesh(), reshard_after_forward=True)
+            block.set_static_memory(static)
             with pytest.raises(Parallel3dError, match=r"returns a parameter of its own.*clone"):
                 block(floats(0))

@@ -15,8 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh
 from parallel3d.fsdp import bucket as bucket_module
 from parallel3d.fsdp.inspect import get_unit
-from parallel3d.fsdp.options import offload
-from parallel3d.fsdp.options import offload as offload_module
+from parallel3d.fsdp.options import memory
 from parallel3d.testing import fake_world, local_world
 
 parity = pytest.mark.parity
@@ -28,7 +27,7 @@ HSDP = MeshLayout(2, 2, 1)
 def elsewhere(monkeypatch):
     """Buckets with an offload policy live on ``cpu`` and compute on ``cpu:0``."""
     monkeypatch.setattr(
-        offload_module.CpuOffload, "places", lambda self, given, mesh: (ELSEWHERE, CPU, False)
+        memory.CpuOffload, "places", lambda self, given, mesh: (ELSEWHERE, CPU, False)
     )
 
 
@@ -47,7 +46,7 @@ def test_where_things_are(policy):
 
     cuda, meta = torch.device("cuda", 1), torch.device("meta")
     at_home = (CPU, policy.pin_memory)
-    places = offload.CpuOffload(policy).places
+    places = memory.CpuOffload(policy).places
     assert places(cuda, Mesh) == (cuda, *at_home)
     assert places(CPU, Mesh) == (torch.device("cuda"), *at_home)
     assert places(meta, Mesh) == (meta, meta, False)
@@ -111,7 +110,7 @@ class TestStreams:
         finish = bucket_module.BucketGradients.finish
 
         def noted(grads, job):
-            device.host.put(f"grad {grads.bucket.unit}")
+            device.host.put(f"grad {job.bucket.unit}")
             places.append(job.tensor.dtype)
             finish(grads, job)
 
@@ -178,7 +177,7 @@ class TestStreams:
 
         note_pins("zeros")
         note_pins("empty")
-        copy = offload.torch.Tensor.copy_
+        copy = memory.torch.Tensor.copy_
 
         def noted_copy(self, source, non_blocking=False):
             if any(self is each for each in pinned):
@@ -187,7 +186,7 @@ class TestStreams:
 
         monkeypatch.setattr(torch.Tensor, "copy_", noted_copy)
         monkeypatch.setattr(
-            offload_module.CpuOffload, "places", lambda self, given, mesh: (ELSEWHERE, CPU, True)
+            memory.CpuOffload, "places", lambda self, given, mesh: (ELSEWHERE, CPU, True)
         )
         _, model = self.step(device)
         flats = [bucket.flat for bucket in buckets(model)]
@@ -209,7 +208,7 @@ def test_conversions_stay_at_home(elsewhere):
 def test_meta_parameters_come_home_when_they_are_made(elsewhere, monkeypatch):
     """``to_empty(device="cuda")`` of a meta model would be the same: the policy decides."""
     monkeypatch.setattr(
-        offload_module.CpuOffload,
+        memory.CpuOffload,
         "places",
         lambda self, given, mesh: (
             (given, given, False) if given.type == "meta" else (ELSEWHERE, CPU, False)

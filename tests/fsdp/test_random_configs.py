@@ -9,10 +9,14 @@ from dataclasses import replace
 
 import hypothesis
 import pytest
+import torch
 from _support.fsdp.random_models import Block, Leaf, RandomModel, Unit
 from _support.fsdp.random_programs import Config, Micro, Step, configs, odd_configs, run, tally
 from _support.sweeps import SETTINGS
 from hypothesis import given, settings
+
+# A list: docs/parity.md names these tests, so that any run imports the file.
+pytestmark = [pytest.mark.ci]
 
 
 def check(config: Config) -> None:
@@ -107,3 +111,36 @@ def test_odd_many(seed: int, capsys) -> None:
     with capsys.disabled():
         print(f"\nseed {seed}: {dict(sorted(tally.items()))}")
     assert tally["programs equal"] > 25 // 2
+
+
+# ---- memory="static" ----
+
+
+def check_bits(config: Config) -> None:
+    """Those with ``memory="static"`` and without; ``run`` compares both with the plain model."""
+    found, wanted = (run(replace(config, static=static)) for static in (True, False))
+    assert [what for what, _ in found] == [what for what, _ in wanted]
+    for (what, got), (_, want) in zip(found, wanted, strict=True):
+        assert torch.equal(got, want), f"{what}\n{config}"
+
+
+@pytest.mark.slow
+@settings(SETTINGS, max_examples=6, derandomize=True)
+@given(configs)
+def test_random_bits_few(config: Config) -> None:
+    check_bits(config)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("kind", ["even", "odd"])
+def test_random_bits(seed: int, kind: str) -> None:
+    """300 programs in all, each with static memory and without."""
+
+    @hypothesis.seed(seed)
+    @settings(SETTINGS, max_examples=25)
+    @given(configs if kind == "even" else odd_configs)
+    def examples(config: Config) -> None:
+        check_bits(config)
+
+    examples()

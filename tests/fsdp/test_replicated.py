@@ -1,7 +1,4 @@
-"""Units that are not sharded: their root registers the parameters, and few all-reduces carry gradients.
-
-A program runs on a plain model and on its copy of such units; the gradients are equal.
-"""
+"""Units that are not sharded: their root registers the parameters, and few all-reduces carry gradients."""
 
 import copy
 import gc
@@ -13,16 +10,84 @@ from functools import partial
 import pytest
 import torch
 from _support.fsdp.lifetimes import collector_off
-from _support.fsdp.replicated_models import WIDTH, Block, Model, batch, check, plain, wrapped
 from _support.fsdp.wrapped import cpu_mesh
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
+from parallel3d import MeshLayout, build_mesh
 from parallel3d.errors import StateError
-from parallel3d.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from parallel3d.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from parallel3d.fsdp import layout as layouts
 from parallel3d.fsdp.inspect import get_unit
 from parallel3d.optim import clip_grad_norm_
 from parallel3d.testing import GlooPool, fake_world, local_world, record_collectives, shards_of
+
+WIDTH = 6
+
+
+class Block(nn.Module):
+    """Notes its output; ``recomputes``: a submodule, which is no unit, in backward; ``first`` is called
+    before all else."""
+
+    def __init__(self, recomputes: bool = True) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.recomputes = recomputes
+        self.first = lambda: None
+        self.seen = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.first()
+        y = self.norm(x)
+        up = checkpoint(self.up, y, use_reentrant=False) if self.recomputes else self.up(y)
+        self.seen = x + torch.tanh(up)
+        return self.seen
+
+
+class Model(nn.Module):
+    """``skip``: leaves the second block out; ``twice``: runs the first one again."""
+
+    def __init__(self, recomputes: bool = True) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(recomputes) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: torch.Tensor, *, skip: bool = False, twice: bool = False) -> torch.Tensor:
+        for block in (self.blocks[0], *self.blocks[1 + skip :]):
+            x = block(x)
+        return self.head(self.blocks[0](x) if twice else x)
+
+
+def plain(recomputes: bool = True) -> Model:
+    torch.manual_seed(0)
+    return Model(recomputes).double()
+
+
+def wrapped(ranks: int, model: Model | None = None) -> Model:
+    mesh = build_mesh(MeshLayout(replicate=ranks, shard=1), device_type="cpu")
+    model = plain() if model is None else model
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def batch(rank: int = 0) -> torch.Tensor:
+    return torch.randn(5, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+
+
+def check(model: nn.Module, expected: nn.Module) -> None:
+    for (name, param), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert (param.grad is None) == (other.grad is None), name
+        if param.grad is not None:
+            for _, _, local in shards_of(param.grad):
+                torch.testing.assert_close(local, other.grad, rtol=0, atol=1e-12, msg=name)
+
 
 Program = Callable[[Model], object]
 Pair = tuple[nn.Module, nn.Module]
@@ -36,9 +101,9 @@ def step(model: nn.Module, index: int = 0) -> None:
     model(batch(index)).sum().backward()
 
 
-def compare(program: Program, make: Callable[[], Pair] = pair) -> nn.Module:
-    """Runs ``program`` on both, on one rank; returns the one of units, whose parameters are at rest."""
-    with fake_world(0, 1):
+def compare(program: Program, make: Callable[[], Pair] = pair, ranks: int = 1) -> nn.Module:
+    """Runs ``program`` on both, on one of ``ranks``; returns that of units, whose parameters are at rest."""
+    with fake_world(0, ranks):
         expected, model = make()
         for each in (expected, model):
             program(each)
@@ -450,17 +515,15 @@ class Root(nn.Module):
         return x * self.scale
 
 
-def two_roots() -> Pair:
-    """A unit inside two roots."""
+def two_roots(ranks: int) -> Pair:
+    """A unit inside two roots. Gradients are summed, and no other rank has any."""
     torch.manual_seed(0)
     shared = Block(False)
     expected = nn.ModuleList([Root(Block(False), shared), Root(shared, Block(False))]).double()
     model = copy.deepcopy(expected)
-    mesh = cpu_mesh(1, 1)
-    for block in dict.fromkeys([*model[0].blocks, *model[1].blocks]):
-        fully_shard(block, mesh=mesh)
-    for root in model:
-        fully_shard(root, mesh=mesh)
+    mesh = cpu_mesh(ranks, 1)
+    for module in dict.fromkeys([*model[0].blocks, *model[1].blocks, *model]):
+        fully_shard(module, mesh=mesh).set_gradient_divide_factor(1.0)
     return expected, model
 
 
@@ -474,7 +537,8 @@ OF_TWO_ROOTS: dict[str, Callable[[nn.ModuleList, torch.Tensor], list[torch.Tenso
 
 @pytest.mark.parametrize("use", OF_TWO_ROOTS)
 @pytest.mark.parametrize("before", [False, True])
-def test_two_roots(use: str, before: bool) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_two_roots(ranks: int, use: str, before: bool) -> None:
     """``before``: the first root has trained before the second one."""
 
     def program(roots: nn.ModuleList) -> None:
@@ -484,7 +548,7 @@ def test_two_roots(use: str, before: bool) -> None:
             for loss in OF_TWO_ROOTS[use](roots, batch(index)):
                 loss.backward()
 
-    compare(program, two_roots)
+    compare(program, partial(two_roots, ranks), ranks)
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
@@ -602,3 +666,105 @@ def test_one_all_reduce_for_small_units() -> None:
             with record_collectives() as record:
                 step(model)
             assert record.count() == record.count("all_reduce") == 1
+
+
+# -- what is reduced together --------------------------------------------------------------------------
+
+
+Change = Callable[[Model], object]
+
+
+def sizes(model: Model, change: Change | None = None, after: Change | None = None) -> list[int]:
+    """Elements of each all-reduce in a step."""
+    with record_collectives() as record:
+        if change is not None:
+            change(model)
+        loss = model(batch().to(model.head.weight.dtype)).sum()
+        if after is not None:
+            after(model)
+        loss.backward()
+    assert record.count() == record.count("all_reduce")
+    return [call.bytes // model.head.weight.to_local().itemsize for call in record.calls]
+
+
+def numels(model: Model) -> list[int]:
+    """Elements of the units, in the order of their backwards."""
+    heads = sum(p.numel() for p in model.head.parameters())
+    return [*(sum(p.numel() for p in b.parameters()) for b in reversed(model.blocks)), heads]
+
+
+def test_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_world(0, 4):
+        model = wrapped(4)
+        block, head = numels(model)[0], numels(model)[-1]
+        assert sizes(model) == [3 * block + head]
+        monkeypatch.setattr(layouts, "FIRST_BYTES", 8 * block)
+        monkeypatch.setattr(layouts, "MOST_BYTES", 8 * (2 * block + head))
+        assert sizes(wrapped(4)) == [block, 2 * block + head]
+
+
+DIFFERENT: dict[str, tuple[Change, list[list[int]]]] = {
+    "another divisor": (
+        lambda model: model.blocks[1].set_gradient_divide_factor(3.0),
+        [[2], [1], [0, 3]],
+    ),
+    "a hook": (lambda model: model.blocks[2].set_all_reduce_hook(lambda _: None), [[2], [1, 0, 3]]),
+    "without a gradient": (lambda model: model.blocks[2].requires_grad_(False), [[1, 0, 3]]),
+}
+
+
+@pytest.mark.parametrize("change", DIFFERENT)
+def test_what_is_not_like_its_neighbours(change: str) -> None:
+    act, groups = DIFFERENT[change]
+    with fake_world(0, 4):
+        model = wrapped(4)
+        by_block = numels(model)
+        units = {2: by_block[0], 1: by_block[1], 0: by_block[2], 3: by_block[3]}
+        sizes(model)  # planned before
+        assert sizes(model, act) == [sum(units[i] for i in group) for group in groups]
+
+
+def test_what_does_not_come_is_not_waited_for() -> None:
+    """A block that the loss does not reach: the others are reduced one by one, and to the same values."""
+    with local_world(2) as world:
+        with world.paused():
+            expected = plain()
+            for rank in range(2):
+                (expected(batch(rank), skip=True).sum() / 2).backward()
+            batches = [batch(rank) for rank in range(2)]
+        model = wrapped(2)
+        for _ in range(2):
+            model.zero_grad()
+            with record_collectives() as record:
+                model(world.map(lambda r: batches[r]), skip=True).sum().backward()
+            assert record.count("all_reduce") == 3
+        check(model, expected)
+
+
+def test_settings_changed_within_a_step() -> None:
+    def put_off(model: Model) -> None:
+        model.blocks[0].set_requires_all_reduce(False)
+
+    def within_the_backward(model: Model) -> None:
+        model.blocks[0].seen.register_hook(lambda _: put_off(model))
+
+    with fake_world(0, 4):
+        model = wrapped(4)
+        block, head = numels(model)[0], numels(model)[-1]
+        assert sizes(model, after=put_off) == [2 * block + head]
+        model.blocks[0].set_requires_all_reduce(True)
+        assert sizes(model) == [block, 2 * block + head]  # what was put off comes by itself
+        assert sizes(model) == [3 * block + head]
+        assert sizes(model, after=within_the_backward) == [block, block, head]
+
+
+def test_in_mixed_precision() -> None:
+    with fake_world(0, 4):
+        mesh = cpu_mesh(4, 1)
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        model = plain().float()
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+        block, head = numels(model)[0], numels(model)[-1]
+        assert sizes(model) == [3 * block + head]
+        assert {p.grad.dtype for p in model.parameters()} == {torch.float32}

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ from torch.distributed.fsdp import BackwardPrefetch as TorchBackwardPrefetch
 
 from parallel3d import MeshLayout, build_mesh, parallelize
 from parallel3d.errors import Parallel3dError, StateError
-from parallel3d.fsdp import BackwardPrefetch
+from parallel3d.fsdp import BackwardPrefetch, reduction
+from parallel3d.fsdp.collectives import ScatterWork
 from parallel3d.fsdp.inspect import Bucket, get_unit, unit_of
+from parallel3d.fsdp.reduction import BucketSettings, CpuComm, Reducer, Reduction, stages_of
 from parallel3d.fsdp.schedule import Prefetch, PrefetchSettings
 from parallel3d.testing import assert_parity, fake_world, record_collectives
 
@@ -169,22 +172,21 @@ def most_held(monkeypatch, layers: int = 6, **options) -> tuple[int, int]:
     return forward, max(most)
 
 
-def test_usual_memory(monkeypatch):
-    assert most_held(monkeypatch) == (2, 2)
-
-
-def test_memory_without_prefetch(monkeypatch):
-    assert most_held(monkeypatch, backward=None, forward=False) == (1, 1)
-
-
-def test_memory_with_prefetch_after_the_backward(monkeypatch):
-    assert most_held(monkeypatch, backward=POST) == (2, 1)
-
-
-@pytest.mark.parametrize(("limit", "held"), [(None, (6, 6)), (3, (4, 4)), (1, (2, 2))])
-def test_limit_bounds_memory(monkeypatch, limit, held):
-    """What is in use and ``limit`` more, however many the user names."""
-    assert most_held(monkeypatch, limit=limit, greedy=True) == held
+@pytest.mark.parametrize(
+    ("options", "held"),
+    [
+        ({}, (2, 2)),
+        ({"backward": None, "forward": False}, (1, 1)),
+        ({"backward": POST}, (2, 1)),
+        ({"limit": None, "greedy": True}, (6, 6)),
+        ({"limit": 3, "greedy": True}, (4, 4)),
+        ({"limit": 1, "greedy": True}, (2, 2)),
+    ],
+    ids=str,
+)
+def test_memory(monkeypatch, options, held):
+    """Of what is in use and ``limit`` more, however many the user names."""
+    assert most_held(monkeypatch, **options) == held
 
 
 @pytest.mark.parametrize("limit", [None, 1, 2])
@@ -202,12 +204,6 @@ def test_limit_holds_although_the_cpu_runs_ahead(device, limit):
             for before, compute in enumerate(computed):
                 waits = limit is not None and at - before > limit
                 assert happens_before(compute, gather) == (waits or False), (at, before)
-
-
-def test_put_off_prefetches_are_issued_in_order(device):
-    log = noted(device, layers=5, limit=2, greedy=True)
-    gathers = order(log, "all_gather")
-    assert gathers == [f"all_gather layers.{i}" for i in (0, 1, 2, 3, 4, 4, 3, 2, 1, 0)]
 
 
 def test_a_forward_that_breaks_off_leaves_nothing_put_off():
@@ -276,3 +272,31 @@ def test_copies_have_a_schedule_of_their_own():
         assert get_unit(other).prefetch.limit == 2
         other(tokens(0))
         assert torch.is_tensor(other.head.weight)
+
+
+def test_an_input_that_is_freed_early_issues_nothing_over_tp(monkeypatch) -> None:
+    """Half-way is elsewhere on a tp rank with other sizes, where tp's own collectives come in between."""
+    sums: list[object] = []
+    monkeypatch.setattr(reduction, "sum_over_tp", lambda bucket, *_: sums.append(bucket))
+    scatter = ScatterWork(None, torch.full((2,), 3.0))
+    monkeypatch.setattr(Reducer, "reduce_scatter", lambda *_, unit, scale: scatter)
+    bucket = SimpleNamespace(
+        unit="",
+        tp_group=object(),
+        scatter_group=object(),
+        settings=BucketSettings(),
+        reducer=Reducer(),
+    )
+    job = Reduction(bucket, [torch.ones(4)], [0], 0.5)
+    job.stages = stages_of(job, (), ())
+    finished: list[Reduction] = []
+    bucket.grads = SimpleNamespace(
+        start=lambda all_reduce: job, finish=finished.append, in_flight=None
+    )
+    comm = CpuComm()
+    comm.reduce(bucket, all_reduce=True)
+    comm.free_inputs()
+    assert job.inputs == [] and sums == []
+    comm.finish()
+    assert sums == [bucket] and finished == [job]
+    torch.testing.assert_close(job.tensor, torch.full((2,), 1.5))

@@ -18,13 +18,7 @@ from torch.distributed.tensor.parallel import (
 
 from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh
 from parallel3d.fsdp import DataParallelMeshDims, fully_shard
-from parallel3d.testing import (
-    assert_parity,
-    fake_world,
-    local_world,
-    record_collectives,
-    shards_of,
-)
+from parallel3d.testing import assert_parity, fake_world, local_world, record_collectives, shards_of
 
 PLAN = {
     "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from parallel3d import MeshLayout, MixedPrecisionPolicy
 from parallel3d._torch.autograd import TorchDispatchMode
 from parallel3d.fsdp import fully_shard, param
-from parallel3d.fsdp.comm import CpuComm
 from parallel3d.fsdp.inspect import get_unit
+from parallel3d.fsdp.reduction import CpuComm
 from parallel3d.testing import assert_parity, fake_world, local_world, record_collectives
 
 ALL, SOME, NONE = 0, 300, 2**20

@@ -29,6 +29,8 @@ PARTS = (
     Task("libraries", "truth", "libraries", 40),
     Task("races_ranks", "races", "races_ranks", 45),
     Task("truth1", "truth", "truth1", 20),
+    Task("graph1", "graph", "graph1", 30),
+    Task("graph2", "graph", "graph2", 60),
 )
 if __name__ == "__main__":
     sys.exit(command_line(__doc__, PARTS, minutes=7, preload=["ranks"]))

@@ -25,7 +25,7 @@ from torch import nn
 from parallel3d._util.recorder import op_of
 from parallel3d._util.trees import tensors_in
 from parallel3d.fsdp import bucket, coalesced, reduction, streams
-from parallel3d.fsdp.options import gather_extension, hfsdp, offload
+from parallel3d.fsdp.options import hfsdp, memory
 
 MOST_SIZES = 24  # of freed memory that is filled
 
@@ -176,11 +176,10 @@ def disturb_engine(disturber: Disturber) -> Iterator[None]:
         (reduction.Reducer, "reduce_scatter"),
         (reduction.Reducer, "all_reduce"),
         (reduction, "sum_over_tp"),
-        (offload.CopyToHost, "finish"),
+        (memory.CopyToHost, "finish"),
     ]
     frees: list[tuple[Any, str]] = [
-        (bucket, "release"),
-        (gather_extension, "release"),
+        (reduction.BucketMemory, "release"),
         (streams.StreamComm, "finish_gather"),
         (streams.StreamComm, "_wait_for"),
         (streams.StreamComm, "_free_inputs"),

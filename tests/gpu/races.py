@@ -74,6 +74,7 @@ def trials(device_type: str, *, small: bool) -> list[Trial]:
         (40, Trial(OFFLOAD, replace(hsdp, offload=True))),
         (30, Trial("HSDP bf16, accumulation", replace(hsdp, micro_batches=2))),
         (30, Trial("HFSDP bf16", replace(hsdp, hfsdp=True))),
+        (30, Trial("HSDP, a wire of bf16", replace(hsdp, wire=True))),
         (20, Trial("FSDP and TP", Case("tp", (1, 2, 2), **size), sequence=True)),
     ]
     if not small:

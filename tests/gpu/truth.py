@@ -17,15 +17,14 @@ from typing import Any
 
 import torch
 from _support.cp.models import Lm as AttentionLm
-from _support.models import LM_PLAN, SEQUENCE_PLAN, Lm, lm_loss, tokens
+from _support.models import LM_PLAN, SEQUENCE_PLAN, TORCHS_PLAN, Lm, lm_loss, tokens
 from page import Part
 from ranks import Outcome, Rank, backend_of, run_cases
 from runner import running
 from torch import distributed as dist
 from torch import nn
 from torch.distributed import DeviceMesh, fsdp
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional as F
 
 import parallel3d as p3d
@@ -51,6 +50,7 @@ class Case:
     Attributes:
         name: what is tested. sizes: of replicate, shard and tp.
         dtype: of the weights. mixed: compute in bfloat16, reduce in float32.
+        wire: send gradients in bfloat16.
         offload, hfsdp, local, clip: CPU offload, HFSDP, ``optim.local``, ``clip_grad_norm_``.
         micro_batches: per step. defer: what all but the last defer: ``all_reduce`` or ``sync``.
         skips: whether the second step leaves a block out, so that its unit gets no gradient.
@@ -67,6 +67,7 @@ class Case:
     sizes: Sizes
     dtype: torch.dtype = torch.float32
     mixed: bool = False
+    wire: bool = False
     offload: bool = False
     hfsdp: bool = False
     local: bool = False
@@ -149,6 +150,8 @@ def cases(world: int, *, small: bool) -> list[Case]:
             found.append(make("accumulate", mesh, micro_batches=3))
             found.append(make("no sync", mesh, micro_batches=3, defer="sync"))
             found.append(make("no gradient", mesh, skips=True))
+        if world > 1 and (not small or world == 4):
+            found.append(make("bf16 wire", mesh, mixed=True, wire=True))
         if mesh[0] > 1 and not small:
             found.append(make("HFSDP", mesh, hfsdp=True))
         if mesh[0] > 1 and (not small or world == 4):
@@ -235,7 +238,8 @@ def ours(model: Any, case: Case, mesh: DeviceMesh) -> Any:
     """``model`` on our engine."""
     policy = p3d.MixedPrecisionPolicy()
     if case.mixed:
-        policy = p3d.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        wire = torch.bfloat16 if case.wire else None
+        policy = p3d.MixedPrecisionPolicy(torch.bfloat16, torch.float32, wire_dtype=wire)
     if case.offload:
         pinned = p3d.fsdp.CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
         shard = functools.partial(
@@ -262,14 +266,8 @@ def torchs(model: Any, case: Case, mesh: DeviceMesh) -> Any:
     if case.mixed:
         policy = fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     if case.sizes[2] > 1:
-        plan = {
-            "embed": RowwiseParallel(input_layouts=Replicate()),
-            "layers.*.up": ColwiseParallel(),
-            "layers.*.down": RowwiseParallel(),
-            "head": ColwiseParallel(output_layouts=Replicate()),
-        }
         # None: every rank has the same values, nothing to send.
-        parallelize_module(model, mesh["tp"], plan, src_data_rank=None)
+        parallelize_module(model, mesh["tp"], TORCHS_PLAN, src_data_rank=None)
     options: dict[str, Any] = {"mp_policy": policy}
     if case.offload:
         options["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
@@ -512,19 +510,12 @@ HEAD += [f"{what} of {kind}" for what in ("ours - plain", "ours - FSDP2") for ki
 HEAD += ["FSDP2 - plain of grads", "repeats", "verdict"]
 
 
-def truth1(device_type: str, small: bool) -> Part:
-    """The part ``truth1``: one process."""
-    return run("truth1", 1, cases(1, small=small), device_type)
+def _truth(world: int, device_type: str, small: bool) -> Part:
+    """The part ``truth1``: one process; ``truth2`` and ``truth4``: ranks."""
+    return run(f"truth{world}", world, cases(world, small=small), device_type)
 
 
-def truth2(device_type: str, small: bool) -> Part:
-    """The part ``truth2``: two ranks."""
-    return run("truth2", 2, cases(2, small=small), device_type)
-
-
-def truth4(device_type: str, small: bool) -> Part:
-    """The part ``truth4``: four ranks."""
-    return run("truth4", 4, cases(4, small=small), device_type)
+truth1, truth2, truth4 = (functools.partial(_truth, world) for world in (1, 2, 4))
 
 
 def libraries(device_type: str, small: bool) -> Part:

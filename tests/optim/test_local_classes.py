@@ -4,12 +4,10 @@ import functools
 
 import pytest
 import torch
-from _support.models import Lm, lm_loss, tokens
 from torch import nn, optim
 
-from parallel3d import MeshLayout, Parallel3dError, StateError, build_mesh, parallelize
+from parallel3d import MeshLayout, Parallel3dError, build_mesh, parallelize
 from parallel3d.optim import local
-from parallel3d.testing import fake_world
 
 
 class Lamb(optim.Optimizer):
@@ -164,16 +162,3 @@ def test_the_class_itself_refuses_and_random_numbers_stay() -> None:
         local(optim.AdamW, [])
     local(optim.AdamW, model)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize("name", ["AdamW", "Muon"])
-def test_made_before_the_model_was_sharded(name) -> None:
-    """It would step on parameters that nobody computes with any more."""
-    with fake_world(0, 4):
-        model = Lm(layers=1)
-        params = [p for p in model.parameters() if p.ndim == 2]
-        optimizer = local(getattr(optim, name), params, lr=1e-3)
-        parallelize(model, build_mesh(MeshLayout(1, 4, 1), device_type="cpu"))
-        lm_loss(model, tokens(0)).backward()
-        with pytest.raises(StateError, match="Make the optimizer after parallelize"):
-            optimizer.step()

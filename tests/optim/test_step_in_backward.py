@@ -5,7 +5,7 @@ import functools
 import gc
 import pickle
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -33,6 +33,12 @@ from parallel3d.fsdp import fully_shard
 from parallel3d.fsdp.inspect import get_unit, units_of
 from parallel3d.optim.local import LocalState
 from parallel3d.testing import fake_world, record_collectives
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[None]:
+    with fake_world(0, 2):
+        yield
 
 
 def groups(model: nn.Module) -> list[dict]:
@@ -80,6 +86,14 @@ def check_training(
 
 
 TIED = functools.partial(Lm, layers=1, tied=True)
+
+
+def kept(model: nn.Module, mesh, reshard: bool = False) -> nn.Module:
+    """Blocks and root as units, whose weights stay gathered unless ``reshard``."""
+    for each in (*model.layers, model):
+        fully_shard(each, mesh=mesh, reshard_after_forward=reshard)
+    model.set_reshard_after_backward(reshard)
+    return model
 
 
 def train_apart(sides: Sides) -> None:
@@ -156,14 +170,7 @@ class TestWeights:
                     x = checkpoint(layer, x, use_reentrant=False)
                 return self.head(self.norm(x))
 
-        def apply(model, mesh):
-            for layer in model.layers:
-                fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
-            fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
-            model.set_reshard_after_backward(reshard)
-            return model
-
-        with side_by_side((1, 2, 1), Twice, apply) as sides:
+        with side_by_side((1, 2, 1), Twice, functools.partial(kept, reshard=reshard)) as sides:
             train_apart(sides)
 
     @pytest.mark.slow
@@ -176,23 +183,13 @@ class TestWeights:
                 layer.unused = nn.Parameter(torch.ones(3))
             return model
 
-        def apply(model, mesh):
-            for layer in model.layers:
-                fully_shard(layer, mesh=mesh, reshard_after_forward=False)
-            fully_shard(model, mesh=mesh, reshard_after_forward=False)
-            model.set_reshard_after_backward(False)
-            return model
-
-        with side_by_side((1, 2, 1), build, apply) as sides:
+        with side_by_side((1, 2, 1), build, kept) as sides:
             train_apart(sides)
 
     def test_without_a_shard_axis(self) -> None:
         """Where forward computes with the shards themselves."""
 
-        def apply(model, mesh):
-            return parallelize(model, mesh)
-
-        with side_by_side((2, 1, 1), functools.partial(Lm, layers=1), apply) as sides:
+        with side_by_side((2, 1, 1), functools.partial(Lm, layers=1), parallelize) as sides:
             plain = torch.optim.SGD(sides.plain.parameters(), lr=0.1, momentum=0.9)
             optim.step_in_backward(sides.model, torch.optim.SGD, lr=0.1, momentum=0.9)
             for step in range(2):
@@ -359,12 +356,7 @@ class TestHooks:
                 (slope,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
                 return self.head(self.norm(self.layers[1](y + slope)))
 
-        def apply(model, mesh):
-            for each in (*model.layers, model):
-                fully_shard(each, mesh=mesh)
-            return model
-
-        with side_by_side((1, 2, 1), Smooth, apply) as sides:
+        with side_by_side((1, 2, 1), Smooth, functools.partial(kept, reshard=True)) as sides:
             plain = adamw(sides.plain.parameters())
             optim.step_in_backward(sides.model, torch.optim.AdamW, lr=1e-2)
             for step in range(2):
@@ -373,68 +365,63 @@ class TestHooks:
                 sides.check()
 
 
+@pytest.mark.usefixtures("two_ranks")
 class TestState:
     def test_saved_and_loaded(self) -> None:
         """Into a fresh optimizer, as torch's own and by torch's checkpoint functions."""
-        with fake_world(0, 2):
-            mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
-            model = parallelize(Lm(layers=1), mesh)
-            saving = optim.step_in_backward(model, torch.optim.AdamW, lr=0.1)
-            lm_loss(model, tokens(0)).backward()
-            saved, by_name = saving.state_dict(), get_optimizer_state_dict(model, saving)
-            averages = saved["state"][0]["exp_avg"]
-            assert averages.placements == next(iter(model.parameters())).placements
-            saving.remove()
-            fresh = optim.step_in_backward(model, torch.optim.AdamW, lr=0.3)
-            fresh.load_state_dict(saved)
-            assert fresh.param_groups[0]["lr"] == 0.1
-            assert torch.equal(local(fresh.state_dict()["state"][0]["exp_avg"]), local(averages))
-            fresh.remove()
-            fresh = optim.step_in_backward(model, torch.optim.AdamW, lr=0.3)
-            before = [local(p).clone() for p in model.parameters()]
-            set_optimizer_state_dict(model, fresh, by_name)
-            for p, old in zip(model.parameters(), before, strict=True):
-                assert torch.equal(local(p), old) and p.grad is None
-            again = get_optimizer_state_dict(model, fresh)
-            assert again["param_groups"] == by_name["param_groups"]
-            for name, state in by_name["state"].items():
-                for key, value in state.items():
-                    assert torch.equal(local(again["state"][name][key]), local(value)), (name, key)
-            lm_loss(model, tokens(1)).backward()
-            assert fresh.state_dict()["state"][0]["step"] == 2
+        mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
+        model = parallelize(Lm(layers=1), mesh)
+        saving = optim.step_in_backward(model, torch.optim.AdamW, lr=0.1)
+        lm_loss(model, tokens(0)).backward()
+        saved, by_name = saving.state_dict(), get_optimizer_state_dict(model, saving)
+        averages = saved["state"][0]["exp_avg"]
+        assert averages.placements == next(iter(model.parameters())).placements
+        saving.remove()
+        fresh = optim.step_in_backward(model, torch.optim.AdamW, lr=0.3)
+        fresh.load_state_dict(saved)
+        assert fresh.param_groups[0]["lr"] == 0.1
+        assert torch.equal(local(fresh.state_dict()["state"][0]["exp_avg"]), local(averages))
+        fresh.remove()
+        fresh = optim.step_in_backward(model, torch.optim.AdamW, lr=0.3)
+        before = [local(p).clone() for p in model.parameters()]
+        set_optimizer_state_dict(model, fresh, by_name)
+        for p, old in zip(model.parameters(), before, strict=True):
+            assert torch.equal(local(p), old) and p.grad is None
+        again = get_optimizer_state_dict(model, fresh)
+        assert again["param_groups"] == by_name["param_groups"]
+        for name, state in by_name["state"].items():
+            for key, value in state.items():
+                assert torch.equal(local(again["state"][name][key]), local(value)), (name, key)
+        lm_loss(model, tokens(1)).backward()
+        assert fresh.state_dict()["state"][0]["step"] == 2
 
     def test_a_copy_is_not_updated(self) -> None:
         """copy.deepcopy of the model, as a frozen teacher."""
-        with fake_world(0, 2):
-            model, _ = build()
-            twin = copy.deepcopy(model)
-            lm_loss(twin, tokens(0)).backward()
-            assert all(p.grad is not None for p in twin.parameters())
+        model, _ = build()
+        twin = copy.deepcopy(model)
+        lm_loss(twin, tokens(0)).backward()
+        assert all(p.grad is not None for p in twin.parameters())
 
     def test_loaded_by_the_optimizer_that_updates(self) -> None:
-        with fake_world(0, 2):
-            model, optimizer = build(momentum=0.9)
-            lm_loss(model, tokens(0)).backward()
-            saved = copy.deepcopy(optimizer.state_dict())
-            optimizer.optimizer.load_state_dict(copy.deepcopy(saved))
-            lm_loss(model, tokens(1)).backward()
-            assert optimizer.state is optimizer.optimizer.state
-            assert optimizer.param_groups is optimizer.optimizer.param_groups
-            for index, entry in optimizer.state_dict()["state"].items():
-                was, now = (
-                    local(each["momentum_buffer"]) for each in (saved["state"][index], entry)
-                )
-                assert not torch.equal(was, now)
+        model, optimizer = build(momentum=0.9)
+        lm_loss(model, tokens(0)).backward()
+        saved = copy.deepcopy(optimizer.state_dict())
+        optimizer.optimizer.load_state_dict(copy.deepcopy(saved))
+        lm_loss(model, tokens(1)).backward()
+        assert optimizer.state is optimizer.optimizer.state
+        assert optimizer.param_groups is optimizer.optimizer.param_groups
+        for index, entry in optimizer.state_dict()["state"].items():
+            was, now = (local(each["momentum_buffer"]) for each in (saved["state"][index], entry))
+            assert not torch.equal(was, now)
 
     def test_mixed_precision(self) -> None:
         """Reduced in bfloat16, updated in float32."""
-        with fake_world(0, 2):
-            mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
-            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-            model = parallelize(Lm(layers=1), mesh, mp_policy=policy)
-            optimizer = optim.step_in_backward(model, torch.optim.AdamW, lr=0.1)
-            lm_loss(model, tokens(0)).backward()
-            assert optimizer.state_dict()["state"][0]["exp_avg"].dtype == torch.float32
+        mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        model = parallelize(Lm(layers=1), mesh, mp_policy=policy)
+        optimizer = optim.step_in_backward(model, torch.optim.AdamW, lr=0.1)
+        lm_loss(model, tokens(0)).backward()
+        assert optimizer.state_dict()["state"][0]["exp_avg"].dtype == torch.float32
 
 
 class Region(Lm):
@@ -547,76 +534,70 @@ class TestUsesAfterTheUpdate:
                 lm_loss(model, tokens(0))
 
 
+@pytest.mark.usefixtures("two_ranks")
 class TestNotTogetherWith:
     def test_accumulation(self) -> None:
-        with fake_world(0, 2):
-            model, _ = build()
-            with refused("set_requires_gradient_sync"):
-                model.set_requires_gradient_sync(False)
-            with refused("set_requires_all_reduce"):
-                model.set_requires_all_reduce(False)
-            with refused("updated in backward"):
-                next(optim.accumulate(model, [tokens(0), tokens(1)]))
-            for ids in optim.accumulate(model, [tokens(0)]):  # one is no accumulation
-                lm_loss(model, ids).backward()
+        model, _ = build()
+        with refused("set_requires_gradient_sync"):
+            model.set_requires_gradient_sync(False)
+        with refused("set_requires_all_reduce"):
+            model.set_requires_all_reduce(False)
+        with refused("updated in backward"):
+            next(optim.accumulate(model, [tokens(0), tokens(1)]))
+        for ids in optim.accumulate(model, [tokens(0)]):  # one is no accumulation
+            lm_loss(model, ids).backward()
 
     def test_switches_that_were_set_behind_its_back(self) -> None:
-        with fake_world(0, 2):
-            model, _ = build()
-            get_unit(model.layers[0]).sync = False
-            with refused("accumulates"):
-                lm_loss(model, tokens(0)).backward()
+        model, _ = build()
+        get_unit(model.layers[0]).sync = False
+        with refused("accumulates"):
+            lm_loss(model, tokens(0)).backward()
 
     def test_clipping(self) -> None:
-        with fake_world(0, 2):
-            model, optimizer = build()
-            with refused("clip_grad_norm_"):
-                optim.clip_grad_norm_(model, 1.0)
-            optimizer.remove()
-            lm_loss(model, tokens(0)).backward()
+        model, optimizer = build()
+        with refused("clip_grad_norm_"):
             optim.clip_grad_norm_(model, 1.0)
-            assert all(p.grad is not None for p in model.parameters())
+        optimizer.remove()
+        lm_loss(model, tokens(0)).backward()
+        optim.clip_grad_norm_(model, 1.0)
+        assert all(p.grad is not None for p in model.parameters())
 
     def test_removed_twice(self) -> None:
         """It does not remove what has come after it."""
-        with fake_world(0, 2):
-            model, first = build()
-            first.remove()
-            optimizer = optim.step_in_backward(model, torch.optim.SGD, lr=0.1)
-            first.remove()
-            lm_loss(model, tokens(0)).backward()
-            assert all(p.grad is None for p in model.parameters())
-            with refused("updated in backward", model):
-                optim.clip_grad_norm_(model, 1.0)
-            assert "SGD" in repr(optimizer)
+        model, first = build()
+        first.remove()
+        optimizer = optim.step_in_backward(model, torch.optim.SGD, lr=0.1)
+        first.remove()
+        lm_loss(model, tokens(0)).backward()
+        assert all(p.grad is None for p in model.parameters())
+        with refused("updated in backward", model):
+            optim.clip_grad_norm_(model, 1.0)
+        assert "SGD" in repr(optimizer)
 
     def test_our_scaler(self) -> None:
         """Before anything is updated."""
-        with fake_world(0, 2):
-            model, optimizer = build()
-            scaler = optim.GradScaler("cpu")
-            loss = scaler.scale(lm_loss(model, tokens(0)))
-            with refused("GradScaler", model):
-                loss.backward()
-            with refused("GradScaler"):
-                scaler.step(optimizer)
-            model.zero_grad()
-            disabled = optim.GradScaler("cpu", enabled=False)
-            disabled.scale(lm_loss(model, tokens(0))).backward()
+        model, optimizer = build()
+        scaler = optim.GradScaler("cpu")
+        loss = scaler.scale(lm_loss(model, tokens(0)))
+        with refused("GradScaler", model):
+            loss.backward()
+        with refused("GradScaler"):
+            scaler.step(optimizer)
+        model.zero_grad()
+        disabled = optim.GradScaler("cpu", enabled=False)
+        disabled.scale(lm_loss(model, tokens(0))).backward()
 
     def test_torchs_scaler(self) -> None:
-        with fake_world(0, 2):
-            model, optimizer = build()
-            scaler = torch.amp.GradScaler("cpu")
-            scaler.scale(lm_loss(model, tokens(0))).backward()
-            with refused("GradScaler"):
-                scaler.step(optimizer)
+        model, optimizer = build()
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(lm_loss(model, tokens(0))).backward()
+        with refused("GradScaler"):
+            scaler.step(optimizer)
 
     def test_its_own_step(self) -> None:
-        with fake_world(0, 2):
-            _, optimizer = build()
-            with refused("leave the call of step\\(\\) out"):
-                optimizer.step()
+        _, optimizer = build()
+        with refused("leave the call of step\\(\\) out"):
+            optimizer.step()
 
 
 def test_copies() -> None:
@@ -629,46 +610,45 @@ def test_copies() -> None:
         assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.usefixtures("two_ranks")
 class TestRefusedArguments:
     def test_what_is_refused(self) -> None:
-        with fake_world(0, 2):
-            with pytest.raises(Parallel3dError, match="not parallel"):
-                optim.step_in_backward(Lm(), torch.optim.SGD, lr=0.1)
-            with pytest.raises(Parallel3dError, match="needs a module"):
-                optim.step_in_backward(torch.optim.SGD, Lm(), lr=0.1)
-            mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
-            plain = Lm(layers=1)
-            model = fully_shard(plain, mesh=mesh, ignored_params={plain.norm.weight})
-            with pytest.raises(Parallel3dError, match="belongs to no unit"):
-                optim.step_in_backward(model, torch.optim.SGD, lr=0.1)
-            with pytest.raises(Parallel3dError, match="LBFGS"):
-                optim.step_in_backward(model, torch.optim.LBFGS)
-            with pytest.raises(Parallel3dError, match="class of optimizers"):
-                optim.step_in_backward(model, torch.optim.SGD(model.parameters()))
-            with pytest.raises(Parallel3dError, match="made a list"):
-                optim.step_in_backward(model, list)
-            params = [p for p in model.parameters() if p is not model.norm.weight]
-            lm_loss(model, tokens(0)).backward()
-            with refused("has a gradient"):
-                optim.step_in_backward(model, torch.optim.SGD, params=params, lr=0.1)
-            assert model.head.weight.grad is not None  # nothing was half-applied
-            model.zero_grad()
-            model.set_requires_gradient_sync(False)
-            with refused("defers its reductions"):
-                optim.step_in_backward(model, torch.optim.SGD, params=params, lr=0.1)
-            model.set_requires_gradient_sync(True)
-            optimizer = optim.step_in_backward(model, torch.optim.SGD, params=params, lr=0.1)
-            with refused("already"):
-                optim.step_in_backward(model, torch.optim.SGD, params=params, lr=0.1)
-            with pytest.raises(Parallel3dError, match="at the beginning"):
-                optimizer.add_param_group({"params": [model.norm.weight]})
-            assert "SGD" in repr(optimizer)
+        with pytest.raises(Parallel3dError, match="not parallel"):
+            optim.step_in_backward(Lm(), torch.optim.SGD, lr=0.1)
+        with pytest.raises(Parallel3dError, match="needs a module"):
+            optim.step_in_backward(torch.optim.SGD, Lm(), lr=0.1)
+        mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
+        plain = Lm(layers=1)
+        model = fully_shard(plain, mesh=mesh, ignored_params={plain.norm.weight})
+        with pytest.raises(Parallel3dError, match="belongs to no unit"):
+            optim.step_in_backward(model, torch.optim.SGD, lr=0.1)
+        with pytest.raises(Parallel3dError, match="LBFGS"):
+            optim.step_in_backward(model, torch.optim.LBFGS)
+        with pytest.raises(Parallel3dError, match="class of optimizers"):
+            optim.step_in_backward(model, torch.optim.SGD(model.parameters()))
+        with pytest.raises(Parallel3dError, match="made a list"):
+            optim.step_in_backward(model, list)
+        params = [p for p in model.parameters() if p is not model.norm.weight]
+        lm_loss(model, tokens(0)).backward()
+        with refused("has a gradient"):
+            optim.step_in_backward(model, torch.optim.SGD, params=params, lr=0.1)
+        assert model.head.weight.grad is not None  # nothing was half-applied
+        model.zero_grad()
+        model.set_requires_gradient_sync(False)
+        with refused("defers its reductions"):
+            optim.step_in_backward(model, torch.optim.SGD, params=params, lr=0.1)
+        model.set_requires_gradient_sync(True)
+        optimizer = optim.step_in_backward(model, torch.optim.SGD, params=params, lr=0.1)
+        with refused("already"):
+            optim.step_in_backward(model, torch.optim.SGD, params=params, lr=0.1)
+        with pytest.raises(Parallel3dError, match="at the beginning"):
+            optimizer.add_param_group({"params": [model.norm.weight]})
+        assert "SGD" in repr(optimizer)
 
     def test_ties_to_a_unit_that_is_updated(self) -> None:
-        with fake_world(0, 2):
-            mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
-            model = Lm(layers=1, tied=True)
-            fully_shard(model.embed, mesh=mesh)
-            optim.step_in_backward(model.embed, torch.optim.SGD, lr=0.1)
-            with refused("updated in backward already"):
-                fully_shard(model.head, mesh=mesh)
+        mesh = build_mesh(MeshLayout(1, 2, 1), device_type="cpu")
+        model = Lm(layers=1, tied=True)
+        fully_shard(model.embed, mesh=mesh)
+        optim.step_in_backward(model.embed, torch.optim.SGD, lr=0.1)
+        with refused("updated in backward already"):
+            fully_shard(model.head, mesh=mesh)

@@ -8,10 +8,12 @@ from parallel3d.fsdp.context import RunContext
 from parallel3d.fsdp.options.checks import BuffersAreFilled, RanksAgree
 from parallel3d.fsdp.options.finalization import Finalization
 from parallel3d.fsdp.options.gather_extension import LateExtensions
+from parallel3d.fsdp.options.memory import StaticMemory
 from parallel3d.fsdp.options.merged import MergedBuckets, RegisteredByRoot
 
 ROOT_OPTIONS = (
     LateExtensions,  # first: it makes other buckets
+    StaticMemory,
     RanksAgree,
     BuffersAreFilled,
     Finalization,

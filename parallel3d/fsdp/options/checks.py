@@ -20,7 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from parallel3d._torch.autograd import backward_id, node_is_in_backward
 from parallel3d._util.arguments import as_bool
-from parallel3d._util.unset import fill_unset, unset_in
+from parallel3d._util.storage import fill_unset, unset_in
 from parallel3d.errors import AgreementError, Parallel3dError, StateError
 from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.context import RunContext
@@ -43,29 +43,26 @@ from parallel3d.mesh.store import others
 
 
 class RanksAgree(Option):
-    """Compares the models of all ranks once.
+    """Compares the units and parameters of all ranks once, before the first collective.
 
     Attributes:
-        before: "forward" or "backward": the first that communicates; "" once the models were compared.
-            Without sharded parameters only backward does, and a rank may run forward by itself.
+        before: the pass whose begin compares, "forward" or "backward"; "" once it was done. It is "backward"
+            if nothing is sharded: forward then doesn't communicate, and a rank may run it alone.
     """
 
     def __init__(self, context: RunContext) -> None:
-        buckets = [bucket for unit in context.units for bucket in unit.group.buckets]
+        buckets = (bucket for unit in context.units for bucket in unit.group.buckets)
+        gathers = any(bucket.shard_group is not None for bucket in buckets)
         over_tp = any(param.tp_size > 1 for param in params_of(context.units))
-        gathers = over_tp or any(bucket.shard_group is not None for bucket in buckets)
-        self.before = "forward" if gathers else "backward"
+        self.before = "forward" if gathers or over_tp else "backward"
 
     @classmethod
     def of_root(cls, context: RunContext) -> RanksAgree:
         return cls(context)
 
     def before_root_forward(self, context: RunContext) -> None:
-        """Compares the models if this forward may gather.
-
-        A forward without gradients of units that ``unshard()`` has gathered doesn't: one rank may evaluate
-        its model alone.
-        """
+        """Compares the models, unless this forward gathers nothing and has no gradients: one rank may
+        evaluate a model alone that ``unshard()`` has gathered."""
         if self.before == "forward":
             groups = [unit.group for unit in context.units if unit.group.buckets]
             gathered = all(group.state is ShardedState.UNSHARDED for group in groups)
@@ -73,11 +70,23 @@ class RanksAgree(Option):
                 self.before_root_backward(context)
 
     def before_root_backward(self, context: RunContext) -> None:
-        """Compares the models, once."""
-        if self.before:
-            self.before = ""
-            context.options.remove(self)
-            _compare_models(context)
+        """Compares the models of each mesh's ranks, if that was not done; all ranks raise if they differ."""
+        if not self.before:
+            return
+        self.before = ""
+        context.options.remove(self)
+        if others() is None:
+            return
+        say_where_ranks_wait()
+        nan_losses.meet()
+        names = module_names(context.root)
+        by_ranks: dict[tuple[int, ...], _UnitParams] = {}
+        for unit in context.units:
+            for param in params_of([unit]):
+                by_ranks.setdefault(_ranks(param), []).append((unit, param))
+        for ranks in sorted(by_ranks):  # the same order on all ranks
+            described = _describe_model(by_ranks[ranks], names)
+            check_agreement("model", described, ranks=ranks, by_digest=True)
 
 
 # ``to_empty`` gives memory to what is on meta. A state dict then brings the values of parameters and of
@@ -87,8 +96,8 @@ _NO_VALUES = "_parallel3d_no_values"  # attribute of a buffer that a conversion 
 
 
 def fill_from_meta(unit: Unit, convert: Callable[[], Any]) -> Any:
-    """Returns ``convert()``, which moves the tensors of the unit's modules, and notes the buffers that were
-    on meta: unless they are filled by then, the next forward of the root is an error."""
+    """Calls ``convert``, such as ``to_empty``, which gives the unit's tensors memory, and returns its result.
+    Buffers that it moves from meta have no values: unless they are filled, the root's next forward raises."""
     modules = list(units_modules(unit.modules))
     before = [
         (m, key) for m in modules for key, b in m._buffers.items() if b is not None and b.is_meta
@@ -105,7 +114,7 @@ def fill_from_meta(unit: Unit, convert: Callable[[], Any]) -> Any:
 
 
 class BuffersAreFilled(Option):
-    """Raises StateError in the first forward of the root if buffers have no values."""
+    """Raises StateError in the root's next forward if buffers that were on meta were not filled."""
 
     @classmethod
     def of_root(cls, context: RunContext) -> BuffersAreFilled | None:
@@ -123,28 +132,12 @@ class BuffersAreFilled(Option):
 _UnitParams = list[tuple[ContextUnit, ShardedParam]]
 
 
-def _compare_models(context: RunContext) -> None:
-    """Compares units and parameters over each mesh's ranks; all raise if they differ."""
-    if others() is None:
-        return
-    say_where_ranks_wait()
-    nan_losses.meet()
-    names = module_names(context.root)
-    by_ranks: dict[tuple[int, ...], _UnitParams] = {}
-    for unit in context.units:
-        for param in params_of([unit]):
-            by_ranks.setdefault(_ranks(param), []).append((unit, param))
-    for ranks in sorted(by_ranks):  # the same order on all ranks
-        described = _describe_model(by_ranks[ranks], names)
-        check_agreement("model", described, ranks=ranks, by_digest=True)
-
-
 def _ranks(param: ShardedParam) -> tuple[int, ...]:
     return tuple(sorted(int(rank) for rank in param.on.mesh.mesh.flatten().tolist()))
 
 
 def _describe_model(pairs: _UnitParams, names: dict[int, str]) -> dict[str, str]:
-    """Returns descriptions of units and parameters by name, and the orders of the names."""
+    """Returns what ranks compare: name of a unit or parameter -> its description; and their orders."""
     units: dict[str, str] = {}
     params: dict[str, str] = {}
     for unit, param in pairs:
@@ -173,16 +166,16 @@ def check_execution_order(
 ) -> None:
     """Makes ranks compare the order in which they run the units of ``model``, for debugging.
 
-    Before each unit's gathers and reductions all ranks of the parameters' meshes compare their positions,
-    which costs a round trip to the store each. If they differ, every rank raises an error that names the
-    units. If an iteration runs units in another order than the one before, there is a warning: prefetches
-    follow the previous order, so some were useless. Under simulated ranks, which run in step, only
-    iterations are compared.
+    Before the gathers and reductions of each unit, all ranks of the parameters' meshes compare which ones
+    they are about to issue, which costs a round trip to the store. If ranks differ, every rank raises an
+    error that names the units. If an iteration runs units in another order than the last one, there is a
+    warning: prefetches follow the last order, so some were useless. Under simulated ranks, which run in step,
+    only iterations are compared.
 
     Args:
         model: a model with units.
         enabled: False ends the check. All ranks must call it alike.
-        timeout: how long a rank waits for the others to reach its position; by default the process group's.
+        timeout: how long a rank waits for the others at each comparison; by default the process group's.
 
     Raises:
         Parallel3dError: the model has no unit, or an argument is wrong. Later, in forward and backward,
@@ -205,19 +198,19 @@ def check_execution_order(
 
 
 class _OrderCheck(Option):
-    """Compares this rank's position with other ranks', and its order with the iteration before.
+    """Compares which unit each rank is at, and the order of forwards with the last iteration.
 
     Attributes:
-        order: units in the order of their forwards in this iteration, but for those that the user runs alone.
-        last: the same of the iteration before.
-        changed: whether this iteration was already found to differ.
+        order: labels of units in the order of their forwards in this iteration; those run alone are left out.
+        last: the same for the last iteration.
+        changed: whether a difference from the last iteration was already found in this one.
     """
 
     def __init__(self, ranks: list[int], timeout: timedelta | None) -> None:
         self.ranks = ranks
         self.timeout = timeout
-        self.order: list[weakref.ref[Unit]] = []
-        self.last: list[weakref.ref[Unit]] = []
+        self.order: list[str] = []
+        self.last: list[str] = []
         self.changed = False
 
     def _compare(self, event: str, unit: Unit) -> None:
@@ -248,29 +241,23 @@ class _OrderCheck(Option):
         self._compare("recomputation" if recomputes else "forward", unit)
         if recomputes or not (begins or within):
             return
+        if begins and self.order:
+            missing = self.last[len(self.order) :]
+            if missing and not self.changed:
+                self._warn(f"it ended after {self.order[-1]}; unit {missing[0]} did not run")
+            self.last, self.order = self.order, []
         if begins:
-            self._begin_iteration()
+            self.changed = False
         place = len(self.order)
-        self.order.append(unit.ref)
+        self.order.append(unit.label)
         if self.changed or not self.last:
             return
-        before = self.last[place] if place < len(self.last) else None
-        if before is not unit.ref:
-            name = "nothing more" if before is None else _label(before)
-            self._warn(f"unit {unit.label} runs at place {place}, where {name} was before")
+        before = self.last[place] if place < len(self.last) else "nothing more"
+        if before != unit.label:
+            self._warn(f"unit {unit.label} runs at place {place}, where {before} was before")
 
     def abandon(self, unit: Unit) -> None:
-        """Forgets the iteration, which an exception has ended."""
         self.order = []
-
-    def _begin_iteration(self) -> None:
-        missing = self.last[len(self.order) :] if self.order else []
-        if missing and not self.changed:
-            last_run = _label(self.order[-1])
-            self._warn(f"it ended after {last_run}; unit {_label(missing[0])} did not run")
-        if self.order:
-            self.last, self.order = self.order, []
-        self.changed = False
 
     def _warn(self, difference: str) -> None:
         self.changed = True
@@ -279,11 +266,6 @@ class _OrderCheck(Option):
             "follow the order of the one before",
             stacklevel=2,
         )
-
-
-def _label(ref: weakref.ref[Unit]) -> str:
-    unit = ref()
-    return "a deleted unit" if unit is None else unit.label
 
 
 # StepGuard: checks of a unit whose parameters are updated within the backward (``step_in_backward``).
@@ -301,14 +283,15 @@ _NO_BACKWARD = -1  # ``backward_id`` outside of a backward
 
 
 class StepGuard(Option):
-    """Calls ``update`` for the buckets of one unit as their gradients are reduced, after checks.
+    """Calls ``update`` for each bucket of a unit when its gradients are reduced (``step_in_backward``).
+    Raises StateError where an update within the backward would give wrong numbers.
 
     Args:
-        update: updates the parameters of a bucket that have a gradient, and frees it.
+        update: updates the parameters of a bucket that have a gradient, and frees the gradients.
 
     Attributes:
         updates: number of updates so far.
-        updated_in: ``backward_id`` of the last one.
+        updated_in: ``backward_id`` of the last update's backward.
     """
 
     def __init__(self, unit: Unit, update: Callable[[Bucket], None]) -> None:
@@ -319,13 +302,6 @@ class StepGuard(Option):
         # For each forward call: the number of updates before it, and the backward that it ran in.
         self._calls: weakref.WeakKeyDictionary[Call, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._nodes: dict[int, Any] = {}  # id of a sharded Parameter -> its AccumulateGrad node
-
-    @property
-    def unit(self) -> Unit:
-        """The unit."""
-        unit = self._unit()
-        assert unit is not None
-        return unit
 
     def begin_call(self, unit: Unit) -> None:
         if backward_id() != _NO_BACKWARD and backward_id() == self.updated_in:
@@ -345,34 +321,34 @@ class StepGuard(Option):
                 "was updated since this forward, so its gradient can't be computed any more",
                 "do one backward for each forward: sum the losses, and leave out retain_graph=True",
             )
-        self._check_backward(nested=ran_in not in (_NO_BACKWARD, backward_id()))
+        self._check_backward(call.unit, nested=ran_in not in (_NO_BACKWARD, backward_id()))
 
     def take_gradient(self, unit: Unit) -> None:
         context = unit.context
-        self._check_backward(nested=context is not None and context.backward_id != backward_id())
+        nested = context is not None and context.backward_id != backward_id()
+        self._check_backward(unit, nested=nested)
 
     def update(self, bucket: Bucket, used: Sequence[int]) -> None:
-        """Updates ``bucket``, whose reduced gradients are in ``.grad`` of the parameters ``used``."""
-        if not used:
-            return
-        self._check_uses(bucket, used)
-        self.updates += 1
-        self.updated_in = backward_id()
-        self._update(bucket)
+        """Calls ``update`` for ``bucket``, after checks; ``used``: indices of parameters with a gradient."""
+        if used:
+            self._check_uses(bucket, used)
+            self.updates += 1
+            self.updated_in = backward_id()
+            self._update(bucket)
 
-    def _check_backward(self, *, nested: bool) -> None:
+    def _check_backward(self, unit: Unit, *, nested: bool) -> None:
         if nested:
             raise self._error(
                 "is in a backward inside a backward, as of torch.utils.checkpoint(use_reentrant=True): "
                 "it can't be known whether another one will bring gradients",
                 "use use_reentrant=False",
             )
-        unit = self.unit
         if not (unit.sync and unit.all_reduce):
             raise self._error("accumulates gradients", _ACCUMULATION_HINT)
 
     def _check_uses(self, bucket: Bucket, used: Sequence[int]) -> None:
-        unit = self.unit
+        unit = self._unit()
+        assert unit is not None
         root = unit if unit.context is None else unit.context.root
         if unit.depth or root.depth:
             raise self._error(
@@ -394,24 +370,23 @@ class StepGuard(Option):
                 )
 
     def _error(self, problem: str, hint: str) -> StateError:
+        unit = self._unit()
+        assert unit is not None
         return StateError(
-            f"unit {self.unit.label}, whose parameters are updated in backward, {problem}; {hint}, or use an "
+            f"unit {unit.label}, whose parameters are updated in backward, {problem}; {hint}, or use an "
             "ordinary optimizer"
         )
 
 
-_ACCUMULATION_HINT = (
-    "there is nothing to accumulate in, as each backward updates: make one backward a step"
-)
+_ACCUMULATION_HINT = "each backward updates, and has nothing to add to: make one backward a step"
 
 
 def guard_of(unit: Unit) -> StepGuard | None:
-    """Returns the guard of ``unit``, or None if its parameters are not updated in backward."""
     return next((known for known in unit.options if isinstance(known, StepGuard)), None)
 
 
 def refuse_accumulation(units: Iterable[Unit], method: str) -> None:
-    """Raises StateError, naming ``method``, if the parameters of any of ``units`` are updated in backward."""
+    """Raises StateError, naming ``method``, if any of ``units`` updates its parameters in backward."""
     for unit in units:
         if guard_of(unit) is not None:
             raise StateError(

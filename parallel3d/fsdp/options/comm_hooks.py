@@ -18,11 +18,13 @@ from torch import distributed as dist
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from parallel3d._torch.fully_shard import is_torch_hook_state
-from parallel3d._torch.groups import all_gather_single, backend_name, reduce_scatter_single
-from parallel3d._torch.memory import (
+from parallel3d._torch.groups import (
+    all_gather_single,
+    backend_name,
     group_memory,
     has_group_memory,
     make_symmetric,
+    reduce_scatter_single,
     symmetric_memory,
     use_symmetric_memory,
 )
@@ -109,9 +111,10 @@ class CommHookState:
 
 
 class HookWork:
-    """An asynchronous collective of a hook. ``wait`` writes the mean into ``target``."""
+    """An asynchronous collective of a hook. ``wait`` writes the mean over the ranks into ``target``."""
 
     def __init__(self, work: ScatterWork, target: torch.Tensor, divisor: float) -> None:
+        work.dtype = target.dtype
         self._work: ScatterWork | None = work
         self._target = target
         self._divisor = divisor
@@ -121,7 +124,7 @@ class HookWork:
         work, self._work = self._work, None
         if work is None:
             return
-        summed = work.wait(self._target.dtype)
+        summed = work.wait()
         if summed is not self._target:
             self._target.copy_(summed)
         if self._divisor != 1:
@@ -171,10 +174,7 @@ def fp16_compress_hook(
 
 
 def _reduce(
-    state: CommHookState,
-    grad: torch.Tensor,
-    output: torch.Tensor | None,
-    dtype: torch.dtype | None,
+    state: CommHookState, grad: torch.Tensor, output: torch.Tensor | None, dtype: torch.dtype | None
 ) -> HookWork:
     group = state.process_group
     before, after = state.gradient_predivide_factor, state.gradient_postdivide_factor
@@ -205,7 +205,7 @@ def _groups(where: Any) -> tuple[ProcessGroup, ...]:
 
 
 class HookedReduce(Reducer):
-    """Calls the user's communication hook with its state instead of each collective on gradients."""
+    """Calls the user's communication hook in place of the collectives on gradients."""
 
     by_row = averages = True
     is_exact = False
@@ -217,13 +217,11 @@ class HookedReduce(Reducer):
     def reduce_scatter(
         self, inputs: list[torch.Tensor], group: ProcessGroup, *, unit: str, scale: float = 1.0
     ) -> ScatterWork:
-        """Lets the hook reduce one buffer (n * S,) to this rank's (S,)."""
         whole = inputs[0]
         output = torch.empty(whole.numel() // group.size(), dtype=whole.dtype, device=whole.device)
         return ScatterWork(self._call(group, unit, whole, output), output)
 
     def all_reduce(self, tensor: torch.Tensor, group: ProcessGroup, *, unit: str) -> Any:
-        """Lets the hook reduce ``tensor`` in place; returns an object to wait on, or None."""
         return self._call(group, unit, tensor)
 
     def _call(self, group: ProcessGroup, unit: str, *tensors: torch.Tensor) -> Any:
@@ -235,7 +233,7 @@ class HookedReduce(Reducer):
 
 
 class AllReduceHook(Stage):
-    """Calls the user's ``set_all_reduce_hook`` function with the final gradient.
+    """The stage that calls the function of ``set_all_reduce_hook`` with the reduced gradient.
 
     Args:
         hook: changes the flat gradient in place.
@@ -253,7 +251,7 @@ class AllReduceHook(Stage):
 
 
 def check_hook(bucket: Bucket, state: Any, hook: Any) -> None:
-    """Raises Parallel3dError or StateError unless ``hook`` can be registered for ``bucket``."""
+    """Raises Parallel3dError or StateError if ``register_comm_hook`` can't set ``hook`` on ``bucket``."""
     label = f"unit {bucket.unit}"
     if not callable(hook):
         raise Parallel3dError(
@@ -262,9 +260,7 @@ def check_hook(bucket: Bucket, state: Any, hook: Any) -> None:
         )
     conflict = ""
     if isinstance(bucket.settings.reducer, HookedReduce):
-        conflict = (
-            f"{label} has a hook already; remove it first with register_comm_hook(None, None)"
-        )
+        conflict = f"{label} has a hook already; call register_comm_hook(None, None) first"
     elif bucket.settings.divide_factor is not None:
         conflict = (
             f"the gradients of {label} are divided by {bucket.settings.divide_factor}, but a hook divides by "
@@ -281,6 +277,7 @@ def check_hook(bucket: Bucket, state: Any, hook: Any) -> None:
         )
     if conflict:
         raise StateError(f"register_comm_hook: {conflict}")
+    check_not_wired("register_comm_hook", bucket)
     check_removal(bucket)
     ready_made = (allreduce_hook, bf16_compress_hook, fp16_compress_hook, reduce_scatter_hook)
     if hook in ready_made and not (isinstance(state, CommHookState) or is_torch_hook_state(state)):
@@ -293,8 +290,8 @@ def check_hook(bucket: Bucket, state: Any, hook: Any) -> None:
 
 
 def check_removal(bucket: Bucket) -> None:
-    """Raises StateError if a reduce-scattered gradient waits for its all-reduce, which one hook must do."""
-    if bucket.grads.holds_scattered:
+    """Raises StateError if a reduce-scattered gradient waits for its all-reduce, by the same hook."""
+    if bucket.grads.sums.holds_scattered:
         raise StateError(
             f"register_comm_hook: .grad of unit {bucket.unit} holds a sum that is not all-reduced yet "
             "(set_requires_all_reduce(False)); register or remove hooks between steps, after zero_grad()"
@@ -323,7 +320,6 @@ def _check_calls(bucket: Bucket, hook: Callable[..., Any]) -> None:
 
 
 def _check_groups(bucket: Bucket, state: Any) -> None:
-    """Raises Parallel3dError if ``state`` is made for other groups than the bucket reduces over."""
     allowed = state.groups if isinstance(state, CommHookState) else ()
     if is_torch_hook_state(state):  # which has one group for every collective
         allowed = (state.process_group,)
@@ -342,7 +338,7 @@ def _check_groups(bucket: Bucket, state: Any) -> None:
 
 
 class CustomReduce(Reducer):
-    """A reduce-scatter by ``comm``, which also allocates the buffers."""
+    """Reduce-scatters by ``comm``, given to ``set_custom_reduce_scatter``, which also allocates buffers."""
 
     by_row = True
 
@@ -352,7 +348,6 @@ class CustomReduce(Reducer):
     def reduce_scatter(
         self, inputs: list[torch.Tensor], group: ProcessGroup, *, unit: str, scale: float = 1.0
     ) -> ScatterWork:
-        """Sums one buffer (n * S,) of every rank; this rank receives (S,)."""
         whole = inputs[0]
         output = self.allocate(whole.numel() // group.size(), whole.dtype, whole.device)
         tensors = {"output_tensor": output, "input_tensor": whole}
@@ -362,27 +357,24 @@ class CustomReduce(Reducer):
         return ScatterWork(work, output)
 
     def allocate(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Allocates a buffer of ``size`` elements by the collective's allocator."""
         return self.comm.allocate((size,), dtype=dtype, device=device)
 
 
 def custom_reduce_scatter(bucket: Bucket) -> Any:
-    """Returns the collective that replaces the engine's reduce-scatter, or None."""
-    return (
-        bucket.settings.reducer.comm if isinstance(bucket.settings.reducer, CustomReduce) else None
-    )
+    reducer = bucket.settings.reducer
+    return reducer.comm if isinstance(reducer, CustomReduce) else None
 
 
 def set_reduce_scatter(bucket: Bucket, comm: Any) -> None:
-    """Makes ``bucket`` reduce its gradients by ``comm``, or, with None, by the engine's collective."""
+    """Makes ``bucket`` reduce-scatter by ``comm``; None: by the engine's collective."""
     bucket.change(reducer=DEFAULT_REDUCER if comm is None else CustomReduce(comm))
 
 
 class EngineCollective:
-    """An all-gather and reduce-scatter of the engine's own, with buffers from a special allocator.
+    """The engine's collectives in the form of a user's, with buffers from a special allocator.
 
     Args:
-        group: the process group whose collectives these are.
+        group: the process group to communicate over.
         symmetric: whether buffers are symmetric memory, which NCCL reads and writes on other ranks' devices
             directly. Otherwise they come from the group's allocator, which NCCL registers for zero-copy.
     """
@@ -398,7 +390,6 @@ class EngineCollective:
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Returns an uninitialised buffer of ``size``."""
         if self.symmetric:
             return symmetric_memory(math.prod(size), dtype, device)
         return group_memory(self.group, math.prod(size), dtype, device)
@@ -411,7 +402,7 @@ class EngineCollective:
         op: Any = None,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Issues an all-gather, whose input is a part of its output, or with ``op`` a reduce-scatter."""
+        """Issues a reduce-scatter if ``op`` is given, else an all-gather with the input inside the output."""
         if self.symmetric:
             for tensor in (output_tensor,) if op is None else (input_tensor, output_tensor):
                 make_symmetric(tensor, group)
@@ -423,27 +414,29 @@ class EngineCollective:
 
 
 def set_engine_collectives(bucket: Bucket, *, symmetric: bool, reduces: bool) -> None:
-    """Makes ``bucket`` gather, and if ``reduces`` reduce-scatter too, between such buffers."""
+    """Makes ``bucket`` gather, and if ``reduces`` also reduce-scatter, by ``EngineCollective``."""
     assert bucket.shard_group is not None and bucket.scatter_group is not None
+    if reduces:
+        check_not_wired("a reduce-scatter in the memory of its process group", bucket)
     bucket.change(gather_comm=EngineCollective(bucket.shard_group, symmetric=symmetric))
     if reduces:
         set_reduce_scatter(bucket, EngineCollective(bucket.scatter_group, symmetric=symmetric))
 
 
 def check_custom(unit: Unit, method: str, comm: Any, present: Callable[[Bucket], Any]) -> None:
-    """Raises unless ``comm``, given to ``method``, may replace what ``present`` returns of a bucket."""
+    """Raises unless ``method`` may set ``comm`` on ``unit``; ``present`` returns what a bucket has now."""
     check_one_mesh(unit, method)
     if comm is None:
         return
     if not (callable(comm) and callable(getattr(comm, "allocate", None))):
         raise Parallel3dError(
             f"{method} was given {comm!r}; it takes an object with allocate(size, *, dtype, device) and "
-            "__call__(output_tensor, input_tensor, group, ...), as torch.distributed.fsdp's, or None "
-            "for the default"
+            "__call__(output_tensor, input_tensor, group, ...), or None for the default"
         )
     for bucket in unit.group.buckets:
         if present is custom_reduce_scatter:
             check_not_hooked(method, bucket)
+            check_not_wired(method, bucket)
         if isinstance(present(bucket), EngineCollective):
             raise StateError(
                 f"{method}: the unit's buffers come from the process group's allocator or are symmetric "
@@ -452,7 +445,6 @@ def check_custom(unit: Unit, method: str, comm: Any, present: Callable[[Bucket],
 
 
 def check_not_hooked(method: str, bucket: Bucket) -> None:
-    """Raises StateError if the gradients of ``bucket`` are reduced by a communication hook."""
     if isinstance(bucket.settings.reducer, HookedReduce):
         raise StateError(
             f"{method}: unit {bucket.unit} has a communication hook, which reduces and divides its gradients "
@@ -460,11 +452,21 @@ def check_not_hooked(method: str, bucket: Bucket) -> None:
         )
 
 
+def check_not_wired(method: str, bucket: Bucket) -> None:
+    """Raises StateError if the policy of ``bucket`` has a ``wire_dtype``, which ``method`` excludes."""
+    wire = bucket.given_policy.wire_dtype
+    if wire is not None:
+        raise StateError(
+            f"{method}: unit {bucket.unit} has MixedPrecisionPolicy(wire_dtype={wire}): gradients are sent "
+            "by all-to-alls and summed by each rank; leave wire_dtype out to reduce them by a collective"
+        )
+
+
 def communicating(unit: Unit, method: str, *, symmetric: bool) -> list[Bucket]:
-    """Returns the buckets of ``unit`` that gather, for ``method``, which sets their collectives.
+    """Returns the sharded buckets of ``unit``, on which ``method`` may set an ``EngineCollective``.
 
     Raises:
-        StateError: a bucket has a hook or another collective, with one rank too.
+        StateError: any bucket has a communication hook or another collective.
     """
     for bucket in unit.group.buckets:
         check_not_hooked(method, bucket)
@@ -479,7 +481,6 @@ def communicating(unit: Unit, method: str, *, symmetric: bool) -> list[Bucket]:
 
 
 def check_one_mesh(unit: Unit, method: str) -> None:
-    """Raises Parallel3dError if the parameters of ``unit`` lie on several meshes."""
     buckets = unit.group.buckets
     if any(bucket.axes != buckets[0].axes for bucket in buckets):
         raise Parallel3dError(
@@ -489,7 +490,6 @@ def check_one_mesh(unit: Unit, method: str) -> None:
 
 
 def check_group_memory(method: str, bucket: Bucket) -> None:
-    """Raises Parallel3dError unless the backend of the bucket's process groups has an allocator."""
     device_type = bucket.axes.mesh.device_type
     for group in {bucket.shard_group, bucket.scatter_group}:
         assert group is not None
@@ -501,7 +501,6 @@ def check_group_memory(method: str, bucket: Bucket) -> None:
 
 
 def check_symmetric(bucket: Bucket) -> None:
-    """Raises Parallel3dError unless the process groups of ``bucket`` support symmetric memory."""
     assert bucket.shard_group is not None
     device_type = bucket.axes.mesh.device_type
     backend = backend_name(bucket.shard_group, device_type)
@@ -513,7 +512,6 @@ def check_symmetric(bucket: Bucket) -> None:
 
 
 def check_symmetric_inputs(symmetric: bool, max_inputs: int) -> None:
-    """Raises StateError if a ``symmetric`` reduce-scatter would have several inputs in flight."""
     if symmetric and max_inputs > 1:
         raise StateError(
             f"max_input_buffers is {max_inputs}, but symmetric memory is scarce: keep max_input_buffers=1, "
@@ -522,7 +520,7 @@ def check_symmetric_inputs(symmetric: bool, max_inputs: int) -> None:
 
 
 def separate_group(bucket: Bucket, group: ProcessGroup) -> ProcessGroup:
-    """Returns a process group of the ranks of ``group`` for reduce-scatters alone, made once per mesh."""
+    """Returns a second process group with the ranks of ``group``, for reduce-scatters; made once per mesh."""
     ranks = tuple(dist.get_process_group_ranks(group))
     return kept_with(
         bucket.axes.mesh,

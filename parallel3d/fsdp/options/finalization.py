@@ -25,7 +25,7 @@ from parallel3d.fsdp.unit import Unit
 
 
 class ReductionProgress(Enum):
-    """Where the reductions of the backwards so far are."""
+    """Whether the reductions of backwards are complete, for manual finalization."""
 
     COMPLETE = auto()  # in ``.grad``, or waiting there as sums
     DUE = auto()  # a backward has ended, and was not finalized
@@ -33,11 +33,11 @@ class ReductionProgress(Enum):
 
 
 class Finalization(Option):
-    """The option of one root whose ``set_manual_backward_finalization`` is True.
+    """The option of a root with ``set_manual_backward_finalization(True)``.
 
     Attributes:
-        progress: see ``ReductionProgress``.
-        number: number of the finalization that is under way or comes next.
+        progress: whether the backwards' reductions are complete.
+        number: number of the present finalization: how many were completed before.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -52,18 +52,16 @@ class Finalization(Option):
 
     @property
     def context(self) -> RunContext:
-        """The root's context, which has this."""
         context = self._context()
         assert context is not None
         return context
 
     def before_root_forward(self, context: RunContext) -> None:
-        """Raises StateError if an asynchronous finalization was not waited on."""
         if self.progress is ReductionProgress.REDUCING:
             raise _not_waited("a forward", self.context)
 
     def before_root_backward(self, context: RunContext) -> None:
-        """Completes the reductions of the finalization before."""
+        """Completes an asynchronous finalization that was not waited on."""
         if self.progress is ReductionProgress.REDUCING:
             self.complete()
 
@@ -79,12 +77,11 @@ class Finalization(Option):
     # -- the user's calls ----------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Issues the reductions that are still to be issued."""
+        """Issues the reductions that backwards have left out, such as of sums accumulated in ``no_sync``."""
         context = self.context
-        root = context.root.label
         if context.backward is not None:
             raise StateError(
-                f"finalize_backward() was called on {root!r} during a backward; call it after the backward"
+                f"finalize_backward() was called on {context.root.label!r} during a backward; call it after"
             )
         if self.progress is ReductionProgress.REDUCING:
             raise _not_waited("finalize_backward()", context)
@@ -99,7 +96,7 @@ class Finalization(Option):
         self._enter(ReductionProgress.REDUCING)
 
     def wait(self, number: int) -> None:
-        """Completes the finalization of that number, if nothing else has; raises StateError if dropped."""
+        """Completes finalization ``number`` if need be; StateError if ``reset_iter_state`` dropped it."""
         if number == self._dropped:
             raise StateError(
                 "this finalize_backward(async_op=True) was ended by reset_iter_state(), which has dropped "
@@ -109,7 +106,6 @@ class Finalization(Option):
             self.complete()
 
     def complete(self) -> None:
-        """Waits for the reductions, and puts their results into ``.grad``."""
         self.context.comm.finish()
         self._end()
         self.context.gradients_are_complete()
@@ -131,19 +127,18 @@ _unfinished: weakref.WeakSet[Finalization] = weakref.WeakSet()
 
 
 def finalization_of(unit: Unit) -> Finalization | None:
-    """The option of the root that ``unit`` runs under; None: each backward completes its reductions."""
+    """Returns the ``Finalization`` of the root of ``unit``; None: it does not finalize manually."""
     options = () if unit.context is None else unit.context.options
     return next((each for each in options if isinstance(each, Finalization)), None)
 
 
 def is_finalized(unit: Unit) -> bool:
-    """Whether no gradient of ``unit`` is still to come."""
+    """Whether no reduction of ``unit``'s gradients waits for ``finalize_backward``."""
     option = finalization_of(unit)
     return option is None or option.progress is ReductionProgress.COMPLETE
 
 
 def set_manual_finalization(unit: Unit, enabled: bool) -> None:
-    """Sets whether the user ends the backwards of ``unit``, the outermost one."""
     context = unit.context
     if context is not None:
         unit.come_to_rest()
@@ -159,7 +154,7 @@ def set_manual_finalization(unit: Unit, enabled: bool) -> None:
 
 
 def refuse_unfinalized(params: Iterable[torch.Tensor], what: str) -> None:
-    """Raises StateError if gradients of one of ``params`` are still to come."""
+    """Raises StateError, naming ``what``, if gradients of ``params`` wait for ``finalize_backward``."""
     for finalization in list(_unfinished):
         context = finalization.context
         names = {id(param.sharded): param.name for param in params_of(context.units)}

@@ -21,14 +21,14 @@ from torch import nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from parallel3d._torch.autograd import preserved_versions
 from parallel3d._torch.dtensor import get_local_tensor
+from parallel3d._torch.saved import preserved_versions
 from parallel3d._torch.simulated import LocalTensor, inner_tensors, ranks_are_simulated
 from parallel3d._util.storage import own_copy
 from parallel3d._util.trees import map_tensors
 from parallel3d.errors import MeshError, Parallel3dError, RefusedError
 from parallel3d.fsdp.api import MixedPrecisionPolicy
-from parallel3d.fsdp.bucket import Bucket, Versions, allocate, release
+from parallel3d.fsdp.bucket import Bucket, Versions
 from parallel3d.fsdp.collectives import all_gather
 from parallel3d.fsdp.context import RunContext
 from parallel3d.fsdp.events import Option
@@ -36,12 +36,13 @@ from parallel3d.fsdp.gradients import BucketGradients
 from parallel3d.fsdp.param import ShardedParam
 from parallel3d.fsdp.placement import DataAxes, chunk_length, post_forward_mesh
 from parallel3d.fsdp.records import Precision
+from parallel3d.fsdp.reduction import ON_DEMAND
 
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 
 def is_extended(tensor: torch.Tensor) -> bool:
-    """Returns whether ``tensor`` has a method of the protocol; ``Extension`` raises if it lacks the other."""
+    """Returns whether ``tensor`` has ``fsdp_pre_all_gather`` or ``fsdp_post_all_gather``."""
     return hasattr(tensor, _PRE) or hasattr(tensor, _POST)
 
 
@@ -50,13 +51,13 @@ class Extension:
 
     Args:
         local: its shard, or the tensor that the shard will be cut from.
-        mesh: the shard axis, passed to the user's method, as is ``policy``.
-        dtype: the dtype to compute in.
+        mesh: the shard axis as a mesh, passed to ``fsdp_pre_all_gather``, as is ``policy``.
+        dtype: the compute dtype, passed to ``fsdp_post_all_gather``.
 
     Attributes:
         kinds: (shape, dtype) of each gather input; empty before the first gather.
-        metadata: what ``fsdp_pre_all_gather`` returned beside the gather inputs.
-        rows: for each input its output as bytes, (n, bytes): row i comes from shard rank i.
+        metadata: the second result of ``fsdp_pre_all_gather``.
+        rows: for each gather input the all-gather's output as bytes, (n, bytes): row i is of shard rank i.
         compute: the unsharded parameter; None before the first gather.
     """
 
@@ -85,15 +86,14 @@ class Extension:
         self._storages: list[tuple[torch.UntypedStorage, int]] = []
 
     def inputs(self, local: torch.Tensor) -> list[torch.Tensor]:
-        """Returns what ``local.fsdp_pre_all_gather`` says to gather, as flat bytes, padded if need be."""
+        """Returns the tensors of ``local.fsdp_pre_all_gather`` as flat bytes, padded if need be."""
         shape = torch.Size(self.param.geometry.compute_shape)
         arguments = (self.mesh, shape, _strides(shape), self.param.module(), self.policy)
         if local.numel() == 0:
             local = self._zeros_for(local)
         result = local.fsdp_pre_all_gather(*arguments[: self.arguments])  # type: ignore[attr-defined]
-        if not (
-            isinstance(result, tuple) and len(result) == 2 and _are_tensors(result[0]) and result[0]
-        ):
+        is_pair = isinstance(result, tuple) and len(result) == 2
+        if not (is_pair and _are_tensors(result[0]) and result[0]):
             raise Parallel3dError(
                 f"{self.label}: {_PRE} returned {_describe(result)}; it must return (inputs, metadata), "
                 "where inputs is a tuple of at least one tensor"
@@ -110,7 +110,8 @@ class Extension:
         return [t.reshape(-1).view(torch.uint8) for t in inputs]
 
     def _zeros_for(self, local: torch.Tensor) -> torch.Tensor:
-        """Returns zeros in place of a shard without rows, of which methods can't take a maximum."""
+        """Returns zeros of the largest shard's shape in place of ``local``, a shard without rows: extensions
+        may need a maximum, which an empty tensor does not have."""
         zeros = local.new_zeros(self.param.geometry.chunk_shape)
         if not is_extended(zeros):
             return local
@@ -120,15 +121,13 @@ class Extension:
         return zeros
 
     def _padded(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a gather input with the rows of the largest shard, unless the method has added them."""
-        rows, dim = (
-            self.param.geometry.local_shape[self.param.dim or 0],
-            self._gathered_dim(tensor.shape),
-        )
-        wanted = self.param.geometry.chunk_shape[self.param.dim or 0]
-        if isinstance(rows, torch.SymInt) or tensor.dim() == 0 or tensor.shape[dim] != rows:
+        """Returns a gather input with the rows of the largest shard: padded with zeros, if it is not."""
+        geometry, cut = self.param.geometry, self.param.dim or 0
+        dim = self._gathered_dim(tensor.shape)
+        rows, wanted = geometry.local_shape[cut], geometry.chunk_shape[cut]
+        if isinstance(rows, torch.SymInt) or rows == wanted or not tensor.dim():
             return tensor
-        if rows == wanted:
+        if tensor.shape[dim] != rows:
             return tensor
         shape = [wanted if i == dim else size for i, size in enumerate(tensor.shape)]
         padded = tensor.new_zeros(shape)
@@ -136,15 +135,15 @@ class Extension:
         return padded
 
     def _gathered_dim(self, shape: torch.Size) -> int:
-        """Returns the dim along which the ranks' inputs of ``shape`` are concatenated."""
+        """Returns the dim along which the ranks' gather inputs, of ``shape``, are concatenated."""
         same_ndim = len(shape) == len(self.param.geometry.compute_shape)
         return (self.param.dim or 0) if same_ndim else 0
 
     def make_outputs(self, n: int, device: torch.device) -> None:
-        """Makes buffers for the gathered inputs, each with its own storage, kept for the model's life.
+        """Allocates the gathered tensors, concatenated from ``n`` ranks, each with storage of its own.
 
-        Inputs with the parameter's number of dims are concatenated along the sharded dim, others along their
-        first.
+        They last as long as the model; only their storage is freed. Inputs with the parameter's number of
+        dims are concatenated along the sharded dim, others along dim 0.
         """
         outputs = []
         for shape, dtype in self.kinds:
@@ -164,7 +163,8 @@ class Extension:
         self._outputs = tuple(outputs)
 
     def rebuild(self) -> bool:
-        """Makes the unsharded parameter from the gathered ``rows`` (then True), or updates it."""
+        """Calls ``fsdp_post_all_gather`` on the gathered tensors. The first call makes the unsharded
+        parameter and returns True; later ones update it in place and return False."""
         for by_rank, rows in self._transposed:
             by_rank.copy_(rows)
         local, arguments = self.param.local, (self._outputs, self.metadata, self.dtype)
@@ -203,7 +203,7 @@ class Extension:
         return nn.Parameter(whole, requires_grad=self.param.sharded.requires_grad)
 
     def _without_padding(self, whole: torch.Tensor) -> torch.Tensor:
-        """Returns ``whole`` without the rows that pad the sharded dim; raises if it has another shape."""
+        """Returns ``whole`` without padding rows of the sharded dim; raises if another dim is wrong."""
         shape, dim = torch.Size(self.param.geometry.compute_shape), self.param.dim or 0
         if whole.shape == shape:
             return whole
@@ -229,7 +229,7 @@ class Extension:
             ) from error
 
     def _note_storages(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Notes storages to free at reshard, and their sizes; several tensors may share one."""
+        """Adds the storages of ``tensors``, with their sizes, to those that resharding frees."""
         for tensor in tensors:
             for inner in inner_tensors(tensor):
                 storage = inner.untyped_storage()
@@ -237,22 +237,20 @@ class Extension:
                     self._storages.append((storage, storage.nbytes()))
 
     def allocate(self) -> None:
-        """Allocates the storages again, with undefined content."""
         for storage, size in self._storages:
             if storage.nbytes() != size:
                 storage.resize_(size)
 
     def release(self) -> None:
-        """Frees the storages."""
         for storage, _ in self._storages:
             storage.resize_(0)
 
 
 class _NoRows:
-    """Base for the class of a float8 weight's shard without rows. It makes the shard's infinity norm 0.
+    """Base class for float8 weights whose shard on this rank has no rows: their infinity norm is 0.
 
     torch raises for the infinity norm of an empty tensor. So torchao's
-    ``precompute_float8_dynamic_scale_for_fsdp`` would raise on this rank alone, and other ranks would hang.
+    ``precompute_float8_dynamic_scale_for_fsdp`` would raise on this rank only, and other ranks would hang.
     """
 
     @classmethod
@@ -276,7 +274,7 @@ class _NoRows:
         return map_tensors(_without_rows, base.__torch_dispatch__(func, types, args, kwargs))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles the shard as a tensor of the class without this base, which can be imported."""
+        """Pickles the shard as a tensor of its original class, as this one can't be imported."""
         base: Any = type(self).__bases__[1]
         twin = base.__torch_dispatch__(torch.ops.aten.detach.default, (base,), (self,))
         vars(twin).update(vars(self))
@@ -290,7 +288,7 @@ def _no_rows_class(base: type) -> type:
 
 
 def _without_rows(local: torch.Tensor) -> torch.Tensor:
-    """Returns ``local``; one of torchao's float8 weights without elements has become a ``_NoRows``."""
+    """Returns ``local``; torchao's float8 weights without elements get the base class ``_NoRows``."""
     kind = type(local)
     is_float8 = kind.__module__ == "torchao.float8.fsdp_utils" and is_extended(local)
     if is_float8 and not issubclass(kind, _NoRows) and not local.numel():
@@ -299,7 +297,7 @@ def _without_rows(local: torch.Tensor) -> torch.Tensor:
 
 
 def as_plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the values of a user's tensor subclass as an ordinary tensor; other tensors unchanged."""
+    """Returns a tensor subclass of the user's copied to an ordinary tensor; other tensors as they are."""
     if type(tensor) is torch.Tensor or isinstance(tensor, (DTensor, LocalTensor)):
         return tensor
     plain = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
@@ -307,7 +305,7 @@ def as_plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _check_methods(label: str, local: torch.Tensor) -> int:
-    """Returns the number of arguments of ``fsdp_pre_all_gather``: 1 in its first form, 5 now."""
+    """Returns the number of arguments that ``fsdp_pre_all_gather`` takes: 5, or 1 in its old form."""
     for name, other in ((_PRE, _POST), (_POST, _PRE)):
         if not hasattr(local, name):
             raise RefusedError(
@@ -343,28 +341,25 @@ def _describe(value: Any) -> str:
 
 @dataclass(eq=False)
 class ExtensionPrecision(Precision):
-    """The ``Precision`` of an ``ExtensionBucket``.
-
-    Attributes:
-        extensions: the extensions of its parameters.
-        rows: for each gather input its output as bytes, (n, bytes).
-        one_input: whether there is one gather input alone, whose output is ``gathered``.
-    """
+    """The dtypes and buffers of an ``ExtensionBucket``; ``extensions``: one ``Extension`` per parameter."""
 
     extensions: list[Extension] = field(default_factory=list)
-    rows: list[torch.Tensor] = field(default_factory=list)
-    one_input: bool = False
+
+    @property
+    def rows(self) -> list[torch.Tensor]:
+        """``Extension.rows`` of all parameters, one after another."""
+        return [rows for extension in self.extensions for rows in extension.rows]
 
 
 class ExtensionBucket(Bucket):
-    """Parameters of one unit with all-gather extensions. S is the bytes of all gather inputs of one rank.
+    """A bucket of parameters with all-gather extensions. S is the number of
+    bytes that one rank gives to its all-gather, n the number of ranks.
 
-    The user's methods make the unsharded parameters at the first gather; until then ``compute_params`` are
-    empty.
+    The first gather makes the unsharded parameters; until then ``compute_params`` are empty tensors.
 
     Attributes:
-        flat: the first shard, for its dtype and device.
-        precision: ``gathered`` has (n * S,) bytes.
+        flat: the first parameter's shard (there is no common buffer), for its dtype and device.
+        precision: owns the buffer of the all-gather's result, ``gathered``, of (n * S,) bytes.
     """
 
     precision: ExtensionPrecision
@@ -374,35 +369,20 @@ class ExtensionBucket(Bucket):
     # -- storage -----------------------------------------------------------------------------------
 
     def build(self, device: torch.device) -> None:
-        """Takes each parameter's shard, or moves it to ``device`` with undefined content."""
+        """Sets each parameter's shard: cut from its initial value, or moved, undefined, to ``device``."""
         self._describe(device)
-        self._make_extensions()
+        self.build_unsharded()
         self.local_views = [self._place(param) for param in self.params]
         self.flat = self.local_views[0]
         self.versions = Versions(self)
-        self._make_unsharded()
         self.grads = _PlainGradients(self)
         self.post_forward_rank = 0
-
-    def build_unsharded(self) -> None:
-        self._make_extensions()
-        self._make_unsharded()
 
     def set_precision(self, *, own: bool) -> None:
         super().set_precision(own=own)
         self.precision = ExtensionPrecision(**vars(self.precision))
 
-    def _make_unsharded(self) -> None:
-        now = self.precision
-        floating = now.compute_dtype.is_floating_point
-        empty = torch.empty(0, dtype=now.compute_dtype, device=self.device)
-        now.compute_params = [
-            nn.Parameter(empty.clone(), p.requires_grad and floating) for p in self.params
-        ]
-        now.gathered = now.unsharded = torch.empty(0, dtype=torch.uint8, device=self.device)
-        now.rows, now.one_input = [], False
-
-    def _make_extensions(self) -> None:
+    def build_unsharded(self) -> None:
         mesh, now = _shard_mesh(self.unit, self.axes), self.precision
         now.extensions = []
         for param in self.params:
@@ -414,9 +394,15 @@ class ExtensionBucket(Bucket):
                     f"{extension.label} of shape {tuple(param.global_shape)} can't be cut over the shard "
                     "axis; hold it as a plain parameter, or list it in ignored_params"
                 )
+        floating = now.compute_dtype.is_floating_point
+        empty = torch.empty(0, dtype=now.compute_dtype, device=self.device)
+        now.compute_params = [
+            nn.Parameter(empty.clone(), p.requires_grad and floating) for p in self.params
+        ]
+        now.gathered = now.unsharded = torch.empty(0, dtype=torch.uint8, device=self.device)
 
     def _place(self, param: ShardedParam) -> torch.Tensor:
-        """Makes the shard of ``param``, of the subclass, its sharded Parameter's local tensor."""
+        """Cuts or moves the shard of ``param``, and makes it the sharded Parameter's local tensor."""
         initial, param.initial = param.initial, None
         device = self.storage_device
         local = param.local if initial is None else _without_rows(self._shard_of(param, initial))
@@ -431,7 +417,7 @@ class ExtensionBucket(Bucket):
         return local
 
     def _shard_of(self, param: ShardedParam, whole: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's shard, by the operations that torch's engine requires of a subclass."""
+        """Returns this rank's shard of ``whole``, by operations that torch's engine uses on it too."""
         if self.num_shards == 1:
             return own_copy(whole)
         assert param.dim is not None
@@ -449,7 +435,7 @@ class ExtensionBucket(Bucket):
         return whole.new_zeros(empty)
 
     def _chunks(self, param: ShardedParam, whole: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Returns all chunks of ``whole``, so that errors are the same on all ranks."""
+        """Returns all ranks' chunks of ``whole``, so that all ranks raise if it can't be chunked."""
         assert param.dim is not None
         n, size = self.num_shards, whole.shape[param.dim]
         wanted = [length for i in range(n) if (length := chunk_length(size, n, i))]
@@ -466,8 +452,7 @@ class ExtensionBucket(Bucket):
         raise Parallel3dError(
             f"parameter {param.name} of unit {self.unit}, a {type(whole).__name__} of shape "
             f"{tuple(whole.shape)}, can't be cut into {n} shards of dim {param.dim}: its torch.chunk "
-            f"{problem}; give it another size, another dim by shard_placement_fn, or list it in "
-            "ignored_params"
+            f"{problem}; give it another size or dim (shard_placement_fn), or list it in ignored_params"
         ) from cause
 
     def _take(self, locals_: list[torch.Tensor]) -> None:
@@ -486,22 +471,20 @@ class ExtensionBucket(Bucket):
     # -- unshard -----------------------------------------------------------------------------------
 
     def gather_buffers(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Returns (output, input) of the all-gather, both bytes, as lists of one."""
+        """Returns ([output], [input]) of the all-gather, both as bytes."""
         # Not inference mode: what the user's methods make there could not be trained.
         with torch.inference_mode(False), torch.no_grad():
             kept = self.post_forward_shard
             inputs = self._inputs() if kept is None else [kept]
             if self.settings.gather_comm is None or self.shard_group is None:
-                allocate(self.precision.gathered)
-                return [self.precision.gathered], [
-                    inputs[0] if len(inputs) == 1 else torch.cat(inputs)
-                ]
+                ON_DEMAND.allocate(self.precision.gathered)
+                part = inputs[0] if len(inputs) == 1 else torch.cat(inputs)
+                return [self.precision.gathered], [part]
             self.custom_gathered = output = self.settings.gather_comm.allocate(
                 (self.precision.gathered.numel(),), dtype=torch.uint8, device=self.device
             )
             size = sum(tensor.numel() for tensor in inputs)
-            rank = self.axes.coordinate(self.axes.shard)
-            rank = rank if self.post_forward_shard is None else self.post_forward_rank
+            rank = self.axes.coordinate(self.axes.shard) if kept is None else self.post_forward_rank
             part = output.narrow(0, rank * size, size)
             torch.cat(inputs, out=part)
             return [output], [part]
@@ -519,7 +502,7 @@ class ExtensionBucket(Bucket):
         return [tensor for inputs in by_param for tensor in inputs]
 
     def _check_agreement(self, sizes: list[int]) -> None:
-        """Raises on all ranks if their gather inputs have different sizes; torch would hang."""
+        """Raises, on all ranks, if gather inputs (``sizes`` in bytes) differ by rank; a gather would hang."""
         uneven = not all(param.geometry.even for param in self.params)
         if not uneven or self.shard_group is None or ranks_are_simulated():
             return
@@ -540,42 +523,37 @@ class ExtensionBucket(Bucket):
                 )
 
     def _make_buffers(self, size: int) -> None:
-        """Makes the outputs of the all-gather, to which this rank contributes ``size`` bytes."""
+        """Allocates the all-gather's output; ``size``: bytes of this rank's input."""
         for extension in self.precision.extensions:
             extension.make_outputs(self.num_shards, self.device)
-        self.precision.rows = [
-            rows for extension in self.precision.extensions for rows in extension.rows
-        ]
-        self.precision.one_input = len(self.precision.rows) == 1
-        if self.precision.one_input:
-            self.precision.gathered = self.precision.rows[0].view(-1)
+        rows = self.precision.rows
+        self.precision.unsharded = rows[0]
+        if len(rows) == 1:
+            self.precision.gathered = rows[0].view(-1)
         else:
             numel = self.num_shards * size
             self.precision.gathered = torch.empty(numel, dtype=torch.uint8, device=self.device)
-        self.precision.unsharded = self.precision.rows[0]
 
     def copy_out(self) -> None:
-        """After the all-gather: copies bytes to the outputs and makes the unsharded parameters of these."""
+        """Splits the gathered bytes by gather input, and makes or updates the unsharded parameters."""
         gathered, self.custom_gathered = self.custom_gathered, None
+        extensions, rows = self.precision.extensions, self.precision.rows
         with torch.inference_mode(False), torch.no_grad():
-            for extension in self.precision.extensions:
+            for extension in extensions:
                 extension.allocate()
-            if gathered is None and not self.precision.one_input:
+            if gathered is None and len(rows) > 1:
                 gathered = self.precision.gathered
             if gathered is not None:
-                sizes = [rows.shape[1] for rows in self.precision.rows]
                 whole = gathered.view(self.num_shards, -1)
-                torch.split_with_sizes_copy(whole, sizes, dim=1, out=self.precision.rows)
-            made = [extension.rebuild() for extension in self.precision.extensions]
+                torch.split_with_sizes_copy(whole, [r.shape[1] for r in rows], dim=1, out=rows)
+            made = [extension.rebuild() for extension in extensions]
         if any(made):
-            self.precision.compute_params = [
-                e.compute for e in self.precision.extensions if e.compute is not None
-            ]
+            self.precision.compute_params = [e.compute for e in extensions if e.compute is not None]
             if self.on_rebuilt is not None and (refresh := self.on_rebuilt()) is not None:
                 refresh()
 
     def unshard_without_gather(self) -> None:
-        """Unshards without a shard axis, as if gathered from this rank alone."""
+        """Where nothing is sharded: makes the unsharded parameters from this rank's gather inputs."""
         (output,), (part,) = self.gather_buffers()
         with torch.inference_mode(False), torch.no_grad():
             output.copy_(part)
@@ -583,8 +561,8 @@ class ExtensionBucket(Bucket):
         self.free_gathered()
 
     def free_gathered(self) -> None:
-        if not self.precision.one_input:
-            release(self.precision.gathered)
+        if len(self.precision.rows) > 1:  # one alone is gathered to its own memory
+            ON_DEMAND.release(self.precision.gathered)
         self.free_post_forward_shard()
 
     def free_unsharded(self) -> None:
@@ -598,15 +576,14 @@ class ExtensionBucket(Bucket):
                 extension.release()
 
     def to_sharded_post_forward(self, ranks: int) -> None:
-        """Keeps the gathered bytes of n / ``ranks`` ranks between forward and backward; see ``Bucket``."""
+        """Keeps the gathered bytes of n / ``ranks`` ranks until backward; see ``PostForwardGroup``."""
         if self.shard_group is None or ranks >= self.num_shards:
             return
         mesh = post_forward_mesh(self.axes, ranks)
         self.gather_group, self.post_forward_rank = mesh.get_group(1), mesh.get_local_rank(1)
         count = self.num_shards // ranks
-        kept = [
-            rows.narrow(0, self.post_forward_rank * count, count) for rows in self.precision.rows
-        ]
+        first = self.post_forward_rank * count
+        kept = [rows.narrow(0, first, count) for rows in self.precision.rows]
         with torch.inference_mode(False), torch.no_grad():
             self.post_forward_shard = torch.cat(kept, dim=1).view(-1)
 
@@ -616,7 +593,7 @@ class ExtensionBucket(Bucket):
 
 
 class _PlainGradients(BucketGradients):
-    """Gradients may be of a subclass, as the unsharded parameters are."""
+    """Converts gradients, which may be of the parameters' subclass, to ordinary tensors."""
 
     def accept(self, index: int, grad: torch.Tensor, *, sync: bool) -> None:
         super().accept(index, as_plain(grad), sync=sync)
@@ -641,7 +618,8 @@ def _shard_mesh(unit: str, axes: DataAxes) -> DeviceMesh:
 
 
 class LateExtensions(Option):
-    """Moves parameters whose local tensors have extensions to ExtensionBuckets before a root first runs."""
+    """Before a root's first forward, moves parameters whose local tensor was given an extension after
+    ``fully_shard`` to ExtensionBuckets."""
 
     @classmethod
     def of_root(cls, context: RunContext) -> LateExtensions:
@@ -654,7 +632,7 @@ class LateExtensions(Option):
 
 
 def _with_late_extensions(buckets: list[Bucket]) -> list[Bucket] | None:
-    """Returns new buckets, or None if no parameter has an extension that is not in an ExtensionBucket."""
+    """Returns the buckets after ``LateExtensions`` has moved parameters; None if none is to be moved."""
     result: list[Bucket] = []
     for bucket in buckets:
         late = not isinstance(bucket, ExtensionBucket) and any(map(is_extended, bucket.local_views))
@@ -665,7 +643,7 @@ def _with_late_extensions(buckets: list[Bucket]) -> list[Bucket] | None:
 def _split_bucket(bucket: Bucket) -> list[Bucket]:
     extended = [param for param in bucket.params if is_extended(param.local)]
     others = [param for param in bucket.params if not is_extended(param.local)]
-    if type(bucket) is not Bucket or bucket.grads.is_busy:
+    if type(bucket) is not Bucket or bucket.grads.input or bucket.grads.to_reduce():
         raise Parallel3dError(
             f"the local tensor of parameter {', '.join(p.name for p in extended)} of unit {bucket.unit} was "
             "given fsdp_pre_all_gather, which does not go with shard_optimizer_over_replicate, nor with "

@@ -13,7 +13,7 @@ gathers, one after the other, return all shards in order. ``copy``, (R * S,), is
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,34 +21,32 @@ from torch.distributed import ProcessGroup
 
 from parallel3d._torch.dtensor import get_local_tensor, make_dtensor
 from parallel3d._torch.kernels import foreach_copy_
-from parallel3d.fsdp.bucket import Bucket, allocate
+from parallel3d.fsdp.accumulated import AccumulatedGradients, Accumulation
+from parallel3d.fsdp.bucket import Bucket
 from parallel3d.fsdp.collectives import all_gather
 from parallel3d.fsdp.gradients import BucketGradients
 from parallel3d.fsdp.options.gather_extension import is_extended
 from parallel3d.fsdp.param import ShardedParam
 from parallel3d.fsdp.placement import ParamAxes, RequestedPlacement
-from parallel3d.fsdp.records import AccumulatedGradients, plan_copy
-from parallel3d.fsdp.reduction import DEFAULT_REDUCER, Lane, Reduction, Stage
-
-if TYPE_CHECKING:
-    from parallel3d.fsdp.comm import Comm
+from parallel3d.fsdp.records import plan_copy
+from parallel3d.fsdp.reduction import DEFAULT_REDUCER, ON_DEMAND, Comm, Lane, Reduction, Stage
 
 
-class HybridGradients(BucketGradients):
-    """The gradients of a ``HybridBucket``, whose parameters are all sharded evenly. R: the size of replicate.
+class HybridSums(Accumulation):
+    """The accumulated gradient sums of a ``HybridBucket``. R is the size of replicate.
 
-    ``set_requires_all_reduce(False)`` defers the second reduce-scatter: a rank then accumulates what an HSDP
-    rank does, the R shards of its shard coordinate. They arrive as R rows of S elements, but are accumulated
-    by parameter, as ``.grad`` must be a DTensor.
+    ``set_requires_all_reduce(False)`` defers the second reduce-scatter. A rank then accumulates what an HSDP
+    rank does: the R shards of its shard coordinate. A reduce-scatter returns them as R rows of S elements;
+    they are accumulated parameter by parameter, as ``.grad`` must be a DTensor.
     """
 
     def __init__(self, bucket: HybridBucket) -> None:
         super().__init__(bucket)
         self.replicas = bucket.replicate_scatter_group.size()
 
-    def _zero_partial(self) -> AccumulatedGradients:
-        """Returns a reduce-scattered sum of zeros, whose views are (R, *chunk_shape) for R replicas.
-        The ``.grad`` on the same memory has the shape that the parameter has under HSDP."""
+    def zero_scattered(self) -> AccumulatedGradients:
+        """Returns reduce-scattered sums of zeros, with views of shape (R, *chunk_shape). The DTensors for
+        ``.grad`` on the same memory have the local shape that HSDP gives the parameter."""
         bucket, r = self.bucket, self.replicas
         flat = torch.zeros(
             r * bucket.layout.numel, dtype=bucket.precision.sum_dtype, device=bucket.storage_device
@@ -62,38 +60,38 @@ class HybridGradients(BucketGradients):
             held = param.geometry.shaped(region, shape)
             parts.append(held.unflatten(param.dim, (r, -1)).movedim(param.dim, 0))
             marks.append(make_dtensor(held, param.unreduced_spec(flat.dtype, over_shard=False)))
-        return AccumulatedGradients(flat, parts, marks)
+        return AccumulatedGradients(bucket.params, flat, parts, marks)
 
     def _rows(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Returns views of ``flat``, (R * S,): for each parameter one of (R, *chunk)."""
+        """Returns for each parameter a view of ``flat``, R rows of S elements, of shape (R, *chunk_shape)."""
         columns = flat.view(self.replicas, -1).split(self.bucket.layout.segment_sizes, dim=1)
         return [
             p.geometry.segments_by_rank(c).reshape(self.replicas, *p.geometry.chunk_shape)
             for p, c in zip(self.bucket.params, columns, strict=True)
         ]
 
-    def _as_reduce_output(self, held: AccumulatedGradients) -> torch.Tensor:
+    def as_reduce_output(self, held: AccumulatedGradients) -> torch.Tensor:
         flat = torch.empty_like(held.flat)
         foreach_copy_(self._rows(flat), held.views)
         return flat
 
-    def _accumulate_partial(self, flat: torch.Tensor, used: list[int]) -> None:
+    def add_scattered(self, flat: torch.Tensor, used: list[int]) -> None:
         bucket = self.bucket
-        if self.partial_reduce_output is None:
-            self.partial_reduce_output = self._zero_partial()
-        held = self.partial_reduce_output
+        if self.scattered is None:
+            self.scattered = self.zero_scattered()
+        held = self.scattered
         row = bucket.axes.coordinate(bucket.axes.replicate)
         # Only this rank has it: the second reduce-scatter sums it with zeros, or a hook takes the mean.
         times = self.replicas if bucket.settings.reducer.averages else 1.0
         for index in used:
-            before = held.attach(index, bucket.params[index].sharded)
+            before = held.attach(index)
             if before is not None:
                 held.views[index].select(0, row).add_(get_local_tensor(before), alpha=times)
         for part, rows in zip(held.views, self._rows(flat), strict=True):
             part.add_(rows)
 
     def _add_reduced(self, index: int, grad: torch.Tensor) -> None:
-        reduced, accumulated = self.partial_reduce_output, self.unsharded_accumulated
+        reduced, accumulated = self.scattered, self.unsharded
         if reduced is None or grad is not reduced.grads[index]:
             super()._add_reduced(index, grad)
             return
@@ -112,9 +110,9 @@ class HybridGradients(BucketGradients):
 def cut_over_replicate(
     name: str, param: nn.Parameter, requested: RequestedPlacement
 ) -> RequestedPlacement:
-    """Returns ``requested`` with axes that shard ``param`` over replicate too, if a dim divides evenly.
+    """Returns ``requested`` changed so that ``param`` is sharded over replicate too.
 
-    Otherwise, and for parameters with an all-gather extension, it returns ``requested``: as in HSDP.
+    If no dim divides evenly, or ``param`` has an all-gather extension, returns it unchanged: HSDP.
     """
     axes = requested.axes
     if axes.size(axes.replicate) == 1 or axes.spmd is not None or is_extended(param):
@@ -136,20 +134,21 @@ class ReplicateScatter(Stage):
 
     def start(self, job: Reduction) -> Any:
         bucket = job.bucket
-        reducer = bucket.settings.reducer if bucket.settings.reducer.averages else DEFAULT_REDUCER
+        reducer = bucket.reducer  # a collective of the user's is for shard
+        if reducer.by_row and not reducer.averages:
+            reducer = DEFAULT_REDUCER
         return reducer.reduce_scatter([job.tensor], self.group, unit=bucket.unit)
 
     def finish(self, job: Reduction, work: Any) -> None:
-        """Makes this rank's shard of the sum the result."""
         job.tensor = work.wait()
 
 
 class HybridBucket(Bucket):
-    """A bucket of HFSDP; see the module's docstring.
+    """A bucket of HFSDP: sharded over replicate x shard, and gathered from a copy that is sharded over shard.
 
     Attributes:
-        copy: (R * S,) in compute dtype: the shards of this rank's shard coordinate.
-        renewing: the work of the all-gather into ``copy`` and its input, until it was waited for; else None.
+        copy: (R * S,) in compute dtype: the shards of the R ranks with this rank's shard coordinate.
+        renewing: (work, inputs) of the all-gather into ``copy`` until it was waited for; else None.
         is_new: whether ``copy`` has no values yet.
     """
 
@@ -166,25 +165,23 @@ class HybridBucket(Bucket):
 
     @property
     def gather_groups(self) -> list[ProcessGroup]:
-        """See ``Bucket``."""
         return [self.replicate_scatter_group, *super().gather_groups]
 
     def _describe(self, device: torch.device) -> None:
         super()._describe(device)
-        self.grads = HybridGradients(self)
+        self.grads = BucketGradients(self, HybridSums)
 
     def build_unsharded(self) -> None:
-        """See ``Bucket``. There is a copy in the present dtype only."""
         super().build_unsharded()
         self.make_copy()
 
     def make_copy(self) -> None:
-        """Allocates the copy, which the next unshard fills."""
+        """Allocates ``copy`` without values; ``renew`` fills it before the next all-gather."""
         size = self.replicate_scatter_group.size() * self.layout.numel
         self.copy = torch.empty(size, dtype=self.precision.compute_dtype, device=self.device)
         if self.shard_group is None:
             # Views are made here, as those made in inference mode could not be trained.
-            allocate(self.precision.unsharded)
+            self.settings.memory.allocate(self.precision.unsharded)
             self._copy_whole = plan_copy(self.copy.view(self.num_shards, -1), [self], [0])
             self.free_unsharded()
         self.renewing: tuple[Any, list[torch.Tensor]] | None = None
@@ -197,19 +194,19 @@ class HybridBucket(Bucket):
         self.make_copy()
 
     def note_weights(self, comm: Comm) -> None:
-        """See ``Bucket``. The copy is gathered, with the values from its last renewal."""
+        """Renews ``copy`` if it has no values. (``renew`` records which weights ``copy`` holds.)"""
         if self.is_new:
             self.renew(comm)
 
     def renew(self, comm: Comm, *, if_changed: bool = False) -> None:
-        """Starts the all-gather over replicate into the copy; see ``Bucket``."""
+        """Issues the all-gather over replicate that updates ``copy``; ``if_changed``: see ``Bucket``."""
         if if_changed and not self.is_new and not self.versions.weights_changed():
             return
         self.finish_renewal()
         parts: list[torch.Tensor] = []
 
         def start() -> Any:
-            parts.append(Bucket.gather_input(self))
+            parts.append(self.cast_shard(ON_DEMAND))  # all units' at once
             return all_gather([self.copy], parts, self.replicate_scatter_group, unit=self.unit)
 
         work = comm.run_over_replicate(start, reads_host=self.reads_host)
@@ -219,7 +216,7 @@ class HybridBucket(Bucket):
         self.versions.note_weights()
 
     def finish_renewal(self) -> None:
-        """Waits for the copy; on an accelerator the current stream does."""
+        """Waits for the all-gather into ``copy``, if one is under way (the current stream does)."""
         if self.renewing is not None:
             work, _ = self.renewing
             if work is not None:
@@ -227,14 +224,13 @@ class HybridBucket(Bucket):
             self.renewing = None
 
     def gather_input(self) -> torch.Tensor:
-        """Returns this rank's input of the all-gather over shard."""
         if self.post_forward_shard is not None:
             return self.post_forward_shard
         self.finish_renewal()
         return self.copy
 
     def unshard_without_gather(self) -> None:
-        """Unshards without a shard axis, from the copy alone."""
+        """Fills the unsharded parameters from ``copy``, if nothing is sharded over ``shard``."""
         self.finish_renewal()
-        allocate(self.precision.unsharded)
+        self.settings.memory.allocate(self.precision.unsharded)
         self._copy_whole()

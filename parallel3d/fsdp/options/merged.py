@@ -14,30 +14,32 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
 
-from parallel3d._torch.autograd import functorch_is_active, untraced
+from parallel3d._torch.autograd import functorch_is_active, hook_gradient, untraced
 from parallel3d._util.trace import issuing
 from parallel3d._util.trees import tensors_in
 from parallel3d.fsdp.bucket import Bucket
-from parallel3d.fsdp.comm import Comm
 from parallel3d.fsdp.context import RunContext
 from parallel3d.fsdp.events import ContextUnit, Option
-from parallel3d.fsdp.group import ParamGroup, Retain
+from parallel3d.fsdp.group import ParamGroup, Registered, Retain, ShardedState
 from parallel3d.fsdp.layout import coalesced
-from parallel3d.fsdp.reduction import DEFAULT_REDUCER, BucketSettings, Reduction, stages_of
+from parallel3d.fsdp.reduction import DEFAULT_REDUCER, BucketSettings, Comm, Reduction, stages_of
 from parallel3d.fsdp.same_order import SameOrder
 from parallel3d.fsdp.unit import Unit
 
+_REQUIRES_GRAD = attrgetter("requires_grad")
+
 
 class MergedBucket:
-    """Buckets whose gradients share one all-reduce. ``Comm.reduce`` takes it in the place of a ``Bucket``.
+    """Several buckets whose gradients one all-reduce sums. ``Comm.reduce`` takes it like a ``Bucket``.
 
     Attributes:
-        waiting: the buckets whose gradients are complete -> (unit, index of the bucket in the unit).
+        waiting: {bucket whose gradients have all arrived: (unit, index of the bucket in the unit)}.
         launched: whether this backward's all-reduce was issued.
         is_split: whether the buckets are reduced one by one in this backward.
         in_flight: see ``BucketGradients``.
@@ -53,7 +55,7 @@ class MergedBucket:
         self._buckets = [weakref.ref(bucket) for bucket in buckets]
         self.unit, self.layout = first.unit, first.layout
         self.dtype, self.storage_device = first.precision.reduce_dtype, first.device
-        self.over_replicate = list(first.over_replicate)
+        self.over_replicate, self.reducer = list(first.over_replicate), first.reducer
         self.sizes = [bucket.layout.numel for bucket in buckets]
         self.numel = sum(self.sizes)
         self.comm: Comm | None = None
@@ -62,54 +64,52 @@ class MergedBucket:
 
     @property
     def buckets(self) -> list[Bucket]:
-        """The buckets, in the order of their backwards."""
+        """The buckets, in the order in which their backwards end."""
         return [bucket for ref in self._buckets if (bucket := ref()) is not None]
 
     @property
     def grads(self) -> MergedBucket:
-        """What a comm starts and finishes. A property, as an attribute would be a reference cycle."""
+        """The object with the methods of ``Bucket.grads``: itself. (An attribute would be a cycle.)"""
         return self
 
     @property
     def used(self) -> list[list[int]]:
-        """For each bucket the indices of the parameters that have a gradient."""
         return [sorted(bucket.grads.to_reduce()) for bucket in self.buckets]
 
     def span(self) -> tuple[int, int]:
-        """Where in the buffer what is reduced begins and ends."""
+        """Returns (start, end) of the elements of the buffer that are reduced."""
         return 0, self.numel
 
     def begin(self, context: RunContext) -> None:
-        """Called when a backward begins."""
         self.comm, self.same_order = context.comm, context.same_order
         for bucket in self.buckets:
             bucket.grads.merged = self
 
     def end(self) -> None:
-        """Called when the backward is over, or broken off."""
+        """Resets the state of one backward, when that is over or has failed."""
         self.comm = self.same_order = None
         self.flat: torch.Tensor | None = None
         self.waiting: dict[Bucket, tuple[Unit, int]] = {}
         self.launched = self.is_split = False
         self.in_flight: weakref.ref | None = None
         self._memory: dict[Bucket, torch.Tensor] = {}
-        self._jobs: list[Reduction] = []
+        self._used: dict[Bucket, list[int]] = {}  # which parameters have a gradient
         for bucket in self.buckets:
             bucket.grads.merged = None
 
     def memory(self, bucket: Bucket) -> torch.Tensor | None:
-        """Returns the part of the buffer for the gradients of ``bucket``; None if that was given before."""
+        """Returns the part of the common buffer for the gradients of ``bucket``; None on a second call."""
         if self.flat is None:
             self.flat = torch.empty(self.numel, dtype=self.dtype, device=self.storage_device)
             self._memory = dict(zip(self.buckets, self.flat.split(self.sizes), strict=True))
         return self._memory.pop(bucket, None)
 
     def take(self, unit: Unit, index: int) -> bool:
-        """Takes over the reduction of bucket ``index`` of ``unit``, whose gradients are complete; the last
-        bucket starts the all-reduce. Returns False if the caller must reduce the bucket by itself."""
+        """Called when the gradients of bucket ``index`` of ``unit`` have arrived. Returns True if the bucket
+        is reduced with the others, when the last one has arrived; False: the caller must reduce it alone."""
         bucket = unit.group.buckets[index]
         grads = bucket.grads
-        fits = unit.all_reduce and grads.in_flight is None and grads.partial_reduce_output is None
+        fits = unit.all_reduce and grads.in_flight is None and grads.sums.scattered is None
         if not fits or self.launched or self.is_split:
             self.split()
             return False
@@ -125,7 +125,7 @@ class MergedBucket:
         return True
 
     def split(self) -> None:
-        """Reduces the buckets one by one in this backward, unless the all-reduce was issued."""
+        """Switches to one reduction per bucket in this backward, unless the all-reduce was issued."""
         if not self.launched and self.comm is not None:
             self.is_split = True
             waiting, self.waiting = self.waiting, {}
@@ -133,38 +133,37 @@ class MergedBucket:
                 unit.reduce_bucket(index, self.comm)
 
     def drain(self, bucket: Bucket) -> None:
-        """Completes the all-reduce, before one of the buckets is reduced again."""
+        """Completes the all-reduce; called before ``bucket`` is reduced a second time in a backward."""
         if self.comm is not None:
             self.comm.drain(self)
 
     def start(self, *, all_reduce: bool) -> Reduction:
-        """Returns the reduction of what the buckets have."""
-        self._jobs = [bucket.grads.start(all_reduce=all_reduce) for bucket in self.waiting]
-        assert self.flat is not None
-        first, itself = self._jobs[0], weakref.ref(self)
-        job = Reduction(self, [self.flat], [], first.scale, final_scale=first.final_scale)
-        job.stages = stages_of(job, self.over_replicate, (), ())
+        before, scale, final_scale = next(iter(self.waiting)).grads.factors()
+        itself = weakref.ref(self)
         for bucket in self.waiting:
-            bucket.grads.in_flight = itself
+            grads = bucket.grads
+            inputs, self._used[bucket], _ = grads.collect(all_reduce=all_reduce)
+            inputs.finish(before)  # in its part of ``flat``
+            grads.forget()
+            grads.in_flight = itself
+        assert self.flat is not None
+        job = Reduction(self, [self.flat], [], scale, final_scale=final_scale)
+        job.stages = stages_of(job, self.over_replicate, ())
         return job
 
     def finish(self, job: Reduction) -> None:
-        """Puts the result into ``.grad``."""
         self.in_flight = None
-        flat, jobs = job.take(), {each.bucket: each for each in self._jobs}
-        for bucket, piece in zip(self.buckets, flat.split(self.sizes), strict=True):
-            jobs[bucket].tensor = piece
-            bucket.grads.finish(jobs[bucket])
-        self._jobs = []
+        for bucket, piece in zip(self.buckets, job.take().split(self.sizes), strict=True):
+            bucket.grads.put(piece, self._used[bucket])
+        self._used = {}
 
 
 def _can_be_merged(bucket: Bucket) -> bool:
-    """Whether ``bucket`` is of the plain kind and only summed over replicate."""
+    """Whether ``bucket`` needs at most an all-reduce over replicate, without options on its reduction."""
     return (
         type(bucket) is Bucket
         and bucket.shard_group is None
         and bucket.tp_group is None
-        and bool(bucket.replicate_groups)
         and bucket.settings.reducer is DEFAULT_REDUCER
         and not (bucket.settings.on_result or bucket.to_rest)
         and not bucket.settings.reduce_unused
@@ -173,7 +172,7 @@ def _can_be_merged(bucket: Bucket) -> bool:
 
 
 class MergedBuckets(Option):
-    """Merges the buckets of one root.
+    """The option of a root that reduces small neighbouring buckets together.
 
     Attributes:
         merged: the ``MergedBucket`` objects of the last backward.
@@ -189,21 +188,21 @@ class MergedBuckets(Option):
         return cls() if any(map(_can_be_merged, buckets)) else None
 
     def begin_root_backward(self, context: RunContext) -> None:
-        """Merges the buckets that a backward with the present settings can bring gradients of."""
+        """Merges the buckets that can get gradients in this backward, with the present settings."""
         buckets = [
             bucket
             for unit in reversed(context.units)
             if unit.context is context and unit.sync and unit.all_reduce
             if all(map(_can_be_merged, unit.group.buckets))
             for bucket in reversed(unit.group.buckets)
-            if bucket.grads.partial_reduce_output is None
-            and any(param.requires_grad for param in bucket.precision.compute_params)
+            if bucket.grads.sums.scattered is None
+            and any(map(_REQUIRES_GRAD, bucket.precision.compute_params))
         ]
         if context.root.manual_finalization:
             buckets = []
         kinds = [
             (
-                b.precision.reduce_dtype,
+                (b.precision.reduce_dtype, b.precision.wire_dtype),
                 b.device,
                 b.divisor,
                 tuple(b.replicate_groups),
@@ -214,16 +213,14 @@ class MergedBuckets(Option):
         ]
         if kinds != self._kinds:
             self._kinds = kinds
-            sizes = [
-                bucket.layout.numel * bucket.precision.reduce_dtype.itemsize for bucket in buckets
-            ]
+            sizes = [b.layout.numel * b.precision.reduce_dtype.itemsize for b in buckets]
             groups = coalesced(sizes, [kind[:4] for kind in kinds])
             self.merged = [MergedBucket([buckets[i] for i in group]) for group in groups]
         for each in self.merged:
             each.begin(context)
 
     def issue_reductions(self, context: RunContext) -> None:
-        """Reduces what waits for gradients that have not arrived."""
+        """Reduces those buckets one by one whose ``MergedBucket`` still waits for others' gradients."""
         for each in self.merged:
             each.split()
 
@@ -233,14 +230,15 @@ class MergedBuckets(Option):
 
 
 class RegisteredByRoot(Option):
-    """Registers the parameters of units that gather, cast and free nothing, for the whole of a root's passes.
+    """Registers the unsharded parameters of units that gather, cast and free nothing, once for a whole
+    forward or backward of the root, so that these units' hooks have nothing to do.
 
-    Their hooks have nothing else to do. A unit that is called by itself, or has a setting that asks for more,
-    is run as any other unit is; which they are is decided when the root's forward begins.
+    Which units these are is decided when the root's forward begins. A unit that is called by itself, or has
+    other options, runs its own hooks as usual.
 
     Attributes:
-        units: the units, weakly.
-        changed: the groups whose weights have changed between the last forward and the backward under way.
+        units: weak references to the units.
+        changed: groups whose weights have changed between the last forward and the present backward.
     """
 
     def __init__(self) -> None:
@@ -249,30 +247,31 @@ class RegisteredByRoot(Option):
 
     @classmethod
     def of_root(cls, context: RunContext) -> RegisteredByRoot | None:
-        return cls() if any(map(_has_nothing_to_do, context.units)) else None
+        root = context.root
+        return cls() if any(_has_nothing_to_do(unit, root) for unit in context.units) else None
 
     def _alive(self) -> list[Unit]:
-        units = (ref() for ref in self.units)
+        units = [ref() for ref in self.units]
         return [unit for unit in units if unit is not None and unit.registrar is self]
 
     def before_root_forward(self, context: RunContext) -> None:
         self.units = []
+        trains = torch.is_grad_enabled()
         for unit in context.units:
             group = unit.group
             if unit.registrar is self:
                 unit.registrar = None
                 group.register_sharded()
-            if unit.context is not context or not _has_nothing_to_do(unit):
+            if unit.context is not context or not _has_nothing_to_do(unit, context.root):
                 continue
-            group.register_sharded()
-            if not group.is_sharded:  # held since an evaluation, say
+            if group.registered is not Registered.SHARDED:
+                group.register_sharded()
+            if group.state is not ShardedState.SHARDED:  # held since an evaluation, say
                 group.reshard(context.comm)
             group.adopt()
             if group.on_meta:
                 group.check_has_values()
-            if (
-                torch.is_grad_enabled()
-            ):  # else a backward may still come, of what was trained before
+            if trains:  # else a backward may still come, of what was trained before
                 group.count_trainable()
             group.note_changes()
             group.register_unsharded()
@@ -280,7 +279,7 @@ class RegisteredByRoot(Option):
             self.units.append(unit.ref)
 
     def begin_root_backward(self, context: RunContext) -> None:
-        """Registers them for what is recomputed."""
+        """Registers the unsharded parameters again, for recomputations (activation checkpointing)."""
         units = self._alive()
         self.changed = [unit.group for unit in units if unit.group.note_changes()]
         for unit in units:
@@ -295,49 +294,46 @@ class RegisteredByRoot(Option):
                 unit.group.register_sharded()
 
     def has_registered(self, unit: Unit) -> bool:
-        """See ``Registrar``."""
         context = unit.context
         assert context is not None
-        return (
-            unit.group.is_registered
-            and (context.running or context.backward is not None)
-            and not unit.forward
-            and not context.backward_has_failed
-        )
+        if unit.group.registered is not Registered.UNSHARDED or unit.forward is not None:
+            return False
+        if context.backward is None:
+            return context.running
+        return not context.backward_has_failed
 
     def before_unit(self, unit: Unit) -> None:
-        """See ``Registrar``."""
         if self.changed and unit.group in self.changed:
             raise unit.weights_changed()
 
     def after_unit(self, unit: Unit, output: Any) -> None:
-        """Lets the first gradient that reaches one of ``output`` begin the backward."""
+        """Hooks the tensors in ``output``: the first gradient that reaches one begins the root's backward."""
         assert unit.context is not None
         # Hooks are of one level of torch.func's transforms; gradients arrive alike.
         if not torch.is_grad_enabled() or unit.context.backward or functorch_is_active():
             return
         for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_in(output):
             if tensor.requires_grad and not tensor.is_leaf:  # a leaf outlives the graph
-                tensor.register_hook(partial(_begin_backward, unit))
+                hook_gradient(tensor, partial(_begin_backward, unit))
 
 
-def _has_nothing_to_do(unit: ContextUnit) -> bool:
+def _has_nothing_to_do(unit: ContextUnit, root: ContextUnit) -> bool:
     group = unit.group
     return (
         bool(group.buckets)
-        and len(group.direct) == len(group.buckets)
-        and not (unit.is_root or unit.options or unit.tracked or group.beside)
+        and group.direct == group.buckets
+        and not (unit is root or unit.options or unit.tracked or group.beside)
         and unit.input_dtype is None
         and unit.policy.output_dtype is None
-        and not (unit.reduce_unused or unit.context.root.manual_finalization)
+        and not (unit.reduce_unused or root.manual_finalization)
         and group.retain is not Retain.USER
-        and not group.is_in_other_form
+        and group.registered is not Registered.OTHER
     )
 
 
 @untraced
 def _begin_backward(unit: Unit, _: torch.Tensor) -> None:
-    """Hook on outputs, whose first gradient begins the backward. Graphs hold it, and it holds the unit."""
+    """Hook on outputs: begins the root's backward. The autograd graph holds it, and it holds the unit."""
     assert unit.context is not None
     unit.context.enter_backward()
     issuing.unit = unit.label

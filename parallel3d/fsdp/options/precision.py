@@ -12,17 +12,17 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from parallel3d._torch.autograd import WRITTEN_WITHOUT_VERSION
+from parallel3d._torch.saved import WRITTEN_WITHOUT_VERSION
 from parallel3d._util.forwards import as_if, wrap_forward
 from parallel3d._util.trees import map_tensors
 from parallel3d.errors import StateError
 from parallel3d.fsdp.api import MixedPrecisionPolicy
 from parallel3d.fsdp.bucket import Bucket
-from parallel3d.fsdp.comm import Comm
 from parallel3d.fsdp.context import RunContext
 from parallel3d.fsdp.events import Option
 from parallel3d.fsdp.group import ParamGroup, Retain
 from parallel3d.fsdp.members import units_modules, units_of
+from parallel3d.fsdp.reduction import Comm
 from parallel3d.fsdp.unit import BackwardPass, Call, Unit
 
 # ``full_precision_in_eval``: a bucket computes in one of two dtypes. Once it has used both, it has buffers
@@ -64,7 +64,7 @@ def _switch_group(group: ParamGroup, own: bool, comm: Comm) -> None:
 
 
 class FollowMode(Option):
-    """Makes a unit compute in its parameters' own dtypes while its modules are in eval mode."""
+    """Switches a unit to its parameters' own dtypes when its modules are in eval mode, and back."""
 
     def __init__(self) -> None:
         self._calls: weakref.WeakKeyDictionary[Call, bool] = weakref.WeakKeyDictionary()
@@ -79,13 +79,12 @@ class FollowMode(Option):
         self._calls[call] = call.unit.group.own_dtype
 
     def reach_call(self, call: Call, context: RunContext) -> None:
-        """Switches to the precision of the forward, if the unit's last forward had another.
+        """Switches to the dtypes that the forward ``call`` used, if a later forward has used others.
 
-        A backward that reaches both reaches the later call first, whose backward is over when all gradients
-        have arrived.
+        A backward through both forwards reaches the later one first; that part of it must be over.
 
         Raises:
-            StateError: the other backward is not over, or a forward of the unit is running.
+            StateError: that part is not over, or a forward of the unit is running.
         """
         unit, own = call.unit, self._calls[call]
         if own is unit.group.own_dtype:
@@ -103,7 +102,7 @@ class FollowMode(Option):
 
 
 def set_up_precision(unit: Unit) -> None:
-    """Adds the options of the policy of ``unit``, which is new, to it."""
+    """Adds the options that the policy of ``unit`` asks for, when the unit is made."""
     policy = unit.policy
     if policy.full_precision_in_eval:
         unit.options.append(FollowMode())
@@ -117,7 +116,7 @@ def set_up_precision(unit: Unit) -> None:
 
 
 def kept_in_full(modules: Sequence[nn.Module], policy: MixedPrecisionPolicy) -> set[int]:
-    """Returns ids of the unit's modules that are in full precision; ``modules`` were given to fully_shard."""
+    """Returns the ids of modules in the unit that are, or are inside, ``full_precision_modules``."""
     classes = policy.full_precision_modules
     full = [module for module in units_modules(modules) if isinstance(module, classes)]
     return {id(inner) for module in full for inner in units_modules([module])}
@@ -158,7 +157,6 @@ def _in_own_precision(inner: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _dtype_of(module: nn.Module) -> torch.dtype | None:
-    """Returns the dtype of the module's first floating-point parameter or buffer, or None."""
     for tensor in chain(module.parameters(), module.buffers()):
         if tensor.is_floating_point():
             return tensor.dtype
@@ -172,7 +170,7 @@ def _dtype_of(module: nn.Module) -> torch.dtype | None:
 
 
 def buffer_dtypes(model: nn.Module) -> dict[int, torch.dtype]:
-    """Id of a module -> the dtype in which its forward sees its buffers, where that is not their own."""
+    """Returns {id of a module: dtype in which forward sees its buffers}, if that is not their own."""
     found: dict[int, torch.dtype] = {}
     for unit in units_of(model, recurse=True):
         if model.training or not unit.policy.full_precision_in_eval:
@@ -185,9 +183,8 @@ class _Cast:
     """A copy of one buffer in another dtype.
 
     Attributes:
-        of_version: ``_version`` of the buffer when the two last had the same values; None if the copy must be
-            made again.
-        version: ``_version`` of the copy at that time.
+        of_version: version counter of the buffer when both last had the same values; None: make it again.
+        version: version counter of the copy at that time.
     """
 
     __slots__ = ("copy", "of_version", "version")
@@ -198,12 +195,11 @@ class _Cast:
         self.note(buffer)
 
     def note(self, buffer: torch.Tensor) -> None:
-        """Notes that copy and buffer have the same values now."""
+        """Records the version counters when copy and ``buffer`` have the same values."""
         self.of_version = _version(buffer)
         self.version = self.copy._version
 
     def is_of(self, buffer: torch.Tensor) -> bool:
-        """Returns whether it is an up-to-date copy of ``buffer``."""
         return (
             self.of_version is not None
             and self.of_version == _version(buffer)
@@ -212,7 +208,8 @@ class _Cast:
         )
 
     def write_back(self, buffer: torch.Tensor, *, unnoticed: bool) -> None:
-        """Copies to ``buffer`` what was written to the copy; ``unnoticed``: perhaps without a new version."""
+        """Copies to ``buffer`` what forward has written to the copy. ``unnoticed``: it may have been written
+        without an increment of its version counter."""
         written = self.copy._version != self.version
         if not written and not unnoticed:
             return
@@ -229,7 +226,7 @@ class _Cast:
 
 @dataclass(eq=False, slots=True)
 class _Place:
-    """A name in a module where a copy is registered instead of the buffer."""
+    """One buffer attribute of a module, where a cast copy is registered instead of the buffer."""
 
     buffer: torch.Tensor
     cast: _Cast
@@ -241,7 +238,8 @@ _places: weakref.WeakKeyDictionary[nn.Module, dict[str, _Place]] = weakref.WeakK
 
 
 class BufferCasts:
-    """Registers copies of the modules' floating-point buffers in ``dtype`` beside unsharded parameters."""
+    """While a group's unsharded parameters are registered, registers copies in ``dtype`` of the
+    floating-point buffers of ``modules``."""
 
     def __init__(self, modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
         self._modules = [weakref.ref(module) for module in modules]
@@ -250,7 +248,6 @@ class BufferCasts:
 
     @property
     def dtypes(self) -> dict[int, torch.dtype]:
-        """Id of a module -> the dtype in which it sees its buffers."""
         modules = (reference() for reference in self._modules)
         return {id(module): self._dtype for module in modules if module is not None}
 

@@ -23,8 +23,8 @@ from parallel3d._torch.dtensor import get_local_tensor, make_dtensor
 from parallel3d._torch.simulated import ranks_are_simulated
 from parallel3d._util.arguments import as_bool
 from parallel3d.errors import Parallel3dError, StateError
-from parallel3d.fsdp.gradients import waits_for_reduction
-from parallel3d.fsdp.group import Event, Retain
+from parallel3d.fsdp.accumulated import waits_for_reduction
+from parallel3d.fsdp.group import Registered, Retain
 from parallel3d.fsdp.members import check_module, params_of, refuse_torch_units, units_of
 from parallel3d.fsdp.options.gather_extension import as_plain
 from parallel3d.fsdp.param import parameters_dict
@@ -59,13 +59,11 @@ def _groups(mesh: DeviceMesh) -> list[ProcessGroup]:
 
 
 def tensor_from_first(value: torch.Tensor, meshes: Sequence[DeviceMesh]) -> torch.Tensor:
-    """Returns the first rank's ``value`` on all ranks of ``meshes``, in the device type's memory.
+    """Returns the first rank's ``value`` on all ranks of ``meshes``, on the mesh's device.
 
-    Other ranks give any tensor of the same shape and dtype. It is broadcast over one mesh after another, as
-    the first rank of a later mesh may have it by an earlier one only.
+    Other ranks give any tensor of the same shape and dtype. It is broadcast over one mesh after the other, as
+    the first rank of a later mesh may get it from an earlier one only.
     """
-    if isinstance(value, DTensor):
-        return value
     full = torch.empty(value.shape, dtype=value.dtype, device=meshes[0].device_type)
     if is_first(meshes):
         full.copy_(value)
@@ -82,12 +80,12 @@ def state_dict_from_first(
     tensors: Mapping[str, Any],
     strip: Callable[[], Any],
 ) -> Mapping[str, Any]:
-    """Returns ``state_dict`` on the first rank of ``meshes``. Other ranks get what ``strip()`` returns on the
-    first rank, by pickle.
+    """Returns ``state_dict`` on the first rank of ``meshes``, and on the others what ``strip()`` returns on
+    the first rank, sent by pickle.
 
     Args:
-        tensors: the tensors in ``state_dict``, by name.
-        strip: returns ``state_dict`` without the values of these tensors. Called on the first rank only.
+        tensors: the tensors in ``state_dict``, by name; they are only checked.
+        strip: returns ``state_dict`` without the values of these tensors.
 
     Raises:
         Parallel3dError: on every rank: one of ``tensors`` is a DTensor or on the meta device.
@@ -117,7 +115,7 @@ def _refusal(tensors: Mapping[str, Any]) -> str | None:
 
 
 def to_send(value: Any, later: bool) -> Any:
-    """Returns ``value`` on the CPU; if sent ``later``, a tensor like it in the memory of one element."""
+    """Returns ``value`` on the CPU; a tensor sent ``later`` as a placeholder with its shape and dtype."""
     if not isinstance(value, torch.Tensor):
         return value
     return torch.zeros((), dtype=value.dtype).expand(value.shape) if later else value.detach().cpu()
@@ -131,17 +129,15 @@ def to_send(value: Any, later: bool) -> Any:
 def full_tensors(
     bucket: Bucket, params: Sequence[ShardedParam], locals_: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Gathers tensors sharded as ``params`` of the bucket are: values, gradients, optimizer states.
+    """Gathers tensors that are sharded as ``params`` are: their values, gradients or optimizer states.
 
     Args:
-        locals_: this rank's shards, plain tensors of one dtype.
+        bucket: the bucket of ``params``.
+        locals_: this rank's shards, one for each of ``params``, plain tensors of one dtype.
 
     Returns:
-        Tensors of the parameters' global shapes, each in its own memory, on the device that the bucket
-        computes on.
+        Tensors of the parameters' global shapes, each in its own memory, on the bucket's computing device.
     """
-    if not params:
-        return []
     with torch.inference_mode(False), torch.no_grad():
         rows = _packed(bucket, params, locals_).to(bucket.device)
         numel = rows.numel()
@@ -158,7 +154,7 @@ def full_tensors(
 def _packed(
     bucket: Bucket, params: Sequence[ShardedParam], locals_: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """Returns ``locals_`` in the parameters' segments, one after another, with zeros as padding."""
+    """Returns ``locals_``, padded with zeros to the parameters' segments, concatenated."""
     views = bucket.local_views
     one_buffer = bucket.gathers_shards  # False where each parameter has its own memory
     if one_buffer and len(locals_) == len(views) and all(map(operator.is_, locals_, views)):
@@ -171,10 +167,8 @@ def _packed(
 
 
 def _compute_part(param: ShardedParam, column: torch.Tensor) -> torch.Tensor:
-    """Returns the parameter in its compute shape from ``column``, (num_shards, padded_numel)."""
-    region = torch.empty(
-        param.num_shards * param.geometry.padded_numel, dtype=column.dtype, device=column.device
-    )
+    """Returns the tensor of compute shape whose shards are the rows of ``column`` (with padding)."""
+    region = column.new_empty(param.num_shards * param.geometry.padded_numel)
     for target, source in param.geometry.copy_pairs(region, column):
         target.copy_(source)
     view = param.geometry.contiguous_view(region)
@@ -182,7 +176,8 @@ def _compute_part(param: ShardedParam, column: torch.Tensor) -> torch.Tensor:
 
 
 def _gather_own_axes(unit: str, params: Sequence[ShardedParam], parts: list[torch.Tensor]) -> None:
-    """Replaces ``parts``, of compute shapes, by tensors of global shapes; the last own axis first."""
+    """Gathers ``parts``, of compute shapes, over the parameters' own axes (tp), the last axis first, and puts
+    the tensors of global shapes in their place."""
     for level in reversed(range(max(len(p.on.cuts) for p in params))):
         by_group: dict[str, tuple[ProcessGroup, list[int]]] = {}
         for index, param in enumerate(params):
@@ -202,12 +197,12 @@ def _gather_own_axes(unit: str, params: Sequence[ShardedParam], parts: list[torc
 
 
 class _OwnCut:
-    """How one own axis shards one parameter.
+    """How one own axis (tp) shards one parameter; ``level``: its index among the own axes that do.
 
     Attributes:
         axis, dim: the axis of the compute mesh, and the dim that it shards.
-        largest: the largest shape that a rank has after it.
-        before: this rank's shape before it; SymInts under simulated ranks.
+        largest: shape of the largest part that the own axes up to this one leave on a rank.
+        before: shape of this rank's part before this axis shards it; SymInts under simulated ranks.
     """
 
     def __init__(self, param: ShardedParam, level: int) -> None:
@@ -224,7 +219,7 @@ class _OwnCut:
         self.even = on.are_even(shape)
 
     def padded(self, part: torch.Tensor) -> torch.Tensor:
-        """Returns ``part`` flat, padded with zeros up to the largest shape."""
+        """Returns ``part`` padded with zeros to the shape ``largest``, flat."""
         if self.even:
             return part.reshape(-1)
         padded = torch.zeros(self.largest, dtype=part.dtype, device=part.device)
@@ -235,7 +230,7 @@ class _OwnCut:
         return padded.view(-1)
 
     def joined(self, column: torch.Tensor) -> torch.Tensor:
-        """Returns the tensor before the cut from ``column``, (ranks of the axis, elements)."""
+        """Returns the tensor of shape ``before`` from all ranks' parts, (ranks of the axis, elements)."""
         pieces = []
         for rank, row in enumerate(column):
             piece = row.view(self.largest)
@@ -250,10 +245,10 @@ class _OwnCut:
 def make_replicas_agree(
     bucket: Bucket, params: Sequence[ShardedParam], locals_: Sequence[torch.Tensor]
 ) -> None:
-    """Broadcasts each shard from the first of the ranks that hold it, in place.
+    """Broadcasts the shards ``locals_`` in place, each from the first of the ranks that hold it.
 
-    What users write to full tensors may differ by rank, as random numbers do, and replicas that differ once
-    would stay different without an error. There is one broadcast per axis that replicates.
+    What users write to full tensors may differ by rank, as random numbers do, and replicas that differ would
+    stay different without an error. There is one broadcast per axis that replicates.
     """
     with torch.inference_mode(False), torch.no_grad():
         for group in bucket.replicate_groups:
@@ -267,9 +262,7 @@ def make_replicas_agree(
 
 
 def _take_first(group: ProcessGroup, device: torch.device, tensors: Sequence[torch.Tensor]) -> None:
-    """Broadcasts ``tensors``, of one dtype and the same shapes on every rank of ``group``, in one call."""
-    if not tensors:
-        return
+    """Overwrites ``tensors``, of one dtype and the same shapes on all ranks, with the first rank's."""
     plain = [as_plain(tensor.detach()) for tensor in tensors]
     packed = torch.cat([tensor.reshape(-1) for tensor in plain]).to(device)
     dist.broadcast(packed.view(torch.uint8), group=group, group_src=0)  # as bytes, for any dtype
@@ -287,7 +280,7 @@ ByBucket = list[tuple["Bucket", list["ShardedParam"]]]
 
 
 def check_not_swapped(unit: Unit, what: str) -> None:
-    """Raises StateError, naming ``what`` was called, while the unit's parameters are swapped."""
+    """Raises StateError if other Parameters are registered in place of the unit's; ``what`` was called."""
     if unit.group.is_in_other_form:
         raise StateError(
             f"{what}: the parameters of unit {unit.label} are in another form already; leave that "
@@ -296,7 +289,7 @@ def check_not_swapped(unit: Unit, what: str) -> None:
 
 
 def check_at_rest(unit: Unit, what: str) -> None:
-    """Raises StateError if the unit's parameters are swapped, or it is in a forward or backward."""
+    """Raises StateError, naming ``what``, if the unit is in a forward or backward, or in ``full_params``."""
     check_not_swapped(unit, what)
     unit.come_to_rest()
     context = unit.context
@@ -309,7 +302,7 @@ def check_at_rest(unit: Unit, what: str) -> None:
 
 
 def to_rest(unit: Unit, meta_ok: bool = False) -> None:
-    """Reshards ``unit``, and copies Parameters that were replaced or moved back into its buckets. Raises
+    """Reshards ``unit``, and copies Parameters that were replaced or moved into its buckets. Raises
     StateError if its parameters are on the meta device, unless ``meta_ok``."""
     group = unit.group
     if unit.context is not None:
@@ -327,14 +320,14 @@ def to_rest(unit: Unit, meta_ok: bool = False) -> None:
 def gather_full_params(
     chosen: ByBucket, *, keep: bool = True, to_cpu: bool = False
 ) -> dict[ShardedParam, nn.Parameter]:
-    """Gathers the parameters ``chosen``, one bucket after another.
+    """Gathers the full values of the parameters ``chosen``, one bucket after another.
 
     Args:
-        keep: False only takes part in the gathers, and drops each bucket's result at once.
+        keep: False: this rank only takes part in the all-gathers, and drops the results.
         to_cpu: copies each bucket's result to the CPU before the next bucket is gathered.
 
     Returns:
-        Full Parameters of the parameters' own dtypes, each in its own memory.
+        For each parameter a full Parameter of its own dtype, in its own memory.
     """
     result: dict[ShardedParam, nn.Parameter] = {}
     for bucket, params in chosen:
@@ -353,9 +346,10 @@ def gather_full_params(
 def swapped_params(
     unit: Unit, chosen: ByBucket, others: Mapping[ShardedParam, nn.Parameter]
 ) -> Iterator[None]:
-    """Registers ``others[param]`` instead of the sharded Parameters ``chosen``, where there is one."""
+    """Context manager that registers ``others[param]`` in place of the sharded Parameter of each ``param`` of
+    ``chosen`` that is in ``others``."""
     swapped: list[tuple[Any, str, nn.Parameter]] = []
-    unit.group.enter(Event.SHOW_OTHER)
+    unit.group.enter(Registered.OTHER)
     try:
         for _, params in chosen:
             for param in params:
@@ -365,13 +359,13 @@ def swapped_params(
                         holder[name] = others[param]
         yield
     finally:
-        unit.group.enter(Event.HIDE_OTHER)
+        unit.group.enter(Registered.SHARDED)
         for holder, name, sharded in swapped:
             holder[name] = sharded
 
 
 def params_by_bucket(unit: Unit, module: nn.Module | None = None) -> ByBucket:
-    """Returns the unit's parameters; with ``module``, one of the unit's several, those inside it."""
+    """Returns the unit's parameters by bucket; given a ``module`` of the unit's, only those inside it."""
     if module is None or len(unit.modules) == 1:
         return [(bucket, list(bucket.params)) for bucket in unit.group.buckets]
     inside = {id(m._parameters) for m in module.modules()}
@@ -380,7 +374,6 @@ def params_by_bucket(unit: Unit, module: nn.Module | None = None) -> ByBucket:
 
 
 def places_of(param: ShardedParam) -> set[int]:
-    """Returns the ids of the ``_parameters`` dicts of the modules that hold ``param``."""
     return {id(parameters_dict(holder)) for holder, _ in param.module_infos}
 
 
@@ -464,11 +457,11 @@ def full_params(
 
 
 class _FullView:
-    """The full parameters of one unit.
+    """The full parameters of one unit, gathered when it is made, for ``full_params``.
 
     Attributes:
         chosen: the unit's parameters by bucket.
-        full: the full Parameter for each; empty on ranks that keep none.
+        full: the full Parameter of each; empty on ranks that keep none.
     """
 
     def __init__(self, unit: Unit, *, keep: bool, to_cpu: bool, grads: bool) -> None:
@@ -482,24 +475,24 @@ class _FullView:
                 self._gather_grads(bucket, params)
 
     def _gather_grads(self, bucket: Bucket, params: list[ShardedParam]) -> None:
-        """Gathers gradients, zeros where this rank has none: another rank may have one."""
+        """Gathers ``.grad`` of ``params``; a rank without one sends zeros, as others may have one."""
         if not _may_have_grads(bucket):
             return
-        grads = [param.sharded.grad for param in params]
-        grads = [get_local_tensor(g) if isinstance(g, DTensor) else g for g in grads]
         zero = torch.zeros((), dtype=bucket.precision.sum_dtype, device=bucket.storage_device)
-        locals_ = [
-            zero.expand(param.local.shape) if grad is None else grad.to(zero.dtype)
-            for param, grad in zip(params, grads, strict=True)
-        ]
-        tensors = full_tensors(bucket, params, locals_)
-        for param, grad, full in zip(params, grads, tensors, strict=True):
+        locals_ = []
+        for param in params:
+            grad = param.sharded.grad
+            local = get_local_tensor(grad) if isinstance(grad, DTensor) else grad
+            held = zero.expand(param.local.shape) if local is None else local.to(zero.dtype)
+            locals_.append(held)
+        for param, full in zip(params, full_tensors(bucket, params, locals_), strict=True):
+            grad = param.sharded.grad
             if grad is not None and param in self.full:
                 target = self.full[param]
                 set_grad(target, full.to(target.device, grad.dtype))
 
     def edits(self) -> dict[ShardedParam, nn.Parameter]:
-        """Returns the Parameters that the modules have now, after checking their shapes."""
+        """Returns the Parameters that are registered now, by ShardedParam; raises if a shape has changed."""
         result: dict[ShardedParam, nn.Parameter] = {}
         for param, full in self.full.items():
             registered = [holder.get(name) for holder, name in param.module_infos]
@@ -514,7 +507,7 @@ class _FullView:
         return result
 
     def write(self, edited: dict[ShardedParam, nn.Parameter]) -> None:
-        """Copies this rank's shards of ``edited`` to the sharded Parameters."""
+        """Copies this rank's shards of ``edited``, and ``requires_grad``, to the sharded Parameters."""
         with torch.inference_mode(False), torch.no_grad():
             for bucket, params in self.chosen:
                 for param in params:
@@ -526,14 +519,14 @@ class _FullView:
 
 
 def _may_have_grads(bucket: Bucket) -> bool:
-    """Returns whether the parameters can have gradients: the same on every rank."""
+    """Returns whether a bucket's dtype can have gradients, which is the same on every rank."""
     return bucket.dtype.is_floating_point or bucket.dtype.is_complex
 
 
 def _write_grads(
     bucket: Bucket, params: list[ShardedParam], grads: list[torch.Tensor | None]
 ) -> None:
-    """Copies this rank's shards of the full ``grads`` to ``.grad`` of the sharded Parameters."""
+    """Sets ``.grad`` of the sharded Parameters to this rank's shards of the full gradients ``grads``."""
     locals_ = []
     for param, full in zip(params, grads, strict=True):
         local = torch.zeros_like(param.local, dtype=bucket.precision.sum_dtype)

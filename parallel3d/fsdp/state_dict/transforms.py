@@ -7,16 +7,16 @@ shard axis, as torch lays parameters out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, product
+from itertools import product
 from math import prod
 
 import torch
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from parallel3d._layout.packed import PackedShard, PackedSpec, cut_packed, packing_of
+from parallel3d._layout.packed import PackedShard, PackedSpec, cut_packed, packed_among, packing_of
 from parallel3d._layout.param_layout import strided_chunk
 from parallel3d._torch.dtensor import (
     DTensorSpec,
@@ -28,12 +28,12 @@ from parallel3d._torch.dtensor import (
 )
 from parallel3d.errors import MeshError, Parallel3dError
 from parallel3d.fsdp.collectives import all_gather
-from parallel3d.fsdp.placement import ceil_div, chunk_length, is_exact, shard_placement
+from parallel3d.fsdp.placement import is_exact, shard_placement
 
 
 @dataclass(frozen=True)
 class _Cut:
-    """How one axis shards: ``dim`` is cut into ``factor`` parts, and each of these into a chunk per rank."""
+    """How one mesh axis shards a dim: into ``factor`` parts, of each of which a rank has one chunk."""
 
     axis: int
     dim: int
@@ -111,7 +111,8 @@ def gather(dtensor: DTensor, over: str = "shard") -> DTensor:
         )
     axis = names.index(over)
     placements = _checked(dtensor, mesh, dtensor.placements)
-    if isinstance(placements[axis], PackedShard):
+    packed = packed_among(placements)
+    if packed is not None and (packed[0] == axis or _shards_first(*packed, placements[axis], axis)):
         return chunk(dtensor, mesh, _without_axis(placements, mesh, axis))
     cuts, result = _cuts(placements), list(placements)
     result[axis] = Replicate()
@@ -122,17 +123,16 @@ def gather(dtensor: DTensor, over: str = "shard") -> DTensor:
             result[inner.axis] = shard_placement(inner.dim, inner.factor * mesh.size(axis))
     spec = make_spec(mesh, result, dtensor.shape, dtensor.dtype)
     with torch.no_grad():
-        local = get_local_tensor(dtensor.detach())
         if cut is None:
-            return make_dtensor(local.clone(), spec)
-        sizes = _piece_sizes(dtensor, cut, cuts)
-        if sizes is None:
+            return make_dtensor(get_local_tensor(dtensor.detach()).clone(), spec)
+        others = [c for c in cuts if c != cut and c.dim == cut.dim and mesh.size(c.axis) > 1]
+        if not _tell_rows(dtensor, cut, others):
             return chunk(dtensor, mesh, _without_axis(placements, mesh, axis))
-        return make_dtensor(_gathered(local, mesh, cut, *sizes), spec)
+        return make_dtensor(_gathered(dtensor, cut, cuts), spec)
 
 
 def all_gathered(part: torch.Tensor, group: ProcessGroup, unit: str = "") -> torch.Tensor:
-    """All-gathers the flat ``part``, (k,), of every rank of ``group`` and returns (n * k,), in rank order."""
+    """All-gathers ``part``, (k,), over ``group``; returns (n * k,), in rank order."""
     size = group.size() * part.numel()
     output = torch.empty(size, dtype=part.dtype, device=part.device)
     work = all_gather([output], [part.contiguous()], group, unit=unit) if part.numel() else None
@@ -141,13 +141,20 @@ def all_gathered(part: torch.Tensor, group: ProcessGroup, unit: str = "") -> tor
     return output
 
 
+def _shards_first(at: int, packed: PackedShard, placement: Placement, axis: int) -> bool:
+    """Whether the axis ``at``, of placement ``packed``, comes before ``axis`` and shards the same dim."""
+    return (
+        at < axis and isinstance(placement, (Shard, StridedShard)) and placement.dim == packed.dim
+    )
+
+
 # -- placements ----------------------------------------------------------------------------------------
 
 
 def _checked(
     tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> tuple[Placement, ...]:
-    """Returns ``placements`` with dims from 0, and ``Shard`` for a strided one of factor 1."""
+    """Returns ``placements`` after checks, with dims not negative and strided ones of factor 1 plain."""
     placements = tuple(placements)
     if len(placements) != mesh.ndim:
         raise Parallel3dError(
@@ -188,7 +195,7 @@ def _cuts(placements: Sequence[Placement]) -> list[_Cut]:
 def _without_axis(
     placements: Sequence[Placement], mesh: DeviceMesh, axis: int
 ) -> tuple[Placement, ...]:
-    """Returns ``placements`` with ``axis`` replicated, other axes sharding in the same order as before."""
+    """Returns ``placements`` with ``axis`` replicated; other axes shard in the same order as before."""
     result = list(placements)
     result[axis] = Replicate()
     ranks = mesh.size(axis)
@@ -203,7 +210,7 @@ def _without_axis(
 
 
 def _own_chunk(local: torch.Tensor, mesh: DeviceMesh, cut: _Cut) -> torch.Tensor:
-    """Returns this rank's chunk of ``local``, which the axes before ``cut`` have left."""
+    """Returns the chunk of ``local`` that ``cut`` leaves on this rank."""
     size = mesh.size(cut.axis)
     if size == 1:
         return local
@@ -211,7 +218,7 @@ def _own_chunk(local: torch.Tensor, mesh: DeviceMesh, cut: _Cut) -> torch.Tensor
 
 
 def _chunk_packed(tensor: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
-    """Returns this rank's part of a tensor that is packed, or is to be by ``spec``."""
+    """Returns this rank's part of ``tensor`` by ``spec``, where ``tensor`` or ``spec`` has packed rows."""
     if isinstance(tensor, DTensor):
         if tensor.device_mesh == spec.mesh and tensor.placements == spec.placements:
             return get_local_tensor(tensor).clone(memory_format=torch.contiguous_format)
@@ -225,7 +232,8 @@ def _chunk_packed(tensor: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
 def _chunk_further(
     tensor: DTensor, mesh: DeviceMesh, placements: tuple[Placement, ...]
 ) -> torch.Tensor | None:
-    """Returns this rank's part, cut from its local tensor; None if that doesn't contain it."""
+    """Returns this rank's part by ``placements``, cut from its local tensor without communication; None if
+    the local tensor doesn't contain it."""
     own = dict(zip(_positions(tensor.device_mesh, mesh), tensor.placements, strict=True))
     before = [own.get(axis, Replicate()) for axis in range(mesh.ndim)]
     kept = {cut.axis: cut for cut in _cuts(before) if mesh.size(cut.axis) > 1}
@@ -252,7 +260,7 @@ def _chunk_further(
 
 
 def _full_tensor(tensor: DTensor) -> torch.Tensor:
-    """Like ``full_tensor``, also for uneven strided shards.
+    """Like ``DTensor.full_tensor``, also for uneven strided shards.
 
     For these torch's raises on some ranks only, so that others hang, or returns rows in the wrong order.
     """
@@ -266,13 +274,11 @@ def _full_tensor(tensor: DTensor) -> torch.Tensor:
     if all(cut.factor == 1 for cut in cuts):
         spec = make_spec(mesh, placements, shape, tensor.dtype)
         return make_dtensor(get_local_tensor(tensor), spec).full_tensor()
-    sizes = [mesh.size(cut.axis) for cut in cuts]
-    rows_by_rank = []  # by rank along the axes that shard: the row numbers it has of each dim
-    for ranks in product(*map(range, sizes)):
-        rows = [torch.arange(size, device=tensor.device) for size in shape]
-        for cut, size, rank in zip(cuts, sizes, ranks, strict=True):
-            rows[cut.dim] = strided_chunk(rows[cut.dim], 0, cut.factor, size, rank)
-        rows_by_rank.append(rows)
+    axes = [cut.axis for cut in cuts]
+    rows_by_rank = [  # by rank along the axes that shard: the row numbers it has of each dim
+        [_rows(tensor, dim, cuts, dict(zip(axes, ranks, strict=True))) for dim in range(len(shape))]
+        for ranks in product(*(range(mesh.size(axis)) for axis in axes))
+    ]
     largest = max(prod(map(len, rows)) for rows in rows_by_rank)
     local = get_local_tensor(tensor)
     gathered = torch.zeros(largest, dtype=tensor.dtype, device=tensor.device)
@@ -289,7 +295,6 @@ def _full_tensor(tensor: DTensor) -> torch.Tensor:
 
 
 def _positions(own: DeviceMesh, mesh: DeviceMesh) -> list[int]:
-    """Returns the positions of the axes of ``own`` in ``mesh``."""
     if own == mesh:
         return list(range(mesh.ndim))
     names, known = own.mesh_dim_names or (), mesh.mesh_dim_names or ()
@@ -307,53 +312,47 @@ def _positions(own: DeviceMesh, mesh: DeviceMesh) -> list[int]:
 # -- gather --------------------------------------------------------------------------------------------
 
 
-def _piece_sizes(
-    tensor: DTensor, gathered: _Cut, cuts: Sequence[_Cut]
-) -> tuple[list[list[int]], int] | None:
-    """Returns the sizes along the dim of the pieces that each rank on the axis of ``gathered`` holds, and the
-    largest sum of a rank's sizes.
-
-    After the gather the dim has the first pieces of all ranks, then their second pieces, and so on. Returns
-    None if two other axes shard the dim, or the placements don't determine the sizes.
-    """
-    mesh = tensor.device_mesh
-    size, ranks = tensor.shape[gathered.dim], mesh.size(gathered.axis)
-    others = [c for c in cuts if c != gathered and c.dim == gathered.dim and mesh.size(c.axis) > 1]
-    if not others:
-        parts = [chunk_length(size, gathered.factor, i) for i in range(gathered.factor)]
-        by_rank = [[chunk_length(part, ranks, rank) for part in parts] for rank in range(ranks)]
-        return by_rank, sum(ceil_div(part, ranks) for part in parts)
-    if len(others) > 1:
-        return None
-    outer, inner = sorted((gathered, others[0]), key=lambda cut: cut.axis)
-    first, second = outer, inner
-    if outer.factor > 1:  # a strided outer axis is applied after the inner one
-        first, second = inner, outer
-        inner_first = outer.factor == mesh.size(inner.axis)
-        if not inner_first or not is_exact(size, (), (outer.factor,), mesh.size(outer.axis)):
-            return None
-    if inner.factor > 1:
-        return None
-    other_rank = mesh.get_local_rank(others[0].axis)
-    by_rank = []
-    for rank in range(ranks):
-        ranks_of = {gathered: rank, others[0]: other_rank}
-        length = chunk_length(size, mesh.size(first.axis), ranks_of[first])
-        by_rank.append([chunk_length(length, mesh.size(second.axis), ranks_of[second])])
-    return by_rank, ceil_div(ceil_div(size, mesh.size(first.axis)), mesh.size(second.axis))
-
-
-def _gathered(
-    local: torch.Tensor, mesh: DeviceMesh, cut: _Cut, sizes: list[list[int]], largest: int
+def _rows(
+    tensor: DTensor, dim: int, cuts: Sequence[_Cut], ranks: Mapping[int, int]
 ) -> torch.Tensor:
-    dim = cut.dim
+    """Returns which rows of ``dim`` a rank has; ``ranks``: {axis: the rank's coordinate}."""
+    rows = torch.arange(tensor.shape[dim], device=tensor.device)
+    for cut in cuts:
+        if cut.dim == dim:
+            size = tensor.device_mesh.size(cut.axis)
+            rows = strided_chunk(rows, 0, cut.factor, size, ranks[cut.axis])
+    return rows
+
+
+def _tell_rows(tensor: DTensor, cut: _Cut, others: Sequence[_Cut]) -> bool:
+    """Whether, with the axis of ``cut`` replicated, placements of ``others``, the other axes that shard the
+    dim, can express the rows that each rank then has."""
+    if not others:
+        return True
+    outer, inner = sorted((cut, others[0]), key=lambda each: each.axis)
+    if len(others) > 1 or inner.factor > 1:
+        return False
+    mesh, factor = tensor.device_mesh, outer.factor
+    return factor == 1 or (  # a strided outer axis is applied after the inner one
+        factor == mesh.size(inner.axis)
+        and is_exact(tensor.shape[cut.dim], (), (factor,), mesh.size(outer.axis))
+    )
+
+
+def _gathered(tensor: DTensor, gathered: _Cut, cuts: Sequence[_Cut]) -> torch.Tensor:
+    """Returns the local tensor all-gathered over the axis of ``gathered``, its rows in global order."""
+    mesh, dim, axis = tensor.device_mesh, gathered.dim, gathered.axis
+    own = {cut.axis: mesh.get_local_rank(cut.axis) for cut in cuts}
+    rows = [_rows(tensor, dim, cuts, own | {axis: rank}) for rank in range(mesh.size(axis))]
+    local = get_local_tensor(tensor).detach()
     shape = list(local.shape)
-    shape[dim] = largest  # the all-gather needs the same size from every rank
+    # The all-gather needs the same size from every rank; the first has the most rows.
+    shape[dim] = len(_rows(tensor, dim, cuts, dict.fromkeys(own, 0)))
     padded = torch.zeros(shape, dtype=local.dtype, device=local.device)
     padded.narrow(dim, 0, local.shape[dim]).copy_(local)
-    rows = all_gathered(padded.view(-1), mesh.get_group(cut.axis))
-    pieces = [
-        row.narrow(dim, 0, sum(lengths)).split(lengths, dim)
-        for row, lengths in zip(rows.view(len(sizes), *shape), sizes, strict=True)
-    ]
-    return torch.cat(list(chain.from_iterable(zip(*pieces, strict=True))), dim=dim)
+    parts = all_gathered(padded.view(-1), mesh.get_group(axis)).view(len(rows), *shape)
+    pieces = [part.narrow(dim, 0, each.shape[0]) for part, each in zip(parts, rows, strict=True)]
+    whole = torch.cat(pieces, dim)
+    if gathered.factor == 1 and sum(cut.dim == dim for cut in cuts) == 1:
+        return whole  # in order already
+    return whole.index_select(dim, torch.cat(rows).argsort())

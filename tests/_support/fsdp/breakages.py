@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from operator import attrgetter
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -97,24 +99,21 @@ Place = Callable[[Net], AbstractContextManager[Any]]
 
 
 def hooked(register: str, path: str = "layers.1", hook: Any = explode, **options: Any) -> Place:
-    """A hook on the module at ``path``, put there by its method ``register``."""
+    """A hook on the module or parameter at ``path``, put there by its method ``register``."""
 
     @contextmanager
     def place(model: Net) -> Iterator[None]:
-        handle = getattr(model.get_submodule(path), register)(hook, **options)
+        target = attrgetter(path)(model) if path else model
+        handle = getattr(target, register)(hook, **options)
         yield
         handle.remove()
 
     return place
 
 
-@contextmanager
-def in_a_forward(model: Net) -> Iterator[None]:
+def in_a_forward(model: Net) -> AbstractContextManager[Any]:
     """In the middle of an inner unit's forward, the next one's all-gather under way."""
-    gate = model.layers[1].gate
-    gate.in_forward = explode
-    yield
-    gate.in_forward = lambda passed: None
+    return patch.object(model.layers[1].gate, "in_forward", explode)
 
 
 @contextmanager
@@ -144,22 +143,18 @@ def in_a_recomputation(how: str) -> Place:
             if passed > first:
                 raise Boom
 
-        model.recompute = how
-        gate.in_forward = explode_later
-        yield
-        gate.in_forward = lambda passed: None
-        model.recompute = None
+        with (
+            patch.object(model, "recompute", how),
+            patch.object(gate, "in_forward", explode_later),
+        ):
+            yield
 
     return place
 
 
-@contextmanager
-def in_a_functions_backward(model: Net) -> Iterator[None]:
+def in_a_functions_backward(model: Net) -> AbstractContextManager[Any]:
     """An autograd Function of the user's, inside a unit."""
-    gate = model.layers[1].gate
-    gate.in_backward = explode
-    yield
-    gate.in_backward = lambda: None
+    return patch.object(model.layers[1].gate, "in_backward", explode)
 
 
 def on_a_tensor(hook: Any, path: str = "layers.1") -> Place:
@@ -169,14 +164,6 @@ def on_a_tensor(hook: Any, path: str = "layers.1") -> Place:
         output.register_hook(hook)
 
     return hooked("register_forward_hook", path, register)
-
-
-@contextmanager
-def on_a_sharded_parameter(model: Net) -> Iterator[None]:
-    """A post-accumulate-grad hook; others' gradients are there already."""
-    handle = model.layers[1].up.weight.register_post_accumulate_grad_hook(explode)
-    yield
-    handle.remove()
 
 
 def saving_a_tensor(pack_error: bool, at: int = 9) -> Place:
@@ -203,15 +190,9 @@ def saving_a_tensor(pack_error: bool, at: int = 9) -> Place:
     return place
 
 
-@contextmanager
-def in_the_loss(model: Net) -> Iterator[None]:
-    """After a whole forward, no backward follows."""
-    handle = model.register_forward_hook(lambda *_: _RaisesInLoss())
-    yield
-    handle.remove()
-
-
 class _RaisesInLoss:
+    """As a model's output: the loss fails after a whole forward, and no backward follows."""
+
     def __getitem__(self, _: object) -> None:
         raise Boom
 
@@ -315,7 +296,7 @@ FORWARD: dict[str, Place] = {
     "second forward before the backward": in_a_second_forward,
     "inside an inner unit, no_grad": in_an_evaluation,
     "a tensor is saved": saving_a_tensor(True),
-    "the loss": in_the_loss,
+    "the loss": hooked("register_forward_hook", "", lambda *_: _RaisesInLoss()),
     "all-gather in forward": in_an_all_gather(0),
     "units gathered by hand": unsharded_by_hand(in_a_forward),
     "sums that wait for sync": put_off_by("set_requires_gradient_sync", in_a_forward),
@@ -332,7 +313,9 @@ BACKWARD: dict[str, Place] = {
     "hook on a tensor, KeyboardInterrupt": on_a_tensor(interrupt),
     "hook on the first unit's input": on_a_tensor(explode, "embed"),
     "autograd Function": in_a_functions_backward,
-    "post-accumulate-grad hook on a shard": on_a_sharded_parameter,
+    "post-accumulate-grad hook on a shard": hooked(
+        "register_post_accumulate_grad_hook", "layers.1.up.weight"
+    ),
     "recomputation": in_a_recomputation("non-reentrant"),
     "reentrant recomputation": in_a_recomputation("reentrant"),
     "a saved tensor is read": saving_a_tensor(False),

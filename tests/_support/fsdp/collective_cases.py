@@ -2,9 +2,11 @@
 
 import copy
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from _support.models import LM_PLAN, Lm, lm_loss, tokens
+from _support.models import LM_PLAN, SEQUENCE_PLAN, TORCHS_PLAN, Lm, lm_loss, tokens
 from parallel3d import MeshLayout, MixedPrecisionPolicy, build_mesh, parallelize, tp
 from parallel3d._torch.autograd import follows_grad_dtype
 from parallel3d.fsdp import fully_shard
@@ -89,9 +91,19 @@ class Engine:
             self.unit(layer, mesh, mixed=mixed, **options)
         return self.unit(model, mesh, mixed=mixed, **options)
 
-    def unit(self, module: Any, mesh: DeviceMesh, *, mixed: bool = False, **options: Any) -> Any:
+    def unit(
+        self,
+        module: Any,
+        mesh: DeviceMesh,
+        *,
+        mixed: bool = False,
+        wire: torch.dtype | None = None,
+        **options: Any,
+    ) -> Any:
         """One ``fully_shard`` call."""
         dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if mixed else {}
+        if wire is not None:
+            dtypes["wire_dtype"] = wire
         return self.fully_shard(
             module, mesh=self.mesh(mesh), mp_policy=self.policy(**dtypes), **options
         )
@@ -111,20 +123,6 @@ def both(method: Callable[..., Any], **options: Any) -> tuple[Apply, Apply]:
     return tuple(functools.partial(method, engine, **options) for engine in (OURS, TORCHS))
 
 
-TORCHS_PLAN = {
-    "embed": RowwiseParallel(input_layouts=Replicate()),
-    "layers.*.up": ColwiseParallel(),
-    "layers.*.down": RowwiseParallel(),
-    "head": ColwiseParallel(output_layouts=Replicate()),
-}
-SEQUENCE_PLAN = {
-    "embed": tp.VocabParallel(output="sequence"),
-    "layers.*.norm": tp.SequenceParallel(),
-    "layers.*.up": tp.Colwise(input="sequence"),
-    "layers.*.down": tp.Rowwise(output="sequence"),
-    "norm": tp.SequenceParallel(),
-    "head": tp.Colwise(input="sequence", output="replicate"),
-}
 TORCHS_SEQUENCE_PLAN = {
     "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
     "layers.*.norm": SequenceParallel(),
@@ -284,6 +282,19 @@ CASES = [
 ]
 
 
+WIRED = [
+    Case(
+        "bf16 on the wire",
+        (
+            functools.partial(BLOCKS, OURS, mixed=True, wire=torch.bfloat16),
+            functools.partial(BLOCKS, OURS, mixed=True),
+        ),
+        sizes,
+    )
+    for sizes in ((1, 4, 1), (2, 2, 1), (4, 1, 1))
+]
+"""Ours with ``wire_dtype``, and without."""
+
 # ---- recording ----
 
 
@@ -324,3 +335,76 @@ def compare(case: Case) -> list[tuple[Totals, Totals]]:
         with _recorded(case, apply) as step:
             sides.append([totals(step()) for _ in range(2)])
     return list(zip(*sides, strict=True))
+
+
+# ---- the page ----
+
+PAGE = Path(__file__).parents[3] / "docs" / "collectives.md"
+
+HEAD = """\
+# Collectives, compared with torch's
+
+What one training step communicates under `parallel3d.fsdp` and under torch's `fully_shard` (2.13), on
+rank 0 of a fake process group: forward and backward of a language model of two blocks in fp32, each
+block a unit and the root, unless the first column says otherwise. Calls, and bytes (the larger of each
+call's input and output), torch's before ours. They are those of the first step and of the second alike.
+Written by `python tests/_support/collectives_table.py`; `tests/fsdp/test_collectives_equal.py` checks
+that it is up to date.
+
+| model and policy | (replicate, shard, tp) | collective | over | torch | bytes | ours | bytes | why |
+|---|---|---|---|---:|---:|---:|---:|---|
+"""
+
+
+WIRE_HEAD = """
+## Gradients sent in bf16
+
+The same model, computed in bf16 and reduced in fp32, without and with `wire_dtype=torch.bfloat16`
+([engine.md](engine.md#gradients-sent-in-bf16)): the bytes of reductions. Of an all-reduce's bytes a rank
+sends twice (n - 1) / n, of each of the others' once: so with it half as much is sent, over replicate too.
+
+| (replicate, shard, tp) | collective | over | without | bytes | with | bytes |
+|---|---|---|---:|---:|---:|---:|
+"""
+
+
+Results = dict[str, list[tuple[Totals, Totals]]]
+"""By case: ours and torch's, of each step."""
+
+
+def collect() -> Results:
+    """Runs all cases."""
+    with warnings.catch_warnings():
+        # torch warns of a view that the model returns: its own hook, unused here.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module")
+        return {case.name: compare(case) for case in CASES}
+
+
+def table(results: Results) -> str:
+    """The comparison as Markdown."""
+    lines = []
+    for case in CASES:
+        ours, torchs = results[case.name][0]
+        name, sizes = case.name, str(case.sizes)
+        for key in sorted({*ours, *torchs}, key=str):
+            kind, axis = key
+            left, right = torchs.get(key, NONE), ours.get(key, NONE)
+            why = case.smaller.get(key) or case.torchs_fault.get(key)
+            why = why or ("equal" if left == right else "UNEXPLAINED")
+            cells = [name, sizes, kind, axis or "-"]
+            cells += [f"{number:,}" for number in (*left, *right)]
+            lines.append(f"| {' | '.join([*cells, why])} |\n")
+            name = sizes = ""
+    return HEAD + "".join(lines) + WIRE_HEAD + "".join(_wired())
+
+
+def _wired() -> Iterator[str]:
+    for case in WIRED:
+        wired, usual = compare(case)[0]
+        sizes = str(case.sizes)
+        for key in sorted({*wired, *usual}, key=str):
+            left, right = usual.get(key, NONE), wired.get(key, NONE)
+            if left != right:  # not of parameters
+                cells = [sizes, *map(str, key), *(f"{number:,}" for number in (*left, *right))]
+                yield f"| {' | '.join(cells)} |\n"
+                sizes = ""

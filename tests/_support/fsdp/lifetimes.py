@@ -26,6 +26,7 @@ References = dict[str, weakref.ref]
 @contextmanager
 def collector_off() -> Iterator[None]:
     """What is freed in the body is freed by reference counts alone."""
+    gc.collect()
     gc.disable()
     try:
         yield
@@ -80,9 +81,12 @@ class NewStorages(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for tensor in _tensors(result):
             storage = _storage(tensor)
-            if storage.cdata not in inputs:
+            if storage.cdata not in inputs and self.counts(tensor):
                 self._made[storage.cdata] = storage
         return result
+
+    def counts(self, tensor: torch.Tensor) -> bool:
+        return True
 
     def alive(self) -> int:
         """How many."""
@@ -104,11 +108,14 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 class PeakBytes(NewStorages):
-    """The most bytes that storages made in its body had at one time."""
+    """The most bytes that storages made in its body had at one time, but for single numbers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.peak = 0
+
+    def counts(self, tensor: torch.Tensor) -> bool:
+        return tensor.dim() > 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = super().__torch_dispatch__(func, types, args, kwargs)

@@ -2,9 +2,9 @@
 
 from parallel3d._util import dry_run
 from parallel3d._util.streams import FakeEvent, FakeStream, Streams
-from parallel3d.fsdp import bucket, reduction
+from parallel3d.fsdp import bucket, collectives, reduction, wire
 from parallel3d.fsdp.inspect import Bucket
-from parallel3d.fsdp.options import hfsdp, offload
+from parallel3d.fsdp.options import hfsdp, memory
 
 __all__ = ["Device", "FakeEvent", "FakeStream", "find", "happens_before", "note"]
 
@@ -53,12 +53,13 @@ def note(device: Device, monkeypatch) -> None:
 
     for name in ("gather_buffers", "copy_out", "free_gathered"):
         noting(Bucket, name, name)
-    for module in (bucket, hfsdp):
+    for module in (bucket, hfsdp, collectives):
         noting(module, "all_gather", "all_gather")
-    for name in ("reduce_scatter", "all_reduce"):
-        noting(reduction.Reducer, name, name)
+    for reducer in (reduction.Reducer, wire.WireReducer):
+        for name in ("reduce_scatter", "all_reduce"):
+            noting(reducer, name, name)
     noting(reduction, "sum_over_tp", "sum_over_tp")
-    noting(offload.CopyToHost, "finish", "copy_to_host")
+    noting(memory.CopyToHost, "finish", "copy_to_host")
     monkeypatch.setattr(dry_run, "played", device)
 
 

@@ -98,28 +98,6 @@ def lost(model: RandomModel) -> bool:
     return any("lost" in (part.aux, part.output) for part in parts)
 
 
-def tree(model: RandomModel) -> str:
-    """``model`` to read, a part a line."""
-    lines = [f"width {model.width}, root {model.root}, heads {model.heads}"]
-
-    def add(parts: tuple, depth: int) -> None:
-        for part in parts:
-            shown = part
-            if isinstance(part, Block):
-                flags = [
-                    f"{name}={value}"
-                    for name, value in vars(part).items()
-                    if name != "parts" and value not in (None, False)
-                ]
-                shown = f"Block {', '.join(flags)}"
-            lines.append(f"{'  ' * depth}{shown}")
-            if isinstance(part, Block):
-                add(part.parts, depth + 1)
-
-    add(model.parts, 1)
-    return "\n".join(lines)
-
-
 # ---- modules ----
 
 
@@ -410,7 +388,7 @@ def _made(part: Leaf | Again | Block, width: int, leaves: list[Part]) -> nn.Modu
 # ---- made parallel ----
 
 
-def apply(model: Model, mesh: DeviceMesh, reduce_dtype: torch.dtype | None) -> None:
+def apply(model: Model, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
     """Tensor parallelism, then units bottom-up."""
     ranks = mesh["tp"].size()
     plan = {}
@@ -419,9 +397,7 @@ def apply(model: Model, mesh: DeviceMesh, reduce_dtype: torch.dtype | None) -> N
             plan |= {f"{name}.up": "colwise", f"{name}.down": "rowwise"}
     if plan and ranks > 1:
         tp.resolve_plan(model, plan, tp_size=ranks).apply(model, mesh)
-    shard = functools.partial(
-        fully_shard, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
-    )
+    shard = functools.partial(fully_shard, mesh=mesh, mp_policy=policy)
     units = _Units(shard, mesh["shard"].size())
     units.apply_parts(model.parts, model.spec.parts)
     for head in (model.a, model.b):

@@ -26,11 +26,10 @@ from _support.fsdp.random_models import (
     lost,
     models,
     odd_models,
-    tree,
     weighted,
 )
 from _support.fsdp.wrapped import at_rest
-from parallel3d import MeshLayout, Parallel3dError, StateError, build_mesh
+from parallel3d import MeshLayout, MixedPrecisionPolicy, Parallel3dError, StateError, build_mesh
 from parallel3d.fsdp import BackwardPrefetch, CommHookState, FSDPModule, reduce_scatter_hook
 from parallel3d.fsdp.param import owner_at
 from parallel3d.testing import LocalWorld, local_world, shards_of
@@ -111,27 +110,25 @@ class Config:
     input_grad: bool = False
     seed: int = 0
     comm: Comm = Comm()
+    static: bool = False  # its buffers are at fixed addresses
+    wire: bool = False  # gradients are sent in float32, unless a hook sends them
+
+    @property
+    def policy(self) -> MixedPrecisionPolicy:
+        if not self.wire or self.comm.hook:
+            return MixedPrecisionPolicy(reduce_dtype=self.reduce_dtype)
+        reduce_dtype = self.reduce_dtype or torch.float64
+        return MixedPrecisionPolicy(reduce_dtype=reduce_dtype, wire_dtype=torch.float32)
 
     @property
     def exact(self) -> bool:
         """Whether all of it is in float64."""
-        return self.model.exact and self.reduce_dtype is not torch.float32
+        policy = self.policy
+        return self.model.exact and torch.float32 not in (policy.reduce_dtype, policy.wire_dtype)
 
     @property
     def tolerance(self) -> float:
         return 1e-9 if self.exact else 1e-5
-
-    def __str__(self) -> str:
-        lines = [
-            f"mesh (replicate, shard, tp) {self.mesh}, seed {self.seed}, frozen {self.frozen}",
-            f"adamw {self.adamw}, reduce_dtype {self.reduce_dtype}, input_grad {self.input_grad}",
-            f"{self.comm}",
-            tree(self.model),
-        ]
-        for index, step in enumerate(self.steps):
-            lines.append(f"step {index}: flips {step.flips}, clear {step.clear}")
-            lines += [f"  {micro}" for micro in step.micros]
-        return "\n".join(lines)
 
 
 # ---- running it ----
@@ -273,7 +270,7 @@ class Side:
 
 tally: Counter[str] = Counter()  # of what has happened in all programs
 
-# Of the parallel side alone: they change nothing.
+# Of the parallel side alone: they change nothing. Each gets the side, a number and an input.
 
 
 def no_grad(side: Side, number: int, x: torch.Tensor) -> None:
@@ -284,22 +281,6 @@ def no_grad(side: Side, number: int, x: torch.Tensor) -> None:
 def inference(side: Side, number: int, x: torch.Tensor) -> None:
     with torch.inference_mode():
         side.model(x)
-
-
-def lose(side: Side, number: int, x: torch.Tensor) -> None:
-    side.model(x)
-
-
-def unshard(side: Side, number: int, x: torch.Tensor) -> None:
-    side.unit(number).unshard()
-
-
-def prefetch(side: Side, number: int, x: torch.Tensor) -> None:
-    side.unit(number).unshard(async_op=True)
-
-
-def reshard(side: Side, number: int, x: torch.Tensor) -> None:
-    side.unit(number).reshard()
 
 
 EXCEPTIONS = (KeyboardInterrupt, SystemExit, GeneratorExit, RuntimeError)
@@ -370,13 +351,13 @@ def expect(name: str, call: Callable[[], Any], text: str) -> None:
         raise AssertionError(f"not refused: {text}")
 
 
-BESIDE: dict[str, Callable[[Side, int, torch.Tensor], None]] = {
+BESIDE: dict[str, Callable[[Side, int, torch.Tensor], object]] = {
     "no_grad": no_grad,
     "inference": inference,
-    "lost": lose,
-    "unshard": unshard,
-    "prefetch": prefetch,
-    "reshard": reshard,
+    "lost": lambda side, number, x: side.model(x),
+    "unshard": lambda side, number, x: side.unit(number).unshard(),
+    "prefetch": lambda side, number, x: side.unit(number).unshard(async_op=True),
+    "reshard": lambda side, number, x: side.unit(number).reshard(),
     "interrupt": interrupt,
     "wrong shape": assign_wrong,
     "new parameter": add_parameter,
@@ -417,10 +398,6 @@ def fail_in_backward(side: Side, number: int, inputs: list, values: Values) -> N
         param.grad = None
     if side.is_parallel:
         assert all(isinstance(p, DTensor) for p in side.params())
-
-
-def assign(side: Side, number: int, inputs: list, values: Values) -> None:
-    replace(side, number, values, setattr)
 
 
 def assign_quietly(side: Side, number: int, inputs: list, values: Values) -> list[Any]:
@@ -482,7 +459,7 @@ def add_frozen(side: Side, number: int, inputs: list, values: Values) -> None:
 
 ACTS: dict[str, Callable[[Side, int, list, Values], Any]] = {
     "broken backward": fail_in_backward,
-    "assign": assign,
+    "assign": lambda side, number, inputs, values: replace(side, number, values, setattr),
     "assign quietly": assign_quietly,
     "data": scale_data,
     "data copy": copy_data,
@@ -511,11 +488,13 @@ class Comparison:
         parallel = copy.deepcopy(model)
         with world.resumed():
             mesh = build_mesh(self.layout, device_type="cpu")
-            apply(parallel, mesh, config.reduce_dtype)
+            apply(parallel, mesh, config.policy)
             config.comm.apply(parallel)
+            parallel.set_static_memory(config.static)
         self.parallel = Side(parallel, config)
         self.objects = self.parameters()
         self.boxes: dict[Any, list[tuple[slice, ...]]] = {}
+        self.seen: list[tuple[str, torch.Tensor]] = []  # each number of the parallel side
 
     def run(self) -> None:
         for index, step in enumerate(self.config.steps):
@@ -664,13 +643,14 @@ class Comparison:
         assert got.shape == want.shape, (
             f"{what}: shape {tuple(got.shape)}, want {tuple(want.shape)}"
         )
+        self.seen.append((what, got.detach().clone()))
         if got.numel():
             difference = float((got.double() - want.double()).abs().max()) / max(scale, 1e-6)
             assert difference <= self.config.tolerance, f"{what}: {difference:.2g} apart"
 
 
-def run(config: Config) -> None:
-    """Raises where the parallel model isn't the plain one.
+def run(config: Config) -> list[tuple[str, torch.Tensor]]:
+    """Raises where the parallel model isn't the plain one. Returns what was compared: (what, its numbers).
 
     The error is text alone: pytest would show what the frames hold, and reading a freed parameter crashes.
     """
@@ -678,9 +658,11 @@ def run(config: Config) -> None:
     refusals = sum(tally[f"refused: {kind}"] for kind in REFUSALS)
     try:
         with local_world(ranks) as world, world.paused():
-            Comparison(config, world).run()
+            comparison = Comparison(config, world)
+            comparison.run()
         now = sum(tally[f"refused: {kind}"] for kind in REFUSALS)
         tally["programs with a backward refused" if now > refusals else "programs equal"] += 1
+        return comparison.seen
     except Exception:
         why = traceback.format_exc()
         raise AssertionError(f"{why}\nconfiguration:\n{config}") from None
@@ -740,6 +722,8 @@ def configs_of(models: st.SearchStrategy, micros: st.SearchStrategy, most: int):
         st.booleans(),
         st.integers(0, 999),
         comms,
+        st.booleans(),
+        weighted((3, st.just(False)), (1, st.just(True))),
     )
 
 

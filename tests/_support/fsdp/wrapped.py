@@ -43,6 +43,10 @@ def at_rest(model: nn.Module, but: Iterable[nn.Parameter] = ()) -> bool:
     units = {unit_of(m) for m in model.modules()} - {None}
     for unit in units:
         for bucket in unit.group.buckets:
+            if bucket.settings.memory.is_fixed:
+                if not unit.group.is_sharded:
+                    return False
+                continue
             for buffer in (bucket.precision.unsharded, bucket.precision.gathered):
                 if buffer is not bucket.flat and held_bytes(buffer):
                     return False

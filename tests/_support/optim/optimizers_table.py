@@ -195,13 +195,49 @@ lack ends in the error named, often within the step: parameters before that one 
 
 {wrong}
 
-`optim.local` refuses every class of which nothing is known or said. Known are torch's elementwise ones, Muon
-and Adafactor: [`parallel3d/optim/known.py`](../parallel3d/optim/known.py). What a user says of another class
-is taken as true, so say what is *right* in its row. *no*: it isn't true of the class, which would train on
-other numbers, here or with other gradients (a clip, a mean over parameters).
+`optim.local` refuses every class of which nothing is known or said. Known are torch's elementwise ones, Muon,
+Adafactor and torchao's: [`parallel3d/optim/known.py`](../parallel3d/optim/known.py). What a user says of
+another class is taken as true, so say what is *right* in its row. *no*: it isn't true of the class, which
+would train on other numbers, here or with other gradients (a clip, a mean over parameters).
 
 """
 
+
+_QUANTIZED = """
+## Quantized state
+
+torchao's `AdamW8bit`, `AdamW4bit`, `AdamWFp8` (and `Adam...`) keep their moments in blocks of consecutive
+elements, each with one scale. The class itself, on shards, quantizes other blocks than one process does, or
+none (pytorch/ao 4912). Through `optim.local` the weights are those of one process, to the bit, on every mesh:
+
+<!-- not run: two lines of a program that needs torchao -->
+```python
+model = p3d.parallelize(model, mesh, fsdp=p3d.Sharding(block=256))  # AdamW4bit: 128
+optimizer = p3d.optim.local(AdamW8bit, model, lr=1e-4)
+```
+
+- `block`, the optimizer's `block_size`, makes shards whole blocks of the flattened parameter, and the step
+  needs no communication. Rows that share a block stay on one rank; the last ranks have fewer rows, or none.
+- Blocks stay divided where tp divides them (a `rowwise` weight whose columns on a rank are no multiple of
+  256), where whole ones would pad a parameter by more than 0.5 % (a vector by more than 65,536 elements), or
+  without `block`. Such a parameter and its gradient are gathered for the step, each rank steps on some of its
+  rows, and they are gathered again. The numbers are the same.
+- Of Llama 3 8B and 70B, Qwen 3 32B and Gemma 2 9B no weight is divided on 8, 64 or 256 ranks, nor with tp up
+  to 4, and with tp=8 only Qwen's `down_proj` (3,200 columns a rank). GPT-2 XL, of 1,600 columns, is whole on
+  8 ranks; on 64 the weights of its attention are divided.
+- A parameter of fewer than 4,096 elements, or whose size is no multiple of `block_size`, has ordinary state,
+  as on one process, and is sharded as without `block`.
+- The state's entries are DTensors of one shape on all meshes: `exp_avg.codes` and `exp_avg.scale`. They exist
+  before the first step. `checkpoint.save`, `save_dcp` and torch's state dicts store them, and another mesh,
+  or one process with `optim.local`, continues with the same bits. A state dict of the class itself has other
+  entries.
+- 8-bit and fp8 state has 2.03 bytes a parameter, 4-bit 1.06, which a [dry run](dryrun.md) shows.
+- torchao compiles its step, for each size of a part; a CPU needs a C++ compiler. `bf16_stochastic_round`
+  draws other numbers on each mesh. torchao's step fails with `amsgrad` of quantized state.
+
+`optim.local(torch.optim.Adafactor, model)` steps on whole parameters, so its statistics of rows and columns
+are those of one process too.
+"""
 
 _AROUND = """
 ## Around an optimizer
@@ -245,6 +281,7 @@ def page(table: dict[str, Any], around: dict[str, dict[str, str]]) -> str:
     lines.append(
         f"\nThese need more than parameters, or other ones, and were not tried: {others}.\n"
     )
+    lines.append(_QUANTIZED)
     lines.append(_AROUND.format(steps=around_optimizers.STEPS, right=around_optimizers.RIGHT))
     lines += around_optimizers.table_lines(around)
     return "".join(lines)
