@@ -16,13 +16,13 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 class NotCopied(PlanError):
-    """The model can't be copied; the message says why, and where."""
+    """Raised by ``copy_with`` if the model can't be copied; the message names the attribute and the cause."""
 
 
 def copy_with(module: ModuleT, make: Callable[[nn.Parameter], nn.Parameter]) -> ModuleT:
     """Returns a copy of ``module`` on the CPU with ``make(p)`` in the place of each parameter ``p``; tied
-    parameters stay tied. Buffers, and tensors that are attributes, are copied; for those without values see
-    ``with_values``. Raises NotCopied."""
+    parameters stay tied. Buffers and tensors in attributes are copied by ``with_values``. Raises NotCopied.
+    """
     memo: dict[int, object] = {id(param): make(param) for param in module.parameters()}
     for _, owner, name in left_by_forward(module):  # which torch can't copy
         memo |= {id(t): t.detach().cpu() for t in tensors_in(vars(owner)[name]) if t.grad_fn}
@@ -40,7 +40,7 @@ def copy_with(module: ModuleT, make: Callable[[nn.Parameter], nn.Parameter]) -> 
 
 
 def _why_not_copied(module: nn.Module, memo: dict[int, object], error: Exception) -> str:
-    """Names the attribute that can't be copied, with ``error`` or, of a tensor with a graph, what to do."""
+    """Returns a message that names the attribute that ``deepcopy`` can't copy, and why."""
     first = (str(error).strip().splitlines() or [""])[0]
     why = f"{type(error).__name__}: {first}"
     if "graph leaves" in first:
@@ -59,12 +59,12 @@ def _why_not_copied(module: nn.Module, memo: dict[int, object], error: Exception
 
 
 def _is_without_values(tensor: Tensor) -> bool:
-    """Whether it is on meta, or was made in a dry run."""
+    """Whether ``tensor`` is on the meta device, or was made in a dry run."""
     return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
 def with_values(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """Returns a copy on the CPU; of a tensor without values one with random numbers, or of ones."""
+    """Returns a copy of ``tensor`` on the CPU. If it has no values it gets random ones, or ones."""
     tensor = next(inner_tensors(tensor))  # of simulated ranks the first one's
     if not _is_without_values(tensor):
         return tensor.detach().to("cpu", copy=True)
@@ -74,7 +74,7 @@ def with_values(tensor: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def random_like(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Returns a float64 tensor in the place of a parameter, scaled to keep activations near 1."""
+    """Returns a random float64 tensor to stand for a parameter, scaled to keep activations near 1."""
     made = torch.empty(shape, dtype=torch.float64)
     if len(shape) < 2:
         return made.uniform_(0.5, 1.5, generator=generator)
@@ -83,7 +83,7 @@ def random_like(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
 
 
 def map_once(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """``map_tensors`` that replaces all occurrences of a tensor by one tensor."""
+    """Like ``map_tensors``, but calls ``fn`` once for each tensor: what shares a tensor still shares one."""
     once: dict[int, Tensor] = {}
 
     def made(tensor: Tensor) -> Tensor:
@@ -95,7 +95,6 @@ def map_once(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
 
 
 def meta_copy(model: ModuleT) -> ModuleT:
-    """Returns a copy of ``model`` on the meta device."""
     memo: dict[int, Any] = {id(b): torch.empty_like(b, device="meta") for b in model.buffers()}
     for p in model.parameters():
         memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
@@ -106,7 +105,7 @@ _BARE = vars(nn.Module())
 
 
 def left_by_forward(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yields (path, module, attribute) of the attributes with tensors that have a graph."""
+    """Yields (module's path, module, attribute) for attributes that hold tensors with an autograd graph."""
     for path, module in model.named_modules():
         for name, value in list(vars(module).items()):
             if name in _BARE or name.startswith("_parallel3d") or isinstance(value, nn.Module):

@@ -18,7 +18,7 @@ _BATCH, _LENGTH = 2, 6
 
 
 def check_example(example: Any) -> Example:
-    """Returns the user's example on the CPU, with values; raises PlanError if it isn't ``(args, kwargs)``."""
+    """Returns the user's ``(args, kwargs)`` on the CPU, with values; raises PlanError for anything else."""
     fits = isinstance(example, tuple) and len(example) == 2
     if not fits or not isinstance(example[0], tuple) or not isinstance(example[1], dict):
         raise PlanError(
@@ -72,7 +72,7 @@ def _hugging_face(model: Any) -> Iterator[Example]:
 
 
 def _inputs_for(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Yields token ids, features, images, sound or video, as the first module with weights reads them."""
+    """Yields inputs for the first module that has weights: token ids, features, images, sound or video."""
     module: Any
     ids = torch.arange(_BATCH * _LENGTH).view(_BATCH, _LENGTH)
     for module in model.modules():
@@ -98,7 +98,7 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def _features(module: Any) -> int | None:
-    """Returns the size of the last dim that a linear layer, a norm or attention reads."""
+    """Returns the last dim that the input of a linear layer, norm or attention must have; else None."""
     if isinstance(module, nn.MultiheadAttention):
         return module.embed_dim
     if isinstance(module, nn.Linear):

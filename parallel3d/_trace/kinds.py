@@ -26,8 +26,8 @@ _BY_NAME = {name: kind for kind, names in _KINDS.items() for name in names.split
 
 @cache
 def kind_of(name: str) -> str:
-    """Returns ``product``, ``convolution``, ``attention``, ``norm``, ``lookup``, ``copy``, ``free``, or
-    ``other``.
+    """Returns the kind of an ATen operation: ``product``, ``convolution``, ``attention``, ``norm``,
+    ``lookup``, ``copy``, ``free``, or ``other``.
 
     Args:
         name: name of an operation, or of its backward, without namespace and overload.
@@ -38,11 +38,11 @@ def kind_of(name: str) -> str:
 
 
 def product_of(name: str, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, tuple[int, int, int]]:
-    """Returns the factors of a product, and the sizes (rows, n, k): it has 2 * rows * n * k FLOPs.
+    """Returns the two factors of a matrix product, and its sizes (rows, n, k): 2 * rows * n * k FLOPs.
 
     Args:
         name: name of the operation, whose kind is ``product``.
-        tensors: its arguments that are tensors, in order.
+        tensors: its tensor arguments, in order.
     """
     a, b = tensors[1:3] if name in ("addmm", "baddbmm") else tensors[:2]
     n, k = b.shape[-2 if name == "linear" else -1], a.shape[-1]
@@ -52,13 +52,13 @@ def product_of(name: str, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, tu
 
 
 def bytes_of(tensor: Tensor) -> int:
-    """Returns the bytes of the distinct elements: an expanded dim is read once."""
+    """Returns the bytes of the distinct elements of ``tensor``: an expanded dim counts once."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     return prod(size for size, step in sizes if step != 0) * tensor.element_size()
 
 
 def arguments_of(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of a call of ``op`` by name, without those that have their defaults."""
+    """Returns the arguments of a call of ``op`` by name; those left at their defaults are omitted."""
     names = (argument.name for argument in op._schema.arguments)
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
@@ -66,7 +66,7 @@ def arguments_of(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[s
 def written_by(
     op: Any, args: Sequence[Any], kwargs: dict[str, Any], *, but: str = ""
 ) -> list[Tensor]:
-    """Returns the tensors among the arguments that ``op`` writes to, as its schema says, ``but`` of one."""
+    """Returns the tensor arguments that ``op`` writes to by its schema, ``but`` the one of this name."""
     if not op._schema.is_mutable:
         return []
     given = arguments_of(op, args, kwargs)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -20,16 +21,87 @@ from parallel3d._torch.autograd import TorchDispatchMode
 from parallel3d._torch.simulated import simulation_off
 from parallel3d._trace.copies import meta_copy
 from parallel3d._trace.kinds import arguments_of
-from parallel3d._trace.program import AttentionCall, ForwardProgram, Op, Ref, map_refs
 from parallel3d._util.trees import map_tensors, tensors_in
 from parallel3d._util.users_code import caller
+
+
+class Ref(NamedTuple):
+    """A tensor in a recorded program: its number, its storage's number (by first appearance), its shape."""
+
+    number: int
+    storage: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation of a recorded program.
+
+    Attributes:
+        name: aten's name, with the overload, such as ``sum.dim_IntList``; or ``attention``, ``leaf``,
+            ``branch``.
+        args: by name, with a ``Ref`` for each tensor.
+        outputs: the tensors that it returns.
+        module: path of the module whose code runs it.
+        line: ``file:line, in function`` of that code.
+    """
+
+    name: str
+    args: dict[str, Any]
+    outputs: tuple[Ref, ...]
+    module: str
+    line: str
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One call of attention by a module.
+
+    Attributes:
+        kind: ``"sdpa"`` (F.scaled_dot_product_attention), ``"mha"`` (nn.MultiheadAttention) or ``"hf"``.
+        shapes: shapes of queries, keys and values.
+        options: arguments that determine the scores: masks, windows, caps.
+    """
+
+    kind: str
+    shapes: tuple[tuple[int, ...], ...]
+    options: dict[str, Any]
+
+
+@dataclass
+class ForwardProgram:
+    """The operations of one forward, as ``record`` returns them.
+
+    Attributes:
+        ops: the operations, in order.
+        inputs: the tensors that the model was given.
+        live: numbers of the parameters' storages.
+        outputs: the tensors that the model has returned.
+        attention: path of a module -> its calls of attention.
+    """
+
+    ops: list[Op] = field(default_factory=list)
+    inputs: list[Ref] = field(default_factory=list)
+    live: set[int] = field(default_factory=set)
+    outputs: list[Ref] = field(default_factory=list)
+    attention: dict[str, list[AttentionCall]] = field(default_factory=dict)
+
+
+def map_refs(fn: Callable[[Tensor], Any], value: Any) -> Any:
+    """Returns ``value`` with ``fn(tensor)`` in place of each tensor in lists and tuples."""
+    if isinstance(value, Tensor):
+        return fn(value)
+    if isinstance(value, (list, tuple)):
+        return [map_refs(fn, item) for item in value]
+    return value
+
 
 Handle = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """(function, args, kwargs) -> what the caller gets."""
 
 
 class Operations(TorchDispatchMode):
-    """Within it ``handle`` is called in the place of every operation, also in backward, below autograd."""
+    """Mode that calls ``handle(op, args, kwargs)`` in place of every ATen operation, also in backward."""
 
     def __init__(self, handle: Handle) -> None:
         super().__init__()
@@ -40,7 +112,7 @@ class Operations(TorchDispatchMode):
 
 
 class Functions(TorchFunctionMode):
-    """Within it ``handle`` is called in the place of every function and method of torch, above autograd."""
+    """Mode that calls ``handle(function, args, kwargs)`` in place of torch's functions and methods."""
 
     def __init__(self, handle: Handle) -> None:
         super().__init__()
@@ -51,7 +123,7 @@ class Functions(TorchFunctionMode):
 
 
 def instead_of(function: Any, call: Callable[..., Any]) -> Functions:
-    """Within what it returns ``call`` is called in the place of ``function``."""
+    """Returns a context manager in which torch's ``function`` is replaced by ``call``."""
 
     def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return (call if func is function else func)(*args, **kwargs)
@@ -73,13 +145,14 @@ class Sdpa(NamedTuple):
 
 
 class ProgramRecorder:
-    """Records the operations of a model on meta. ``attention`` and ``leaf`` record one operation in place of
-    the code that they replace.
+    """Records the operations of a model that runs on meta.
+
+    ``attention`` and ``leaf`` are called in place of code that is to be recorded as one operation.
 
     Attributes:
-        quiet: the file whose code is not recorded.
-        instead: function of torch -> the function that is called in its place.
-        is_paused: whether nothing is recorded.
+        quiet: a file; operations called from its code are not recorded.
+        instead: function of torch -> the function to call in its place.
+        is_paused: whether nothing is recorded now.
     """
 
     def __init__(self) -> None:
@@ -93,7 +166,7 @@ class ProgramRecorder:
         self._storages: dict[int, int] = {}
 
     def ref(self, tensor: Tensor) -> Ref:
-        """Returns the number of a tensor, a new one at its first appearance."""
+        """Returns the ``Ref`` of ``tensor``, with a new number at its first appearance."""
         number = self._numbers.get(id(tensor))
         if number is None:
             number = self._numbers[id(tensor)] = len(self._kept)
@@ -103,7 +176,7 @@ class ProgramRecorder:
         return Ref(number, storage, tuple(tensor.shape))
 
     def add(self, name: str, args: dict[str, Any], result: Any) -> None:
-        """Adds one operation."""
+        """Adds an operation, unless it was called from ``quiet``; ``result``: its outputs."""
         if self.quiet and _is_called_from(self.quiet):
             return
         line = caller()
@@ -113,15 +186,14 @@ class ProgramRecorder:
 
     @property
     def where(self) -> str:
-        """Path of the module whose forward is running."""
         return self._stack[-1] if self._stack else ""
 
     def paused(self) -> AbstractContextManager[Any]:
-        """Within it nothing is recorded."""
+        """Returns a context manager in which nothing is recorded."""
         return patch.object(self, "is_paused", True)
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An operation, which runs and is recorded."""
+        """Handler of ``Operations``: runs an ATen operation and records it."""
         result = func(*args, **kwargs)
         if (
             not self.is_paused and func.namespace != "prim"
@@ -138,7 +210,8 @@ class ProgramRecorder:
         return result
 
     def function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A function of torch: it runs, or what is to run instead. A tensor is true where a model asks."""
+        """Handler of ``Functions``: runs a function of torch, or the one to run ``instead``. A meta tensor
+        used as a condition is True."""
         if getattr(func, "__name__", "") == "__bool__" and args[0].is_meta:
             self.add("branch", {"value": args[0]}, None)
             return True  # it has no value here; models ask whether a mask is of the usual kind
@@ -156,7 +229,7 @@ class ProgramRecorder:
         shape: tuple[int, ...],
         **options: Any,
     ) -> Tensor:
-        """Records a call of attention; returns its output, of ``shape``."""
+        """Records one call of attention; returns an empty output of ``shape``."""
         with self.paused():
             output = q.new_empty(shape)
         self.add("attention", {"q": q, "k": k, "v": v, "mask": mask, **options}, output)
@@ -166,7 +239,7 @@ class ProgramRecorder:
         return output
 
     def leaf(self, run: Callable[[], Any], inputs: Any) -> Any:
-        """Records a module that acts on each position by itself; ``run`` computes its output."""
+        """Records as one operation a module that acts on each position separately; ``run`` calls it."""
         with self.paused():
             try:
                 output = run()
@@ -177,7 +250,7 @@ class ProgramRecorder:
         return output
 
     def watch(self, path: str, module: nn.Module) -> None:
-        """Notes when the code of a module of the copy runs."""
+        """Hooks ``module``, of the copied model, to know while its forward runs; ``path``: its name."""
 
         def before(*_: Any) -> None:
             self._stack.append(path)
@@ -190,7 +263,7 @@ class ProgramRecorder:
 
 
 def _is_called_from(file: str) -> bool:
-    """Whether code of ``file`` is running."""
+    """Whether a function in ``file`` is on the call stack."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename != file:
         frame = frame.f_back  # type: ignore[assignment]
@@ -203,10 +276,11 @@ def record(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> ForwardProgram:
-    """Runs a meta copy of ``model`` and returns the list of its operations.
+    """Runs a copy of ``model`` on the meta device and returns the list of its operations.
 
     Args:
-        prepare: called with the copy and the recorder; gives attention and leaves other forwards.
+        prepare: called with the copy and the recorder, to replace the forwards of modules that are to be
+            recorded as one operation (attention, leaves).
         args, kwargs: arguments of the forward, on any device.
 
     Raises:

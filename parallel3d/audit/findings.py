@@ -16,7 +16,8 @@ the last place of float32's and bfloat16's sums of thousands of terms; other dty
 
 
 def bound_of(*dtypes: torch.dtype) -> float:
-    """The bound of the least precise of ``dtypes``; float32's is tenfold where TF32 multiplies it."""
+    """Returns the largest relative difference that rounding can cause in the least precise of ``dtypes``;
+    that of float32 is ten times as large where torch multiplies in TF32."""
     reduced = torch.get_float32_matmul_precision() != "highest"
     single = BOUNDS[torch.float32] * (10 if reduced else 1)
     bounds = BOUNDS | {torch.float32: single}
@@ -25,28 +26,22 @@ def bound_of(*dtypes: torch.dtype) -> float:
 
 @dataclass(frozen=True)
 class Gap:
-    """The difference between a tensor and the plain one.
+    """How far a tensor is from that of the plain model."""
 
-    Attributes:
-        difference: the largest difference, divided by the plain tensor's largest absolute value; inf: shapes
-            differ, or there is a NaN.
-        place: the index of the largest difference.
-        factor: the number by which the plain tensor must be multiplied to get the tensor; None: none does.
-    """
-
-    difference: float
-    place: tuple[int, ...] = ()
-    factor: float | None = None
+    difference: float  # divided by the plain one's largest value; inf: shapes differ, or a NaN
+    place: tuple[int, ...] = ()  # the index of the largest difference
+    factor: float | None = None  # by which the plain tensor must be multiplied; None: there is none
 
     def times(self, sizes: Mapping[str, int]) -> str:
-        """The factor in words, and in sizes of the mesh's axes; "" without one."""
+        """Returns a text that gives the factor, also in terms of axis sizes; "" if there is no factor."""
         if self.factor is None:
             return ""
         return f"; it is {self.factor:.4g} times the plain one{named(self.factor, sizes)}"
 
 
 def gap_between(want: Tensor, got: Tensor, bound: float, floor: float = 0.0) -> Gap:
-    """Returns how far ``got`` is from ``want``; ``floor``: the least that differences are relative to."""
+    """Returns how far ``got`` is from ``want``, relative to the largest value of ``want`` or to ``floor`` if
+    that is larger. Above ``bound`` it also says whether one is a multiple of the other."""
     if want.shape != got.shape:
         return Gap(inf)
     if not want.numel():
@@ -83,7 +78,7 @@ def _place(unequal: Tensor) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Finding:
-    """One tensor of a unit that is not the plain model's.
+    """A tensor of a unit that differs from that of the plain model.
 
     Attributes:
         unit: the module's name; "" is the model itself.
@@ -102,7 +97,7 @@ class Finding:
     cause: str = ""
 
     def text(self, sizes: Mapping[str, int]) -> str:
-        """One line; ``sizes``: of the mesh's axes, which a factor may be made of."""
+        """Returns the finding as one line; ``sizes``: axis -> size, in terms of which its factor is given."""
         name = self.unit or "the model itself"
         by = "has another shape or value"
         if isfinite(self.gap.difference):
@@ -114,7 +109,7 @@ class Finding:
 
 
 def named(factor: float, sizes: Mapping[str, int]) -> str:
-    """``factor`` as a product of axis sizes or their inverse: `` = 1 / cp``; "" if it is none."""
+    """Returns ``factor`` in terms of axis sizes, such as `` = cp`` or `` = 1 / cp``; "" if there is none."""
     axes = [(name, size) for name, size in sizes.items() if size > 1]
     names = [[pair] for pair in axes] + ([axes] if len(axes) > 1 else [])
     for chosen in names:
@@ -159,7 +154,7 @@ class Report:
 
 
 def message(findings: Sequence[Finding], report: Report, sizes: Mapping[str, int]) -> str:
-    """The error of an audit that has found something."""
+    """Returns the text of the error that an audit with findings raises."""
     first, *rest = findings
     lines = [
         "this step does not compute what the plain model computes on the same batch. "
@@ -178,7 +173,7 @@ def message(findings: Sequence[Finding], report: Report, sizes: Mapping[str, int
 def cause_of(
     found: Finding, ranks: tuple[int, ...], sizes: Mapping[str, int], state: Any
 ) -> Finding:
-    """Returns ``found`` with its ranks and its likely cause.
+    """Returns a copy of ``found`` with ``ranks`` and the likely cause filled in.
 
     Args:
         state: the state of context parallelism of the model; None: it has none.
@@ -221,7 +216,7 @@ def cause_of(
 
 
 def _skipped(unit: str, state: Any) -> bool:
-    """Whether attention in ``unit`` was planned, and none of it was called."""
+    """Returns whether attention in ``unit`` was made context-parallel, but none of it was called."""
     prefix = f"{unit}." if unit else ""
     inside = [path for path in state.planned if path == unit or path.startswith(prefix)]
     return bool(inside) and not any(path in state.attended for path in inside)

@@ -1,10 +1,11 @@
-"""What the units of a parallel model were given, returned, and got as gradients in one step, on this rank."""
+"""Records what the units of a parallel model get, return and receive as gradients in one step, on this
+rank."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from parallel3d._util.trees import map_tensors, members
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yields (path, tensor) of the tensors in tuples, lists, mappings and dataclasses."""
+    """Yields (path, tensor) of all tensors nested in tuples, lists, mappings and dataclasses."""
     if isinstance(value, Tensor):
         yield path, value
     else:
@@ -26,20 +27,20 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def replaced(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Returns ``value`` with the tensors at the paths of ``tensors`` replaced."""
+    """Returns ``value`` with the tensors at the paths in ``tensors`` replaced by these."""
     paths = iter([path for path, _ in leaves(value)])
     return map_tensors(lambda tensor: tensors.get(next(paths), tensor), value)
 
 
 def kept(tensor: Tensor) -> Tensor:
-    """A copy that no later change reaches, in the CPU's memory."""
+    """Returns a copy in the CPU's memory, which later changes of ``tensor`` don't reach."""
     tensor = tensor.detach()
     return tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
 
 
 def left_on(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields (``@path.attribute``, tensor) for each tensor with a graph that a forward has left in an
-    attribute of a module in ``module``."""
+    """Yields (``@path.attribute``, tensor) for each tensor with a graph that a forward has stored as an
+    attribute of a module inside ``module``."""
     for path, each in module.named_modules():
         for name, value in vars(each).items():
             if isinstance(value, Tensor) and value.grad_fn is not None:
@@ -47,7 +48,7 @@ def left_on(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def put_on(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Sets the attributes that ``left_on`` has named."""
+    """Sets ``tensors`` as attributes of modules; their keys are paths that ``left_on`` yields."""
     for path, tensor in tensors.items():
         owner, _, name = path[1:].rpartition(".")
         setattr(module.get_submodule(owner), name, tensor)
@@ -55,22 +56,14 @@ def put_on(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 @dataclasses.dataclass(eq=False)
 class ModuleCall:
-    """One call of a module. Its dicts map the path of a tensor to a copy of the tensor.
+    """One call of a module: copies of its tensors, and the gradients that have arrived, by path."""
 
-    Attributes:
-        inputs: the tensors in ``(args, kwargs)``.
-        outputs: the tensors in the returned value; None while the call runs.
-        input_grads, output_grads: the gradients that have arrived, by the same paths.
-        odd: paths of outputs whose class is not torch's own.
-        is_plain: whether the call built no graph, as the first run in a reentrant checkpoint.
-    """
-
-    inputs: dict[str, Tensor]
-    outputs: dict[str, Tensor] | None = None
+    inputs: dict[str, Tensor]  # in ``(args, kwargs)``
+    outputs: dict[str, Tensor] | None = None  # None while the call runs
     input_grads: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     output_grads: dict[str, Tensor] = dataclasses.field(default_factory=dict)
-    odd: set[str] = dataclasses.field(default_factory=set)
-    is_plain: bool = False
+    odd: set[str] = dataclasses.field(default_factory=set)  # outputs of a class that is not torch's
+    is_plain: bool = False  # it built no graph, as the first run in a reentrant checkpoint
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -78,12 +71,8 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 class Recording:
-    """Records the calls of modules, by hooks, until ``stop``. ``calls`` maps a module's name to its calls.
-
-    Args:
-        modules: the modules to record, by name.
-        inputs: inputs of the model itself, whose forward has begun.
-    """
+    """Records, by hooks until ``stop``, the calls of ``modules``: ``calls`` has them by the module's name.
+    The forward of the model itself has begun, with ``inputs``."""
 
     def __init__(self, modules: Mapping[str, nn.Module], inputs: Any) -> None:
         self.calls: dict[str, list[ModuleCall]] = defaultdict(list)
@@ -99,18 +88,17 @@ class Recording:
                 ]
 
     def stop(self) -> None:
-        """Removes the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     @property
     def is_reached(self) -> bool:
-        """Whether a gradient has reached it."""
+        """Whether a gradient has arrived for one of the recorded calls."""
         return any(call.output_grads for calls in self.calls.values() for call in calls)
 
     def end_forward(self, output: Any, module: nn.Module) -> Any:
-        """Ends the forward of the model. Returns its output as ``_end`` does; later calls recompute."""
+        """Ends the model's forward and returns its output as ``_end`` does; later calls are recomputation."""
         self._is_over = True
         return self._end(self.root, output, module)
 
@@ -130,18 +118,13 @@ class Recording:
         if call.is_plain:
             return None
         # Aliases, whose gradients are this call's share of those that reach the inputs.
-        aliases = {
-            p: t.view_as(t) for p, t in leaves((args, kwargs)) if _is_plain(t) and t.requires_grad
-        }
-        for path, alias in aliases.items():
-            _hook(alias, call.input_grads, path)
-        return replaced((args, kwargs), aliases)
+        tensors = [(path, t) for path, t in leaves((args, kwargs)) if _is_plain(t)]
+        return replaced((args, kwargs), _aliases(tensors, call.input_grads))
 
     @untraced
     def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> Any:
-        return (
-            self._end(self._running[name].pop(), output, module) if self._running[name] else output
-        )
+        running = self._running[name]
+        return self._end(running.pop(), output, module) if running else output
 
     def _begin(self, name: str, inputs: Any) -> ModuleCall:
         tensors = dict(leaves(inputs))
@@ -159,28 +142,29 @@ class Recording:
         left = dict(left_on(module))
         tensors = dict(leaves(output)) | left
         call.odd = {path for path, t in tensors.items() if not _is_plain(t)}
-        call.outputs = {path: kept(t) for path, t in tensors.items() if _is_plain(t)}
-        aliases = {}
-        for path, tensor in tensors.items():
-            if path not in call.odd and tensor.requires_grad:
-                aliases[path] = tensor.view_as(tensor)
-                _hook(aliases[path], call.output_grads, path)
+        plain = {path: t for path, t in tensors.items() if path not in call.odd}
+        call.outputs = {path: kept(t) for path, t in plain.items()}
+        aliases = _aliases(plain.items(), call.output_grads)
         put_on(module, {path: alias for path, alias in aliases.items() if path in left})
         return replaced(output, aliases)
 
 
-def _hook(tensor: Tensor, grads: dict[str, Tensor], path: str) -> None:
-    if tensor.requires_grad:
-        tensor.register_hook(partial(_note, grads, path))
+def _aliases(tensors: Iterable[tuple[str, Tensor]], grads: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns path -> view of each tensor that needs a gradient; their gradients are summed in ``grads``."""
 
+    @untraced
+    def note(path: str, grad: Tensor) -> None:
+        grads[path] = kept(grad) + grads[path] if path in grads else kept(grad)
 
-@untraced
-def _note(grads: dict[str, Tensor], path: str, grad: Tensor) -> None:
-    grads[path] = kept(grad) + grads[path] if path in grads else kept(grad)
+    aliases = {path: tensor.view_as(tensor) for path, tensor in tensors if tensor.requires_grad}
+    for path, alias in aliases.items():
+        if alias.requires_grad:  # not where gradients are off
+            alias.register_hook(partial(note, path))
+    return aliases
 
 
 def set_dropout(model: nn.Module, value: Callable[[nn.Module, str, float], float]) -> None:
-    """Sets the numbers whose names say dropout: ``p`` of ``nn.Dropout``, ``attention_dropout``."""
+    """Sets each dropout rate (``p`` of ``nn.Dropout`` and the like) to ``value(module, name, rate)``."""
     for module in model.modules():
         is_one = "drop" in type(module).__name__.lower()
         for name, found in list(vars(module).items()):

@@ -1,11 +1,11 @@
 """The plain computation of a recorded step, unit by unit, on gathered inputs and parameters.
 
-The skeleton's own code runs once, from its inputs to its outputs. Each unit inside it gets the gathered
-inputs of the parallel unit and computes its outputs. These and the gradients that reach the unit are
-compared. The code around the unit then continues with the gathered outputs of the parallel unit, so that a
-difference appears only at the unit, or the code between units, that causes it. Memory is needed for one whole
-unit and its activations of the whole sequence; for those of all units if a tensor leaves a unit in another
-way than as an output, see ``run``.
+The skeleton, the plain model on meta, runs its own code once, from its inputs to its outputs. Each unit
+inside it gets the gathered inputs of the parallel unit and computes its outputs. These and the gradients that
+reach the unit are compared. The code around the unit then continues with the gathered outputs of the parallel
+unit, so that a difference appears only at the unit, or the code between units, that causes it. Memory is
+needed for one whole unit and its activations of the whole sequence; for those of all units if a tensor leaves
+a unit in another way than as an output, see ``run``.
 
 The loss of a step is the mean over the ranks of cp, so the gradients of parts are those of the plain model
 times cp.
@@ -31,36 +31,24 @@ from parallel3d.audit.whole import Incomparable, Whole
 
 @dataclass
 class _Ran:
-    """A plain unit that has run.
+    """The result of running one unit of the plain model."""
 
-    Attributes:
-        outputs: path -> gathered output of the parallel unit.
-        result: the value that the plain unit has returned.
-        plain: path -> tensor in ``result``.
-        trained: the paths of tensors with a gradient.
-        known: whether its gradients are known.
-    """
-
-    outputs: dict[str, Tensor]
-    result: Any
-    plain: dict[str, Tensor]
-    trained: set[str]
-    known: bool
+    outputs: dict[str, Tensor]  # path -> gathered output of the parallel unit
+    result: Any  # what the plain unit has returned
+    plain: dict[str, Tensor]  # path -> tensor in ``result``
+    trained: set[str]  # the paths of tensors with a gradient
+    known: bool  # whether its gradients are known
 
 
 class Replay:
-    """One comparison of a step.
+    """Computes a recorded step again with the plain model, and compares.
 
     Args:
         skeleton: the plain model on meta; its audited modules by name in ``modules``.
-        values: name of a parameter or buffer -> its whole value, on the device that computes.
+        values: (name of a parameter or buffer, unit) -> its whole value, on the device that computes.
         recording: the recorded calls of the step.
         whole: gathers tensors, see ``Whole``.
         backward: whether gradients are compared too.
-
-    Attributes:
-        grads: name of a parameter -> its gradient in the plain step, of this data rank's batch.
-        unknown: names of parameters whose gradient in the plain step is not known.
     """
 
     def __init__(
@@ -78,6 +66,7 @@ class Replay:
         self.calls = {name: list(calls) for name, calls in recording.calls.items()}
         self.whole, self.report, self.backward = whole, report, backward
         self.findings: list[Finding] = []
+        # Of parameters in the plain step, on this data rank's batch; and the names of those not known.
         self.grads: dict[str, Tensor] = {}
         self.unknown: set[str] = set()
         self._random: list[Tensor] = []  # their state when the code of the unit that runs went on
@@ -91,7 +80,7 @@ class Replay:
         self._later: list[Callable[[], None]] = []  # what is compared and collected then
 
     def run(self, args: Any, kwargs: Any) -> None:
-        """Runs the model on its whole inputs.
+        """Runs the plain model on its whole inputs and compares each unit.
 
         A tensor may leave a unit in another way than as an output, such as the routers' logits that
         transformers collects for its load-balancing loss. The code around the unit then computes a gradient
@@ -115,19 +104,16 @@ class Replay:
         with ExitStack() as stack:
             for name, module in self.modules.items():
                 if name:
-                    stand_in = partial(self._stand_in, name, module.forward)
+                    stand_in = partial(self.call, name, module.forward)
                     stack.enter_context(patch.object(module, "forward", stand_in))
             stack.enter_context(patch.object(checkpoint, "CheckpointFunction", _Straight))
             self._call("", self.skeleton.forward, args, kwargs, self.calls[""][0])
 
-    def _stand_in(self, name: str, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        """Runs in the place of a unit's forward in the skeleton."""
-        return self.call(name, forward, args, kwargs)
-
     # -- one unit --------------------------------------------------------------------------------------
 
-    def call(self, name: str, forward: Any, args: Any, kwargs: Any) -> Any:
-        """A unit inside the one that runs is called. Returns what the parallel one has returned."""
+    def call(self, name: str, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Stands in for ``forward`` of the plain unit ``name``: runs it on the parallel unit's inputs,
+        compares, and returns the parallel unit's outputs, gathered."""
         calls = self.calls.get(name)
         if not calls:
             self.leave_out(name, "it was not called in the step, or with gradients switched off")
@@ -185,13 +171,13 @@ class Replay:
         return replaced(ran.result, outputs)
 
     def _draws(self, name: str) -> bool:
-        """Whether the code of a unit has drawn random numbers until now."""
+        """Returns whether the code of a unit has drawn random numbers until now."""
         if not all(map(torch.equal, self._random, self.whole.random_state())):
             self._drawing.add(name)
         return name in self._drawing
 
     def _call(self, name: str, forward: Any, args: Any, kwargs: Any, call: ModuleCall) -> _Ran:
-        """Runs a unit and compares it."""
+        """Runs a plain unit, and compares its outputs and gradients with those of the recorded ``call``."""
         self._random = self.whole.random_state()
         with self._entered(name) as parameters:
             result = forward(*args, **kwargs)
@@ -241,7 +227,8 @@ class Replay:
         plain: Mapping[str, Tensor],
         parameters: Mapping[str, Tensor],
     ) -> bool:
-        """Runs the backward from the gradients that outputs have got; False if one of these is not known."""
+        """Runs the backward of a unit's outputs in the plain model, ``plain`` by path, from their recorded
+        gradients, and adds its ``parameters``' gradients to ``grads``. False: a recorded one is missing."""
         roots, grads, known = [], [], True
         for path, tensor in plain.items():
             if not tensor.requires_grad:
@@ -263,7 +250,7 @@ class Replay:
         return True
 
     def _at_the_end(self, action: Callable[[], None]) -> None:
-        """Calls ``action`` when all gradients have come: now, unless graphs are kept."""
+        """Calls ``action`` when all gradients are there: now or, if graphs are kept, after the last unit."""
         if self._keeps:
             self._later.append(action)
         else:
@@ -281,7 +268,7 @@ class Replay:
 
     @contextmanager
     def _entered(self, name: str) -> Iterator[dict[str, Tensor]]:
-        """Within it the parameters and buffers of a unit, without those of units inside, have values."""
+        """Context manager: gives a unit's own parameters and buffers values; yields the parameters."""
         made: dict[str, Tensor] = {}
         before = []
         for own, places in self._places[name].items():
@@ -313,7 +300,7 @@ class Replay:
         floor: float = 0.0,
         around: bool = False,
     ) -> None:
-        """Compares a tensor; ``around``: it is the work of the code around the unit."""
+        """Compares a tensor and adds a finding if it differs; ``around``: one of the code around the unit."""
         bound = bound_of(want.dtype, got.dtype)
         if _is_float8(self.modules[name]):
             bound = max(bound, FLOAT8)
@@ -330,7 +317,6 @@ class Replay:
             self.report.largest = max(self.report.largest, gap.difference / bound)
 
     def leave_out(self, name: str, why: str) -> None:
-        """Notes what can't be compared."""
         self.report.left_out[f"{name or 'the model itself'}: {why}"] = None
 
     def _gathered(
@@ -382,7 +368,7 @@ class _Passed(torch.autograd.Function):
 
 
 class _Straight:
-    """In the place of a reentrant checkpoint, which would run a unit twice: it runs it once."""
+    """Replaces torch's function for a reentrant checkpoint, which would run a unit twice; runs it once."""
 
     @staticmethod
     def apply(function: Any, preserve: bool, *args: Any) -> Any:
@@ -398,7 +384,7 @@ def _is_float8(module: nn.Module) -> bool:
 
 
 def _word(path: str) -> str:
-    """``.0.1`` -> `` 1``, ``.1.position_ids`` -> `` position_ids``: of args and kwargs."""
+    """Returns a path as a word for texts: ``.0.1`` of args -> `` 1``, ``.1.mask`` of kwargs -> `` mask``."""
     if path.startswith("@"):
         return f", attribute {path[1:]}"
     rest = path.partition(".")[2].partition(".")[2] if path.startswith((".0.", ".1.")) else path[1:]
@@ -406,7 +392,7 @@ def _word(path: str) -> str:
 
 
 def _owner(name: str, modules: Mapping[str, nn.Module]) -> str:
-    """The innermost audited module around ``name``."""
+    """Returns the name of the innermost audited module that contains the module ``name``."""
     around = [
         other for other in modules if other != name and (not other or name.startswith(f"{other}."))
     ]
@@ -416,7 +402,7 @@ def _owner(name: str, modules: Mapping[str, nn.Module]) -> str:
 def _places(
     skeleton: nn.Module, modules: Mapping[str, nn.Module]
 ) -> dict[str, dict[str, list[tuple[nn.Module, str, str]]]]:
-    """Unit -> name of a parameter or buffer -> where it lies in the unit, as (module, dict, key)."""
+    """Returns unit -> name of its parameter or buffer -> its places there, each (module, dict, key)."""
     found: dict[str, dict[str, list[tuple[nn.Module, str, str]]]] = {name: {} for name in modules}
     first: dict[int, str] = {}
     for path, module in skeleton.named_modules(remove_duplicate=False):

@@ -38,7 +38,7 @@ MOST = 8
 
 
 def skeleton_of(model: nn.Module) -> nn.Module | Exception:
-    """Returns a copy of the plain ``model`` on meta, or the error of copying it."""
+    """Returns a copy of the plain ``model`` on meta, or the error that says why there is none."""
     if (
         ranks_are_simulated()
         or dry_run.active()
@@ -54,7 +54,7 @@ def skeleton_of(model: nn.Module) -> nn.Module | Exception:
 def attach(
     model: nn.Module, skeleton: nn.Module | Exception, mesh: DeviceMesh, *, due: bool
 ) -> None:
-    """Lets ``model``, which has been made parallel, be audited; ``due``: in its next step."""
+    """Gives the parallel ``model`` an Audit; with ``due`` its next step is compared."""
     vars(model)[_ATTRIBUTE] = audit = Audit(model, skeleton, mesh)
     if due and not isinstance(skeleton, Exception):
         audit.arm()
@@ -65,7 +65,7 @@ def attach(
 
 
 def audit_of(model: nn.Module) -> Audit:
-    """Returns the audit of ``model``. Raises StateError."""
+    """Returns the audit of ``model``; raises StateError if it has none."""
     found = vars(model).get(_ATTRIBUTE)
     if found is None:
         raise StateError(
@@ -95,26 +95,23 @@ def next_step(model: nn.Module) -> None:
 
 
 def report(model: nn.Module) -> Report | None:
-    """Returns the report of the last audit of ``model``, None before one. Raises StateError: no audit."""
+    """Returns the report of the last audit of ``model``, None before one; StateError if it has no audit."""
     return audit_of(model).report
 
 
 class Audit:
     """Compares training steps of one model with the plain computation.
 
-    Attributes:
-        skeleton: the plain model on meta; or the exception that says why there is none.
-        train_due: whether the next training step is to be compared.
-        eval_due: whether the next evaluation on parts of sequences is to be compared.
-        report: the report of the last comparison.
+    ``skeleton`` is the plain model on meta, or the exception that says why there is none.
     """
 
     def __init__(self, model: nn.Module, skeleton: nn.Module | Exception, mesh: DeviceMesh) -> None:
         self._model = weakref.ref(model)
         self.skeleton = skeleton
         self.mesh = mesh
+        # Whether the next training step, or evaluation on parts of sequences, is to be compared.
         self.train_due = self.eval_due = False
-        self.report: Report | None = None
+        self.report: Report | None = None  # of the last comparison
         # Whether the skeleton casts around ``full_precision_modules`` as units do.
         self.is_cast = False
         self._hooks: list[Any] = []
@@ -130,13 +127,12 @@ class Audit:
 
     @property
     def model(self) -> nn.Module:
-        """The model."""
         model = self._model()
         assert model is not None
         return model
 
     def arm(self) -> None:
-        """Compares the next step."""
+        """Has the next training step compared and, with cp, the next evaluation."""
         self.train_due = True
         self.eval_due = cp_axis(self.mesh) is not None
         if not self._hooks:
@@ -144,12 +140,6 @@ class Audit:
                 self.model.register_forward_pre_hook(self._before, with_kwargs=True),
                 self.model.register_forward_hook(self._after, always_call=True),
             ]
-
-    def _disarm(self) -> None:
-        if not (self.train_due or self.eval_due):
-            for hook in self._hooks:
-                hook.remove()
-            self._hooks = []
 
     @untraced
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -168,7 +158,8 @@ class Audit:
             return
         if not trains and (batch is None or batch.sequence is None):
             return
-        if trains and _is_updated_in_backward(module):
+        if trains and any(b.settings.on_reduced is not None for _, b in _params(module)):
+            # An optimizer uses gradients within the backward, so that its weights are gone afterwards.
             self.train_due = False
             self.report = Report(left_out={"the step: its backward changes the weights": None})
             return
@@ -219,7 +210,7 @@ class Audit:
         issuing.after_backward = self._finish
 
     def _finish(self) -> None:
-        """Compares the forwards whose backward it was; others go on when theirs comes."""
+        """After a backward: compares the forwards that it belongs to; other forwards wait for theirs."""
         reached = [step for step in self._steps if step.recording.is_reached]
         self._steps = [step for step in self._steps if step not in reached]
         if reached:
@@ -244,11 +235,14 @@ class Audit:
                 self.eval_due = False
             if backward and not self._steps:
                 self._restore_dropout()
-        self._disarm()
+        if not (self.train_due or self.eval_due):
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks = []
         self._raise(report)
 
     def _raise(self, report: Report) -> None:
-        """Raises AuditError on all ranks if one has a finding."""
+        """Raises AuditError on all ranks if one of them has a finding."""
         found = {dist.get_rank(): report.findings}
         for axis in range(self.mesh.ndim):
             if self.mesh.size(axis) > 1:
@@ -275,19 +269,14 @@ class Audit:
 
 
 class AuditedStep:
-    """A step under way, or an evaluation.
-
-    Attributes:
-        inputs: the model's arguments, whose tensors are parts of the sequences.
-        dims: path of an input -> its dim that was cut; None: it is whole.
-    """
+    """A training step or an evaluation, from its forward until it is compared."""
 
     def __init__(
         self, audit: Audit, args: Any, kwargs: Any, batch: Batch | None, *, trains: bool
     ) -> None:
         model = audit.model
         self.audit, self.batch, self.trains = audit, batch, trains
-        self.inputs = args, kwargs
+        self.inputs = args, kwargs  # whose tensors are parts of the sequences
         self.modules = {
             name: module
             for name, module in model.named_modules()
@@ -301,6 +290,7 @@ class AuditedStep:
             cast = dtype is not None and buffer.is_floating_point()
             self.buffers[name] = buffer.detach().to(dtype if cast else buffer.dtype, copy=True)
         rows = None if batch is None or batch.sequence is None else batch.sequence.rows
+        # Path of an input -> its dim that was cut; None: it is whole.
         self.dims = {path: _cut_dim(t, rows) for path, t in leaves(self.inputs)}
         self.autocast = {
             device: torch.get_autocast_dtype(device)
@@ -311,7 +301,7 @@ class AuditedStep:
         self.recording = Recording(self.modules, (args, kwargs))
 
     def compare(self, report: Report, waiting: dict[str, Tensor], *, backward: bool) -> None:
-        """Compares the step, and adds the gradients of its parameters in the plain model to ``waiting``."""
+        """Compares forward and backward; adds the plain parameters' gradients, by name, to ``waiting``."""
         start = time.perf_counter()
         audit, mesh = self.audit, self.audit.mesh
         device = torch.device(mesh.device_type)
@@ -328,7 +318,12 @@ class AuditedStep:
         assert isinstance(skeleton, nn.Module)
         self._take_modes(skeleton)
         modules = {name: skeleton.get_submodule(name) for name in self.modules}
-        self.by_name = self._by_name()
+        # Name of a parameter -> the engine's record of it and its bucket; of ignored ones (None, None).
+        known = {id(param.sharded): (param, bucket) for param, bucket in _params(audit.model)}
+        self.by_name: dict[str, tuple[Any, Any]] = {
+            name: known.get(id(param), (None, None))
+            for name, param in audit.model.named_parameters(remove_duplicate=False)
+        }
         self.replay = Replay(
             skeleton, modules, self._value, self.recording, whole, report, backward=backward
         )
@@ -351,7 +346,7 @@ class AuditedStep:
             report.notes = ["the step ran without dropout"]
 
     def _take_modes(self, skeleton: nn.Module) -> None:
-        """Gives the skeleton's modules their mode, and its parameters whether they are trained now."""
+        """Sets train or eval mode and ``requires_grad`` in the skeleton as they are in the model."""
         plain = dict(skeleton.named_modules())
         for name, module in self.audit.model.named_modules():
             if name in plain:
@@ -368,14 +363,8 @@ class AuditedStep:
             for unit in units_of(self.audit.model, recurse=True):
                 cast_around([plain[names[id(module)]] for module in unit.modules], unit.policy)
 
-    def _by_name(self) -> dict[str, Any]:
-        """Name of a parameter -> the engine's record of it and its bucket; of ignored ones (None, None)."""
-        known = {id(param.sharded): (param, bucket) for param, bucket in _params(self.audit.model)}
-        named = self.audit.model.named_parameters(remove_duplicate=False)
-        return {name: known.get(id(param), (None, None)) for name, param in named}
-
     def _value(self, name: str, unit: str) -> Tensor | None:
-        """The whole value of a parameter or buffer, as the unit computes with it."""
+        """Returns the whole value of a parameter or buffer, in the dtype in which the unit computes."""
         device = torch.device(self.audit.mesh.device_type)
         if name in self.buffers:
             return self.buffers[name].to(device)
@@ -410,7 +399,7 @@ class AuditedStep:
         return args, kwargs
 
     def compare_parameters(self, report: Report, waiting: Mapping[str, Tensor]) -> bool:
-        """Compares the reduced gradients; False if they are not reduced yet."""
+        """Compares reduced gradients with the plain ones in ``waiting``; False if not reduced yet."""
         axes, replay = data_axes(joined_mesh(self.audit.mesh)), self.replay
         units = list(units_of(self.audit.model, recurse=True))
         if any(not (unit.sync and unit.all_reduce) for unit in units):
@@ -451,7 +440,8 @@ class AuditedStep:
                 got = got - _full(earlier)
             largest = max(largest, float(want.abs().max()) if want.numel() else 0.0)
             now = bucket.precision
-            lowest = max((now.reduce_dtype, *computes[id(bucket)]), key=bound_of)
+            dtypes = now.reduce_dtype, now.wire_dtype or now.reduce_dtype, *computes[id(bucket)]
+            lowest = max(dtypes, key=bound_of)
             found.append((name, want.to(lowest), got))
         for name, want, got in found:
             unit = next((u for u, places in replay._places.items() if name in places), "")
@@ -463,13 +453,8 @@ class AuditedStep:
         return True
 
 
-def _is_updated_in_backward(model: nn.Module) -> bool:
-    """Whether an optimizer uses gradients within the backward, so that its weights are gone afterwards."""
-    return any(bucket.settings.on_reduced is not None for _, bucket in _params(model))
-
-
 def _params(model: nn.Module) -> Iterator[tuple[Any, Any]]:
-    """Yields the engine's record of each parameter, and its bucket."""
+    """Yields (the engine's record of a parameter, its bucket) for all parameters."""
     for unit in units_of(model, recurse=True):
         for bucket in unit.group.buckets:
             for param in bucket.params:
@@ -477,7 +462,7 @@ def _params(model: nn.Module) -> Iterator[tuple[Any, Any]]:
 
 
 def _cut_dim(tensor: Tensor, rows: int | None) -> int | None:
-    """The dim of a model's input that is a part of the sequences: dim 1, if it may be."""
+    """Returns the dim along which cp has cut an input: that of size ``rows``, rather dim 1; None if none."""
     if rows is None:
         return None
     order = sorted(range(tensor.dim()), key=lambda d: (d != 1, d))
@@ -485,7 +470,7 @@ def _cut_dim(tensor: Tensor, rows: int | None) -> int | None:
 
 
 def _full(tensor: Tensor) -> Tensor:
-    """The whole of a sharded tensor, on the device of its mesh."""
+    """Returns the whole of a sharded tensor on the device of its mesh; other tensors as they are."""
     if not isinstance(tensor, DTensor):
         return tensor
     kind = tensor.device_mesh.device_type

@@ -1,4 +1,4 @@
-"""Whole tensors of what lies on the ranks of cp and tp."""
+"""Gathers whole tensors from their parts on the ranks of cp and tp."""
 
 from __future__ import annotations
 
@@ -12,17 +12,14 @@ from parallel3d.cp.sequence import CpAxis
 
 
 class Incomparable(Exception):
-    """A tensor whose whole is not known; the message says why."""
+    """Raised for a tensor whose parts on ranks can't be made a whole; the message says why."""
 
 
 class Whole:
-    """Gathers tensors of one step.
+    """Gathers tensors of one step on ``device``, over cp and tp, if these axes have several ranks.
 
-    Args:
-        cp, tp: the axes; None: the mesh has no such axis of several ranks.
-        batch: which parts of the sequences the ranks of cp have.
-        device: device of the results.
-        tokens: the numbers of tokens of those inputs of the step that have several samples.
+    ``batch`` says which parts of the sequences the ranks of cp have; ``tokens`` are the numbers of tokens
+    (samples x length) of the step's inputs with several samples.
     """
 
     def __init__(
@@ -70,14 +67,14 @@ class Whole:
         return self.of_input(tensor, dim) if (tensor.shape[dim], length) == part else tensor
 
     def of_input(self, tensor: Tensor, dim: int | None) -> Tensor:
-        """Returns the whole of an input of the model, cut along ``dim``; None: all ranks have the same."""
+        """Returns the whole of a model's input that is cut over cp along ``dim``; None: it is not cut."""
         tensor = tensor.to(self.device)
         if dim is None or self.cp is None or self.sequence is None:
             return tensor
         return join(tensor, dim, self.sequence, self.cp)
 
     def gradient(self, grad: Tensor, shape: torch.Size) -> Tensor:
-        """Returns the plain gradient of a tensor; ``grad`` is that of what this rank has of it."""
+        """Returns the plain model's gradient, of ``shape``; ``grad``: that of this rank's part or copy."""
         whole = self(grad, shape)
         if self.cp is None:
             return whole
@@ -86,7 +83,7 @@ class Whole:
         return whole if grad.dim() == 0 else self._mean(whole)
 
     def _mean(self, tensor: Tensor) -> Tensor:
-        """The mean over cp of what each of its ranks has for itself."""
+        """Returns the mean over the ranks of cp, which have different values."""
         if self.cp is None or not tensor.is_floating_point():
             return tensor
         total = tensor.clone()
@@ -108,7 +105,6 @@ class Whole:
         return torch.cat(kept).movedim(0, dim)
 
     def random_state(self) -> list[Tensor]:
-        """The states of the CPU's and the device's random numbers."""
         states = [torch.get_rng_state()]
         if self.device.type != "cpu":
             states.append(torch.get_device_module(self.device).get_rng_state(self.device))

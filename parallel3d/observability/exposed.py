@@ -20,7 +20,6 @@ from torch.distributed import DeviceMesh
 
 from parallel3d._torch.dtensor import axis_groups
 from parallel3d._torch.groups import COLLECTIVES
-from parallel3d._util.dry_run import active
 
 WORLD = "world"  # name of the default group if no axis has it
 OTHER = "other"  # name of groups whose ranks are not those of one axis
@@ -33,14 +32,13 @@ class StreamPatch:
         self._originals: dict[tuple[type, str], Any] = {}
 
     def __call__(self, kind: type, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
-        """Replaces the method that ``kind`` has or inherits by ``make(method)``, once."""
+        """Replaces the method ``name`` of ``kind`` (own or inherited) by ``make(method)``, once only."""
         owner = next((c for c in kind.__mro__ if name in vars(c)), None)
         if owner is not None and (owner, name) not in self._originals:
             self._originals[owner, name] = original = vars(owner)[name]
             setattr(owner, name, make(original))
 
     def undo(self) -> None:
-        """Restores all methods."""
         for (owner, name), original in self._originals.items():
             setattr(owner, name, original)
         self._originals.clear()
@@ -59,7 +57,6 @@ class HostClock:
         self.began = 0.0
 
     def begin(self) -> None:
-        """Begins a step."""
         self.seconds.clear()
         self.began = self.now()
 
@@ -68,17 +65,16 @@ class HostClock:
         return self.now()
 
     def stop(self, started: Any, axis: str) -> None:
-        """Ends a wait."""
         self.seconds[axis] += self.now() - started
 
     def issued(self, axis: str) -> None:
-        """Called after a collective was issued."""
+        """Called after a collective over ``axis`` was issued; does nothing for a CPU."""
 
     def patches(self, patch: StreamPatch) -> None:
-        """Replaces more methods while the step is measured."""
+        """Called before a measured step, to replace further methods by ``patch``; does nothing for a CPU."""
 
     def take(self, *, failed: bool = False) -> tuple[float, dict[str, float]]:
-        """Ends the step, which an error ended if ``failed``.
+        """Ends the measured step; ``failed``: its body raised an error.
 
         Returns the seconds since ``begin``, and the seconds of the waits by axis.
         """
@@ -90,7 +86,7 @@ _AXIS = "_parallel3d_axis"
 
 
 class StreamClock(HostClock):
-    """Measures waits of an accelerator's compute stream, by an event before and after each of them.
+    """Measures waits of an accelerator's compute stream, by events recorded before and after each wait.
 
     A wait is a call of a collective or of its work's ``wait`` while the compute stream is the current one, or
     a wait of the compute stream for an event of another stream on which a collective was issued before (as
@@ -114,7 +110,7 @@ class StreamClock(HostClock):
         self._began = self._event()
 
     def start(self) -> Any:
-        """Returns an event, or None if the current stream is not the compute stream."""
+        """Returns a recorded event, or None if the current stream is not the compute stream."""
         return self._event() if self.device.current_stream() == self._compute else None
 
     def stop(self, started: Any, axis: str) -> None:
@@ -129,7 +125,7 @@ class StreamClock(HostClock):
         patch(self.device.Stream, "wait_event", self._wait_event)
 
     def take(self, *, failed: bool = False) -> tuple[float, dict[str, float]]:
-        """Synchronizes with the compute stream, but not after an error: it may wait for absent ranks."""
+        """As ``HostClock.take``; waits for the compute stream, unless ``failed``: ranks may be absent."""
         seconds: dict[str, float] = defaultdict(float)
         total = 0.0
         if not failed:
@@ -174,29 +170,31 @@ def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
 
 
 class ExposedTime:
-    """Measures the waits in ``with meter:``, on the thread that enters it and on autograd's threads.
+    """Measures the waits for collectives in the body of ``with meter:``, on the thread that enters it and on
+    autograd's threads.
 
     On a CPU a wait is the time that the thread is in a collective or in ``wait``; on an accelerator the time
     that its current stream can only wait for one (see ``StreamClock``). Both include waiting for slower
     ranks. Collectives in compiled code and those issued in C++ (DDP's) are not seen.
 
     Args:
-        meshes: give groups their axes; axes without names are called "0", "1". If several axes share a group
-            it counts as the first one's. A group of no mesh whose ranks are all in one axis's counts as that
-            axis's, as do those that the engine makes for itself.
+        meshes: a wait for one of their process groups counts as its axis's; axes without names are "0", "1".
+            If several axes share a group it counts as the first one's. A group of no mesh whose ranks are all
+            in one axis's counts as that axis's, as do those that the engine makes for itself.
         clock: by default ``StreamClock(torch.cuda)`` for meshes of GPUs, else ``HostClock()``.
 
     Attributes:
-        seconds: by axis, for the last body; axes without a wait are absent. ``"world"`` is the default group
-            if it is no axis's, ``"other"`` are groups of several axes or of none.
+        seconds: of waits in the last body, by axis; axes without a wait are absent. ``"world"`` is the
+            default group if it is no axis's, ``"other"`` are groups of several axes or of none.
         total: seconds of the last body. After an error on a GPU nothing is known: 0, and no axes.
     """
 
     def __init__(self, *meshes: DeviceMesh, clock: HostClock | None = None) -> None:
         if clock is None:
             on_gpus = any(mesh.device_type == "cuda" for mesh in meshes)
-            on_gpus = on_gpus and not active() and torch.cuda.is_available()
-            clock = StreamClock(torch.cuda) if on_gpus else HostClock()
+            clock = (
+                StreamClock(torch.cuda) if on_gpus and torch.cuda.is_available() else HostClock()
+            )
         self.clock = clock
         self.axes: dict[str, str] = {}  # name of a group -> axis
         self._ranks: dict[str, set[int]] = {}  # by axis
@@ -235,12 +233,12 @@ class ExposedTime:
 
     @property
     def names(self) -> list[str]:
-        """The axes of several ranks, also those that are several as one, such as ``shard_cp``."""
+        """Names of the axes with several ranks, and of axes joined from others, such as ``shard_cp``."""
         return [axis for axis, ranks in self._ranks.items() if len(ranks) > 1]
 
     @property
     def own(self) -> float:
-        """Seconds of the last body without its waits."""
+        """Seconds of the last body, less its waits for communication."""
         return max(0.0, self.total - sum(self.seconds.values()))
 
     def __enter__(self) -> ExposedTime:
@@ -273,7 +271,8 @@ class ExposedTime:
     def _measured(
         self, original: Any, axis_of: Callable[[Any], str], issued: Callable[[Any, str], None]
     ) -> Callable[..., Any]:
-        """Returns a method that calls ``original``, measures it, and then calls ``issued``."""
+        """Returns a method that calls ``original``, counts its time as a wait for ``axis_of(self)``, and then
+        calls ``issued(result, axis)``."""
         clock = self.clock
 
         def call(target: Any, *args: Any, **kwargs: Any) -> Any:
@@ -295,7 +294,7 @@ class ExposedTime:
 
 
 class _Thread(threading.local):
-    """State of each thread."""
+    """Per thread: whether its waits count, and whether it is in a call that is measured."""
 
     def __init__(self, entered: int) -> None:  # called once in each thread
         here = threading.get_ident()

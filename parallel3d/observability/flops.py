@@ -22,7 +22,7 @@ class ModelFlops:
     """FLOPs of forward and backward for one token.
 
     Attributes:
-        per_token: by ``CONVENTION``, as the planner's ``mfu`` counts.
+        per_token: counted by the planner's ``CONVENTION``, as for its ``mfu``.
         per_token_6n: 6 N + 12 L h s (PaLM, arXiv:2204.02311, appendix B), N with embeddings, as most count.
     """
 
@@ -59,7 +59,7 @@ _FORMS = ("pcie", "nvl", "sxm")
 
 
 def gpus_called(device: str) -> list[Gpu]:
-    """Returns the planner's GPUs of the family and the form of the one that torch calls ``device``."""
+    """Returns the planner's GPUs that match a device's name in torch: family and form (SXM, PCIe, NVL)."""
     words = re.split("[-_ ]", device.lower())
     form = next((f for f in _FORMS if any(word.startswith(f) for word in words)), "sxm")
     return [
@@ -78,6 +78,6 @@ def peak_of_device(device_type: str) -> float | None:
 
 
 def peak_by_name(name: str) -> float | None:
-    """Returns the same for the device that torch calls ``name``."""
+    """Returns the dense bf16 peak in FLOP/s of the device that torch calls ``name``; None if unknown."""
     peaks = {gpu.peak for gpu in gpus_called(name)}
     return peaks.pop() * 1e12 if len(peaks) == 1 else None

@@ -17,8 +17,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed import DeviceMesh
 
-from parallel3d._torch.groups import all_gather_single
-from parallel3d._torch.memory import dump_snapshot, record_history
+from parallel3d._torch.groups import all_gather_single, dump_snapshot, record_history
 from parallel3d._util.arguments import as_count, is_positive
 from parallel3d._util.dry_run import active
 from parallel3d._util.version import __version__
@@ -79,7 +78,7 @@ START_FIELDS = {
 
 
 def read_memory(device_type: str) -> dict[str, int]:
-    """Returns this rank's memory fields of a record, see ``FIELDS``."""
+    """Returns this rank's memory, as fields of a step's record, which ``FIELDS`` describes."""
     if device_type == "cuda":
         stats = torch.cuda.memory_stats()
         return {
@@ -111,12 +110,12 @@ class OomSnapshots:
         self.folder, self.entries = Path(folder), entries
 
     def start(self) -> None:
-        """Begins the history, on CUDA."""
+        """Begins to record allocations; does nothing without CUDA."""
         if torch.cuda.is_available():
             record_history(self.entries)
 
     def save(self, step: int, rank: int) -> Path | None:
-        """Writes the file. A failure is only a warning, as the out-of-memory error is being raised."""
+        """Writes the file and returns its path; only warns if that fails, as an error is being raised."""
         path = self.folder / f"oom-step-{step}-rank-{rank:05d}.pickle"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -130,16 +129,16 @@ class OomSnapshots:
 
 
 class Sink(Protocol):
-    """Takes records, on one rank."""
+    """Interface of what takes the records of a run's steps, on one rank."""
 
     def start(self, about: Mapping[str, Any]) -> None:
-        """The run begins; ``about`` has the fields of ``START_FIELDS``."""
+        """Called when the run begins; ``about`` has the fields of ``START_FIELDS``."""
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """A step has ended; ``record`` has the fields of ``FIELDS`` and other logged values."""
+        """Called when a step has ended; ``record`` has the fields of ``FIELDS`` and other logged values."""
 
     def close(self) -> None:
-        """The run ends."""
+        """Called when the run ends."""
 
 
 class Metrics:
@@ -226,8 +225,7 @@ class Metrics:
         peak = peak_of_device(mesh.device_type) if peak_tflops is None else peak_tflops * 1e12
         self.peak_flops = peak
         self.record: dict[str, Any] = {}
-        on_gpu = self.device_type == "cuda" and not active()
-        able = every and (on_gpu or self.device_type == "cpu")
+        able = every and self.device_type in ("cuda", "cpu")
         self._exposed = ExposedTime(mesh) if able else None
         self._own: deque[tuple[float, float]] = deque(maxlen=samples)  # (own, loading data)
         self._logged: dict[str, Any] = {}
@@ -290,7 +288,8 @@ class Metrics:
 
     @contextmanager
     def step(self, number: int) -> Iterator[Metrics]:
-        """Measures the step in the body; ``number`` is the same on all ranks. No record after an error.
+        """Measures the step in the body; ``number`` is the same on all ranks. If it raises there is no
+        record.
 
         Raises:
             StateError: the step before has not ended, or this is not within ``with metrics:``.
@@ -334,7 +333,7 @@ class Metrics:
 
     @contextmanager
     def loading_data(self) -> Iterator[None]:
-        """Counts the body, within a step, as waiting for data."""
+        """Counts the time of the body, which is part of a step, as time in which data was loaded."""
         began = time.perf_counter()
         try:
             yield
@@ -370,7 +369,7 @@ class Metrics:
         return fields
 
     def _gather(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Returns each rank's numbers in the mesh's order; none in a dry run. Collective.
+        """Returns ``numbers`` of each rank, in the mesh's order; an empty list in a dry run. Collective.
 
         One all-gather over the default group if the mesh contains all its ranks, otherwise one per axis.
         """
@@ -387,7 +386,7 @@ class Metrics:
         return [rows[rank] for rank in self.ranks] if is_whole and rows else rows
 
     def _sample(self, meter: ExposedTime, memory: int) -> dict[str, Any]:
-        """Returns the sampled fields. Collective."""
+        """Returns what only sampled records have: waits, and all ranks' times and memory. Collective."""
         self._own.append((meter.own, self._loading))
         axes = [*meter.names, WORLD, OTHER]
         waits = [meter.seconds.get(axis, 0.0) for axis in axes]

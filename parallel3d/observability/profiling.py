@@ -17,8 +17,8 @@ from parallel3d.errors import Parallel3dError
 class ProfilerWindow:
     """Profiles the steps ``first`` to ``last``, both included, on some ranks.
 
-    Each of them writes ``folder/steps-10-12-rank-00003.json`` at the end of the last step, or of the run.
-    Open it in ui.perfetto.dev or chrome://tracing. The step before the first is profiled as warm-up and
+    Each of these ranks writes ``folder/steps-10-12-rank-00003.json`` at the end of the last step, or of the
+    run. Open it in ui.perfetto.dev or chrome://tracing. The step before the first is profiled as warm-up and
     dropped. Other steps cost nothing. If the profiler fails, a trace can't be written or the run ends before
     the first step, there is a warning.
 
@@ -59,7 +59,7 @@ class ProfilerWindow:
         self._over = False  # the trace is written, or has failed
 
     def begin(self, step: int, rank: int) -> None:
-        """A step begins on this rank."""
+        """Called when a step begins: starts the profiler in the step before ``first``."""
         if self._over or (self.ranks is not None and rank not in self.ranks):
             return
         self._rank, self._latest = rank, step
@@ -88,7 +88,7 @@ class ProfilerWindow:
             self._profile.start()
 
     def end(self, step: int) -> None:
-        """A step has ended."""
+        """Called when a step has ended: writes the trace after the step ``last``."""
         if self._step is not None:
             self._step.__exit__(None, None, None)
             self._step = None
@@ -112,7 +112,7 @@ class ProfilerWindow:
             )
 
     def check_ranks(self, world_size: int) -> None:
-        """Warns of ranks that do not exist: a resumed run may have fewer."""
+        """Warns if some of ``ranks`` do not exist, as a resumed run may have fewer ranks."""
         absent = sorted((self.ranks or set()) - set(range(world_size)))
         if absent:
             warnings.warn(
@@ -121,7 +121,7 @@ class ProfilerWindow:
             )
 
     def _attempt(self, what: Callable[[], object]) -> None:
-        """Calls ``what``; if it fails, say because another profiler is on, warns and gives the window up."""
+        """Calls ``what``; if it raises, as when another profiler is on, warns and profiles no more."""
         try:
             what()
         except Exception as error:

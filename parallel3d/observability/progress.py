@@ -37,7 +37,7 @@ SPEED_PERIOD = 600  # seconds of past steps from which the remaining time is est
 
 
 def _give_up(why: object) -> None:
-    """Sends standard output nowhere, if its reader has ended, as ``head`` does, or its disk is full."""
+    """Redirects standard output to nowhere, as its reader has ended (like ``head``) or its disk is full."""
     with suppress(OSError):  # else Python writes again when it ends, and fails
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
@@ -46,7 +46,8 @@ def _give_up(why: object) -> None:
 
 
 class Progress:
-    """A sink that shows steps: a live line if rich is installed and stdout is a terminal, else some lines.
+    """A sink that shows steps: a live line if rich is installed and stdout is a terminal, else a line now and
+    then.
 
     ``Metrics`` starts and ends the live line; use it as a context manager to show the line for longer than
     the steps. It shows the values logged as ``loss`` and ``grad_norm``, and names a part of the mesh that is
@@ -54,7 +55,7 @@ class Progress:
 
     Args:
         steps: number of steps of the whole run.
-        quiet: shows nothing, for all ranks but one.
+        quiet: show nothing; for all ranks but one.
     """
 
     in_dry_runs = True
@@ -98,7 +99,7 @@ class Progress:
         self.close()
 
     def go_on_from(self, step: int) -> None:
-        """Says that ``step`` steps were done before."""
+        """Sets the number of steps done, for a run that is resumed after ``step`` steps."""
         self.done = step
         self._update()
 
@@ -123,7 +124,6 @@ class Progress:
         return f"Progress({self.steps})"
 
     def start(self, about: Mapping[str, Any]) -> None:
-        """Starts the live line."""
         self._total_memory = about.get("memory_total")
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self._shares_cores = about.get("device") == "cpu" and ranks > (os.cpu_count() or 1)
@@ -151,7 +151,7 @@ class Progress:
             self.print(f"{self._step()}  {text}")
 
     def _slow_again(self, stragglers: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Returns what to say of parts of the mesh that are slow for the third time running."""
+        """Returns the texts of those stragglers that have been slow in exactly three samples running."""
         found = {tuple(each["axes"].items()): each["text"] for each in stragglers}
         self._slow = {place: self._slow.get(place, 0) + 1 for place in found}
         return (
@@ -188,19 +188,18 @@ class Progress:
         return f"step {self.done:4d}/{self.steps}"
 
     def close(self) -> None:
-        """Ends the live line."""
         if self.bar is not None:
             self.bar.stop()
 
     @property
     def tokens_per_second(self) -> float:
-        """Average of the last ``WINDOW`` steps."""
+        """Tokens per second, averaged over the last ``WINDOW`` steps."""
         seconds = sum(seconds for _, seconds in self.speeds)
         return sum(tokens for tokens, _ in self.speeds) / max(seconds, 1e-9)
 
     @property
     def result(self) -> dict[str, float]:
-        """The run's figures: steps, loss and its mean over the last steps, tokens per second, seconds."""
+        """Figures of the run: steps, last loss, its mean over the last steps, tokens per second, seconds."""
         values: dict[str, float] = {"steps": self.done}
         if self.losses:
             values["loss"] = self.losses[-1]
@@ -210,7 +209,7 @@ class Progress:
 
 
 def _shares(exposed: Mapping[str, float], seconds: float) -> list[str]:
-    """Returns ``waits tp 12%``, ``shard 4%`` of the step, the largest first, those from half a percent on."""
+    """Returns texts such as ``waits tp 12%``, ``shard 4%``: waits from 0.5% of a step on, largest first."""
     shares = {axis: waited / seconds for axis, waited in exposed.items() if seconds}
     shown = sorted(
         (axis for axis in shares if shares[axis] >= 0.005), key=lambda axis: -shares[axis]

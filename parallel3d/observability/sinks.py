@@ -67,7 +67,6 @@ class JsonLines:
             raise
 
     def close(self) -> None:
-        """Closes the file."""
         if self._file is not None:
             file, self._file = self._file, None
             os.close(file)
@@ -145,7 +144,6 @@ class TensorBoard:
         self._writer.add_text("run", text)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Adds a point to each curve."""
         step, time = record["step"], record["time"]
         for name, value in scalars(record):
             self._writer.add_scalar(name, value, step, walltime=time)
@@ -154,7 +152,6 @@ class TensorBoard:
             self._writer.flush()
 
     def close(self) -> None:
-        """Flushes and closes the event file."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -164,7 +161,7 @@ class TensorBoard:
 
 
 def scalars(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Yields the numbers in a record, nested ones too, and the lengths of lists."""
+    """Yields (name, number) of the numbers in a record, ``outer/inner`` if nested, and lengths of lists."""
     for name, value in record.items():
         if isinstance(value, Mapping):
             yield from scalars(value, f"{prefix}{name}/")

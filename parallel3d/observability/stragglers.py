@@ -22,7 +22,8 @@ class Straggler:
     Attributes:
         coordinates: axis -> coordinate; on axes that are absent, all ranks.
         times: the time of the fastest of them divided by the median of all ranks.
-        cause: ``"loading data"`` if they would not be slow without it, else ``"computation"``.
+        cause: ``"loading data"`` if they would not be slow with the median's time for that, else
+            ``"computation"``.
     """
 
     coordinates: dict[str, int]
@@ -35,7 +36,6 @@ class Straggler:
         return f"{where} is {self.times:.1f} x slower than the median{loading}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the fields for JSON."""
         return {"axes": self.coordinates, "times": round(self.times, 3), "cause": self.cause}
 
 
@@ -46,13 +46,14 @@ def find_stragglers(
     loading: Sequence[float] | None = None,
     slow: float = 1.2,
 ) -> list[Straggler]:
-    """Names slow ranks by as few coordinates as possible: ``shard 3`` if all ranks there are slow.
+    """Returns the slow ranks, by as few coordinates as possible: ``shard 3`` if all ranks there are slow.
 
     Args:
         own: each rank's seconds of a step without its waits for others, in the mesh's order.
         axes: name -> size, outermost first.
-        loading: each rank's seconds of these in which it loaded data.
-        slow: a rank is slow from this many times the median on. The median of two ranks is the faster one.
+        loading: how many of these seconds each rank loaded data.
+        slow: a rank is slow if its seconds are at least this many times the median. The median of two ranks
+            is the faster one.
 
     Raises:
         Parallel3dError: there is not one number for each rank, or ``slow`` is not above 1.

@@ -36,7 +36,7 @@ from parallel3d.testing.parity import (
     inside,
     runs_of,
 )
-from parallel3d.testing.samples import LossFn, Samples, built, errors_named
+from parallel3d.testing.samples import LossFn, Samples, built, cast_model, errors_named
 
 SeedOf = Callable[[MeshLayout, int, int], int]
 
@@ -161,7 +161,7 @@ def verify(
 
 
 def _unlocated(error: Exception) -> Difference:
-    """Returns a difference for an error that the search did not find again, in the module that it names."""
+    """Returns a Difference for an error that the search could not reproduce; its text names the module."""
     words = str(error).split()
     named = next((w for w in words if "." in w and w.strip(".,:").isidentifier()), "")
     return Difference(owner_of(named)[0], "error", f"{type(error).__name__}: {error}")
@@ -186,7 +186,7 @@ def _search(
 
 
 def _applied(apply: Callable[[nn.Module, DeviceMesh], nn.Module]) -> Callable[..., nn.Module]:
-    """Returns ``apply``, after which each simulated rank has its own copy of every parameter."""
+    """Returns a function that calls ``apply`` and then gives each simulated rank its own parameters."""
 
     def parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         with errors_named("making the model parallel", model):
@@ -203,11 +203,8 @@ def _applied(apply: Callable[[nn.Module, DeviceMesh], nn.Module]) -> Callable[..
 
 
 def _copy_for_ranks(model: nn.Module) -> None:
-    """Replaces plain parameters and buffers, which every simulated rank would update, by tensors with a copy
-    for each rank. Tied ones stay tied.
-
-    Other tensors have a value for each rank already. A tensor with hooks can't be replaced.
-    """
+    """Replaces plain parameters and buffers, which every simulated rank would update, by tensors that have a
+    copy for each rank. Tied ones stay tied. A tensor with hooks is not replaced."""
     copies: dict[int, torch.Tensor] = {}
     for module in model.modules():
         own: Any
@@ -234,7 +231,7 @@ def step_seed(layout: MeshLayout, rank: int, step: int) -> int:
 
 
 class Pair:
-    """Both models of a case, with recorders. Methods are called outside the simulation.
+    """Both models of a Case, recorded and compared. Its methods are called while the simulation is suspended.
 
     ``without_gradient`` are the plain model's parameters that the loss of the first step does not reach.
     """
@@ -257,7 +254,7 @@ class Pair:
         self.without_gradient: tuple[str, ...] = ()
 
     def first(self, steps: int) -> Difference | None:
-        """Returns the first difference in ``steps`` steps."""
+        """Trains both models for ``steps`` steps, or until something differs, and returns that."""
         difference = self.state.structure() or self.state.weights_at_start(self.bound)
         if difference is not None:
             return difference
@@ -269,7 +266,6 @@ class Pair:
         return None
 
     def _step(self, step: int, optimizers: list[torch.optim.Optimizer]) -> Difference | None:
-        """Runs one step of both models and returns its first difference."""
         before = self.state.keep_buffers()
         plain_losses = self._run_plain(step)
         losses, error = self._run_parallel(step)
@@ -298,7 +294,8 @@ class Pair:
     def _in_forward(
         self, step: int, plain: list[Values], parallel: list[Values], error: Exception | None
     ) -> Difference | None:
-        """Returns the first module whose output differs, or that raised; the loss, if only that differs."""
+        """Returns the first module whose output differs or that raised ``error``; or the loss, if only it
+        differs. ``plain``, ``parallel``: the losses."""
         self.forward = Forward(*self.traces, self.groups, self.bound)
         fits = (
             Comparison(want, got, self.groups, self.bound).fit(WHOLE)
@@ -319,7 +316,7 @@ class Pair:
         return Difference.of_gap("(loss)", "loss", "loss", step, gap, self.bound)
 
     def dropout(self) -> tuple[Difference | None, int]:
-        """Returns the first dropout with a wrong mask in a step that was compared, and how many there are."""
+        """Runs a forward with dropout; returns the first one with a wrong mask, and how many there are."""
         masks = ForwardTrace()
         mode = DropoutMode(self.recorders[1], masks=True)
         with inside(self.case.world), mode, self._recording_parallel(masks, 0):
@@ -327,7 +324,7 @@ class Pair:
         return first_in_dropout(self.forward, merged(gathered(masks)))
 
     def _run_plain(self, step: int) -> list[Values]:
-        """Returns the losses by micro-batch and data rank, and leaves the gradients of their mean."""
+        """Runs the plain model's forward and backward; returns its losses by micro-batch and data rank."""
         recorder, traces = self.recorders[0], [ForwardTrace() for _ in self.groups]
 
         @contextmanager
@@ -343,7 +340,7 @@ class Pair:
         return losses
 
     def _run_parallel(self, step: int) -> tuple[list[Values], Exception | None]:
-        """Returns the losses by micro-batch and rank until an error, and the error."""
+        """As ``_run_plain``, for the parallel model: losses by micro-batch and rank, an error or None."""
         trace, error = ForwardTrace(), None
         losses: list[Values] = []
         recorder, recording = self.recorders[1], partial(self._recording_parallel, trace)
@@ -371,8 +368,8 @@ class Pair:
 
 
 def _check_plain(setup: Setup, run: ParityRun) -> None:
-    """Raises if the plain model, its inputs or its loss can't be used for a comparison."""
-    model = built(setup.build, setup.seed).to(run.dtype)
+    """Raises Parallel3dError if the plain model, its inputs or its loss can't be used for a comparison."""
+    model = cast_model(built(setup.build, setup.seed), run.dtype)
     with errors_named("making the inputs of sample 0"):
         inputs = setup.batch(0)
     what = (

@@ -45,41 +45,24 @@ RELEASE = b"release"
 
 @dataclass(frozen=True)
 class Job:
-    """The description of one run that a rank receives.
-
-    Attributes:
-        store: path of the store's file.
-        timeout: seconds after which a collective fails.
-        sys_path: the pool's ``sys.path``.
-        module: name and file of the module that defines the function.
-        call: the pickled function and arguments.
-    """
+    """What the pool sends to one rank for one run: what to call, and in which world."""
 
     rank: int
     world_size: int
-    store: str
-    timeout: float
-    sys_path: tuple[str, ...]
-    module: tuple[str, str | None]
-    call: bytes
+    store: str  # path of the store's file
+    timeout: float  # seconds after which a collective fails
+    sys_path: tuple[str, ...]  # the pool's
+    module: tuple[str, str | None]  # name and file of the one that defines the function
+    call: bytes  # the pickled function and arguments
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The failure of one rank.
-
-    Attributes:
-        summary: type and message of the exception, or how the process ended.
-        traceback: the remote traceback; empty if the process died or was ended.
-        exception: the exception, or None if it can't be pickled and loaded here.
-        died: whether the process ended without an answer, by a signal or ``os._exit``.
-    """
-
     rank: int
-    summary: str
-    traceback: str = ""
-    exception: BaseException | None = None
-    died: bool = False
+    summary: str  # type and message of the exception, or how the process ended
+    traceback: str = ""  # the remote one; empty if the process died or was ended
+    exception: BaseException | None = None  # None if it can't be pickled and loaded here
+    died: bool = False  # whether the process ended without an answer, by a signal or ``os._exit``
 
 
 class WorkerError(RuntimeError):
@@ -102,7 +85,7 @@ class WorkerTimeout(WorkerError, TimeoutError):
 
 
 class _Worker:
-    """One process and the pool's end of its pipe."""
+    """A worker process, and the pool's end of the pipe to it."""
 
     def __init__(self, context: Any, index: int, threads: int) -> None:
         self.connection: Connection
@@ -252,7 +235,7 @@ class GlooPool:
         self.close()
 
     def _start(self, count: int) -> list[_Worker]:
-        """Returns the first ``count`` workers, started and ready."""
+        """Returns the first ``count`` workers, after starting those that don't run."""
         for index, worker in enumerate(self._workers[:count]):
             if worker is None or not worker.process.is_alive():
                 self._end(index)
@@ -295,7 +278,8 @@ class GlooPool:
         return results, {failure.rank: failure for failure in ordered}
 
     def _release(self, workers: list[_Worker], unfinished: list[int]) -> None:
-        """Lets finished workers destroy their groups; ends the others, and those that answer "spent"."""
+        """Lets workers that have finished destroy their process groups; ends the others, and those that
+        answer "spent": too many threads are left in them."""
         for rank in unfinished:  # first: peers may wait for their sockets to close
             self._end(rank)
         finished = [(rank, worker) for rank, worker in enumerate(workers) if rank not in unfinished]
@@ -318,7 +302,6 @@ class GlooPool:
 
 
 def _job(fn: Callable[..., Any], args: tuple[Any, ...], world_size: int, timeout: float) -> Job:
-    """Returns the job without its rank and store."""
     try:
         call = pickle.dumps((fn, args))
     except Exception as error:
@@ -340,7 +323,7 @@ def _job(fn: Callable[..., Any], args: tuple[Any, ...], world_size: int, timeout
 
 
 def _outcome(rank: int, worker: _Worker) -> Failure | tuple[Any]:
-    """Reads one rank's answer: its failure, or a tuple with its result."""
+    """Reads a worker's answer: a Failure, or a tuple with the result."""
     message = worker.receive()
     if message is None:
         return Failure(rank, f"process died with exit code {worker.exit_code()}", died=True)
@@ -390,7 +373,7 @@ def _error(
 
 
 def serve(connection: Connection, threads: int) -> None:
-    """Runs jobs until the pool closes its end of the pipe or its process has ended."""
+    """Runs in a worker: executes jobs until the pool closes its end of the pipe or its process has ended."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     faulthandler.enable()  # prints where a worker crashed
     torch.set_num_threads(threads)
@@ -410,7 +393,7 @@ def serve(connection: Connection, threads: int) -> None:
 
 
 def _end_with_parent() -> None:
-    """Ends this process, even inside a collective, when the pool's process has ended."""
+    """Ends this worker, even inside a collective, when the pool's process has ended."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -460,7 +443,7 @@ def _call(job: Job) -> Any:
 
 
 def _import_module(name: str, file: str | None) -> None:
-    """Imports the module of the function, from its file if it can't be found by name."""
+    """Imports the module in which a job's function is defined: by its name, or else from its file."""
     if name in sys.modules or file is None:
         return
     try:
@@ -477,7 +460,7 @@ def _import_module(name: str, file: str | None) -> None:
 
 
 def _failure(rank: int, error: BaseException) -> tuple[Failure, bytes | None]:
-    """Returns the failure, and the pickled exception apart, as the pool may not be able to load it."""
+    """Returns the failure and, apart, its exception pickled, as the pool may be unable to load that."""
     summary = "".join(traceback.format_exception_only(error)).strip()
     while error.__traceback__ is not None:  # drop the frames of this file
         if error.__traceback__.tb_frame.f_code.co_filename != __file__:
@@ -492,7 +475,7 @@ def _failure(rank: int, error: BaseException) -> tuple[Failure, bytes | None]:
 
 
 def _clean_up() -> None:
-    """Undoes what the run may have changed in this process."""
+    """Undoes what a job may have changed in this worker."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         os.environ.pop(name, None)
     if dist.is_initialized():

@@ -26,7 +26,7 @@ from parallel3d.mesh.axes import EXPERT
 from parallel3d.mesh.joined import expert_view
 from parallel3d.optim import accumulate
 from parallel3d.parallelize import parallelize
-from parallel3d.testing.samples import LossFn, Samples
+from parallel3d.testing.samples import LossFn, Samples, cast_model
 from parallel3d.testing.worlds import LocalWorld, local_world
 
 Around = Callable[[int], AbstractContextManager[object]]
@@ -48,7 +48,7 @@ class Parity:
 
 @dataclass(frozen=True)
 class ParityRun:
-    """One training of both models: dtype, optimizer, tolerance of loss and gradients, and of weights."""
+    """One comparison of training runs: dtype, optimizer, tolerance of loss and gradients, and of weights."""
 
     dtype: torch.dtype
     optimizer: Callable[..., torch.optim.Optimizer]
@@ -57,12 +57,11 @@ class ParityRun:
 
     @property
     def name(self) -> str:
-        """Name of the dtype, such as ``float64``."""
         return str(self.dtype).removeprefix("torch.")
 
 
 def adamw(params: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
-    """Returns AdamW, fused if possible: DTensor then dispatches once a step, not per op and parameter."""
+    """Returns AdamW; fused if possible, which DTensor dispatches once a step and not once per parameter."""
     params = list(params)
     fused = _may_be_fused(params)
     groups: dict[int, list[torch.Tensor]] = {}  # no kernel takes tensors of several meshes
@@ -73,7 +72,8 @@ def adamw(params: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
 
 
 def _may_be_fused(params: list[torch.Tensor]) -> bool:
-    """torch's fused kernel ignores strides on CPU, and the last shard of a split row may have gaps."""
+    """Returns whether AdamW may be fused, on every rank: on CPU torch's fused kernel ignores strides, and the
+    local tensor of a split row may have gaps."""
     locals_ = [get_local_tensor(p) if isinstance(p, DTensor) else p for p in params]
     fused = all(p.is_floating_point() and p.is_contiguous() for p in locals_)
     if not ranks_are_simulated() and any(isinstance(p, DTensor) for p in params):
@@ -92,7 +92,7 @@ _EXACT = 1e-8
 
 
 def runs_of(tolerance: float = 1e-9, fp32: bool = True) -> tuple[ParityRun, ...]:
-    """Returns the runs of a comparison, see ``assert_parity``."""
+    """Returns the dtypes, optimizers and tolerances with which ``assert_parity`` trains."""
     # AdamW divides a gradient by its own size: a step from a gradient that is only rounding is as large as
     # any.
     exact = tolerance <= _EXACT
@@ -166,23 +166,23 @@ def assert_parity(
 
 
 def default_shard_batch(layout: MeshLayout, apply: Any) -> ShardBatch | None:
-    """``shard_batch`` where none is given."""
+    """Returns the ``shard_batch`` to use if the user gives none; None without cp."""
     return cp.shard_batch if apply is None and layout.cp > 1 else None
 
 
 def outside(world: LocalWorld | None) -> AbstractContextManager[None]:
-    """Suspends the simulation, if ranks are simulated."""
+    """Context manager that suspends the simulation, if ranks are simulated."""
     return nullcontext() if world is None else world.paused()
 
 
 def inside(world: LocalWorld | None) -> AbstractContextManager[None]:
-    """Resumes the simulation within ``outside``."""
+    """Context manager that resumes the simulation within ``outside``."""
     return nullcontext() if world is None else world.resumed()
 
 
 @dataclass(frozen=True)
 class Setup:
-    """The models to compare and how they are trained: the arguments of ``assert_parity``."""
+    """How to make both models and train them: the arguments of ``assert_parity``."""
 
     build: Callable[[], nn.Module]
     batch: Samples
@@ -196,9 +196,9 @@ class Setup:
 
     @contextmanager
     def case(self, run: ParityRun) -> Iterator["Case"]:
-        """Builds both models, on simulated ranks unless this process is a rank already."""
+        """Builds both models and yields them as a Case; simulates ranks if there is no process group."""
         torch.manual_seed(self.seed)
-        plain = self.build().to(run.dtype)
+        plain = cast_model(self.build(), run.dtype)
         parallel = copy.deepcopy(plain)
         real = dist.is_initialized()
         simulated = nullcontext() if real else local_world(self.layout.world_size)
@@ -210,7 +210,6 @@ class Setup:
 
 
 def compare(setup: Setup, runs: Sequence[ParityRun], steps: int) -> Parity:
-    """Trains and compares both models in each run, as ``assert_parity`` says."""
     result = Parity()
     for run in runs:
         with setup.case(run) as case:
@@ -223,7 +222,7 @@ def compare(setup: Setup, runs: Sequence[ParityRun], steps: int) -> Parity:
 
 @dataclass
 class Case:
-    """Both models in one run. Methods are called outside the simulation, unless they say otherwise."""
+    """Both models in one run. Its methods run with the simulation suspended, unless they say otherwise."""
 
     setup: Setup
     run: ParityRun
@@ -234,13 +233,12 @@ class Case:
     worst: dict[str, float] = field(default_factory=dict)  # largest differences, see ``compare``
 
     def inputs(self, step: int, micro: int, data_rank: int) -> tuple[torch.Tensor, ...]:
-        """Returns the inputs of one data rank."""
         size = self.setup.layout.data_size
         number = (step * self.setup.micro_batches + micro) * size + data_rank
         return cast_floats(self.setup.batch(number), self.run.dtype)
 
     def parallel_inputs(self, step: int, micro: int) -> tuple[Any, ...]:
-        """Returns this rank's inputs, or those of all simulated ranks. Called inside the simulation."""
+        """Returns the inputs of this rank, or of all simulated ranks. Called in the simulation."""
         inputs, shard_batch = self._whole_inputs(step, micro), self.setup.shard_batch
         return self.setup.batch.cut(inputs, shard_batch, self.mesh) if shard_batch else inputs
 
@@ -256,7 +254,6 @@ class Case:
         return tuple(self.world.map(tensors.__getitem__) for tensors in by_input)
 
     def compare(self, steps: int) -> None:
-        """Trains both models for ``steps`` steps and compares them."""
         optimizers = self.optimizers()
         objects = [id(p) for p in self.parallel.parameters()]
         for step in range(steps):
@@ -271,7 +268,8 @@ class Case:
         self._compare_tensors("weight")
 
     def plain_step(self, step: int, around: Around = nullcontext) -> list[dict[int, torch.Tensor]]:
-        """Runs the backward of the mean loss, each forward within ``around(data_rank)``.
+        """Runs the plain model's backward of the mean loss over all samples; each forward is within
+        ``around(data_rank)``.
 
         Returns the losses by micro-batch and data rank.
         """
@@ -286,7 +284,7 @@ class Case:
         return losses
 
     def parallel_step(self, step: int, around: Around = nullcontext) -> Iterator[torch.Tensor]:
-        """Yields each micro-batch's loss after its backward. Called inside the simulation."""
+        """Runs one step; yields each micro-batch's loss after its backward. Called in the simulation."""
         model = self.parallel
         indices: Iterable[int] = range(self.setup.micro_batches)
         sharded = any(isinstance(m, FSDPModule) for m in model.modules())
@@ -302,7 +300,7 @@ class Case:
             yield self._over_cp(loss.detach())
 
     def _over_cp(self, loss: torch.Tensor) -> torch.Tensor:
-        """Returns the mean over the cp ranks, each of which has the loss of its part of the sequences."""
+        """Returns the mean of the cp ranks' losses, each of which is that of a part of the sequences."""
         size = self.setup.layout.cp
         if size == 1:
             return loss
@@ -311,11 +309,9 @@ class Case:
         return loss / size
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Returns the plain model's and the parallel model's."""
         return [self.run.optimizer(model.parameters()) for model in (self.plain, self.parallel)]
 
     def update(self, optimizers: list[torch.optim.Optimizer]) -> None:
-        """Steps both optimizers and clears the gradients."""
         for optimizer, world in zip(optimizers, (None, self.world), strict=True):
             with inside(world):
                 optimizer.step()
@@ -326,7 +322,7 @@ class Case:
     def _compare_losses(
         self, plain: list[dict[int, torch.Tensor]], parallel: list[torch.Tensor]
     ) -> None:
-        """Compares each rank's loss with that of the sample it read."""
+        """Compares each rank's loss with the plain model's loss of the same sample."""
         for expected, losses in zip(plain, parallel, strict=True):
             for rank, loss in _by_rank(losses):
                 want = expected[self.setup.layout.data_rank(rank)]
@@ -334,9 +330,8 @@ class Case:
                 self._check("loss", "loss", rank, replace(gap, factor=None), self.run.grads)
 
     def _compare_tensors(self, what: str) -> None:
-        """Compares each weight, relative to its largest value, or each gradient, relative to the model's
-        largest gradient, as the exact gradient of a key bias is zero.
-        """
+        """Compares each weight, relative to its own largest value, or (``what``) each gradient, relative to
+        the model's largest gradient, as the exact gradient of a key bias is zero."""
         plain, parallel = (
             {
                 name: p.grad if what == "gradient" else p.detach()
@@ -346,7 +341,7 @@ class Case:
         )
         assert list(parallel) == list(plain), "the parallel model's parameter names differ"
         known = {name: t for name, t in plain.items() if t is not None and t.numel()}
-        largest = {name: float(_numbers(t).abs().max()) for name, t in known.items()}
+        largest = {name: float(t.double().abs().max()) for name, t in known.items()}
         if what == "gradient":
             largest = dict.fromkeys(largest, max(largest.values()))
         for name, whole in plain.items():
@@ -370,7 +365,7 @@ class Case:
             self._check(what, name, rank, gap_between(want, local, bound, scale), bound)
 
     def _check(self, what: str, name: str, rank: int, gap: Gap, bound: float) -> None:
-        """Notes the difference, and raises if it is above the tolerance."""
+        """Notes a difference, and raises AssertionError if it is above ``bound``."""
         if not gap.difference <= bound:
             times = gap.times(self.setup.layout.as_dict(views=True))
             raise AssertionError(
@@ -378,11 +373,6 @@ class Case:
                 f"plain model's by {gap.difference:.3g} (relative), more than {bound:g}{times}"
             )
         self.worst[what] = max(self.worst.get(what, 0.0), gap.difference)
-
-
-def _numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """Converts codes (uint8, bool) to numbers that can be subtracted."""
-    return tensor if tensor.is_floating_point() else tensor.double()
 
 
 def shards_of(tensor: torch.Tensor) -> Iterator[tuple[int, tuple[slice, ...], torch.Tensor]]:
@@ -409,7 +399,7 @@ def shards_of(tensor: torch.Tensor) -> Iterator[tuple[int, tuple[slice, ...], to
 
 
 def _coordinates(mesh: DeviceMesh) -> dict[int, list[int]]:
-    """Returns each rank's coordinates on the axes of ``mesh``, also for ranks in its sibling submeshes."""
+    """Returns rank -> its coordinates on the axes of ``mesh``, for all ranks of the root mesh."""
     root, view = root_mesh(mesh), expert_view(mesh)
     ranks = root.mesh.flatten().tolist()
     places = dict(zip(ranks, map(list, itertools.product(*map(range, root.shape))), strict=True))

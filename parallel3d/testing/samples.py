@@ -1,4 +1,5 @@
-"""The inputs of assert_parity and verify: what the user gives, as a function of the sample's number."""
+"""The inputs of assert_parity, verify and audit: what the user gives, as a function of the sample's
+number."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -69,15 +70,15 @@ class Samples:
         return tuple(parts.values())
 
     def cut(self, inputs: tuple[Any, ...], shard_batch: Any, mesh: Any) -> tuple[Any, ...]:
-        """Returns a cp rank's part of a sample: arguments of ``loss_of``, by name in a dict."""
+        """Returns this cp rank's part of a sample: inputs, or one dict of them if there are ``names``."""
         if self.names:
             return (shard_batch(dict(zip(self.names, inputs, strict=True)), mesh),)
         return tuple(shard_batch(inputs, mesh))
 
     def loss_of(self, loss: LossFn | None) -> LossFn:
-        """Returns ``loss``, or the default one, called with keyword arguments if there are ``names``.
+        """Returns a function (model, inputs) -> loss that calls ``loss`` or the default loss.
 
-        These are the inputs by name, or the one input if it is a dict.
+        If there are ``names``, inputs are passed by keyword; they may be given as one dict.
         """
 
         def of(model: nn.Module, *inputs: Any) -> torch.Tensor:
@@ -91,7 +92,7 @@ class Samples:
 
 
 def built(build: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """Returns the plain model, with the same values on every rank."""
+    """Returns the model that ``build`` makes after ``torch.manual_seed(seed)``: the same on every rank."""
     torch.manual_seed(seed)
     with errors_named("building the model"):
         model = build()
@@ -100,8 +101,18 @@ def built(build: Callable[[], nn.Module], seed: int) -> nn.Module:
     return model
 
 
+def cast_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Returns ``model`` with its parameters and buffers in ``dtype``. In float64 the experts of a Hugging
+    Face model use batched matmuls, as torch has no grouped ones of it."""
+    config: Any = getattr(model, "config", None)
+    implementation = getattr(config, "_experts_implementation", None)
+    if dtype == torch.float64 and implementation == "grouped_mm":
+        model.set_experts_implementation("batched_mm")  # type: ignore[operator]
+    return model.to(dtype)
+
+
 def default_loss(model: nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
-    """Returns the model's own loss, or the mean square of its output."""
+    """Returns the model's own loss or output, if a scalar, or the mean square of its first output."""
     output = model(*args, **kwargs)
     own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(own, torch.Tensor):
@@ -133,7 +144,7 @@ def _takes_a_number(function: Callable[..., Any]) -> bool:
 
 
 def _parts_of(batch: Any, parts: int) -> Callable[[int], Any]:
-    """Returns a function of the sample's number: the rows of ``batch`` that are part ``number % parts``."""
+    """Returns a function: a sample's number -> the rows of ``batch`` in its part ``number % parts``."""
     tensors = [t for t in tensors_in(batch) if t.dim()]
     rows = {t.shape[0] for t in tensors}
     if not tensors:
@@ -156,10 +167,10 @@ def _parts_of(batch: Any, parts: int) -> Callable[[int], Any]:
 
 
 def _made_for(model: Any) -> tuple[Callable[[int], Any], str]:
-    """Returns a function of the sample's number, and what it makes, for a model whose inputs are known.
+    """Returns a function that makes the inputs of a sample by its number, and a text that describes them.
 
-    They are known if the model says them (Hugging Face), or if its forward needs one tensor and its first
-    module with parameters is an embedding or linear layer; a forward shows whether that is so.
+    The inputs are known if the model says them (Hugging Face), or if its forward needs one tensor and its
+    first module with parameters is an embedding or linear layer; a forward shows whether that is so.
     """
     tried: Exception | None = None
     for make, what in _guesses(model):
@@ -212,7 +223,8 @@ def _seeded(index: int) -> torch.Generator:
 
 @contextmanager
 def errors_named(what: str, model: nn.Module | None = None) -> Iterator[None]:
-    """Errors of the body become Parallel3dErrors: ``what`` raised them, in which line and which module."""
+    """Context manager: turns errors of the body into Parallel3dErrors that say that ``what`` raised them, in
+    which line and in which module of ``model``."""
     try:
         yield
     except Parallel3dError:
@@ -226,7 +238,7 @@ def errors_named(what: str, model: nn.Module | None = None) -> Iterator[None]:
 
 
 def _module_in(error: Exception, model: nn.Module | None) -> str:
-    """The innermost module of ``model`` in whose forward ``error`` was raised, and its input."""
+    """Returns a text that names the innermost module whose forward raised ``error``, and its input; or ""."""
     names = {} if model is None else {id(m): name for name, m in model.named_modules()}
     for frame, _ in reversed(list(walk_tb(error.__traceback__))):
         module = frame.f_locals.get("self")

@@ -23,6 +23,7 @@ from parallel3d._torch.simulated import (
     LocalTensor,
     LocalTensorMode,
     inner_tensors,
+    join_ranks,
     make_simulated,
     simulation_paused,
     update_sizes,
@@ -41,8 +42,8 @@ class SimulationMode(LocalTensorMode):
 
     For every operation torch flattens all argument lists, saves and restores the state of the generators for
     each rank, gives views the storage of their base (which asks Python for sizes three times) and keeps sizes
-    in Python. None of that changes the result of an ordinary operation, so these skip it; random numbers,
-    collectives and other special operations are run by torch's mode.
+    in Python. None of that changes the result of an ordinary operation, so these operations skip it; random
+    numbers, collectives and other special operations are run by torch's mode.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -110,24 +111,12 @@ class SimulationMode(LocalTensorMode):
         first = results[self._order[0]]
         if isinstance(first, list) and any(len(r) != len(first) for r in results.values()):
             return super().__torch_dispatch__(func, (LocalTensor,), args, kwargs)  # pads the list
-        return self._join(results)
-
-    def _join(self, results: dict[int, Any]) -> Any:
-        """Joins the ranks' results, which are tensors, lists of tensors, or None."""
-        first = results[self._order[0]]
-        if isinstance(first, torch.Tensor):
-            return make_simulated(results, self.ranks)
-        if first is None:
-            return None
-        by_rank = results.items()
-        return type(first)(
-            [self._join({rank: values[i] for rank, values in by_rank}) for i in range(len(first))]
-        )
+        return join_ranks(results, self.ranks)
 
 
 @functools.cache
 def _is_ordinary(func: Any) -> bool:
-    """Whether ``func`` can be called rank by rank: it maps tensors to tensors and has no other effect."""
+    """Returns whether ``func`` can be called rank by rank: from tensors to tensors, no other effect."""
     if not isinstance(func, OpOverload) or func.namespace != "aten":
         return False
     schema = func._schema
@@ -159,7 +148,7 @@ def _check_not_plain(func: Any, types: Sequence[Any]) -> None:
 
 @dataclass(frozen=True)
 class FakeWorld:
-    """Yielded by ``fake_world``: this process's ``rank`` and the ``size`` of the world."""
+    """What ``fake_world`` yields: this process's ``rank`` and the ``size`` of the world."""
 
     rank: int
     size: int
@@ -167,7 +156,7 @@ class FakeWorld:
 
 @contextmanager
 def fake_world(rank: int, world_size: int) -> Iterator[FakeWorld]:
-    """This process becomes rank ``rank`` of ``world_size`` on torch's fake process group.
+    """Makes this process rank ``rank`` of ``world_size``, on torch's fake process group.
 
     Collectives return at once without communicating, so a world of thousands of ranks costs nothing. Use it
     for shapes, placements and counts, not for values.
@@ -230,12 +219,12 @@ class LocalWorld:
         return inner if isinstance(tensor, LocalTensor) else inner * self.size
 
     def paused(self) -> AbstractContextManager[None]:
-        """Suspends the simulation, so that a plain model is built and runs fast."""
+        """Context manager that suspends the simulation, so that a plain model is built and runs fast."""
         return self._mode.disable()
 
     @contextmanager
     def resumed(self) -> Iterator[None]:
-        """Within ``paused()``: switches the simulation on again."""
+        """Context manager that switches the simulation on again within ``paused()``."""
         self._mode.enable_()
         try:
             yield
@@ -289,13 +278,11 @@ def destroy_group() -> None:
 
 
 def check_count(name: str, value: object) -> None:
-    """Raises MeshError unless ``value`` is a positive integer."""
     if type(value) is not int or value < 1:
         raise MeshError(f"{name}={value!r}: must be a positive integer")
 
 
 def check_rank(rank: Any, world_size: Any) -> None:
-    """Raises MeshError unless ``rank`` is a rank of a world of ``world_size``."""
     check_count("world_size", world_size)
     if type(rank) is not int or not 0 <= rank < world_size:
         raise MeshError(

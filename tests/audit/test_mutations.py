@@ -5,6 +5,7 @@ A mutation is a function of ours whose result is changed: (where it is, on which
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -16,11 +17,12 @@ import parallel3d as p3d
 from parallel3d import AuditError, MeshLayout
 from parallel3d._util.trees import map_tensors
 from parallel3d.cp import collectives as over_cp
-from parallel3d.cp import kinds
 from parallel3d.fsdp import reduction
 from parallel3d.fsdp.inspect import Bucket
 from parallel3d.testing import GlooPool
 from parallel3d.tp import collectives as over_tp
+
+attending = import_module("parallel3d.cp.attention")  # as a name of the package it is the function
 
 
 def rounded(x: Tensor) -> Tensor:
@@ -60,9 +62,9 @@ WHERE: dict[str, tuple[Any, str, tuple[MeshLayout, dict[str, Any]], str]] = {
     "tp in backward": (over_tp._Collective, "backward", TP, "tensors"),
     "to heads": (over_cp._OPERATIONS, "to_heads", ULYSSES, "tensors"),
     "to positions": (over_cp._OPERATIONS, "to_positions", ULYSSES, "tensors"),
-    "gathered attention": (kinds, "attend", GATHER, "tensors"),
-    "attention of heads": (kinds, "scaled_dot_product_attention", ULYSSES, "tensors"),
-    "a message of the ring": (kinds, "Rotation", RING, "rotation"),
+    "gathered attention": (attending, "attend", GATHER, "tensors"),
+    "attention of heads": (attending, "scaled_dot_product_attention", ULYSSES, "tensors"),
+    "a message of the ring": (attending, "Rotation", RING, "rotation"),
     "gradients over cp": (over_cp._AcrossRanks, "backward", GATHER, "tensors"),
     "gradients of heads": (over_cp._AcrossRanks, "backward", ULYSSES, "tensors"),
 }

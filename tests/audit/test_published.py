@@ -9,7 +9,7 @@ import pytest
 from _support.audit.published import FAULTS, PLAN, Fault, Net, loss_of, tokens
 
 from parallel3d.testing import GlooPool, audit
-from parallel3d.testing.relations.program import sgd
+from parallel3d.testing.relations.engines import sgd
 from parallel3d.testing.relations.relation import DEFAULT, Outcome, Verdict
 
 

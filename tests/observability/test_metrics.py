@@ -74,11 +74,8 @@ def test_records_of_one_rank(tmp_path: Path) -> None:
     assert set(kept.about) < set(START_FIELDS) and kept.about["mesh"]["shard"] == 1
     for record in kept.records:
         assert set(record) <= {*FIELDS, "mine"} and record["loss"] == 4.0 - record["mine"]
-        assert (
-            record["step_seconds"] >= 0.01 > record["data_seconds"] - 0.05
-            and record["memory_peak"] > 1e7
-        )
-        assert record["data_seconds"] >= 0.005
+        assert 0.005 <= record["data_seconds"] <= record["step_seconds"] - 0.005
+        assert record["memory_peak"] > 1e7
         assert record["tokens_per_second"] == pytest.approx(100 / record["step_seconds"])
         assert record["mfu"] == pytest.approx(record["tokens_per_second"] * 2e9 / 10e12)
         assert record["mfu_6n"] == pytest.approx(record["mfu"] * 1.5)

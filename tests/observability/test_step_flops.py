@@ -56,6 +56,7 @@ NAMES = {
     "NVIDIA GH200 480GB": "gh200",
     "NVIDIA B200": "b200",
     "NVIDIA GB200": "gb200",
+    "NVIDIA GB300": "gb300",  # not a B300's
     "NVIDIA B300 SXM6 AC": "b300",
     "NVIDIA L40S": "l40s",
     "NVIDIA H20": "h20",
@@ -74,7 +75,7 @@ def test_known_gpus(name: str) -> None:
         "NVIDIA GeForce RTX 4090",
         "NVIDIA L40",
         "NVIDIA H200 NVL",
-        "NVIDIA GB300",  # not a B300's
+        "NVIDIA GB400",  # not a GB300's
         "NVIDIA H100 80GB HBM3 MIG 1g.10gb",  # a part of one
     ],
 )

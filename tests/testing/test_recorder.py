@@ -122,11 +122,6 @@ BACKWARD = [
 ]
 
 
-def test_backward_on_a_fake_world() -> None:
-    with fake_world(3, 8):
-        assert record_backward(torch.ones(3, requires_grad=True)) == BACKWARD
-
-
 def test_backward_on_simulated_ranks() -> None:
     with local_world(8) as world:
         x = world.map(lambda rank: torch.full((3,), float(rank))).requires_grad_()

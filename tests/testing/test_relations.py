@@ -131,7 +131,8 @@ def test_engines_of_others(name: str, gloo_pool: GlooPool) -> None:
 
 
 def test_what_an_engine_has_not() -> None:
-    from parallel3d.testing.relations.program import Program
+    pytest.importorskip("accelerate")
+    from parallel3d.testing.relations.engines import Program
     from parallel3d.testing.samples import Samples
 
     def program(layout: MeshLayout) -> Program:

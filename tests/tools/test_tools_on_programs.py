@@ -25,13 +25,18 @@ PROGRAMS = programs()
 NOT_DRY = {
     "torch.allclose(": "it compares values",
     "hf_tensors(": "it hands the weights' values to an engine",
+    **(BY_VALUES := {"torch.where(": "its experts take rows by their values"}),
 }
 """Words of a program -> why dryrun doesn't apply to it."""
 NEEDS = {"from peft": "peft", "integrations.transformers": "accelerate"}
 """Words of a program -> the library that it needs."""
 DRY = [each for each in PROGRAMS if not any(words in each.text for words in NOT_DRY)]
 DRY.sort(key=lambda each: each.name != "minimal.py")  # README's is in each run
-PARALLELIZED = [each for each in PROGRAMS if "parallelize(" in each.text]  # not fully_shard alone
+PARALLELIZED = [  # not fully_shard alone; plan runs the model on the meta device
+    each
+    for each in PROGRAMS
+    if "parallelize(" in each.text and not any(words in each.text for words in BY_VALUES)
+]
 
 
 def skip_without_libraries(program: Program) -> None:
@@ -82,6 +87,6 @@ def test_plan_verify_and_doctor(program: Program, tmp_path: Path) -> None:
 
 def test_few_are_left_out() -> None:
     left_out = [each.name for each in PROGRAMS if each not in DRY or each not in PARALLELIZED]
-    assert len(left_out) <= 4 < len(PROGRAMS) // 5, left_out
+    assert len(left_out) <= 5 < len(PROGRAMS) // 5, left_out
     for words in NOT_DRY:
         assert any(words in each.text for each in PROGRAMS), words

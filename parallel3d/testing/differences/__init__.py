@@ -1,1 +1,1 @@
-"""Where a parallel model departs from the plain one: record both, fit parts to wholes, name the module."""
+"""Finds where a parallel model departs from the plain one: records both, compares, and names the module."""

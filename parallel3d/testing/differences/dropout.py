@@ -35,14 +35,14 @@ _MHA = signature(F.multi_head_attention_forward)
 
 
 class DropoutMode(Functions):
-    """Switches dropout off; or, with ``masks``, leaves it on. ``recorder`` records the calls and masks."""
+    """Runs torch's functions without dropout or, with ``masks``, with it; ``recorder`` gets the calls."""
 
     def __init__(self, recorder: ForwardRecorder | None = None, *, masks: bool = False) -> None:
         super().__init__(self.function)
         self.recorder, self.masks = recorder, masks
 
     def function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A function of torch, without its dropout or with a mask that is noted."""
+        """Calls ``func``, without its dropout or, with ``masks``, with it; the mask is then recorded."""
         if func in _BY_ELEMENT or func in _OTHER:
             return self._elements(func, *args, **kwargs)
         if func is _ATTENTION:
@@ -76,7 +76,7 @@ class DropoutMode(Functions):
         return input * kept
 
     def _attention(self, call: Sdpa) -> Tensor:
-        """With ``masks``, gets the attention weights, and so the mask, from an identity matrix as values."""
+        """Calls attention; with ``masks``, an identity matrix as values shows which weights are dropped."""
         rate, value, length = float(call.dropout_p), call.value, call.key.shape[-2]
         if not rate or not self.masks:
             self._note(_ATTENTION.__name__, call[:3], rate)
@@ -113,7 +113,7 @@ def first_in_dropout(forward: Forward, masks: ForwardTrace) -> tuple[Difference 
 
 
 def _in_one_model(plain: ForwardTrace, parallel: ForwardTrace) -> Difference | None:
-    """Finds a dropout in one model only, unless the other drops as much in another place."""
+    """Returns a dropout that one model lacks, unless it has one of the same rate in another place."""
     plain_rates, rates = (
         {key: call.rate for key, call in trace.calls.items() if call.rate}
         for trace in (plain, parallel)
@@ -143,7 +143,8 @@ def _difference(key: Key, what: str, rank: int = 0) -> Difference:
 def _wrong_masks(
     mask: Values, kind: str, rate: float, groups: Sequence[FitGroup]
 ) -> Iterator[tuple[str, int]]:
-    """Yields pairs of ranks that must draw the same mask and don't, or the reverse: (text, rank)."""
+    """Yields (text, rank) for ranks that must draw the same mask and don't, or the reverse; ``kind`` says how
+    tp ranks hold the input, see ``Fit``."""
     for group in groups:
         first = group.ranks[0]
         for rank in group.ranks[1:]:
@@ -165,7 +166,7 @@ def _alike(a: Tensor, b: Tensor) -> bool:
 
 
 def _surely_alike(a: Tensor, b: Tensor, rate: float) -> bool:
-    """Whether the masks are equal, and have too many elements for it to be chance."""
+    """Returns whether two masks are equal and have too many elements for it to be chance."""
     count = min(a.numel(), b.numel())
     drawn = int(((a.flatten()[:count] != 0) | (b.flatten()[:count] != 0)).sum())
     nats = -drawn * math.log(rate**2 + (1 - rate) ** 2) if 0 < rate < 1 else 0.0

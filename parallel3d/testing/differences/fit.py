@@ -33,25 +33,23 @@ class FitGroup:
 
 @dataclass(frozen=True)
 class Fit:
-    """A form in which tp ranks hold a tensor.
+    """How the ranks of a tp group hold a tensor, as its ``kind`` says.
 
-    Attributes:
-        kind: ``"whole"``: each rank has all of it. ``"shard"``: one after another along ``dim``.
-            ``"slices"``: other entries along ``dim``, such as packed sections or heads that ranks share.
-            ``"partial"``: the ranks' tensors add up to it.
-        index: for each tp rank, the entries along ``dim`` that it has.
-        odd: why the form is unusual; ``""`` for a usual one.
+    ``"whole"``: each rank has all of it; ``"shard"``: each has the next part along ``dim``; ``"slices"``:
+    each has entries ``index`` along ``dim``, such as packed sections or heads that ranks share;
+    ``"partial"``: the ranks' tensors add up to it.
     """
 
     kind: Kind
     dim: int = 0
-    index: tuple[Tensor, ...] = ()
-    odd: str = ""
+    index: tuple[Tensor, ...] = ()  # for each tp rank, the entries along ``dim`` that it has
+    odd: str = ""  # why the form is unusual
 
 
 @dataclass(frozen=True)
 class FitGap:
-    """No form fits: the smallest relative difference of any form, a rank that has it, and a guess why."""
+    """No ``Fit`` explains what the ranks hold of a plain tensor: the relative difference by the best of them,
+    a rank with that difference, and a guess at the cause."""
 
     difference: float
     rank: int
@@ -59,34 +57,27 @@ class FitGap:
 
 
 def apart(want: Tensor, got: Tensor, floor: float) -> float:
-    """Returns the largest difference, also of integers; see ``gap_between``."""
+    """Returns the relative difference of two tensors of any dtype; ``floor``: see ``gap_between``."""
     return gap_between(_doubles(want), _doubles(got), math.inf, floor).difference
 
 
 def take(whole: Tensor, fit: Fit, tp_rank: int) -> Tensor:
-    """Returns what a tp rank holds of ``whole``, for a fit that is not ``partial``."""
+    """Returns what rank ``tp_rank`` of a tp group holds of ``whole`` by a fit other than ``"partial"``."""
     return whole.index_select(fit.dim, fit.index[tp_rank]) if fit.index else whole
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One tensor of the plain model and what the ranks of the parallel model hold of it.
+    """One tensor of the plain model and what the ranks of the parallel model hold of it."""
 
-    Attributes:
-        plain: the plain model's tensor by data rank.
-        parallel: the parallel model's by rank.
-        bound: largest accepted difference, relative to the largest plain value.
-        floor: lower bound of that largest value.
-    """
-
-    plain: Mapping[int, Tensor]
-    parallel: Mapping[int, Tensor]
+    plain: Mapping[int, Tensor]  # by data rank
+    parallel: Mapping[int, Tensor]  # by rank
     groups: Sequence[FitGroup]
-    bound: float
-    floor: float = 0.0
+    bound: float  # largest accepted difference, relative to the largest plain value
+    floor: float = 0.0  # lower bound of that largest value
 
     def fit(self, kinds: frozenset[str] = ALL) -> Fit | FitGap:
-        """Returns the form of ``kinds`` in which the ranks hold the tensor, or how far off the nearest is."""
+        """Returns the Fit, of one of ``kinds``, by which ranks hold the tensor, or how far off all are."""
         best: FitGap | None = None
         for fit in self._candidates(kinds):
             gap = self._gap(fit)
@@ -103,7 +94,8 @@ class Comparison:
         return replace(best, hint=hint)
 
     def fit_gradient(self, fit: Fit) -> Literal["whole", "partial"] | FitGap:
-        """Fits the gradient of a tensor held as ``fit``: ranks have their parts of it, or parts of a sum."""
+        """Compares gradients of a tensor that ranks hold by ``fit``. Returns ``"whole"`` if ranks have their
+        parts of the plain one, ``"partial"`` if theirs add up to it, else the gap."""
         if fit.kind == "partial":
             fit = Fit("whole")
         whole = self._gap(fit)
@@ -115,7 +107,7 @@ class Comparison:
         return replace(whole, hint=self.hint())
 
     def hint(self) -> str:
-        """Names a simple relation of the two, if there is one: a factor, a missing sum, ranks that differ."""
+        """Returns a text if ranks' tensors relate simply to the plain one: a factor, a missing sum; or ""."""
         first, (want, got) = self.groups[0], self._first()
         if want.shape != got.shape or not want.numel():
             return ""
@@ -141,12 +133,12 @@ class Comparison:
         return ""
 
     def _first(self) -> tuple[Tensor, Tensor]:
-        """Returns the tensors of the first group: the plain model's and the first rank's."""
+        """Returns, for the first tp group, the plain model's tensor and the tensor of its first rank."""
         first = self.groups[0]
         return self.plain[first.data_rank], self.parallel[first.ranks[0]]
 
     def _gap(self, fit: Fit) -> FitGap:
-        """Returns the largest relative difference between what ranks hold and what ``fit`` says."""
+        """Returns the largest relative difference between what ranks hold and what they should by ``fit``."""
         worst = FitGap(-1.0, self.groups[0].ranks[0])
         for group in self.groups:
             want = self.plain[group.data_rank]
@@ -185,7 +177,7 @@ class Comparison:
 
 
 def _axes(factor: float, tp: int, data: int) -> str:
-    """Names the axes whose size, or its inverse, is ``factor``."""
+    """Returns a text that gives ``factor`` in terms of the numbers of tp and data ranks, or ""."""
     text = named(factor, {"tp": tp, "the number of data ranks": data}).removeprefix(" = ")
     if not text:
         return ""
@@ -210,7 +202,7 @@ def _factor(want: Tensor, got: Tensor) -> float | None:
 
 
 def _total(parts: Sequence[Tensor], fit: Fit, want: Tensor) -> Tensor:
-    """Adds up the parts, each at its index if ``fit`` has one; an empty tensor if shapes do not allow it."""
+    """Adds up the parts, each at its index if ``fit`` has one; returns an empty tensor if shapes differ."""
     if not fit.index:
         numbers = [part.double() if part.dtype == torch.bool else part for part in parts]
         alike = all(part.shape == parts[0].shape for part in parts)
@@ -224,7 +216,7 @@ def _total(parts: Sequence[Tensor], fit: Fit, want: Tensor) -> Tensor:
 
 
 def _sharded_dim(whole: Tensor, parts: Sequence[Tensor]) -> int | None:
-    """Returns the only dim in which the parts are smaller than the whole."""
+    """Returns the dim in which parts are smaller than the whole, if it is only one; else None."""
     if any(part.dim() != whole.dim() for part in parts):
         return None
     dims = {d for part in parts for d in range(whole.dim()) if part.shape[d] != whole.shape[d]}
@@ -235,7 +227,7 @@ def _sharded_dim(whole: Tensor, parts: Sequence[Tensor]) -> int | None:
 
 
 def _oddity(index: Sequence[Tensor], size: int) -> str:
-    """Names what no packed or shared layout does."""
+    """Returns what is unusual in the ranks' entries (some missing, another order); "" if nothing is."""
     if torch.unique(torch.cat(tuple(index))).numel() < size:
         return "entries of the plain model's that no tp rank has"
     ascending = all(bool((entries[1:] > entries[:-1]).all()) for entries in index)
@@ -246,7 +238,8 @@ def _oddity(index: Sequence[Tensor], size: int) -> str:
 
 
 def _entries(whole: Tensor, part: Tensor, dim: int, bound: float) -> Tensor:
-    """Finds each entry of ``part`` along ``dim`` of ``whole``; the result is shorter if one isn't found.
+    """Returns where along ``dim`` of ``whole`` each entry of ``part`` is; it ends before the first that isn't
+    there.
 
     Entries are compared by a random projection. If several are equal, the one is taken that is followed by
     the most matching entries.
@@ -258,7 +251,7 @@ def _entries(whole: Tensor, part: Tensor, dim: int, bound: float) -> Tensor:
     near = 10 * bound * max(1e-30, *map(abs, keys)) if keys else 0.0
 
     def run(i: int, j: int) -> int:
-        """Counts how many entries agree, from ``i`` of the whole and ``j`` of the part on."""
+        """Returns how many entries agree in a row, from ``i`` of the whole and ``j`` of the part on."""
         pairs = zip(keys[i:], wanted[j:], strict=False)
         return len(list(takewhile(lambda pair: abs(pair[0] - pair[1]) <= near, pairs)))
 

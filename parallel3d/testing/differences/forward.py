@@ -55,7 +55,7 @@ class Difference:
     def of_gap(
         cls, module: str, kind: DifferenceKind, what: str, step: int, gap: FitGap, bound: float
     ) -> Difference:
-        """Returns the difference that ``gap`` is."""
+        """Makes a Difference with the size, rank and hint of ``gap``."""
         return cls(module, kind, what, step, gap.rank, gap.difference, bound, gap.hint)
 
     def as_dict(self) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class Difference:
 
 
 def owner_of(parameter: str) -> tuple[str, str]:
-    """Splits a parameter's or buffer's name into that of its module and its own."""
+    """Splits a parameter's or buffer's name: "a.b.weight" -> ("a.b", "weight")."""
     module, _, own = parameter.rpartition(".")
     return module, own
 
@@ -84,10 +84,11 @@ Event = tuple[str, Key]
 
 
 class Forward:
-    """The forward of one step: how the parallel model's tensors make up the plain model's.
+    """The forwards of one step, compared: how the parallel model's ranks hold each of the plain model's
+    tensors.
 
-    ``fits`` are the forms of the inputs and outputs of modules, ``bad`` the events with a tensor that no form
-    fits.
+    ``fits`` has the Fit of each input and output of a module, ``bad`` the events (a call's begin or end) with
+    a tensor for which there is none.
     """
 
     def __init__(
@@ -114,10 +115,11 @@ class Forward:
                     self.fits[what, key, at] = Fit("partial") if kinds == {"partial"} else fit
 
     def first(self, step: int) -> Difference | None:
-        """Returns the cause of the first tensor that does not fit, unless a call around it is right.
+        """Returns the cause of the first tensor that differs, unless a call that contains it has right
+        outputs.
 
-        The inputs of a module are attributed to the code around it. A tensor in an unusual form, such as a
-        sum that was not reduced, is the cause if a tensor computed from it is wrong.
+        The inputs of a module are attributed to the code around it. A tensor that ranks hold in an unusual
+        way, such as a sum that was not reduced, is the cause if a tensor computed from it differs.
         """
         event = next((event for event in self.plain.events if self._is_wrong(event)), None)
         if event is None:
@@ -134,37 +136,37 @@ class Forward:
         return Difference.of_gap(name, "input", text, step, gap, self.bound)
 
     def output_of(self, other: Difference) -> Difference | None:
-        """Returns the difference in the output of the module that ``other`` names, if there is one."""
+        """Returns the difference in the output of the module that ``other`` names; None if that is right."""
         for (what, key), gap in self.bad.items():
             if what == "exit" and key[0] == other.module:
                 return Difference.of_gap(key[0], "output", "output", other.step, gap, self.bound)
         return None
 
     def _odd(self, event: Event) -> str:
-        """Returns why a tensor of ``event`` has a form that is seldom intended, or ``""``."""
+        """Returns why ranks hold a tensor of ``event`` in a way that is seldom intended, or ``""``."""
         odd = (fit.odd for place, fit in self.fits.items() if place[:2] == event and fit.odd)
         return next(odd, "")
 
     def _ancestors(self, key: Key) -> list[Key]:
-        """Returns the calls around a call, innermost first."""
+        """Returns the calls that contain the call ``key``, innermost first."""
         parent = self.plain.calls[key].parent
         return [] if parent is None else [parent, *self._ancestors(parent)]
 
     def _is_wrong(self, event: Event) -> bool:
-        """Whether a tensor of ``event`` does not fit, and no call that contains it has a right output."""
+        """Returns whether a tensor of ``event`` differs, and no call that contains it has right outputs."""
         what, key = event
         around = [*self._ancestors(key), *([key] if what == "enter" else [])]
         return event in self.bad and not any(self._is_right(k) for k in around)
 
     def _is_right(self, key: Key) -> bool:
-        """Whether the outputs of a call are right. A single number, such as a loss, may be so by chance."""
+        """Returns whether a call's outputs are right, other than single numbers, which may be by chance."""
         event, outputs = ("exit", key), self.plain.calls[key].tensors["exit"]
         telling = any(value.numel() > 1 for values in outputs.values() for value in values.values())
         fits = all(("exit", key, at) in self.fits for at in outputs)
         return telling and fits and event not in self.bad and not self._odd(event)
 
     def _suspect(self, event: Event) -> Event | None:
-        """Returns the first tensor before ``event`` whose odd form may be the cause."""
+        """Returns the first event before ``event`` with a tensor held in an odd way that may be the cause."""
         before = self.plain.events[: self.plain.events.index(event)]
         scope = {*self._ancestors(event[1]), event[1]}
         finished = {key for what, key in before if what == "exit"}
@@ -180,7 +182,7 @@ class Forward:
 
 
 class Backward:
-    """The backward of one step. The plain model's gradients are of the mean over ``data_size`` ranks."""
+    """The backwards of one step, compared; the plain gradients are of the mean over ``data_size`` ranks."""
 
     def __init__(self, forward: Forward, data_size: int) -> None:
         self.forward, self.plain, self.scale = forward, forward.plain, data_size
@@ -196,7 +198,7 @@ class Backward:
         self.floor = max(largest, default=0.0) * 1e-3
 
     def first(self, gaps: Mapping[str, FitGap], step: int) -> Difference | None:
-        """Returns the cause of the ``gaps`` in parameters' gradients; None if there are no gaps.
+        """Returns the cause of ``gaps``, those of parameters whose gradients differ; None if there are none.
 
         The gradient of a module's output is attributed to the calls that read the output; the gradients of
         its input and its parameters to the module itself.
@@ -215,7 +217,8 @@ class Backward:
         return self._of_parameter(list(gaps)[-1], gaps, None, step)
 
     def _fit(self, place: Place) -> str | FitGap:
-        """Returns ``"whole"``, ``"partial"``, ``""`` if nothing is known, or how far the gradient is off."""
+        """Returns how ranks hold the gradient at ``place``: ``"whole"``, ``"partial"``, ``""`` if that is
+        unknown, or a FitGap if the gradient differs."""
         what, key, at = place
         form, call = self.forward.fits.get(place), self.forward.parallel.calls.get(key)
         want = self.plain.calls[key].grads[what].get(at)
@@ -228,19 +231,19 @@ class Backward:
         return Comparison(scaled, got, groups, self.forward.bound, self.floor).fit_gradient(form)
 
     def _places(self, what: str, key: Key) -> list[Place]:
-        """Returns the places of one event that have a gradient, last first."""
+        """Returns the tensors (places) of one event that have a gradient, last first."""
         grads = self.plain.calls[key].grads[what]
         return [(what, key, at) for at in sorted(grads, reverse=True)]
 
     def _readers(self, place: Place) -> list[Place]:
-        """Returns the innermost calls' inputs that are the same tensor as ``place``."""
+        """Returns the innermost calls' inputs that are the same tensor as the one at ``place``."""
         calls = self.plain.calls.values()
         readers = [("enter", c.key, at) for c in calls for at, source in c.reads if source == place]
         around = {self.plain.calls[key].parent for _, key, _ in readers}
         return [p for p in readers if p[1] not in around]
 
     def _cause(self, places: list[Place]) -> Key | None:
-        """Returns the call that returned only a part of the gradient at ``places``, if there is one."""
+        """Returns the call that returned only a part of the gradient at ``places``; None if there is none."""
         cause = None
         seen: set[Key] = set()
         while True:

@@ -26,40 +26,32 @@ FUNCTION = "::"  # between the names of a module and of a function that it calls
 
 @dataclass
 class RecordedCall:
-    """One call of one module.
-
-    Attributes:
-        parent: the call in which it was made.
-        reads: (index of an input, earlier place at which the same tensor was recorded).
-        tensors: its inputs ("enter") and outputs ("exit"), index -> values by rank.
-        grads: the gradients of these tensors, in the same form.
-        kinds: index of an output -> forms (see ``fit``) that it may have, if they are known.
-        rate: probability of a dropout, 0 in evaluation mode.
-        mask: the elements that a dropout kept, if recorded.
-        done: whether it returned.
-    """
+    """One call of a module. ``tensors``: "enter" (inputs) or "exit" (outputs) -> index -> rank -> value;
+    ``grads``: their gradients, likewise."""
 
     key: Key
-    parent: Key | None
+    parent: Key | None  # the call in which it was made
+    # (Index of an input, earlier place at which the same tensor was recorded).
     reads: list[tuple[int, Place]] = field(default_factory=list)
     tensors: dict[str, dict[int, Values]] = field(default_factory=lambda: {"enter": {}, "exit": {}})
     grads: dict[str, dict[int, Values]] = field(default_factory=lambda: {"enter": {}, "exit": {}})
+    # Index of an output -> forms (see ``fit``) that it may have, if they are known.
     kinds: dict[int, frozenset[str]] = field(default_factory=dict)
-    rate: float = 0.0
-    mask: Values | None = None
-    done: bool = False
+    rate: float = 0.0  # probability of a dropout, 0 in evaluation mode
+    mask: Values | None = None  # the elements that a dropout kept
+    done: bool = False  # whether it returned
 
 
 @dataclass
 class ForwardTrace:
-    """The calls of one forward and backward, and ("enter" or "exit", call) in order."""
+    """The calls of one forward and backward; ``events``: when each began ("enter") and ended ("exit")."""
 
     calls: dict[Key, RecordedCall] = field(default_factory=dict)
     events: list[tuple[str, Key]] = field(default_factory=list)
 
 
 def merged(traces: list[ForwardTrace]) -> ForwardTrace:
-    """Merges the traces of several ranks into the first, whose order of events is kept."""
+    """Merges the ranks' traces into the first one, whose order of events is kept."""
     first = traces[0]
     for trace in traces[1:]:
         for key, call in trace.calls.items():
@@ -79,20 +71,16 @@ def merged(traces: list[ForwardTrace]) -> ForwardTrace:
 
 
 class ForwardRecorder:
-    """Has hooks on every module of ``model``, which record while ``trace`` is set.
+    """Records the calls of all modules of ``model``, by hooks, in ``trace`` while that is set.
 
     Each input of a module is replaced by a view of it, so that each reader of a tensor has its own gradient.
-    The results of the model do not change.
-
-    Attributes:
-        trace: the trace being recorded, or None.
-        own: the ranks that hold an ordinary tensor of this process.
-        stack: the calls that have not returned; after an exception those it passed through.
+    The results of the model do not change. ``own``: the ranks that a plain tensor of this process belongs to.
     """
 
     def __init__(self, model: nn.Module, own: tuple[int, ...]) -> None:
         self.trace: ForwardTrace | None = None
         self.own = own
+        # The calls that have not returned; after an exception those it passed through.
         self.stack: list[RecordedCall] = []
         self._places: dict[int, list[Place]] = {}
         self._alive: list[Tensor] = []
@@ -142,7 +130,7 @@ class ForwardRecorder:
         return call
 
     def _input(self, call: RecordedCall | None) -> Callable[[Tensor], Tensor]:
-        """Returns a function that replaces an input by a view and records it in ``call``."""
+        """Returns a function that replaces an input by a view of it and records it in ``call``."""
         count = 0
 
         def view(tensor: Tensor) -> Tensor:
@@ -172,7 +160,7 @@ class ForwardRecorder:
             tensor.register_hook(self._grad_hook(call.grads["exit"], at))
 
     def _keep(self, tensor: Tensor, places: list[Place]) -> None:
-        """Notes the places of ``tensor``, and keeps it alive so that no other tensor gets its id."""
+        """Notes where ``tensor`` was read and returned, and keeps it alive, so that its id stays its own."""
         self._places[id(tensor)] = places
         self._alive.append(tensor)
 
@@ -186,7 +174,7 @@ class ForwardRecorder:
     def function(
         self, name: str, inputs: tuple[Tensor, ...], rate: float, mask: Tensor | None
     ) -> None:
-        """Records that the running module calls a function that may drop elements."""
+        """Records that the running module calls a function with dropout of this ``rate``."""
         if self.trace is None or not self.stack:
             return
         call = self._new(self.stack[-1].key[0] + FUNCTION + name)
@@ -196,7 +184,7 @@ class ForwardRecorder:
             call.mask = self.values(mask)
 
     def values(self, tensor: Tensor) -> Values:
-        """Returns copies of what each rank holds."""
+        """Returns copies of what each rank holds of a tensor, by rank."""
         tensor = tensor.detach() if _is_usual(tensor) else tensor
         if isinstance(tensor, DTensor):
             tensor = get_local_tensor(tensor)
@@ -211,7 +199,7 @@ class ForwardRecorder:
 
 
 def _is_usual(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is an ordinary tensor, simulated ranks' or a DTensor."""
+    """Returns whether it is an ordinary tensor, one of simulated ranks, or a DTensor."""
     return (
         type(tensor) in (Tensor, nn.Parameter)
         or isinstance(tensor, DTensor)
@@ -220,7 +208,7 @@ def _is_usual(tensor: Tensor) -> bool:
 
 
 def _known_kinds(module: nn.Module, output: Tensor) -> frozenset[str] | None:
-    """Returns the forms that ``output`` may have by its placements or the module's style, or None."""
+    """Returns the kinds of Fit that ``output`` may have by placements or its module's style; None: any."""
     cut = frozenset({"shard", "slices"})
     if isinstance(output, DTensor):
         names = output.device_mesh.mesh_dim_names or ()

@@ -23,7 +23,7 @@ Part = tuple[int, str, Tensor, Tensor]  # (rank, which part, what the rank has, 
 
 
 def gathered(value: Any) -> list[Any]:
-    """Returns ``value`` of every real rank; with simulated ranks or one process only this one's."""
+    """Returns each process's ``value``; only this one's with simulated ranks or without a group."""
     if not dist.is_initialized() or dist.get_backend() == "fake":
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -32,12 +32,12 @@ def gathered(value: Any) -> list[Any]:
 
 
 def joined(values: Values) -> Values:
-    """Returns the tensors by rank that all real ranks have together."""
+    """Returns tensors by rank: those of all processes together."""
     return {rank: tensor for part in gathered(values) for rank, tensor in part.items()}
 
 
 class State:
-    """The parameters and buffers of both models; ``forms`` says how ranks hold those that are no DTensors."""
+    """The parameters and buffers of both models. ``forms``: the Fit of parameters that are no DTensors."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class State:
         self.buffers: dict[str, Fit] = {}
 
     def parameters(self) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
-        """Returns both models' parameters by the plain model's names, tied ones by each of their names."""
+        """Returns both models' parameters by the plain model's names; a tied one under each of its names."""
         plain, parallel = (
             {plain_name(name): p for name, p in m.named_parameters(remove_duplicate=False)}
             for m in (self.plain, self.parallel)
@@ -61,7 +61,7 @@ class State:
     # ---- before the first step ----
 
     def structure(self) -> Difference | None:
-        """Finds a parameter that is absent, frozen, tied or of another dtype in one model only."""
+        """Returns the first parameter that is absent, frozen, tied or of another dtype in one model only."""
         for name, what in self._structures():
             return Difference(owner_of(name)[0], "structure", what)
         return None
@@ -88,7 +88,7 @@ class State:
                 yield name, f"{own} is no longer the same parameter as {tied}"
 
     def modes(self) -> Difference | None:
-        """Finds the first module that is in training mode in one model only."""
+        """Returns the first module that is in training mode in one model only."""
         training = {plain_name(name): m.training for name, m in self.parallel.named_modules()}
         for name, module in self.plain.named_modules():
             if training.get(plain_name(name), module.training) != module.training:
@@ -98,12 +98,12 @@ class State:
         return None
 
     def without_gradient(self) -> tuple[str, ...]:
-        """Returns the plain model's trained parameters that have no gradient now."""
+        """Returns the names of the plain model's parameters that require a gradient and have none now."""
         named = self.plain.named_parameters()
         return tuple(name for name, p in named if p.requires_grad and p.grad is None)
 
     def weights_at_start(self, bound: float) -> Difference | None:
-        """Finds a parameter or buffer with another initial value, and notes how ranks hold them."""
+        """Returns the first parameter or buffer with another initial value; notes how ranks hold them."""
         plain, parallel = self.parameters()
         gaps = {}
         for name, p in plain.items():
@@ -133,7 +133,7 @@ class State:
         return Comparison(plain, held, self.groups, bound).fit(_CUT)
 
     def _on_own_ranks(self, tensor: Tensor) -> Values:
-        """Returns ``tensor`` by rank, for all simulated ranks or this one."""
+        """Returns ``tensor`` by rank: for all simulated ranks, or for this process's."""
         by_rank = tensors_by_rank(tensor)
         return dict.fromkeys(self.own, tensor.detach()) if by_rank is None else dict(by_rank)
 
@@ -147,13 +147,13 @@ class State:
                 yield plain_name(name), b, c
 
     def keep_buffers(self) -> dict[str, Tensor]:
-        """Returns copies of the plain model's buffers."""
         return {name: b.clone() for name, b, _ in self._buffer_pairs()}
 
     def buffers_after(
         self, before: dict[str, Tensor], step: int, bound: float
     ) -> Difference | None:
-        """Finds a buffer that should not have changed, or whose values differ between ranks.
+        """Returns the first buffer that changed though the plain one (``before``) didn't, or that differs
+        between ranks.
 
         Where the plain model changes a buffer, its value is not compared: the plain model has seen the data
         ranks' samples one after another.
@@ -172,7 +172,7 @@ class State:
         return None
 
     def _gap_between_ranks(self, values: Values, fit: Fit) -> FitGap:
-        """Returns the largest difference between ranks that should have the same buffer."""
+        """Returns the largest difference between the values of ranks that should have the same."""
         worst = FitGap(0.0, 0)
         first = self.groups[0]
         for group in self.groups:
@@ -187,7 +187,7 @@ class State:
     # ---- gradients and weights ----
 
     def gaps(self, what: str, bound: float, *, only_dtensors: bool = False) -> dict[str, FitGap]:
-        """Returns the parameters whose ``"gradient"`` or ``"weight"`` differs, in the model's order."""
+        """Returns name -> gap of the parameters whose ``"gradient"`` or ``"weight"`` (``what``) differs."""
         plain, parallel = self.parameters()
         grads = [p.grad for p in plain.values() if p.grad is not None and p.grad.numel()]
         largest = max((float(g.abs().max()) for g in grads), default=0.0)
@@ -232,7 +232,7 @@ class State:
         ]
 
     def _hint(self, parts: list[Part], rank: int, bound: float, scale: float) -> str:
-        """Names a simple relation of the plain tensor and the rank's part, or the parts of several ranks."""
+        """Returns a text if the plain tensor and what ranks hold of it are simply related, or ""."""
         worst = next((p for p in parts if p[0] == rank), None)
         if worst is None or worst[2].shape != worst[3].shape or not worst[2].numel():
             return ""
@@ -266,7 +266,7 @@ def _dtype(tensor: Tensor) -> str:
 
 
 def _merged(own_gaps: dict[str, FitGap]) -> dict[str, FitGap]:
-    """Returns the largest gap that any real rank has found for each parameter."""
+    """Returns the largest difference of each parameter that any process has found."""
     worst: dict[str, FitGap] = {}
     for gaps in gathered(own_gaps):
         for name, gap in gaps.items():

@@ -1,1 +1,1 @@
-"""audit: relations that must hold between trainings of one program, on any engine."""
+"""audit: checks relations that must hold between trainings of one program, with any engine."""

@@ -1,4 +1,5 @@
-"""The engines that an audit trains on: ours, torch's, accelerate's, transformers' Trainer, Megatron-FSDP.
+"""A user's program as an audit trains it, in variants, and the engines: ours, torch's, accelerate's,
+transformers' Trainer, Megatron-FSDP.
 
 An engine is a subclass of ``Engine``; ``ENGINES`` has those of this file by name, and a user may give one of
 his own. Their methods run on every rank of a process group.
@@ -9,7 +10,9 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from importlib.util import find_spec
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,18 +26,116 @@ from torch.utils.data import DataLoader
 
 from parallel3d import checkpoint
 from parallel3d._torch.fully_shard import plain_name
+from parallel3d._util.trees import cast_floats
 from parallel3d._util.units import find_units
-from parallel3d.mesh import build_mesh
+from parallel3d.errors import Parallel3dError
+from parallel3d.mesh import MeshLayout, build_mesh
 from parallel3d.optim import accumulate, clip_grad_norm_
 from parallel3d.parallelize import parallelize
-from parallel3d.testing.relations.program import Program, Result, Variant
+from parallel3d.testing.samples import LossFn, Samples, built, cast_model
+
+MICRO_BATCHES = 2  # samples of a data rank in each step
+
+Step = Callable[[nn.Module, torch.optim.Optimizer, Sequence[Any]], Any]
+"""``step(model, optimizer, micro_batches)`` -> loss, or (loss, gradient norm): a user's training step."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How a training differs from the base, the training with each field's default."""
+
+    plain: bool = False  # the plain model, in one process, on all ranks' samples in one batch
+    micro_batches: int = 1  # parts into which a data rank's batch is cut
+    rotated: bool = False  # each data rank gets the samples of the next one
+    frozen: bool = False  # the parameters of the first module that has some, in the first step
+    resumed: bool = False  # a new model and optimizer, which load a checkpoint, take the last step
+    recomputed: bool = False  # activations are, in the backward
+    compiled: bool = False  # blocks are
+    again: bool = False  # a repetition without a change
+
+
+@dataclass
+class Result:
+    """What a training gives: numbers for each step, and whole tensors by parameter's name."""
+
+    losses: list[float] = field(default_factory=list)  # means over all ranks
+    grads: list[dict[str, Tensor | None]] = field(default_factory=list)  # at the optimizer's step
+    norms: list[float] = field(default_factory=list)  # of the engine or the user's step, if any
+    no_norm: str = ""  # why the engine could not compute a norm
+    own_norms: list[float] = field(default_factory=list)  # computed from ``grads``
+    before_last: dict[str, Tensor] = field(default_factory=dict)  # parameters before the last step
+    weights: dict[str, Tensor] = field(default_factory=dict)  # and after it
+    exported: dict[str, Tensor] = field(
+        default_factory=dict
+    )  # the state dict that a user would write
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    """Returns SGD with momentum: unlike Adam, it keeps a gradient's factor and enlarges no rounding."""
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+
+
+@dataclass(frozen=True)
+class Program:
+    """What is trained: arguments of ``audit``, of which ``tp_plan`` and ``options`` are ``parallelize``'s."""
+
+    build: Callable[[], nn.Module]
+    samples: Samples
+    loss: LossFn
+    layout: MeshLayout
+    tp_plan: Any = None
+    options: dict[str, Any] = field(default_factory=dict)
+    step: Step | None = None  # None: the engine's own way to accumulate, and no clipping
+    optimizer: Callable[[Any], torch.optim.Optimizer] = sgd
+    steps: int = 3
+    seed: int = 0
+    shard_batch: Callable[..., Any] | None = None
+
+    def model(self) -> nn.Module:
+        """Returns the plain model in float64, with the same values on every rank."""
+        return cast_model(built(self.build, self.seed), torch.float64)
+
+    def batches(self, step: int, data_rank: int, variant: Variant) -> list[Any]:
+        """Returns the micro-batches of a data rank in one step: tuples of inputs, as ``variant`` says."""
+        ranks, count = self.layout.data_size, MICRO_BATCHES
+        first = step * ranks * count
+        if variant.plain:
+            return [self._joined(range(first, first + ranks * count))]
+        data_rank = (data_rank + variant.rotated) % ranks
+        first += data_rank * count
+        each = count // variant.micro_batches
+        return [self._joined(range(n, n + each)) for n in range(first, first + count, each)]
+
+    def _joined(self, numbers: range) -> tuple[Tensor, ...]:
+        samples = [cast_floats(self.samples(number), torch.float64) for number in numbers]
+        joined = []
+        for parts in zip(*samples, strict=True):
+            if len({part.shape[1:] for part in parts}) > 1:
+                shapes = " and ".join(sorted({str(tuple(part.shape)) for part in parts}))
+                raise Parallel3dError(
+                    f"the inputs of samples have shapes {shapes}: an audit joins samples along dim 0, so "
+                    "that their other dims must be equal; pad them"
+                )
+            joined.append(torch.cat(parts) if parts[0].dim() else parts[0])
+        return tuple(joined)
+
+    def loss_of(self, model: nn.Module, inputs: Any) -> Tensor:
+        return self.loss(model, *inputs) if isinstance(inputs, tuple) else self.loss(model, inputs)
+
+    def first_trained(self, model: nn.Module) -> list[str]:
+        """Returns names of the trained parameters of the first module with some; none if those are all."""
+        trained = [plain_name(name) for name, p in model.named_parameters() if p.requires_grad]
+        owner = trained[0].rpartition(".")[0] if trained else ""
+        first = [name for name in trained if name.rpartition(".")[0] == owner]
+        return first if len(first) < len(trained) else []
+
 
 ENGINES: dict[str, type[Engine]] = {}
 """Name -> engine, of all in this file."""
 
 
 class Engine:
-    """How one library trains a program on several ranks; here one plain process.
+    """How one library trains a program on several ranks; this base class does it with a plain model.
 
     Args:
         program: what is trained.
@@ -68,7 +169,7 @@ class Engine:
 
     @classmethod
     def unable(cls, program: Program, variant: str) -> str:
-        """Returns why it can't train ``program`` in this variant (a field's name, or ``""``), or ``""``."""
+        """Returns why the engine can't train a variant (the field that differs, or ``""``), or ``""``."""
         if find_spec(cls.package) is None:
             return f"{cls.package} is not installed"
         sizes = program.layout.as_dict(views=True)
@@ -80,12 +181,12 @@ class Engine:
     # -- what an engine says of itself ---------------------------------------------------------------
 
     def make(self, model: nn.Module) -> None:
-        """Sets ``model`` and ``optimizer``."""
+        """Prepares ``model`` as the library does, and sets ``self.model`` and ``self.optimizer``."""
         self.model = model
         self.optimizer = self.program.optimizer(model.parameters())
 
     def accumulate(self, batches: Sequence[Any]) -> Iterator[Any]:
-        """Yields each micro-batch, as a user of the engine writes the loop."""
+        """Yields each micro-batch, in a loop as the library's users write it to accumulate gradients."""
         yield from batches
 
     def backward(self, loss: Tensor, count: int) -> None:
@@ -93,16 +194,16 @@ class Engine:
         (loss / count).backward()
 
     def norm(self) -> float | None:
-        """Returns the global gradient norm as the engine's way to clip has it; None: it has none."""
+        """Returns the gradient norm over all parameters, by the library's function for clipping, or None."""
         return None
 
     def save(self, folder: Path) -> None:
-        """Writes model and optimizer."""
+        """Writes a checkpoint of model and optimizer."""
         model, optim = dcp_state.get_state_dict(self.model, _plain(self.optimizer))
         dcp.save({"model": model, "optim": optim}, checkpoint_id=folder)
 
     def load(self, folder: Path) -> None:
-        """Reads what ``save`` wrote into a new model and optimizer."""
+        """Reads a checkpoint of ``save`` into a new model and optimizer."""
         optimizer = _plain(self.optimizer)
         model, optim = dcp_state.get_state_dict(self.model, optimizer)
         dcp.load({"model": model, "optim": optim}, checkpoint_id=folder)
@@ -111,14 +212,13 @@ class Engine:
         )
 
     def export(self) -> Mapping[str, Any]:
-        """Returns the whole state dict, as a user would write it to a file."""
+        """Returns the state dict of whole tensors that a user would write to a file."""
         options = dcp_state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=False)
         return dcp_state.get_model_state_dict(self.model, options=options)
 
     # -- the training --------------------------------------------------------------------------------
 
     def train(self) -> Result:
-        """Trains, and returns what it gave."""
         program, variant = self.program, self.variant
         self.prepare()
         for step in range(program.steps):
@@ -139,20 +239,19 @@ class Engine:
         return self.ended()
 
     def batches(self, step: int) -> list[Any]:
-        """Returns this rank's micro-batches."""
         return self.program.batches(step, self.data_rank, self.variant)
 
     def prepare(self) -> None:
-        """Makes a new model and optimizer; from now on gradients are noted at the optimizer's step."""
+        """Makes a new model and optimizer, whose gradients are recorded at each of its steps."""
         self.make(self.program.model())
         self.watch(self.optimizer)
 
     def watch(self, optimizer: Any) -> None:
-        """Notes gradients whenever ``optimizer`` steps, but for the steps by which torch makes its state."""
+        """Registers a hook that records gradients when ``optimizer`` steps within a training step."""
         _plain(optimizer).register_step_pre_hook(self.note_grads)
 
     def resume(self) -> None:
-        """Goes on with a new model and optimizer, which load what these saved."""
+        """Saves a checkpoint, and goes on with a new model and optimizer that have loaded it."""
         with shared_folder() as folder:
             self.save(folder)
             self.prepare()
@@ -162,7 +261,7 @@ class Engine:
             self.load(folder)
 
     def take_step(self, batches: Sequence[Any]) -> Any:
-        """Takes the user's step, or one as a user of the engine writes it."""
+        """Takes one training step: the user's ``step``, or one as the library's users write it."""
         program = self.program
         if program.step is not None:
             return program.step(self.model, self.optimizer, batches)
@@ -181,7 +280,7 @@ class Engine:
         return total if norm is None else (total, norm)
 
     def note(self, metrics: Any) -> None:
-        """Notes a step's loss, averaged over the ranks, and its norm."""
+        """Records what a step returned: its loss, as the mean over ranks, and the gradient norm."""
         loss, norm = metrics if isinstance(metrics, tuple) else (metrics, None)
         value = torch.as_tensor(loss).detach().double().reshape(()).clone()
         if dist.is_initialized() and not self.variant.plain:
@@ -192,7 +291,7 @@ class Engine:
             self.result.norms.append(float(whole(torch.as_tensor(norm))))
 
     def note_grads(self, *_: Any) -> None:
-        """Notes the gradients that the optimizer is about to use."""
+        """Records the gradients that the optimizer is about to use; called before each of its steps."""
         if not self.in_step:
             return
         self.in_step = False  # an optimizer's step may call that of the class above it
@@ -205,11 +304,10 @@ class Engine:
         self.result.own_norms.append(sum(squares) ** 0.5)
 
     def held(self) -> dict[str, Tensor]:
-        """Returns the whole parameters."""
         return {name: whole(p).detach().cpu().clone() for name, p in named(self.model)}
 
     def ended(self) -> Result:
-        """Returns the result, with the weights and what is exported."""
+        """Completes the result, with the weights and the exported state dict, and returns it."""
         self.result.weights = self.held()
         self.result.exported = {
             plain_name(name): value.detach().cpu()
@@ -220,14 +318,14 @@ class Engine:
 
 
 class Plain(Engine):
-    """One plain process; the reference."""
+    """One plain process, with which others are compared."""
 
     def export(self) -> Mapping[str, Any]:
         return self.model.state_dict()
 
 
 class Ours(Engine):
-    """parallel3d."""
+    """Trains with parallel3d."""
 
     name, package = "parallel3d", "parallel3d"
     engine: ClassVar[str] = "parallel3d"
@@ -267,7 +365,7 @@ class Ours(Engine):
 
 
 class Torchs(Ours):
-    """torch's ``fully_shard`` and ``parallelize_module``, which ``parallelize(engine="torch")`` calls."""
+    """Trains with torch's ``fully_shard`` and ``parallelize_module``, by ``parallelize(engine="torch")``."""
 
     name, package, engine = "torch", "torch", "torch"
     axes = ("replicate", "shard", "tp")
@@ -288,13 +386,13 @@ class Torchs(Ours):
 
 
 class _Hf(Engine):
-    """What accelerate and transformers' Trainer share: FSDP2 as accelerate applies it."""
+    """Base of accelerate and transformers' Trainer, with FSDP2 as accelerate applies it."""
 
     axes = ("replicate", "shard")
     never: ClassVar[dict[str, str]] = {"compiled": "not tried"}
 
     def plugin(self, model: nn.Module) -> dict[str, Any]:
-        """The options of FSDP2, with the classes of the model's blocks."""
+        """Returns the options of FSDP2, with the classes of the model's blocks as units."""
         units = find_units(model).modules
         classes = sorted({type(m).__name__ for unit in units for m in unit if m is not model})
         return {
@@ -305,7 +403,7 @@ class _Hf(Engine):
 
 
 class Accelerates(_Hf):
-    """accelerate's Accelerator with FSDP2."""
+    """Trains with accelerate's Accelerator and FSDP2."""
 
     name, package = "accelerate", "accelerate"
 
@@ -347,7 +445,7 @@ class Accelerates(_Hf):
 
 
 class Trainers(_Hf):
-    """transformers' Trainer with FSDP2, which has a step of its own."""
+    """Trains with transformers' Trainer and FSDP2; the user can't give it a step."""
 
     name, package = "transformers", "transformers"
 
@@ -369,7 +467,7 @@ class Trainers(_Hf):
     def run(
         self, folder: Path, steps: int, *, save_steps: int = 0, resume: str | None = None
     ) -> None:
-        """Trains by a Trainer up to step ``steps``."""
+        """Trains by a Trainer until ``steps`` steps are done, from the checkpoint ``resume`` on if given."""
         from transformers import Trainer, TrainerCallback, TrainingArguments
 
         engine, program = self, self.program
@@ -380,7 +478,8 @@ class Trainers(_Hf):
         class Own(Trainer):
             def get_train_dataloader(self) -> Any:
                 each = [batch for step in range(steps) for batch in engine.batches(step)]
-                return DataLoader([{"batch": batch} for batch in each], collate_fn=_first)  # type: ignore[arg-type]  # a list is one
+                rows: Any = [{"batch": batch} for batch in each]
+                return DataLoader(rows, collate_fn=itemgetter(0))  # of a batch of one
 
             def compute_loss(self, model: nn.Module, inputs: Any, *_: Any, **__: Any) -> Tensor:
                 return program.loss_of(model, inputs["batch"])
@@ -438,7 +537,7 @@ class Trainers(_Hf):
 
 
 class MegatronFSDP(Engine):
-    """NVIDIA's megatron_fsdp, on GPUs only. This adapter has not been run."""
+    """Trains with NVIDIA's megatron_fsdp, on GPUs only. This adapter has not been run."""
 
     name, package = "megatron_fsdp", "megatron_fsdp"
     axes = ("shard",)
@@ -470,18 +569,12 @@ class MegatronFSDP(Engine):
 
 
 def named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yields the parameters by the plain model's names."""
+    """Yields (the plain model's name, parameter) for each parameter."""
     for name, param in model.named_parameters():
         yield plain_name(name.removeprefix("module.")), param
 
 
-def _first(rows: list[Any]) -> Any:
-    """Returns the only row of a batch of one."""
-    return rows[0]
-
-
 def set_trained(model: nn.Module, names: Collection[str], trained: bool) -> None:
-    """Thaws the named parameters, or freezes them."""
     for name, param in named(model):
         if name in names:
             param.requires_grad_(trained)
@@ -499,7 +592,7 @@ def _plain(optimizer: Any) -> torch.optim.Optimizer:
 
 @contextmanager
 def shared_folder() -> Iterator[Path]:
-    """A new folder that all ranks of this host use; it is removed at the end."""
+    """Yields a path for a checkpoint, the same on all ranks of this host; removes it at the end."""
     with tempfile.TemporaryDirectory() if dist.get_rank() == 0 else nullcontext("") as own:
         names = [own]
         dist.broadcast_object_list(names)
@@ -511,7 +604,7 @@ def shared_folder() -> Iterator[Path]:
 
 @contextmanager
 def accelerates_state(*, fsdp: bool = True, cpu: bool | None = None) -> Iterator[None]:
-    """Gives accelerate a new global state within the body.
+    """Gives accelerate a new global state in the body.
 
     Args:
         fsdp: whether FSDP is used. accelerate allows it on accelerators only, so without GPUs it is made to

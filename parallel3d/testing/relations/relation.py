@@ -1,4 +1,4 @@
-"""audit: the relations, a table of them for several engines, and how a failed one is told."""
+"""audit: the relations, a table of their results on several engines, and what is said of one that fails."""
 
 from __future__ import annotations
 
@@ -21,8 +21,17 @@ from parallel3d.errors import Parallel3dError
 from parallel3d.mesh import MeshLayout
 from parallel3d.testing.gloo_pool import GlooPool
 from parallel3d.testing.parity import ShardBatch, default_shard_batch
-from parallel3d.testing.relations.engines import ENGINES, Engine, Plain
-from parallel3d.testing.relations.program import MICRO_BATCHES, Program, Result, Step, Variant, sgd
+from parallel3d.testing.relations.engines import (
+    ENGINES,
+    MICRO_BATCHES,
+    Engine,
+    Plain,
+    Program,
+    Result,
+    Step,
+    Variant,
+    sgd,
+)
 from parallel3d.testing.samples import LossFn, Samples
 
 BOUND = 1e-9
@@ -32,8 +41,6 @@ _FLOOR = 1e-4  # of the model's largest gradient: what smaller ones are compared
 
 
 class Verdict(StrEnum):
-    """What became of a relation on an engine."""
-
     HOLDS = "holds"
     FAILS = "fails"
     NOT_RUN = "not run"
@@ -41,7 +48,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """One relation on one engine.
+    """The result of one relation on one engine.
 
     Attributes:
         relation, engine: their names.
@@ -98,7 +105,7 @@ class AuditTable:
 
     @property
     def failed(self) -> list[Outcome]:
-        """The relations that fail."""
+        """The outcomes of relations that fail."""
         return [outcome for outcome in self.outcomes if outcome.verdict is Verdict.FAILS]
 
     def as_dict(self) -> dict[str, Any]:
@@ -128,18 +135,12 @@ _BASE = Variant()
 
 @dataclass(frozen=True)
 class Relation:
-    """Two trainings that must have the same results.
+    """Two trainings whose results must be the same."""
 
-    Attributes:
-        says: the relation as a sentence.
-        left, right: the two variants; ``right`` is compared with ``left``, which counts as correct.
-        exact: whether results must be equal bit for bit.
-    """
-
-    says: str
-    left: Variant | None
-    right: Variant = _BASE
-    exact: bool = False
+    says: str  # the relation as a sentence
+    left: Variant | None  # what counts as correct
+    right: Variant = _BASE  # what is compared with it
+    exact: bool = False  # whether results must be equal bit for bit
 
 
 _ACCUMULATED = Variant(micro_batches=MICRO_BATCHES)
@@ -257,7 +258,7 @@ def audit(
 
 
 def _in_pool(build: Any, batch: Any, given: dict[str, Any]) -> list[Outcome]:
-    """``audit`` in a process of the pool."""
+    """Runs ``audit`` as a rank in a process of the pool."""
     return audit(build, batch, **given).outcomes
 
 
@@ -319,7 +320,7 @@ def _outcome(
 
 
 def _train(engine: type[Engine], program: Program, variant: Variant) -> Result | str:
-    """Returns the result, or the error; of all ranks the first one's."""
+    """Trains on all ranks; returns the result or, if any rank raised, the text of the first one's error."""
     result: Result | None = None
     told = ""
     try:
@@ -339,7 +340,7 @@ _Differing = tuple[int, str, str, Gap]  # step, kind, name, gap
 
 
 def _differences(right: Result, other: Result, *, exact: bool) -> Iterator[_Differing]:
-    """Yields what differs, step by step."""
+    """Yields the difference of each loss, gradient and weight of two trainings, step by step."""
     bound = 0.0 if exact else BOUND
     for step, (a, b) in enumerate(zip(right.grads, other.grads, strict=True)):
         floats = torch.tensor([right.losses[step], other.losses[step]], dtype=torch.float64)
@@ -370,13 +371,14 @@ def _differences(right: Result, other: Result, *, exact: bool) -> Iterator[_Diff
 
 
 def _gap(want: Tensor, got: Tensor, bound: float, floor: float = 0.0) -> Gap:
-    """Returns the gap; its difference is 0 where it is within ``bound``."""
+    """Returns how far ``got`` is from ``want``, with 0 as the difference where that is within ``bound``."""
     gap = gap_between(want, got, bound, floor)
     return gap if not gap.difference <= bound else Gap(0.0)
 
 
 def _norms(result: Result, *, clipped: bool) -> Iterator[_Differing]:
-    """``clipped``: gradients may be smaller by now than those whose norm it is; the ranks must agree."""
+    """Yields how far each gradient norm is from that of the recorded gradients. ``clipped``: these may be
+    smaller by now, so that a larger norm need only be the same on all ranks."""
     firsts = [result.norms]
     dist.broadcast_object_list(firsts)
     for step, (want, got) in enumerate(zip(result.own_norms, result.norms, strict=True)):
@@ -399,7 +401,8 @@ def _exported(result: Result) -> Iterator[_Differing]:
 def _told(
     tell: Callable[..., Outcome], differences: Iterable[_Differing], sizes: Mapping[str, int]
 ) -> Outcome:
-    """Returns the outcome of what differs on any rank: the first step and kind, parameters, the factor."""
+    """Returns the outcome for the differences of all ranks: of the first step and kind that differs, the
+    names of parameters, the factor, the ranks."""
     own = [each for each in differences if each[3].difference > 0]
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, own)
@@ -427,7 +430,7 @@ _RANK = {"gradient": 0, "loss": 1, "norm": 2, "weight": 3, "exported weight": 4}
 
 
 def _group(names: Sequence[str]) -> str:
-    """The names with ``*`` for numbers, each once; the first three of them."""
+    """Returns the names with ``*`` for numbers, each once; the first three of them."""
     patterns = list(dict.fromkeys(re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) for name in names))
     more = f" and {len(patterns) - 3} more" if len(patterns) > 3 else ""
     return ", ".join(patterns[:3]) + more

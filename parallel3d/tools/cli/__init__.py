@@ -11,7 +11,7 @@ LOCAL = {"run": run, "demo": demo}
 
 
 def main() -> None:
-    """The entry point: runs the command of ``sys.argv``, exits with 2 for a user's mistake."""
+    """The entry point: runs the command in ``sys.argv``; exits with 2 for a user's mistake."""
     command, *arguments = sys.argv[1:] or [""]
     if command in LOCAL and arguments[:1] != ["--help"]:
         sys.exit(LOCAL[command](arguments))

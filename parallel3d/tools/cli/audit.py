@@ -24,6 +24,7 @@ from parallel3d.tools.cli.options import Json, function_named, object_named, pan
 from parallel3d.tools.terminal import Busy, output
 
 if TYPE_CHECKING:
+    from parallel3d.mesh import MeshLayout
     from parallel3d.testing import AuditTable, Difference, Verification
 
 _what, _layout, _how = map(panel, ("What", "Layout", "How"))
@@ -32,7 +33,7 @@ _function_of = partial(_what, metavar=_NAME)
 
 
 class Recompute(StrEnum):
-    """Kinds of activation checkpointing."""
+    """The values of ``--activation-checkpointing``."""
 
     none, full, selective, offload = "none", "full", "selective", "offload"
 
@@ -174,21 +175,20 @@ def audit_command(
                     )
             options |= {"apply": function_named("--parallelize", parallelize)}
         build, batch = function_named("the model", model), input and object_named("--input", input)
-        ranks = replicate * shard * cp * tp
-        if alone:
-            busy.say(f"{model}: training it plain and on {ranks} ranks, and comparing")
-            found, is_first = _verified(build, batch, sizes, options)
-        else:
-            if ranks == 1:
-                sizes["shard"] = 2
-            from parallel3d import MeshLayout
+        from parallel3d.mesh import MeshLayout
 
-            size = MeshLayout(**sizes).world_size
-            busy.say(f"{model}: training it several times on {size} processes")
+        if not alone and replicate * shard * cp * tp == 1:
+            sizes["shard"] = 2
+        layout = MeshLayout(**sizes)
+        if alone:
+            busy.say(f"{model}: training it plain and on {layout.world_size} ranks, and comparing")
+            found, is_first = _verified(build, batch, layout, options)
+        else:
+            busy.say(f"{model}: training it several times on {layout.world_size} processes")
             asked = {"relations": relation, "engines": engine}
-            given = {name: value for name, value in asked.items() if value}
-            given |= {"step": function_named("--step", step)}
-            found, is_first = _audited(build, batch, sizes, options, given)
+            given: dict[str, Any] = {name: value for name, value in asked.items() if value}
+            given |= {"step": function_named("--step", step), "layout": layout}
+            found, is_first = _audited(build, batch, options, given)
     if is_first and as_json:
         data = _as_json(found) if alone else found.as_dict()
         typer.echo(json.dumps(data, indent=2, allow_nan=False))
@@ -198,7 +198,7 @@ def audit_command(
         _show_table(found, model)
         failed = {(each.relation, each.engine) for each in found.failed}
         if ("plain", "parallel3d") in failed and "WORLD_SIZE" not in os.environ:
-            first, _ = _verified(build, batch, sizes, options)
+            first, _ = _verified(build, batch, layout, options)
             if first.difference is not None:
                 output(width=100).print(_difference(first.difference))
     wrong = found.difference if alone else found.failed
@@ -209,18 +209,9 @@ def audit_command(
 def _found_in(
     file: Path, given: dict[str, str | None], tp: int
 ) -> tuple[str, dict[str, str | None]]:
-    """Finds in ``file`` the functions that build the model, the batch and so on, by the names in ``_WORDS``.
-
-    Args:
-        given: option -> what the user gave for it, or None.
-        tp: size of the axis tp. With 1 no plan is looked for.
-
-    Returns:
-        ``FILE:NAME`` of the model's function, and ``given`` with such texts for options that were None.
-
-    Raises:
-        Parallel3dError: there is no such file, importing it raises, or it has no function for the model.
-    """
+    """Imports ``file``, and returns ("FILE:NAME" of the function that builds the model, ``given`` with such
+    texts for options that are None). ``given``: option -> text; ``_WORDS``: what names to look for. With
+    ``tp`` 1 no plan is looked for."""
     if not file.is_file():
         raise Parallel3dError(f"{file} is no file; give FILE.py, or {_NAME}")
     sys.path.insert(0, str(file.resolve().parent))
@@ -251,7 +242,7 @@ def _found_in(
 
 
 def _on_ranks(examine: Callable[[], Any]) -> tuple[Any, bool]:
-    """Returns ``examine()``, with a group if torchrun has started it, and whether this process prints it."""
+    """Returns (``examine()``, whether this process prints it); under torchrun within a gloo process group."""
     from torch import distributed as dist
 
     if int(os.environ.get("WORLD_SIZE", "0")) <= 1 or dist.is_initialized():
@@ -264,26 +255,24 @@ def _on_ranks(examine: Callable[[], Any]) -> tuple[Any, bool]:
 
 
 def _audited(
-    build: Any, batch: Any, sizes: dict[str, int], options: dict[str, Any], given: dict[str, Any]
+    build: Any, batch: Any, options: dict[str, Any], given: dict[str, Any]
 ) -> tuple[Any, bool]:
-    from parallel3d.mesh import MeshLayout
     from parallel3d.testing import audit
 
     if "apply" in options:
         raise Parallel3dError("--parallelize is for --relation plain alone")
     names = ("loss", "shard_batch", "seed", "steps", "tp_plan")
-    given |= {name: options[name] for name in names} | {"layout": MeshLayout(**sizes)}
+    given |= {name: options[name] for name in names}
     if options["loss_parallel"]:
         given["loss_parallel"] = True
     return _on_ranks(lambda: audit(build, batch, **given))
 
 
 def _show_table(found: AuditTable, model: str) -> None:
-    """Prints the outcomes: relations by engines."""
+    """Prints a table of the audit: a row with the outcome for each relation and engine."""
     from parallel3d.testing import RELATIONS
 
-    console = output(width=100)
-    sizes = ", ".join(f"{axis} {size}" for axis, size in found.layout.as_dict(views=True).items())
+    console, sizes = output(width=100), _sizes(found.layout)
     console.print(Text.assemble((model, "bold"), f" on {sizes}, float64, in {found.seconds:.0f} s"))
     if found.made:
         console.print(f"inputs: {found.made}")
@@ -295,15 +284,17 @@ def _show_table(found: AuditTable, model: str) -> None:
     console.print(table)
 
 
+def _sizes(layout: MeshLayout) -> str:
+    return ", ".join(f"{axis} {size}" for axis, size in layout.as_dict(views=True).items())
+
+
 def _verified(
-    build: Any, batch: Any, sizes: dict[str, int], options: dict[str, Any]
+    build: Any, batch: Any, layout: MeshLayout, options: dict[str, Any]
 ) -> tuple[Any, bool]:
     import torch
 
-    from parallel3d.mesh import MeshLayout
     from parallel3d.testing import verify
 
-    layout = MeshLayout(**sizes)
     started = int(os.environ.get("WORLD_SIZE", "0"))
     if started <= 1:
         # Simulated ranks are threads, which compute at once.
@@ -343,15 +334,10 @@ def _as_json(found: Verification) -> dict[str, Any]:
 
 
 def _show(found: Verification, model: str, parallelize: str) -> None:
-    """Prints the first module that differs, or the largest differences if the models are equal."""
+    """Prints the first module that differs from the plain model; if none does, the largest differences."""
     console, layout, parity = output(width=100), found.layout, found.parity
-    console.print(
-        Text.assemble(
-            (model, "bold"),
-            f" on {', '.join(f'{axis} {size}' for axis, size in layout.as_dict(views=True).items())} "
-            f"({layout.world_size} ranks), made parallel by {parallelize}",
-        )
-    )
+    made = f"({layout.world_size} ranks), made parallel by {parallelize}"
+    console.print(Text.assemble((model, "bold"), f" on {_sizes(layout)} {made}"))
     if found.difference is not None:
         console.print(_difference(found.difference))
         return

@@ -40,6 +40,9 @@ def dryrun_command(
     check_streams: Annotated[
         bool, _world("Look for memory that two streams use with no wait between.")
     ] = False,
+    check_capture: Annotated[
+        bool, _world("Look for what keeps a training step out of a CUDA graph; at least 4 steps.")
+    ] = False,
     gpu: Annotated[str, _costs("For example h100-80gb-sxm, a100, h200.")] = "h100-80gb-sxm",
     nic: Annotated[float | None, _costs("GB/s from each GPU to other nodes.")] = None,
     profile: Annotated[Path | None, _costs("A TOML file with more GPUs, from calibrate.")] = None,
@@ -50,12 +53,13 @@ def dryrun_command(
     """Runs the program as one rank of any world: no hardware, no weights, no communication.
 
     Shows every collective, memory over time with its peak explained, parameters and placements, predicted
-    durations, and what is likely to be wrong. Exit code 1 if two ranks diverge, or streams race.
+    durations, and what is likely to be wrong. Exit code 1 if two ranks diverge, streams race, or a step
+    can't be captured.
     """
     with Busy("importing torch") as busy:
         from parallel3d.planner import Cluster
         from parallel3d.testing.worlds import check_rank
-        from parallel3d.tools.dryrun import as_json, record
+        from parallel3d.tools.dryrun import record, to_json
         from parallel3d.tools.dryrun.compare import compare
         from parallel3d.tools.dryrun.report import write_report
         from parallel3d.tools.dryrun.summary import print_summary
@@ -79,6 +83,8 @@ def dryrun_command(
         if against is not None and not 0 <= against < world:
             raise DryRunError(f"--against {against}: it must be a rank from 0 to {world - 1}")
         _check_files(html=html, trace=trace)
+        if check_capture and steps is not None:
+            steps = max(steps, 4)  # two warm up, and the fourth reads what the third has left
         program = as_program(found := example(script), arguments or [])
         cluster = Cluster.of(gpu, max(-(-world // gpus_per_node), 1), gpus_per_node, nic, profile)
         busy.say(f"running {found} as rank {rank} of {world:,}")
@@ -91,6 +97,7 @@ def dryrun_command(
                 gpus_per_node=gpus_per_node,
                 backend=backend,
                 check_streams=check_streams,
+                check_capture=check_capture,
             )
         other = divergence = None
         if against is not None:
@@ -109,17 +116,17 @@ def dryrun_command(
             busy.say(f"writing {html}")
             write_report(run, html, times, divergence=divergence, other=other)
     if json:
-        typer.echo(as_json.to_json(run))
+        typer.echo(to_json(run))
     else:
         print_summary(run, times, divergence)
         if other is not None and divergence is None:
             typer.echo(f"ranks {run.rank} and {other.rank} communicate alike")
-    if divergence is not None or run.races:
+    if divergence is not None or run.races or run.obstacles:
         raise typer.Exit(1)
 
 
 def _check_files(**files: Path | None) -> None:
-    """Raises an error for a file that can't be written, before the program runs."""
+    """Raises, before the program runs, if one of the files (option -> path) can't be written."""
     for option, path in files.items():
         if path is None:
             continue
@@ -132,8 +139,8 @@ def _check_files(**files: Path | None) -> None:
 
 
 def _in_another_process(options: Sequence[str], command: Sequence[str]) -> DryRun:
-    """Returns the dry run of another rank, for which this command runs the script in a new process."""
-    from parallel3d.tools.dryrun.as_json import from_json
+    """Returns the dry run of another rank: runs this command, with ``options``, in a new process."""
+    from parallel3d.tools.dryrun.result import from_json
 
     with tempfile.TemporaryFile("w+") as out:
         dryrun = [sys.executable, "-m", "parallel3d", "dryrun", "--json", *options, "--", *command]

@@ -70,7 +70,8 @@ def _variables(settings: list[str]) -> dict[str, str]:
 
 
 def _write(out: str, name: str, text: str, *, executable: bool) -> Path:
-    """Writes ``text`` to the file ``out``, or to ``name`` in the folder ``out``."""
+    """Writes ``text`` to the file ``out`` (if that is a folder, to ``name`` in it) and returns the path;
+    raises if it is a file that this command hasn't written."""
     path = Path(out)
     if path.is_dir() or out.endswith("/"):
         path = path / name

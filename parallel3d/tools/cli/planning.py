@@ -1,169 +1,44 @@
 """``parallel3d plan``, ``parallel3d predict`` and ``parallel3d calibrate``."""
 
-import inspect
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
-from configparser import ConfigParser
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from difflib import get_close_matches
 from math import ceil
 from pathlib import Path
 from typing import Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from parallel3d._util.arguments import counted
 from parallel3d.errors import PlanningError
 from parallel3d.mesh import MeshLayout
-from parallel3d.planner.cluster import Cluster, Gpu
+from parallel3d.planner.arguments import Mistakes, check_choice, check_number
+from parallel3d.planner.cluster import DEVICES, Cluster, Gpu
 from parallel3d.planner.cluster import gpu as resolve_gpu
+from parallel3d.planner.comparison import PipelineComparison, compare_pipelines
 from parallel3d.planner.constants import Term
-from parallel3d.planner.decoder import spec_from_shapes
-from parallel3d.planner.hf_config import spec_from_hf_config
 from parallel3d.planner.model_spec import ModelSpec
 from parallel3d.planner.planning import (
+    SURE,
     MeshPlan,
     memory_groups,
     plan,
     reasons,
     refusal,
     setting,
-    short,
+    sizes_of,
 )
 from parallel3d.planner.prediction import Prediction, predict
 from parallel3d.planner.recompute import KINDS, OWN
-from parallel3d.planner.stacks import Stack, read_stack_file
 from parallel3d.planner.uncertainty import FAMILIARITY
 from parallel3d.planner.workload import Workload
 from parallel3d.tools.cli import options as o
-from parallel3d.tools.terminal import Busy, output, titled_table
-
-# ``--model``: a name, a config.json, or shapes.
-
-_KINDS: dict[Any, tuple[Callable[[str], Any], str]] = {
-    str: (str, "text"),
-    bool: (lambda text: ConfigParser.BOOLEAN_STATES[text.lower()], "true or false"),
-}
-
-
-def read_model(text: str, seq_len: int | None = None) -> ModelSpec:
-    """Returns the model that ``text`` describes, with ``seq_len`` learned positions if shapes have none."""
-    if "=" in text:
-        return spec_from_shapes(**{"seq_len": seq_len or 0, **_shapes(text)})
-    return _of_module(text, seq_len) if ":" in text else spec_from_hf_config(text)
-
-
-def _of_module(text: str, seq_len: int | None) -> ModelSpec:
-    """The own model that the function ``package.module:name`` builds, alone or with an example."""
-    build = o.function_named("--model", text)
-    import torch
-
-    from parallel3d.planner.from_module import spec_from_module
-    from parallel3d.testing.samples import errors_named
-
-    with errors_named(f"--model: {text}"), torch.device("meta"):
-        made = build()
-    model, example = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
-    try:
-        return spec_from_module(model, example, seq_len=seq_len, name=text)
-    except PlanningError as error:
-        if example is not None:
-            raise
-        raise PlanningError(f"{error}. For --model, {text} may return (model, example)") from error
-
-
-_ASKED = {
-    "model": "which model? Give --model a name (llama-3.1-8b), a config.json, package.module:function or "
-    "layers=32,hidden=4096,...",
-    "gpu": "which GPU? Give --gpu a name, for example h100-80gb-sxm",
-    "seq_len": "how long are the sequences? Give --seq-len, for example 4096",
-}
-_LENGTH, _LONGEST, _STEP = 4096, 8192, 2**22  # where no config says; of a config; tokens of a step
-
-
-def _setup(
-    options: Mapping[str, Any], *, several: bool
-) -> tuple[ModelSpec, Cluster, Workload, str]:
-    """Returns the setup that a command's options describe, and texts that name the defaults in use.
-
-    ``several``: whether layouts and micro-batches are tried; else a micro-batch of 1 is the default.
-    """
-    _check_given(options)
-    text, seq_len = options["model"], options["seq_len"]
-    names = ("gpu", "nodes", "gpus_per_node", "nic", "profile")
-    cluster = Cluster.of(*(options[name] for name in names))
-    with Busy(f"reading {text}"):
-        model = read_model(text, seq_len)
-    chosen, said = {}, []
-    if seq_len is None:
-        chosen["seq_len"] = seq_len = min(model.seq_len or _LENGTH, _LONGEST)
-        longest = f"the model takes {model.seq_len:,}" if model.seq_len else "no config says"
-        said.append(f"--seq-len {seq_len} ({longest})")
-    if options["micro_batch"] is None and options["global_batch"] is None:
-        if several:
-            chosen["global_batch"] = batch = _usual_batch(seq_len, cluster.world_size)
-            said.append(f"--global-batch {batch} ({batch * seq_len / 1e6:.2f} M tokens a step)")
-        else:
-            chosen["micro_batch"] = 1
-            said.append("--micro-batch 1")
-    given = o.fields_among(Workload, options) | {"stack": _stack(options["stack"])}
-    tried = ("chunked_loss", "shard_optimizer_over_replicate")
-    given |= {name: False for name in tried if given[name] is None}
-    work = Workload(**given | chosen)
-    return model, cluster, work, ", ".join(said)
-
-
-def _check_given(options: Mapping[str, Any]) -> None:
-    """Raises PlanningError for all that is missing at once, before anything is imported or read."""
-    text = options["model"] or ""
-    missing = [name for name in ("model", "gpu") if not options[name]]
-    if options["seq_len"] is None and "=" in text and "seq_len=" not in text:
-        missing.append("seq_len")
-    asked = [_ASKED[name] for name in missing]
-    needed = [n for n, p in _known_shapes().items() if p.default is inspect.Parameter.empty]
-    if "=" in text and (lacking := [name for name in needed if name not in _shapes(text)]):
-        asked.append(f"--model lacks {', '.join(lacking)}: shapes need {', '.join(needed)}")
-    if asked:
-        raise PlanningError("; ".join(asked))
-
-
-def _stack(text: str) -> str | Stack:
-    """A name, or the stack of a file."""
-    return read_stack_file(text) if text.endswith(".toml") else text
-
-
-def _usual_batch(seq_len: int, ranks: int) -> int:
-    """Sequences of about 4M tokens, a multiple of as many ranks as can have one each."""
-    wanted = max(_STEP // seq_len, 1)
-    by = max(n for n in range(1, min(ranks, wanted) + 1) if ranks % n == 0)
-    return round(wanted / by) * by
-
-
-def _known_shapes() -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(spec_from_shapes, eval_str=True).parameters
-
-
-def _shapes(text: str) -> dict[str, Any]:
-    """What ``text`` gives to ``spec_from_shapes``."""
-    known = _known_shapes()
-    shapes: dict[str, Any] = {}
-    for part in filter(None, (p.strip() for p in text.split(","))):
-        name, equals, value = (p.strip() for p in part.partition("="))
-        if not equals or name not in known:
-            near = get_close_matches(name, known, n=3, cutoff=0.4) or list(known)
-            raise PlanningError(
-                f"--model has {part!r}; shapes are name=value, the nearest: {', '.join(near)}"
-            )
-        convert, what = _KINDS.get(known[name].annotation, (int, "an int"))
-        try:
-            shapes[name] = convert(value)
-        except (ValueError, KeyError):
-            raise PlanningError(f"--model has {name}={value}; it must be {what}") from None
-    return shapes
+from parallel3d.tools.cli.setup import check_folder, check_given, end, pipeline_of, setup
+from parallel3d.tools.terminal import Busy, FittedTable, output, say, titled_table, wrapped
 
 
 @o.takes(o.MODEL, o.CLUSTER, o.WORK_OR_TRIED, o.SIZES, o.TOP, o.SHOW)
@@ -171,7 +46,9 @@ def plan_command(top: int, explain: bool, as_json: bool, html: Path | None, **gi
     """Predicts every legal layout on a cluster and ranks them: memory, speed, what is refused and why."""
     kinds, reshard = given["checkpointing"] or list(OWN), given["reshard_after_forward"]
     first = {"checkpointing": kinds[0], "reshard_after_forward": reshard is not False}
-    spec, cluster, work, chosen = _setup(given | first, several=True)
+    spec, cluster, work, chosen = setup(
+        given | first | {"html": html, "kinds": kinds[1:]}, several=True
+    )
     found = plan(
         spec,
         cluster,
@@ -183,10 +60,12 @@ def plan_command(top: int, explain: bool, as_json: bool, html: Path | None, **gi
         shard_optimizer_over_replicate=given["shard_optimizer_over_replicate"],
         memory_limit_gib=given["memory_limit"],
     )
+    pipelines = compare_pipelines(found, given["memory_limit"])
     if as_json:
-        _echo_json(_as_json(found, top, explain))
+        data = {"pipeline": pipelines.as_dict() if pipelines is not None else None}
+        _echo_json(_as_json(found, top, explain) | data)
     else:
-        _show_plan(found, top, explain, chosen)
+        _show_plan(found, pipelines, top, explain, chosen)
         if found.candidates:
             _show_next(found)
     _write_page(found, html)
@@ -203,33 +82,35 @@ def _write_page(found: MeshPlan, html: Path | None) -> None:
         from parallel3d.planner.report import write_report
 
         write_report(found, html)
-        typer.echo(f"wrote {html}", err=True)
+        say(f"wrote {html}")
 
 
 def _as_json(found: MeshPlan, top: int, explain: bool) -> dict[str, Any]:
-    """``MeshPlan.as_dict`` with the best of each layout, the Pareto front and the sensitivity."""
-    data = found.as_dict(top)
-    data["layouts"] = [each.as_dict() for each in found.layouts[:top]]
-    data["pareto"] = [each.as_dict() for each in found.pareto()]
-    data["best"] = found.best.as_dict() if found.candidates else None
-    data["recomputation"] = [
-        each.as_dict() for each in (found.recomputation() if found.candidates else ())
-    ]
-    data["sensitivity"] = {
-        name: [{"value": v, "tokens_per_second_per_gpu": s, "fits": fits} for v, s, fits in rows]
-        for name, rows in (found.sensitivity() if found.candidates else {}).items()
+    """Returns the plan as JSON values: the best of each layout, the Pareto front, and with ``explain`` the
+    sensitivity."""
+    best = found.best if found.candidates else None
+    sensitivity = {} if best is None else found.sensitivity()
+    data = found.as_dict(top) | {
+        "layouts": [each.as_dict() for each in found.layouts[:top]],
+        "pareto": [each.as_dict() for each in found.pareto()],
+        "best": None if best is None else best.as_dict(),
+        "recomputation": [] if best is None else [p.as_dict() for p in found.recomputation()],
+        "sensitivity": {name: [v._asdict() for v in tried] for name, tried in sensitivity.items()},
     }
-    if explain and found.candidates:
-        data["explanation"] = found.best.explain().splitlines()
+    if explain and best is not None:
+        data["explanation"] = best.explain().splitlines()
     return data
 
 
-@o.takes(o.MODEL, o.CLUSTER, o.WORK, o.LAYOUT, o.SHOW)
+@o.takes(o.MODEL, o.CLUSTER, o.WORK, o.LAYOUT, o.STAGES, o.SHOW)
 def predict_command(explain: bool, as_json: bool, html: Path | None, **given: Any) -> None:
     """Predicts one layout: memory and time by component."""
-    spec, cluster, work, chosen = _setup(given, several=False)
-    found = predict(spec, MeshLayout(**{axis: given[axis] for axis in o.LAYOUT}), cluster, work)
+    spec, cluster, work, chosen = setup(given | {"html": html}, several=False)
+    layout = MeshLayout(**{axis: given[axis] for axis in o.LAYOUT})
+    found = predict(spec, layout, cluster, work, pipeline_of(given))
     refused = refusal(found.model, found.layout, cluster, work)
+    if found.pipeline.stages > 1:
+        refused = f"parallelize has no pipelines; this one is {work.profile.name}'s"
     if as_json:
         explanation = {"explanation": found.explain().splitlines()} if explain else {}
         _echo_json({**found.as_dict(), "refused": refused, **explanation})
@@ -264,13 +145,19 @@ def calibrate_command(
     run: list[Path] | None,
     **given: Any,
 ) -> None:
-    """Measures matmuls and memory; under torchrun (-m parallel3d calibrate) collectives too.
+    """Measures matmuls, attention, memory and the host; under torchrun (-m parallel3d calibrate) collectives.
 
     With --run it fits a stack to measured steps of a run of yours, so that other layouts are predicted.
     """
     if run:
         _calibrate_runs(run, out, name or "calibrated", given)
         return
+    mistakes = Mistakes()
+    if device is not None:
+        mistakes.of(lambda: check_choice("device", device, DEVICES))
+    mistakes.of(lambda: check_number("seconds", seconds))
+    mistakes.of(lambda: check_folder("out", out))
+    end(mistakes, {"device": device, "seconds": seconds, "out": out})
     with Busy("importing torch"):
         from torch import distributed as dist
 
@@ -280,23 +167,21 @@ def calibrate_command(
     if joined:
         dist.init_process_group()
     try:
-        with Busy(f"measuring matmuls for {seconds:g} s at most, memory and collectives"):
+        with Busy(f"measuring matmuls for {1.25 * seconds:g} s at most, and all else"):
             found = calibrate(name, device=device, largest=largest, seconds=seconds)
         if not dist.is_initialized() or dist.get_rank() == 0:
             write_profile(found, out)
             _show_gpu(found)
-            typer.echo(
-                f"wrote {out}: parallel3d plan --gpu {found.name} --profile {out} ...", err=True
-            )
+            say(f"wrote {out}: parallel3d plan --gpu {found.name} --profile {out} ...")
     finally:
         if joined:
             dist.destroy_process_group()
 
 
 def _calibrate_runs(logs: list[Path], out: Path, name: str, options: Mapping[str, Any]) -> None:
-    _check_given(options)
+    check_given({**options, "out": out, "run": logs})
     with Busy("fitting a stack"):
-        from parallel3d.planner.measured import fit_stack, read_run, write_stack
+        from parallel3d.planner.measured import fit_stack, read_run, unlikely, write_stack
 
         measured, steps = [], []
         for log in logs:
@@ -305,7 +190,7 @@ def _calibrate_runs(logs: list[Path], out: Path, name: str, options: Mapping[str
             per_node = min(per_node or resolve_gpu(options["gpu"], options["profile"]).node, count)
             given = {**options, "nodes": count // per_node, "gpus_per_node": per_node}
             given |= {"global_batch": None, "micro_batch": options["micro_batch"] or 1}
-            spec, cluster, work, _ = _setup(given, several=False)
+            spec, cluster, work, _ = setup(given, several=False)
             batch, left = divmod(found.tokens_per_step, work.seq_len)
             if left:
                 raise PlanningError(
@@ -324,16 +209,24 @@ def _calibrate_runs(logs: list[Path], out: Path, name: str, options: Mapping[str
     for key, each in fitted.own.items():
         if each != base.constant(key):
             table.add_row(key, f"{base.value(key):.4g}", f"{each.value:.4g}")
-    output().print(table)
+    console = output()
+    console.print(table)
     for (before, speed), log, count in zip(measured, logs, steps, strict=True):
         work = replace(before.workload, stack=fitted)
         after = predict(before.model, before.layout, before.cluster, work)
-        typer.echo(
+        line = (
             f"{log}, {before.layout}, {counted(count, 'step')}: measured {speed:,.1f} tokens/s/GPU, "
             f"predicted {before.tokens_per_second_per_gpu:,.1f} before and "
             f"{after.tokens_per_second_per_gpu:,.1f} now"
         )
-    typer.echo(f"wrote {out}: parallel3d predict --stack {out} ...", err=True)
+        typer.echo(wrapped(line, console.width))
+    if moved := unlikely(fitted, base):
+        line = (
+            f"unlikely: {', '.join(moved)} so far from before; are --model, --gpu, --seq-len and the other "
+            "options those of the run?"
+        )
+        console.print(Text(line, style="bold yellow"))
+    say(f"wrote {out}: parallel3d predict --stack {out} ...")
 
 
 def _show_gpu(found: Gpu) -> None:
@@ -341,6 +234,12 @@ def _show_gpu(found: Gpu) -> None:
     table.add_row("peak, TFLOP/s", f"{found.peak:.4g}")
     table.add_row("matmul efficiency", f"{found.gemm_efficiency:.3f}")
     table.add_row("matmul start, us", f"{found.gemm_start_us:.2f}")
+    table.add_row("matmul efficiency under load", f"{found.sustained:.3f}")
+    for head_dim, *rates in found.attention:
+        both = " and ".join(f"{rate:.3g}" for rate in rates)
+        table.add_row(f"{found.attention_kernel}, head_dim {head_dim}, TFLOP/s", both)
+    for what, us in vars(found.host_times).items():
+        table.add_row(f"host, {what}, us", f"{us:.1f}" if us else "not measured")
     table.add_row("memory, TB/s", f"{found.bandwidth:.4g}")
     table.add_row("memory, GiB", f"{found.capacity_gib:.1f}")
     for kind, sizes in found.collectives.items():
@@ -353,65 +252,83 @@ def _show_gpu(found: Gpu) -> None:
 # What the commands print.
 
 _GIB = 2**30
-_BAR = 24
+_BAR, _BY = 24, "\N{MULTIPLICATION SIGN}"
+_PAIR = re.compile(r"(?<=\w) (?!--|train)")  # between an option and its value
 
 
-def _show_plan(plan: MeshPlan, top: int, explain: bool, chosen: str) -> None:
+def _show_plan(
+    plan: MeshPlan, pipelines: PipelineComparison | None, top: int, explain: bool, chosen: str
+) -> None:
     """Prints the ranked layouts, the refused ones, the best in detail, and what would change it."""
     console = output()
     console.print(_heading(plan.model, plan.cluster, plan.workload, chosen))
     if plan.candidates:
-        console.print(_ranked(plan, top, console.width >= 112))
-        if len(plan.close) > 1:
-            console.print(
-                f"The first {len(plan.close)} can't be told apart: their speeds differ by less than "
-                "predictions of one machine err."
-            )
+        console.print(_ranked(plan, top))
+        for line in _beside(plan):
+            console.print(Text(line))
+    if pipelines is not None:
+        console.print(Text(str(pipelines), style="bold" if pipelines.is_better else ""))
     if plan.refused:
         console.print(_refused(plan))
     if not plan.candidates:
         return
     best = plan.best
-    _details(console, best, "the fastest: ")
+    _details(console, best, "the best: ")
     console.print(_recomputation(plan))
     console.print(_sensitivity(plan))
     if explain:
         _explanation(console, best)
         for other in plan.layouts[1:2]:
             console.print(Text("\ncompared with the second:", style="bold"))
-            console.print(Text(plan.explain(best, other)), soft_wrap=True)
+            _lines(console, plan.explain(best, other))
 
 
 def _show_next(found: MeshPlan) -> None:
-    """Prints how to run the best."""
+    """Prints the code and commands that train with the best layout."""
     best, cluster = found.best, found.cluster
     mesh = " ".join(f"--{axis} {n}" for axis, n in best.layout.as_dict(views=True).items())
     arguments = "".join(f"      {name}={value},\n" for name, value in _arguments(best).items())
     many, each = cluster.nodes > 1, cluster.gpus_per_node
     nodes = f"--nnodes {cluster.nodes} " if many else ""
-    meet = "--rdzv-backend c10d --rdzv-endpoint HOST:29500 \\\n    " if many else ""
+    meet = "--rdzv-backend c10d --rdzv-endpoint HOST:29500 " if many else ""
     to = f"slurm --nodes {cluster.nodes}" if many else "torchrun"
-    typer.echo(
-        f"\nto run it:\n  parallelize(model, mesh,\n{arguments}  )\n"
-        f"  torchrun {nodes}--nproc-per-node {each} \\\n    {meet}train.py {mesh}\nor:\n"
-        f"  parallel3d launch --to {to} --gpus-per-node {each} \\\n    {mesh} --out . -- train.py"
+    run, launch = (
+        wrapped(_PAIR.sub("\0", f"  {command}"), output().width, "    ", " \\").replace("\0", " ")
+        for command in (
+            f"torchrun {nodes}--nproc-per-node {each} {meet}train.py {mesh}",
+            f"parallel3d launch --to {to} --gpus-per-node {each} {mesh} --out . -- train.py",
+        )
     )
+    before = ""
+    if (lora := best.workload.lora) is not None:
+        made = wrapped(f"  adapters = LoraConfig({lora.peft})", output().width, "      ")
+        before = f"{made}\n  model = peft.get_peft_model(model, adapters)\n"
+    if best.workload.float8:
+        before += "  convert_to_float8_training(model)  # torchao.float8\n"
+    call = f"{before}  parallelize(model, mesh,\n{arguments}  )"
+    typer.echo(f"to run it:\n{call}\n{run}\nor:\n{launch}")
 
 
 def _arguments(best: Prediction) -> dict[str, str]:
-    """What ``parallelize`` takes for it, as Python text."""
+    """Returns the arguments of ``parallelize`` for this prediction: name -> value as Python text."""
     work, layout, kind = best.workload, best.layout, KINDS[best.workload.checkpointing]
     gib = ceil(best.memory.host / _GIB)
     recompute = f"ActivationOffload(pool_gib={gib})" if gib else repr(kind.argument)
     found = {} if kind.argument is None else {"activation_checkpointing": recompute}
+    sharding = {}
     if layout.shard * layout.cp > 1:
-        found["fsdp"] = f"Sharding(reshard_after_forward={work.reshard_after_forward})"
+        sharding["reshard_after_forward"] = work.reshard_after_forward
+    if work.is_hybrid(layout.replicate):
+        sharding["shard_optimizer_over_replicate"] = True
+    if sharding:
+        given = ", ".join(f"{name}={value}" for name, value in sharding.items())
+        found["fsdp"] = f"Sharding({given})"
     if layout.cp > 1:
         found["context_parallel"] = repr(work.cp_attention)
     if work.chunked_loss:
         found["loss_parallel"] = '"chunked"'
-    if work.is_hybrid(layout.replicate):
-        found["shard_optimizer_over_replicate"] = "True"
+    if work.memory == "static":
+        found["memory"] = '"static"'
     return found
 
 
@@ -435,51 +352,72 @@ def _heading(model: ModelSpec, cluster: Cluster, work: Workload, chosen: str) ->
         f" ({model.size}) on ",
         (f"{cluster.world_size:,} x {cluster.gpu.name}", "bold"),
         f" ({counted(cluster.nodes, 'node')}), sequences of {work.seq_len:,}{batch}",
-        f", {work.optimizer}",
+        f", {work.optimizer}{f', {work.lora}' if work.lora else ''}",
         f"\nby default: {chosen}" if chosen else "",
     )
 
 
-def _ranked(plan: MeshPlan, top: int, wide: bool) -> Table:
-    """One row for each layout; where it isn't ``wide``, memory is one number."""
+def _beside(plan: MeshPlan) -> Iterator[str]:
+    """Yields sentences on layouts as good as the best, faster but less sure, or with more free memory."""
+    best, fastest, roomier = plan.best, plan.fastest, plan.roomier()
+    if len(plan.close) > 1:
+        yield (
+            f"The first {len(plan.close)} can't be told apart: their tokens/s times probability to fit "
+            "differ by less than predictions of one machine err."
+        )
+    if (gain := fastest.tokens_per_second_per_gpu / best.tokens_per_second_per_gpu - 1) >= 0.01:
+        yield f"{gain:.0%} faster, if it fits ({fastest.fits_probability:.0%}): {_one(fastest)}."
+    if roomier is not None and best.memory.part() > 0.8:
+        loss = 1 - roomier.tokens_per_second_per_gpu / best.tokens_per_second_per_gpu
+        yield (
+            f"{max(loss, 0.0):.1%} slower at {roomier.memory.part():.0%} of memory instead of "
+            f"{best.memory.part():.0%}: {_one(roomier)}."
+        )
+
+
+def _one(each: Prediction) -> str:
+    return f"{sizes_of(each.layout, _BY)}, micro-batch {each.micro_batch}, checkpointing {setting(each)}"
+
+
+def _ranked(plan: MeshPlan, top: int) -> FittedTable:
+    """Returns a table with a row for each layout; on a narrow terminal it has memory without its parts."""
     shown = plan.layouts[:top]
+    most = max(shown, key=lambda each: len(each.layout.axes))  # cp only if one has it
+    lora = f"; LoRA r {plan.workload.lora.rank}" if plan.workload.lora else ""
+    parts = ("state", "buffers", "activations", "logits")
     table = titled_table(
-        f"{len(shown)} of {len(plan.layouts)} layouts that fit, by speed ({_names(shown)}; GiB)",
-        *("", "layout", "checkpointing", "batch"),
-        *(("state", "buffers", "activ.", "logits") if wide else ()),
-        *("memory", "tok/s/GPU", "MFU", "step s"),
+        f"{len(shown)} of {len(plan.layouts)} layouts that fit, by speed x probability to fit "
+        f"({' x '.join(most.layout.axes)}; GiB{lora})",
+        *("", "layout", "checkpointing", "micro-batch", *parts),
+        *("memory", "fits", "tokens/s/GPU", "MFU", "step, s"),
         left=3,
+        droppable=(parts, ("step, s",), ("MFU",), ("",), ("fits",)),
     )
     for place, each in enumerate(shown, 1):
-        parts = [value / _GIB for value in memory_groups(each).values()]
+        held = [value / _GIB for value in memory_groups(each).values()]
         memory = each.memory
         table.add_row(
             str(place),
-            short(each),
+            sizes_of(each.layout, _BY),
             setting(each),
             f"{each.micro_batch}\N{MULTIPLICATION SIGN}{each.accumulation}",
-            *((f"{value:.1f}" for value in (sum(parts[:3]), *parts[3:6])) if wide else ()),
+            *(f"{value:.1f}" for value in (sum(held[:3]), *held[3:6])),
             Text(f"{memory.needed / _GIB:.1f}", _heat(memory.needed / memory.capacity)),
+            f"{each.fits_probability:.0%}",
             f"{each.tokens_per_second_per_gpu:,.0f}",
             f"{each.mfu:.1%}",
-            f"{each.step_seconds:,.2f}",
+            f"{each.step_seconds:,.{2 if each.step_seconds >= 1 else 3}f}",
             style="bold" if place == 1 else "",
         )
     return table
-
-
-def _names(shown: Sequence[Prediction]) -> str:
-    """Returns the heading for layouts: the names of the axes, with cp only if a layout has it."""
-    most = max(shown, key=lambda each: len(each.layout.axes))
-    return " x ".join(most.layout.axes)
 
 
 def _heat(part: float) -> str:
     return "green" if part < 0.8 else "yellow" if part <= 1 else "bold red"
 
 
-def _refused(plan: MeshPlan) -> Table:
-    title = f"{len(plan.refused)} layouts refused"
+def _refused(plan: MeshPlan) -> FittedTable:
+    title = f"{counted(len(plan.refused), 'layout')} refused"
     table = titled_table(title, "why (of the nearest to fit)", "how many", "layouts")
     for reason in reasons(plan.refused):
         table.add_row(Text(reason.text), str(reason.count), reason.examples)
@@ -488,7 +426,8 @@ def _refused(plan: MeshPlan) -> Table:
 
 def _details(console: Console, each: Prediction, lead: str) -> None:
     memory, layout = each.memory, each.layout
-    mesh = f"\n{lead}{', '.join(f'{axis} {n}' for axis, n in layout.as_dict(views=True).items())}"
+    mesh = f"{lead}{', '.join(f'{axis} {n}' for axis, n in layout.as_dict(views=True).items())}"
+    mesh += f", {each.pipeline}" if each.pipeline.stages > 1 else ""
     low, high = each.speed_interval
     kind = f", attention over cp: {each.workload.cp_attention}" if layout.cp > 1 else ""
     console.print(
@@ -501,41 +440,49 @@ def _details(console: Console, each: Prediction, lead: str) -> None:
             f", {each.step_seconds:,.3f} s a step",
         )
     )
-    beyond = {term.name: term for term in memory.beyond}
-    title = f"memory at its peak ({memory.moment})"
-    sizes = _components(title, "GiB", {**memory.terms, **beyond}, _GIB)
-    verdict = Text(
-        f"{'fits' if each.fits else 'does not fit'} ({each.fits_probability:.0%} that it does; "
-        f"{abs(each.reserve) / _GIB:.1f} GiB {'to spare' if each.reserve >= 0 else 'too much'})",
-        "green" if each.fits else "bold red",
-    )
-    reserved = [f"{end / _GIB:.1f}" for end in each.memory_interval]
-    sizes.add_section()
-    sizes.add_row(
-        Text.assemble("needed of ", f"{memory.capacity / _GIB:.1f}: ", verdict),
-        f"{memory.needed / _GIB:.3f}",
-        f"{memory.needed / memory.capacity:.0%}",
-        _bar(memory.needed / memory.capacity),
-    )
-    sizes.add_row(
-        f"reserved by torch beside the context, if there is room ({' to '.join(reserved)} in 8 of 10 runs)",
-        *(f"{memory.reserved / _GIB:.3f}", "", ""),
-    )
-    sizes.add_row("upper bound of needed", f"{memory.upper_needed / _GIB:.3f}", "", "")
-    if memory.host:
-        part = memory.host / memory.host_capacity
-        of = f"in the host's memory, of {memory.host_capacity / _GIB:.0f} a GPU"
-        sizes.add_row(of, f"{memory.host / _GIB:.3f}", f"{part:.0%}", _bar(part))
-    console.print(sizes)
-    console.print(_components("step", "ms", each.time.terms, 1e-3))
+    allocated = f"memory at its peak ({memory.moment}): {memory.allocated / _GIB:.3f} GiB allocated"
+    console.print(_components(allocated, "GiB", memory.terms, _GIB))
+    console.print(_counted(each))
+    step = f"step: {each.step_seconds:,.3f} s"
+    console.print(_components(step, "ms", each.time.terms, 1e-3))
+    if each.host_bound is not None:
+        console.print(Text(str(each.host_bound), style="bold yellow"))
     console.print(
         f"stack {each.workload.profile.name}; {FAMILIARITY[each.familiarity]}", markup=False
     )
 
 
-def _components(title: str, unit: str, terms: Mapping[str, Term], scale: float) -> Table:
-    """The terms above zero, in ``unit`` of ``scale``."""
-    table = titled_table(title, "component", unit, "share", "")
+def _counted(each: Prediction) -> FittedTable:
+    """Returns a table of memory: what must fit, torch's reserved, an upper bound, with their parts."""
+    memory, names = each.memory, {"needed": "needed", "reserved": "reserved by torch"}
+    names["upper_needed"] = "upper bound"
+    verdict = "fits" if each.fits else "does not fit"
+    table = titled_table(
+        f"{verdict} in {memory.capacity / _GIB:.1f} GiB ({each.fits_probability:.0%} that it does; "
+        f"{abs(each.reserve) / _GIB:.1f} {'to spare' if each.reserve >= 0 else 'too much'})",
+        *("GiB", *names.values()),
+    )
+    table.heading_style = "bold green" if each.fits else "bold red"
+    columns = [memory.counts[name] for name in names]
+    for part in columns[0]:
+        cells = (f"{column[part] / _GIB:.3f}" if part in column else "" for column in columns)
+        table.add_row(part, *cells, end_section=part == "context")
+    every = [sum(column.values()) for column in columns]
+    table.add_row("all", *(f"{value / _GIB:.3f}" for value in every))
+    ends = " to ".join(f"{end / _GIB:.1f}" for end in each.memory_interval)
+    table.add_row(
+        f"of {memory.capacity / _GIB:.1f}", *(f"{value / memory.capacity:.0%}" for value in every)
+    )
+    table.add_row("8 of 10 runs", "", ends, "")
+    if memory.host:
+        of = f"the host's memory, of {memory.host_capacity / _GIB:.0f} a GPU"
+        table.add_row(of, f"{memory.host / _GIB:.3f}", "", "")
+    return table
+
+
+def _components(title: str, unit: str, terms: Mapping[str, Term], scale: float) -> FittedTable:
+    """Returns a table of the terms that aren't 0, in ``unit``; ``scale``: bytes or seconds of one unit."""
+    table = titled_table(title, "component", unit, "share", "", droppable=[("",)])
     table.columns[-1].justify = "left"
     whole = sum(term.value for term in terms.values()) or 1.0
     for name, term in terms.items():
@@ -551,18 +498,12 @@ def _bar(part: float) -> Text:
     return Text("\N{FULL BLOCK}" * int(full) + half, _heat(part) if part > 0.8 else "cyan")
 
 
-def _recomputation(plan: MeshPlan) -> Table:
-    """What each kind of recomputation costs the fastest layout."""
+def _recomputation(plan: MeshPlan) -> FittedTable:
+    """Returns a table of the best layout with each kind of checkpointing: memory, time and speed."""
     table = titled_table(
-        f"the fastest layout with each kind of checkpointing (GiB of {plan.cluster.gpu.capacity_gib:g})",
-        *(
-            "kind",
-            "memory",
-            "on the host",
-            "computed again, ms",
-            "waits for the host, ms",
-            "tok/s/GPU",
-        ),
+        f"the best layout with each kind of checkpointing (GiB of {plan.cluster.gpu.capacity_gib:g})",
+        *("kind", "memory", "on the host"),
+        *("computed again, ms", "waits for the host, ms", "tokens/s/GPU"),
     )
     for each in plan.recomputation():
         memory, terms, kind = each.memory, each.time.terms, KINDS[each.workload.checkpointing]
@@ -573,29 +514,41 @@ def _recomputation(plan: MeshPlan) -> Table:
             f"{memory.host / _GIB:.1f}" if memory.host else "",
             f"{terms['recompute'].value * 1e3:,.1f}",
             f"{terms['exposed offload'].value * 1e3:,.1f}",
-            f"{each.tokens_per_second_per_gpu:,.0f}" + ("" if each.fits else ", does not fit"),
+            Text.assemble(
+                f"{each.tokens_per_second_per_gpu:,.0f}", *_doubt(each.fits, each.fits_probability)
+            ),
             style="bold" if is_best else "",
         )
     return table
 
 
-def _sensitivity(plan: MeshPlan) -> Table:
-    table = titled_table(
-        "tokens/s/GPU of the fastest, if this were", "", "half", "as it is", "twice"
-    )
+def _doubt(fits: bool, probability: float) -> list[tuple[str, str]]:
+    """Returns what follows a speed, as (text, style), if the layout doesn't or may not fit."""
+    if not fits:
+        return [(", does not fit", "red")]
+    return [(f", {probability:.0%} to fit", "yellow")] if probability < SURE else []
+
+
+def _sensitivity(plan: MeshPlan) -> FittedTable:
+    table = titled_table("tokens/s/GPU of the best, if this were", "", "half", "as it is", "twice")
     for name, tried in plan.sensitivity().items():
         now = tried[1][1]
         cells = []
-        for value, speed, fits in tried:
+        for value, speed, fits, probability in tried:
             change = f" ({speed / now - 1:+.1%})" if speed != now else ""
             cell = Text(f"{value}: {speed:,.0f}{change}")
-            if not fits:
-                cell.append(" does not fit", "red")
-            cells.append(cell)
-        table.add_row(name.replace("_", " "), *cells)
+            cells.append(Text.assemble(cell, *_doubt(fits, probability)))
+        table.add_row(name.replace("memory_", "memory ").replace("_", "-"), *cells)
     return table
 
 
 def _explanation(console: Console, each: Prediction) -> None:
     console.print(Text("\nhow each number is computed:", style="bold"))
-    console.print(Text(each.explain()), soft_wrap=True)
+    _lines(console, each.explain())
+
+
+def _lines(console: Console, text: str) -> None:
+    """Prints ``text``, which is indented by level; the rest of a long line is indented more."""
+    for line in text.splitlines():
+        start = line[: len(line) - len(line.lstrip())]
+        typer.echo(wrapped(line, console.width, f"{start}    ") or line)

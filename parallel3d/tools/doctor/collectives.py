@@ -1,4 +1,4 @@
-"""Times collectives on every axis of the mesh, and checks the times."""
+"""Times collectives on every axis of the mesh, and the checks of these times."""
 
 import statistics
 from contextlib import suppress
@@ -25,14 +25,14 @@ SMALL = 4096
 
 @dataclass(frozen=True)
 class Measurement:
-    """The times of all ranks.
+    """The times of collectives on all ranks.
 
     Attributes:
         layout: the resolved mesh layout.
         hosts: rank -> host name.
         seconds: rank -> (axis, operation, bytes of the whole tensor) -> seconds.
-        errors: rank -> why it has no times.
-        cluster: what is expected; None if no profile fits.
+        errors: rank -> why it could not measure.
+        cluster: the planner's profile to compare with; None if there is none for this device.
     """
 
     layout: MeshLayout
@@ -42,13 +42,13 @@ class Measurement:
     cluster: Cluster | None = None
 
     def group_seconds(self, axis: str, operation: str, nbytes: int) -> dict[tuple[int, ...], float]:
-        """Returns group of the axis -> seconds of its slowest rank."""
+        """Returns ranks of a group of the axis -> seconds of the group's slowest rank."""
         key = axis, operation, nbytes
         groups = self.layout.groups(axis)
         return {g: max(self.seconds[rank][key] for rank in g) for g in groups}
 
     def link(self, axis: str) -> AxisLink:
-        """How the ranks of the axis's most distributed group lie on nodes."""
+        """Returns how the axis's group that is spread over most nodes is distributed over them."""
         groups = self.layout.groups(axis)
         nodes, group = max((len({self.hosts[rank] for rank in g}), g) for g in groups)
         return AxisLink(len(group), -(-len(group) // nodes))
@@ -56,12 +56,12 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Line:
-    """One operation on one axis.
+    """The times of one operation on one mesh axis.
 
     Attributes:
-        groups: group -> bandwidth: bytes of the whole tensor per second of the slowest rank.
-        latency: seconds for ``SMALL`` bytes in the slowest group.
-        expected, expected_latency: the profile's values; None without a profile.
+        groups: ranks of a group -> its bandwidth: bytes of the whole tensor per second, on its slowest rank.
+        latency: seconds for a tensor of ``SMALL`` bytes in the slowest group.
+        expected, expected_latency: what the planner's profile predicts for both; None without a profile.
     """
 
     axis: str
@@ -75,12 +75,12 @@ class Line:
 
     @property
     def slowest(self) -> tuple[int, ...]:
-        """The slowest group."""
+        """Ranks of the group with the lowest bandwidth."""
         return min(self.groups, key=self.groups.__getitem__)
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second of the slowest group."""
+        """Bytes per second of that group."""
         return self.groups[self.slowest]
 
     def to_json(self) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class Line:
 
 
 def lines_of(measurement: Measurement) -> list[Line]:
-    """Returns the measured operations by axis; none if a rank has failed."""
+    """Returns a ``Line`` for each measured axis and operation; none if a rank has failed."""
     if not measurement.seconds or measurement.errors:
         return []
     lines = []
@@ -100,15 +100,12 @@ def lines_of(measurement: Measurement) -> list[Line]:
         link, cluster = measurement.link(axis), measurement.cluster
         seconds = measurement.group_seconds(axis, operation, nbytes)
         latency = max(measurement.group_seconds(axis, operation, SMALL).values())
-        expected = expected_latency = None
+        expected: tuple[float | None, float | None] = (None, None)
         if cluster is not None:
-            expected = nbytes / collective_time(operation, nbytes, link, cluster)
-            expected_latency = collective_time(operation, SMALL, link, cluster)
+            whole, small = (collective_time(operation, n, link, cluster) for n in (nbytes, SMALL))
+            expected = nbytes / whole, small
         groups = {group: nbytes / taken for group, taken in seconds.items()}
-        line = Line(
-            axis, operation, nbytes, link.nodes, groups, latency, expected, expected_latency
-        )
-        lines.append(line)
+        lines.append(Line(axis, operation, nbytes, link.nodes, groups, latency, *expected))
     return lines
 
 
@@ -118,11 +115,8 @@ _BYTES = {"cuda": 2**28, "cpu": 2**22}  # of the whole tensor
 
 
 def measure(layout: MeshLayout, group: StoreGroup, megabytes: float | None) -> dict[str, Any]:
-    """Makes a process group and the mesh, and times collectives of ``megabytes``. All ranks call it.
-
-    It returns ``{"seconds": [[axis, operation, bytes, seconds], ...], "error": ""}``, or the error alone:
-    nothing is raised, so that the ranks can still exchange it.
-    """
+    """Makes a process group and the mesh, and times collectives of ``megabytes``. Returns "seconds": [[axis,
+    operation, bytes, seconds], ...] and "error", which is a text, so that ranks can exchange it."""
     device = default_device_type()
     try:
         set_device(device, group.rank)
@@ -134,7 +128,17 @@ def measure(layout: MeshLayout, group: StoreGroup, megabytes: float | None) -> d
             timeout=timedelta(seconds=group.seconds),
         )
         nbytes = _BYTES.get(device, 2**28) if megabytes is None else int(megabytes * 1e6)
-        return {"seconds": _on_axes(layout, device, max(nbytes, 2 * SMALL)), "error": ""}
+        mesh = build_mesh(layout, device_type=device)
+        torch.set_num_threads(1)
+        groups = {axis: mesh.get_group(axis) for axis in mesh.mesh_dim_names or ()}
+        seconds = [
+            [axis, name, size, collective_seconds(name, size, own.size(), own, device)]
+            for axis, own in groups.items()
+            if own.size() > 1
+            for name in COLLECTIVES
+            for size in (SMALL, max(nbytes, 2 * SMALL))
+        ]
+        return {"seconds": seconds, "error": ""}
     except (Parallel3dError, RuntimeError) as error:  # backends raise RuntimeError
         return {"seconds": [], "error": " ".join(str(error).split())[:500]}
     finally:
@@ -143,24 +147,8 @@ def measure(layout: MeshLayout, group: StoreGroup, megabytes: float | None) -> d
                 dist.destroy_process_group()
 
 
-def _on_axes(layout: MeshLayout, device: str, nbytes: int) -> list[list[Any]]:
-    mesh = build_mesh(layout, device_type=device)
-    torch.set_num_threads(1)
-    groups = {axis: mesh.get_group(axis) for axis in mesh.mesh_dim_names or ()}
-    return [
-        [axis, name, size, collective_seconds(name, size, group.size(), group, device)]
-        for axis, group in groups.items()
-        if group.size() > 1
-        for name in COLLECTIVES
-        for size in (SMALL, nbytes)
-    ]
-
-
 def profile_of(device: str, gib: float) -> str | None:
-    """Returns the name of the planner's profile of the device that torch calls ``device``; None if none is.
-
-    Its memory, ``gib``, differs between devices with one name.
-    """
+    """Returns the planner's name of torch's ``device``; ``gib`` of memory decides between several."""
     near = [gpu for gpu in gpus_called(device) if abs(gpu.capacity_gib - gib) < 0.1 * gib]
     return min(near, key=lambda gpu: abs(gpu.capacity_gib - gib)).name if near else None
 
@@ -178,9 +166,8 @@ _LATE = 4.0  # times the profile's latency
     "Choose a tp that divides the ranks of a node; start equal numbers of ranks on all nodes."
 )
 def tp_across_nodes(measurement: Measurement) -> Result:
-    """Tensor parallelism waits for its collectives in every layer: between nodes they take many times as
-    long as within one.
-    """
+    """Tensor parallelism waits for its collectives in every layer: between nodes they take many times as long
+    as within one."""
     if measurement.layout.tp == 1:
         return None
     groups = measurement.layout.groups("tp")
@@ -193,7 +180,7 @@ def tp_across_nodes(measurement: Measurement) -> Result:
 
 @AREA.error("Read the rank's error, then check the network between these nodes (NCCL_DEBUG=INFO).")
 def collective_failed(measurement: Measurement) -> Result:
-    """Training would fail or hang at the same place."""
+    """A collective failed here: training would fail or hang at the same place."""
     errors = measurement.errors
     lines = (f"{name_ranks(ranks)}: {text}" for text, ranks in ranks_by_value(errors).items())
     return Seen("\n".join(lines), ranks=tuple(errors)) if errors else None
@@ -204,9 +191,8 @@ def collective_failed(measurement: Measurement) -> Result:
     "parallel3d calibrate makes a profile of these machines, if the built-in one is not theirs."
 )
 def axis_slow(measurement: Measurement) -> Result:
-    """The planner's profile predicts more: communication will take longer than the computation that should
-    hide it.
-    """
+    """The planner's profile predicts more bandwidth: communication will take longer than the computation that
+    should hide it."""
     return "\n".join(
         f"{line.operation} on {line.axis}: {line.bandwidth / 1e9:.3g} GB/s, "
         f"{line.bandwidth / line.expected:.0%} of {line.expected / 1e9:.3g} GB/s"
@@ -219,7 +205,8 @@ def axis_slow(measurement: Measurement) -> Result:
     "Check the network between the nodes (ping, interrupt moderation), and look for busy CPUs."
 )
 def axis_late(measurement: Measurement) -> Result:
-    """Small messages (norms, losses, tensor parallelism on short sequences) take too long."""
+    """Small messages (norms, losses, tensor parallelism on short sequences) take longer than the profile
+    predicts."""
     return "\n".join(
         f"{line.operation} on {line.axis}: {line.latency * 1e6:,.0f} us for 4 KiB instead of "
         f"{line.expected_latency * 1e6:,.0f}"
@@ -233,7 +220,7 @@ def axis_late(measurement: Measurement) -> Result:
     "on these nodes), and leave them out if they stay slow."
 )
 def group_slow(measurement: Measurement) -> Result:
-    """All groups wait for the slowest in every step."""
+    """All groups of the axis wait for the slowest in every step."""
     slow: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     for line in lines_of(measurement):
         usual = (statistics.median if len(line.groups) > 2 else max)(line.groups.values())

@@ -1,4 +1,4 @@
-"""doctor: collects facts on every rank, gathers them, measures collectives and reports what is wrong."""
+"""doctor: collects facts on every rank, checks them, measures collectives, and reports what is wrong."""
 
 import os
 import secrets
@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 
+import parallel3d.tools.doctor.checks  # noqa: F401 - registers them
 from parallel3d.errors import MeshError, PlanningError
 from parallel3d.mesh import MeshLayout
 from parallel3d.planner.cluster import Cluster
-from parallel3d.tools.doctor.checks import environment, machine, network  # noqa: F401 - registers them
-from parallel3d.tools.doctor.collecting import collect
 from parallel3d.tools.doctor.collectives import Line, Measurement, lines_of, measure, profile_of
-from parallel3d.tools.doctor.facts import GIB, Facts, adopt_slurm, place_of
+from parallel3d.tools.doctor.facts import GIB, Facts, adopt_slurm, collect
 from parallel3d.tools.doctor.finding import (
     ACROSS,
     CHECKS,
@@ -28,7 +27,7 @@ from parallel3d.tools.doctor.finding import (
     sort,
 )
 from parallel3d.tools.doctor.store_group import StoreGroup, clock_offset, connect
-from parallel3d.tools.dryrun.as_json import decoded
+from parallel3d.tools.dryrun.result import decoded
 
 _ALONE = "this is one process; start doctor on all ranks: torchrun ... -m parallel3d doctor"
 
@@ -38,13 +37,13 @@ class Options:
     """The options of ``doctor``.
 
     Attributes:
-        layout: the mesh whose collectives are measured, resolved for the world size; None for one axis of all
-            ranks.
+        layout: the mesh on whose axes collectives are measured, resolved for the world size; None: one axis
+            of all ranks.
         checkpoint: the folder that checkpoints are to be written to.
-        gpu, profile, nic: what to compare with, as in ``parallel3d plan``; by default the profile of this
-            machine's device, and none on the CPU.
+        gpu, profile, nic: the profile to compare with, as for ``parallel3d plan``; by default that of this
+            machine's device, and none on a CPU.
         collectives: whether to measure collectives.
-        megabytes: size of the measured tensors; see ``measure``.
+        megabytes: size of the measured tensors in MB; None: a default for the device.
         timeout: seconds that ranks wait for each other.
     """
 
@@ -63,11 +62,11 @@ class Diagnosis:
     """What ``doctor`` has found.
 
     Attributes:
-        facts: rank -> its facts.
-        findings: sorted by severity, errors first.
-        lines: the measured collectives.
-        speaks: whether this rank is to print the result.
-        failed: whether any rank has an error; equal on all ranks.
+        facts: rank -> what it has read of its machine.
+        findings: what is wrong, errors first.
+        lines: the times of collectives by axis.
+        speaks: whether this rank should print the result.
+        failed: whether there is an error on any rank; all ranks have the same value.
         not_measured: why collectives were not measured; "" if they were.
     """
 
@@ -86,7 +85,7 @@ class Diagnosis:
 
     @property
     def not_run(self) -> list[str]:
-        """Names of the checks that there was nothing for: one process, or no measured collective."""
+        """Names of the checks that could not run, with one process or no measured collectives."""
         done = (ACROSS, len(self.facts) > 1), (ON_AXES, bool(self.lines))
         areas = {each.about.area for checks, ran in done if not ran for each in checks.values()}
         found = {finding.name for finding in self.findings}
@@ -110,25 +109,26 @@ class Diagnosis:
 
 
 def doctor(options: Options, show: Callable[[Diagnosis], None] | None = None) -> Diagnosis:
-    """Examines this process, or, in a process that torchrun or srun has started, the whole job.
+    """Examines this process, or the whole job if torchrun or srun has started the process.
 
-    Nothing is changed but a file that is written to the checkpoint folder and removed again. It takes a few
-    seconds, and at most ``options.timeout`` each time that ranks wait for each other.
+    It changes nothing, except that it writes a file to the checkpoint folder and removes it again. It takes a
+    few seconds, plus up to ``options.timeout`` each time that ranks wait for each other.
 
     Args:
-        show: shows the result. It is called on the rank that reports, before any other rank returns: torchrun
-            would end all ranks as soon as one of them exits with 1.
+        show: prints the result, on the rank that reports. It is called before any other rank returns, because
+            torchrun ends all ranks as soon as one exits with 1.
 
     Returns:
-        Everything on rank 0; on other ranks ``speaks`` is False, unless rank 0 could not be reached.
+        The diagnosis: complete on rank 0. On other ranks ``speaks`` is False, unless rank 0 could not be
+        reached.
 
     Raises:
         PlanningError: there is no such GPU or profile.
     """
     adopt_slurm(os.environ)
     _cluster(options, 1, 1)  # raises for wrong options before anything else
-    place = place_of(os.environ)
     facts = collect(options.checkpoint)
+    place = facts.place
     if place.world_size == 1:
         found = Diagnosis({0: facts}, examine({0: facts}), not_measured=_ALONE)
         found.failed = bool(_errors(found))
@@ -173,7 +173,7 @@ def _diagnose_job(
 
 
 def _test_shared_disk(facts: Facts, group: StoreGroup) -> Facts:
-    """Tests whether this rank sees a file that rank 0 writes to the checkpoint folder."""
+    """Returns ``facts`` with whether this rank sees a file that rank 0 writes to the checkpoint folder."""
     disk = facts.writable_disk
     token = f".doctor-{secrets.token_hex(8)}"
     if group.rank == 0 and disk is not None:
@@ -188,7 +188,7 @@ def _test_shared_disk(facts: Facts, group: StoreGroup) -> Facts:
 
 
 def _why_not_measured(options: Options, found: Diagnosis, group: StoreGroup) -> str:
-    """On rank 0: returns why collectives are not to be measured; "" if they are."""
+    """Returns, on rank 0, why collectives should not be measured; "" if they should."""
     if not options.collectives:
         return "not asked for"
     if errors := _errors(found):
@@ -226,7 +226,7 @@ def _measure(options: Options, found: Diagnosis, group: StoreGroup) -> None:
 
 
 def _cluster(options: Options, nodes: int, per_node: int) -> Cluster | None:
-    """Returns the cluster whose profile is compared with; None if there is no profile."""
+    """Returns the cluster with the profile to compare with; None if there is no profile."""
     name = options.gpu
     if name is None and options.profile is not None:
         raise PlanningError("which GPU of the profile? Give its name with --gpu")
@@ -239,5 +239,5 @@ def _cluster(options: Options, nodes: int, per_node: int) -> Cluster | None:
 
 
 def _errors(found: Diagnosis) -> dict[str, None]:
-    """The names of the findings that are errors, each once."""
+    """Returns the names of the findings that are errors, each once."""
     return dict.fromkeys(f.name for f in found.findings if f.severity == Severity.error)

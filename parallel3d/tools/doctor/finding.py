@@ -1,4 +1,4 @@
-"""The checks of doctor and the findings they report. A check is a pure function of facts."""
+"""Checks, which are pure functions of facts, and the findings that they return."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -15,7 +15,8 @@ Value = TypeVar("Value")
 
 
 class Severity(StrEnum):
-    """An error prevents a job from running or from running correctly; a warning may cost speed."""
+    """How serious a finding is: an error keeps a job from running right; a warning may cost speed; a note is
+    advice."""
 
     ok = "ok"
     note = "note"
@@ -25,12 +26,12 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check has found.
+    """What is wrong: what a check has found, why it matters and what to do.
 
     Attributes:
         name: name of the check, such as ``nccl-debug``.
-        area: section of the report.
-        seen: the observation.
+        area: title of the section of the report that it is in.
+        seen: what was observed.
         why: why it matters.
         do: a command to run or a setting to change.
     """
@@ -46,12 +47,12 @@ class Finding:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a check reports.
+    """What a check's function returns if something is wrong.
 
     Attributes:
-        text: the observation, as a sentence or a list.
-        do: advice that is more specific than the check's own; ``""`` for the check's own.
-        ranks: the ranks concerned, in any order, where they are not the ranks whose facts were checked.
+        text: what was observed, as a sentence or a list.
+        do: advice to replace the check's own; "": the check's own.
+        ranks: the ranks concerned, in any order; empty: those whose facts were checked.
     """
 
     text: str
@@ -67,13 +68,13 @@ Look = Callable[..., Result]
 
 @dataclass(frozen=True)
 class Check:
-    """The function that checks one thing, and its finding without what depends on the facts."""
+    """A check: its function ``look``, and ``about``, its finding without the observation."""
 
     look: Look
     about: Finding
 
     def finding(self, seen: Seen | str, ranks: Ranks = ()) -> Finding:
-        """Returns the finding for ``seen``, which concerns ``ranks`` unless it names others."""
+        """Returns the finding for the observation ``seen``, for ``ranks`` unless ``seen`` names others."""
         if isinstance(seen, str):
             seen = Seen(seen)
         do, ranks = seen.do or self.about.do, tuple(sorted({*seen.ranks})) or ranks
@@ -93,12 +94,12 @@ class Area:
     """A section of the report.
 
     Its methods ``error``, ``warning`` and ``note`` take the advice and return a decorator that makes a
-    function a check of that severity: ``few_open_files`` becomes the check ``few-open-files``. The
-    function's docstring says why it matters.
+    function a check of that severity: ``few_open_files`` becomes the check ``few-open-files``. The function's
+    docstring says why it matters.
 
     Attributes:
         name: title of the section.
-        checks: ``CHECKS``, ``ACROSS`` or ``ON_AXES``, which determines the argument of its checks.
+        checks: the dict that its checks are added to: ``CHECKS`` (of one process), ``ACROSS`` or ``ON_AXES``.
     """
 
     name: str
@@ -119,7 +120,7 @@ class Area:
 
 
 def ranks_by_value(values: Mapping[int, Value]) -> dict[Value, list[int]]:
-    """Returns value -> the ranks that have it, for rank -> value."""
+    """Returns value -> the ranks that have it, from rank -> value."""
     found: dict[Value, list[int]] = {}
     for rank, value in sorted(values.items(), key=itemgetter(0)):
         found.setdefault(value, []).append(rank)
@@ -127,13 +128,13 @@ def ranks_by_value(values: Mapping[int, Value]) -> dict[Value, list[int]]:
 
 
 def examine_all(checks: Mapping[str, Check], argument: Any) -> list[Finding]:
-    """Runs ``checks``, each once, on ``argument``."""
+    """Runs each of ``checks`` on ``argument``; returns the findings."""
     results = ((check, check.look(argument)) for check in checks.values())
     return [check.finding(seen) for check, seen in results if seen]
 
 
 def examine(facts: Mapping[int, Facts]) -> list[Finding]:
-    """Runs all checks on all ranks' facts. A finding that several ranks share is reported once."""
+    """Runs all ``CHECKS`` on the facts of all ranks. A finding that several ranks have is returned once."""
     findings: list[Finding] = []
     for check in CHECKS.values():
         results = ranks_by_value({rank: check.look(own) for rank, own in facts.items()})
@@ -144,17 +145,17 @@ def examine(facts: Mapping[int, Facts]) -> list[Finding]:
 
 
 def sort(findings: Iterable[Finding]) -> list[Finding]:
-    """Sorts by severity, errors first; the order is otherwise kept."""
+    """Returns the findings sorted by severity, errors first, otherwise in the given order."""
     order = list(Severity)
     return sorted(findings, key=lambda finding: -order.index(finding.severity))
 
 
 def all_checks() -> list[Finding]:
-    """Returns what there may be to find: in one process, between processes and in collectives."""
+    """Returns all findings that there may be, without an observation."""
     return [check.about for check in (*CHECKS.values(), *ACROSS.values(), *ON_AXES.values())]
 
 
 def name_hosts(hosts: Collection[str], ranks: Iterable[int]) -> str:
-    """Returns the first hosts and all ranks: ``node-1, node-2 (ranks 4-11)``."""
+    """Returns the first hosts and all ranks as text: "node-1, node-2 (ranks 4-11)"."""
     more = f" and {len(hosts) - 4} more" if len(hosts) > 4 else ""
     return f"{', '.join([*hosts][:4])}{more} ({name_ranks(ranks)})"

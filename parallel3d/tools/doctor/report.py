@@ -53,7 +53,6 @@ def _machines(found: Diagnosis) -> Table:
 def _findings(found: Diagnosis) -> Table:
     table = titled_table("findings", "", "what", "why, and what to do", left=3)
     table.leading = 1
-    table.columns[1].ratio, table.columns[2].ratio = 3, 4
     for each in found.findings:
         where = Text(_where(each, found), style="dim")
         what = Group(Text(each.name, style="bold"), Text(each.seen), where)
@@ -63,7 +62,7 @@ def _findings(found: Diagnosis) -> Table:
 
 
 def _where(finding: Finding, found: Diagnosis) -> str:
-    """The nodes and ranks of a finding; "" if there is one process."""
+    """Returns the nodes and ranks of a finding as text; "" if there is only one node or it names no ranks."""
     hosts = found.hosts()
     ranks = set(finding.ranks)
     if len(hosts) < 2 or not ranks:
@@ -98,11 +97,11 @@ def _expected(value: float | None, scale: float) -> str:
 
 
 def _passed(found: Diagnosis) -> Text:
-    """What was checked and is in order, by area."""
-    checks = {check.name: check for check in all_checks()}
+    """Returns a text with the checks that have no finding, by area."""
     by_area: dict[str, list[str]] = {}
-    for name in found.passed:
-        by_area.setdefault(checks[name].area, []).append(name)
+    for check in all_checks():
+        if check.name in found.passed:
+            by_area.setdefault(check.area, []).append(check.name)
     lines = (f"{area}: {', '.join(names)}" for area, names in by_area.items())
     return Text("\n".join(lines), style="dim")
 
@@ -115,9 +114,6 @@ def _summary(found: Diagnosis) -> Text:
         if counts[severity]
     ]
     parts.append(f"{len(found.passed)} checks passed")
-    if found.not_run:
-        parts.append(
-            f"{len(found.not_run)} not run: they compare processes, or measure collectives"
-        )
-    text = ", ".join(parts)
-    return Text(text, style="bold red" if found.failed else "bold green")
+    if count := len(found.not_run):
+        parts.append(f"{count} not run: they compare processes, or measure collectives")
+    return Text(", ".join(parts), style="bold red" if found.failed else "bold green")

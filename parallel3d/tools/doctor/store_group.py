@@ -1,4 +1,4 @@
-"""StoreGroup: ranks gather and broadcast values through the store, without a process group.
+"""StoreGroup: ranks gather and broadcast values through the store, before there is a process group.
 
 Every wait has a limit, after which the missing ranks are named.
 """
@@ -16,19 +16,14 @@ from torch import distributed as dist
 from parallel3d.errors import MeshError
 from parallel3d.mesh.exchange import StoreExchange
 from parallel3d.mesh.store import Late, fresh_store, outlives_ranks, wait_for
-from parallel3d.tools.doctor.collecting import try_store
-from parallel3d.tools.doctor.facts import RankPlace
+from parallel3d.tools.doctor.facts import RankPlace, try_store
 
 _ROUNDS = 5
 
 
 class StoreGroup:
-    """Exchanges values between ranks. All ranks call the same methods in the same order.
-
-    Args:
-        store: a store that nothing else uses.
-        seconds: how long other ranks are waited for.
-    """
+    """Exchanges values between ranks through ``store``. All ranks call the same methods in the same order,
+    and wait for each other for ``seconds`` at most."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, seconds: float) -> None:
         self.store, self.rank, self.world_size = store, rank, world_size
@@ -36,14 +31,14 @@ class StoreGroup:
         self._expected = list(range(world_size))  # on rank 0: ranks that have not been late
 
     def put(self, key: str, text: str = "") -> None:
-        """Sets a key; raises MeshError if the store has gone."""
+        """Sets a key of the store; raises MeshError if the store doesn't answer any more."""
         try:
             self.store.set(key, text)
         except RuntimeError as error:
             raise MeshError(f"rank 0 has gone: {str(error).splitlines()[0]}") from error
 
     def gather(self, topic: str, value: Any) -> dict[int, Any]:
-        """Returns on rank 0: rank -> value (JSON) of the ranks that came in time; elsewhere ``{}``."""
+        """Returns on rank 0: rank -> its value (JSON), for the ranks that came in time; elsewhere ``{}``."""
         self.put(f"{topic}/{self.rank}", json.dumps(value))
         if self.rank:
             return {}
@@ -53,7 +48,7 @@ class StoreGroup:
         return found
 
     def broadcast(self, topic: str, value: Any = None) -> Any:
-        """Returns rank 0's value on all ranks; raises MeshError if it is not there in time."""
+        """Returns rank 0's value on all ranks; raises MeshError if it does not come in time."""
         if self.rank == 0:
             self.put(topic, json.dumps(value))
             return value
@@ -67,13 +62,13 @@ class StoreGroup:
             raise MeshError(f"rank 0 has gone: {str(error).splitlines()[0]}") from error
 
     def finish(self) -> None:
-        """The last call: rank 0, which may host the store, waits until the others have read all."""
+        """Must be the last call: rank 0, which may host the store, waits for the others."""
         self.seconds = 5
         with suppress(RuntimeError):
             self.gather("gone", None)
 
     def wait(self, key: str) -> bool:
-        """Returns whether ``key`` was set in time. It blocks in the store, without polling."""
+        """Waits for ``key``, without polling; returns whether it was set in time."""
         try:
             self.store.wait([key], timedelta(seconds=self.seconds))
         except RuntimeError:
@@ -82,7 +77,7 @@ class StoreGroup:
 
 
 def connect(place: RankPlace, environ: Mapping[str, str], seconds: float) -> StoreGroup:
-    """Connects to the other ranks of the job; a MeshError says why that fails."""
+    """Connects to the other ranks of the job; if that fails, raises a MeshError with the reason."""
     address, number = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
     if not address or not number.isdigit():
         raise MeshError(f"MASTER_ADDR is {address!r} and MASTER_PORT {number!r}")
@@ -90,9 +85,19 @@ def connect(place: RankPlace, environ: Mapping[str, str], seconds: float) -> Sto
     timeout, hosted = timedelta(seconds=seconds), outlives_ranks()
     is_host = place.rank == 0 and not hosted
     if is_host:
-        _check_port(port)
+        with socket.socket() as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                listener.bind(("", port))
+            except OSError as error:
+                why = f"port {port} (MASTER_PORT), on which rank 0 is to host the store"
+                raise MeshError(f"{why}: {error.strerror}") from error
     else:
-        _wait_for_store(address, port, seconds)
+        end = time.monotonic() + seconds
+        while why := try_store(address, port, min(5.0, seconds)):
+            if time.monotonic() > end:
+                raise MeshError(why)
+            time.sleep(0.2)
     try:
         store: dist.Store = dist.TCPStore(
             address, port, None, is_master=is_host, timeout=timeout, wait_for_workers=False
@@ -104,32 +109,13 @@ def connect(place: RankPlace, environ: Mapping[str, str], seconds: float) -> Sto
     return StoreGroup(dist.PrefixStore("doctor", store), place.rank, place.world_size, seconds)
 
 
-def _check_port(port: int) -> None:
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(("", port))
-        except OSError as error:
-            raise MeshError(
-                f"port {port} (MASTER_PORT), on which rank 0 is to host the store: {error.strerror}"
-            ) from error
-
-
-def _wait_for_store(address: str, port: int, seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while why := try_store(address, port, min(5.0, seconds)):
-        if time.monotonic() > end:
-            raise MeshError(why)
-        time.sleep(0.2)
-
-
 def clock_offset(
     group: StoreGroup, nodes: Sequence[int], now: Callable[[], float] = time.time
 ) -> tuple[float | None, float]:
-    """Returns the seconds that this rank's clock is ahead of rank 0's, and their largest error.
+    """Returns (seconds that this rank's clock is ahead of rank 0's, the largest error of that).
 
-    The ranks in ``nodes``, one of each node except rank 0's, ask rank 0 for the time several times; the
-    fastest answer counts. It is (None, 0) on other ranks.
+    The ranks in ``nodes``, one of each node except rank 0's, ask rank 0 several times for the time ``now()``;
+    the fastest answer counts. All other ranks get (None, 0).
     """
     if group.rank == 0:
         for rank in nodes:

@@ -11,14 +11,14 @@ from parallel3d._util.lazy import export_lazily
 if TYPE_CHECKING:
     from parallel3d._util.dry_run import active as active
     from parallel3d._util.dry_run import real as real
-    from parallel3d.tools.dryrun.as_json import from_json as from_json
-    from parallel3d.tools.dryrun.as_json import to_json as to_json
     from parallel3d.tools.dryrun.compare import Divergence as Divergence
     from parallel3d.tools.dryrun.compare import compare as compare
     from parallel3d.tools.dryrun.record import record as record
     from parallel3d.tools.dryrun.report import write_report as write_report
     from parallel3d.tools.dryrun.result import DryRun as DryRun
     from parallel3d.tools.dryrun.result import Race as Race
+    from parallel3d.tools.dryrun.result import from_json as from_json
+    from parallel3d.tools.dryrun.result import to_json as to_json
     from parallel3d.tools.dryrun.summary import print_summary as print_summary
     from parallel3d.tools.dryrun.timeline import Timeline as Timeline
     from parallel3d.tools.dryrun.timeline import timeline as timeline
@@ -32,11 +32,10 @@ else:
         __name__,
         {
             "parallel3d._util.dry_run": "active real",
-            ".as_json": "from_json to_json",
             ".compare": "Divergence compare",
             ".record": "record",
             ".report": "write_report",
-            ".result": "DryRun Race",
+            ".result": "DryRun Race from_json to_json",
             ".summary": "print_summary",
             ".timeline": "Timeline timeline",
             ".trace": "write_trace",

@@ -20,12 +20,12 @@ _WINDOW, _MOST_SWAPPED = 400, 64
 
 @dataclass(frozen=True)
 class Issued:
-    """A collective of one rank.
+    """A collective that one rank issues.
 
     Attributes:
-        module, phase, step: where it is issued.
+        module, phase, step: where the program issues it.
         dtype: dtype of its input; "" if not known.
-        group: its axis, "" for a group of all ranks, None for a group that isn't known.
+        group: its mesh axis; "" for a group of all ranks; None for another group.
     """
 
     call: Collective
@@ -37,12 +37,12 @@ class Issued:
 
     @property
     def key(self) -> tuple[str, str | None, str]:
-        """What is equal on every rank of a program."""
+        """(operation, axis, unit), which is equal on every rank of a correct program."""
         return self.call.op, self.call.axis, self.call.unit
 
     @property
     def short(self) -> str:
-        """A short description."""
+        """Its text for messages, such as "all_gather on shard for layers.0 (1,024 bytes, forward)"."""
         call = self.call
         axis = f" on {call.axis}" if call.axis else ""
         unit = call.unit or self.module
@@ -59,7 +59,7 @@ class Issued:
 
 
 def _issued_by(run: DryRun) -> list[Issued]:
-    """The collectives of ``run`` in order, without send and recv."""
+    """Returns the collectives of ``run`` in order, without send and recv."""
     found = []
     for each in run.operations:
         if each.kind == "collective" and each.collective is not None:
@@ -76,15 +76,15 @@ class Divergence:
 
     Attributes:
         ranks: the two ranks.
-        position: index among the collectives that are compared.
-        first, second: what each rank issues there; None if its program has ended.
-        before: the last call that both have made, or None.
+        position: index of the difference among the compared collectives.
+        first, second: what the two ranks issue there; None if the rank issues nothing more.
+        before: the last collective that both ranks issue alike, or None.
         kind: ``extra calls``, ``another order``, ``other bytes``, ``another dtype``, ``another group size``
             or ``other calls``.
-        detail: how the two continue.
-        consequence: ``hang``, ``silently wrong``, ``silently wrong, then hang`` or ``depends
-            on other ranks``.
-        why: how that happens.
+        detail: a sentence on how the two sequences go on.
+        consequence: ``hang``, ``silently wrong``, ``silently wrong, then hang`` or ``depends on other
+            ranks``.
+        why: a sentence on how that happens.
     """
 
     ranks: tuple[int, int]
@@ -138,12 +138,12 @@ def compare(a: DryRun, b: DryRun) -> Divergence | None:
 
 
 class _Comparison:
-    """The collectives of two ranks from their first difference on.
+    """The collectives of two ranks, ``a`` and ``b``, from their first difference on.
 
     Attributes:
-        shared: the axes on which both ranks are in one group, and ``_WORLD``.
+        shared: the axes on which both ranks are in the same group, and the group of all ranks.
         position: index of the first difference.
-        ours, theirs: the collectives of ``a`` and ``b`` from there on.
+        ours, theirs: what ``a`` and ``b`` issue from there on.
     """
 
     def __init__(self, a: DryRun, b: DryRun) -> None:
@@ -157,7 +157,7 @@ class _Comparison:
         self.ours, self.theirs = ours[self.position :], theirs[self.position :]
 
     def difference(self, one: Issued, other: Issued) -> str:
-        """``call``, ``group size``, ``dtype`` or ``bytes``; ``""`` if they may be the same collective."""
+        """Returns what differs: "call", "group size", "dtype" or "bytes"; "" if nothing does."""
         if one.key != other.key:
             return "call"
         if one.call.group_size != other.call.group_size:
@@ -173,7 +173,7 @@ class _Comparison:
     # How the two sequences differ.
 
     def how(self) -> tuple[str, str]:
-        """Returns kind and detail."""
+        """Returns ``Divergence``'s ``kind`` and ``detail``."""
         a, b, ours, theirs = self.a.rank, self.b.rank, self.ours, self.theirs
         if ours and theirs:
             what = self.difference(ours[0], theirs[0])
@@ -204,24 +204,20 @@ class _Comparison:
         return "other calls", f"rank {a} continues with {_named(ours[i1:i2])}; {second}"
 
     def _swapped(self) -> int:
-        """Returns after how many calls both have made the same ones in another order; 0 if never."""
-        balance: Counter[object] = Counter()
-        pairs = zip(self.ours[:_MOST_SWAPPED], self.theirs, strict=False)
-        for count, (one, other) in enumerate(pairs, 1):
-            balance[one.key] += 1
-            balance[other.key] -= 1
-            if not any(balance.values()):
-                return count
-        return 0
+        """Returns after how many calls both ranks have made the same in another order; 0: never."""
+        both = (self.ours[:_MOST_SWAPPED], self.theirs[:_MOST_SWAPPED])
+        keys, others = ([issued.key for issued in calls] for calls in both)
+        counts = range(1, min(len(keys), len(others)) + 1)
+        return next((n for n in counts if Counter(keys[:n]) == Counter(others[:n])), 0)
 
     # What happens on the machines.
 
     def consequence(self) -> tuple[str, str]:
-        """Returns consequence and why.
+        """Returns ``Divergence``'s ``consequence`` and ``why``.
 
-        On a group that contains both ranks the n-th call of one meets the n-th call of the other. A backend
-        matches them by nothing else: another operation or number of bytes hangs (gloo: aborts), and the data
-        of another unit or dtype is used as if it were right.
+        On a group that contains both ranks a backend matches the n-th call of one with the n-th of the other,
+        whatever they are: another operation or number of bytes hangs (gloo: aborts), and the data of another
+        unit or dtype is used as if it were right.
         """
         a, b = self.a.rank, self.b.rank
         groups = self.shared & {issued.group for issued in (*self.ours, *self.theirs)}
@@ -246,35 +242,28 @@ class _Comparison:
         return "depends on other ranks", self._elsewhere()
 
     def _on_group(self, group: str) -> Iterator[tuple[str, int, str]]:
-        """Yields ``wrong`` or ``hang``, index and why of the calls on ``group``, up to one that hangs."""
+        """Yields ("wrong" or "hang", index of the call, why) for the differing calls on ``group``, until one
+        hangs."""
         a, b = self.a.rank, self.b.rank
         mine, yours = (
             [(at, issued) for at, issued in enumerate(calls) if issued.group == group]
             for calls in (self.ours, self.theirs)
         )
         for (at, one), (_, other) in zip(mine, yours, strict=False):
-            what = self._mismatch(one, other)
+            what = self.difference(one, other)
             where = f"Rank {a}'s {one.short} meets rank {b}'s {other.short}"
-            if what == "hang":
+            kinds = [(each.call.op, each.call.group_size) for each in (one, other)]
+            if kinds[0] != kinds[1] or (what and one.call.bytes != other.call.bytes):
                 yield "hang", at, f"{where} (gloo aborts, NCCL hangs or continues)."
                 return
-            if what:
-                yield "wrong", at, f"{where}: both return, with each other's {what}."
+            if wrong := {"dtype": "bits", "call": "data"}.get(what):
+                yield "wrong", at, f"{where}: both return, with each other's {wrong}."
         more, less = (a, b) if len(mine) > len(yours) else (b, a)
         if left := max(mine, yours, key=len)[min(len(mine), len(yours)) :]:
             at, issued = left[0]
             count = f"{len(left)} more calls" if len(left) > 1 else "one more call"
             waits = f"waits in {issued.short} for rank {less}, which does not come."
             yield "hang", at, f"Rank {more} makes {count}, and {waits}"
-
-    def _mismatch(self, one: Issued, other: Issued) -> str:
-        """What happens where the two calls meet: ``hang``, or what is wrong."""
-        if one.call.op != other.call.op or one.call.group_size != other.call.group_size:
-            return "hang"
-        what = self.difference(one, other)
-        if what and one.call.bytes != other.call.bytes:
-            return "hang"
-        return {"dtype": "bits", "call": "data"}.get(what, "")
 
     def _elsewhere(self) -> str:
         own, others = self.a.axis_ranks, self.b.axis_ranks

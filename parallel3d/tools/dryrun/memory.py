@@ -1,10 +1,13 @@
-"""The memory of a dry run: who holds it, what it is for, and how much there is over time."""
+"""The memory of a dry run: what each storage is for, how much there is over time, what torch's allocator
+reserves."""
 
 from __future__ import annotations
 
+import itertools
 import weakref
+from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -19,23 +22,30 @@ from parallel3d._torch.dtensor import get_local_tensor
 from parallel3d._torch.fully_shard import unsharded_by_torch
 from parallel3d._util.trees import tensors_in
 from parallel3d.fsdp.inspect import units_of
-from parallel3d.tools.dryrun.result import KINDS, LiveTensor, MemorySample, Operation, Peak
+from parallel3d.tools.dryrun.result import (
+    KINDS,
+    LiveTensor,
+    MemorySample,
+    Operation,
+    Peak,
+    Reserved,
+)
 
 
 @dataclass(eq=False)
 class Held:
-    """One storage.
+    """The record of one storage: what it is for, and its size.
 
     Attributes:
-        shape, dtype: those of the first tensor in it.
+        shape, dtype: those of the first tensor that was seen in it.
         module, phase, made_by: where that tensor was made, and by which operation.
         communicated: whether a collective has read or written it.
-        lived_through_forward: whether it was alive when a backward began.
-        recomputed: whether a module made it within a backward (activation checkpointing), or it was copied
-            from the CPU's memory (activation offload).
-        kind, name: set if it belongs to a model or its optimizer.
+        lived_through_forward: whether it existed when a backward began.
+        recomputed: whether a module made it during backward (activation checkpointing), or it was copied from
+            the CPU's memory (activation offload).
+        kind, name: what it is and its name, if it belongs to a model or its optimizer; else "".
         on_host: whether it is in the CPU's memory (CPU offload).
-        size: bytes now.
+        size: its bytes now.
     """
 
     shape: tuple[int, ...]
@@ -53,26 +63,30 @@ class Held:
 
 
 class Change(NamedTuple):
-    """From the operation with index ``operation`` on, the storage ``held`` has ``size`` bytes."""
+    """A storage's new size: from the operation with index ``operation`` on it has ``size`` bytes. ``stream``:
+    the number of the current stream."""
 
     operation: int
     held: Held
     size: int
+    stream: int = 0
 
 
 class Ledger:
-    """Records when storages are allocated and freed.
+    """Records when storages are allocated, resized and freed.
 
     Attributes:
-        changes: all changes, in order.
-        operation: index of the operation that runs.
+        changes: all changes of sizes, in order.
+        operation: index of the operation that runs now.
+        stream: a function that returns the number of the current stream.
         closed: whether changes are no longer recorded.
-        on_new, on_free: called with the record of memory that is allocated or freed.
+        on_new, on_free: called with the record of a storage that is allocated or freed.
     """
 
     def __init__(self) -> None:
         self.changes: list[Change] = []
         self.operation = 0
+        self.stream: Callable[[], int] = int
         self.closed = False
         self.on_new: Callable[[Held], None] | None = None
         self.on_free: Callable[[Held], None] | None = None
@@ -80,7 +94,7 @@ class Ledger:
         self._watched: dict[int, weakref.ref] = {}
 
     def add(self, tensor: Tensor, held: Held) -> None:
-        """Adds the storage of ``tensor``, which is not known."""
+        """Adds the storage of ``tensor``, which isn't in the ledger yet, with the record ``held``."""
         storage = tensor.untyped_storage()
         key = id(storage)
         self._alive[key] = held
@@ -88,16 +102,16 @@ class Ledger:
         self._changed(held, storage.nbytes())
 
     def find(self, tensor: Tensor) -> Held | None:
-        """Returns the record of ``tensor``'s storage."""
+        """Returns the record of ``tensor``'s storage; None if it has none."""
         return self._alive.get(id(tensor.untyped_storage()))
 
     def begin_backward(self) -> None:
-        """Notes that all storages that are alive have lived through forward."""
+        """Marks all existing storages with ``lived_through_forward``."""
         for held in self._alive.values():
             held.lived_through_forward = True
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Notes that ``storage`` may have another size."""
+        """Records the present size of ``storage``, which may have been resized."""
         held = self._alive.get(id(storage))
         if held is not None and not self.closed:
             self._changed(held, storage.nbytes())
@@ -115,14 +129,14 @@ class Ledger:
         elif before and not size and self.on_free is not None:
             self.on_free(held)
         if not held.on_host:
-            self.changes.append(Change(self.operation, held, size))
+            self.changes.append(Change(self.operation, held, size, self.stream()))
 
 
 _LARGEST = 30  # tensors that ``Peak`` lists
 
 
 def note_gradients(roots: Iterable[nn.Module], ledger: Ledger) -> None:
-    """Marks the storages that are ``.grad`` now as gradients."""
+    """Marks the storages of all present ``.grad`` as gradients."""
     for root in roots:
         for name, param in root.named_parameters():
             if param.grad is not None:
@@ -130,7 +144,8 @@ def note_gradients(roots: Iterable[nn.Module], ledger: Ledger) -> None:
 
 
 def name_kinds(roots: list[nn.Module], optimizers: Iterable[Optimizer], ledger: Ledger) -> None:
-    """Marks what belongs to the models and their optimizers; ``kind_of`` tells the others."""
+    """Marks the storages of the models' parameters, buffers and gradients and of their optimizers' state with
+    their kinds."""
     for root in roots:
         for unit in units_of(root, recurse=True):
             for bucket in unit.group.buckets:
@@ -152,7 +167,7 @@ def name_kinds(roots: list[nn.Module], optimizers: Iterable[Optimizer], ledger: 
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Returns the tensor that a DTensor wraps; a plain one itself."""
+    """Returns the local tensor of a DTensor; a plain tensor itself."""
     return get_local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
@@ -163,7 +178,7 @@ def _mark(ledger: Ledger, tensor: Tensor, kind: str, name: str) -> None:
 
 
 def kind_of(held: Held) -> str:
-    """Returns what a storage is for: without a mark, by its use and how long it lived."""
+    """Returns what a storage is for, one of ``KINDS``: its mark, or else by its use and how long it lived."""
     if held.kind:
         return held.kind
     if held.communicated:
@@ -176,10 +191,8 @@ def kind_of(held: Held) -> str:
 def memory_over_time(
     ledger: Ledger, operations: list[Operation]
 ) -> tuple[tuple[MemorySample, ...], Peak, Peak | None]:
-    """Returns memory over time, the peak, and the peak from the first forward on.
-
-    There is a sample for each operation at which memory changed, with the most that was alive at it.
-    """
+    """Returns (for each operation at which memory changes the most bytes alive, the peak, the peak from the
+    first forward on)."""
     now: Counter[str] = Counter()
     sizes: dict[Held, int] = {}
     samples: dict[int, MemorySample] = {}  # number of changes until then -> the sample
@@ -204,7 +217,7 @@ def memory_over_time(
 
 
 def _peak(ledger: Ledger, operations: list[Operation], samples: dict[int, MemorySample]) -> Peak:
-    """Returns the first of the largest of ``samples``, with the largest tensors that were alive then."""
+    """Returns the peak: the first of the largest ``samples``, with the largest tensors at that time."""
     count, sample = max(samples.items(), key=lambda item: item[1].total)
     alive = {change.held: change.size for change in ledger.changes[:count]}
     largest = sorted(alive.items(), key=lambda item: -item[1])[:_LARGEST]
@@ -223,3 +236,142 @@ def _peak(ledger: Ledger, operations: list[Operation], samples: dict[int, Memory
             if size
         ),
     )
+
+
+# What torch's allocator of an accelerator reserves. The rules are those of torch's documentation ("CUDA
+# semantics: memory management") and of its sources (``c10/cuda/CUDACachingAllocator.cpp``), with the default
+# settings or ``expandable_segments:True``, on a GPU with memory to spare. What a kernel makes inside itself,
+# and libraries' workspaces, are not among them.
+
+_LEAST = 512  # bytes of a block, and what its size is a multiple of
+_SMALL = 2**20  # what is larger lies in other segments
+_LARGE = 10 * _SMALL  # what is larger has a segment of its own size
+_ROUNDING = 2 * _SMALL
+_SEGMENTS = {True: 2 * _SMALL, False: 20 * _SMALL}  # of what is small, and of what is not
+
+
+@dataclass(eq=False)
+class _Block:
+    """A part of a segment, used or free; ``pool``: (its stream's number, whether tensors are small)."""
+
+    pool: tuple[int, bool]
+    start: int
+    size: int
+    before: _Block | None = None
+    after: _Block | None = None
+    is_free: bool = False
+
+
+class CachingAllocator:
+    """Models torch's caching allocator: its segments are divided into blocks, and never given back.
+
+    ``expandable``: each stream has one segment, which grows. ``reserved``: bytes of all segments.
+    """
+
+    def __init__(self, *, expandable: bool = False) -> None:
+        self.expandable = expandable
+        self.reserved = self.segments = 0
+        self._addresses = itertools.count(0, 2**50)
+        self._free: dict[tuple[int, bool], list[tuple[int, int, int]]] = {}  # (size, start, id)
+        self._blocks: dict[int, _Block] = {}  # id -> those that are free
+        self._ends: dict[tuple[int, bool], _Block] = {}  # of segments that grow: the last block
+
+    def allocate(self, size: int, stream: int = 0) -> _Block:
+        """Returns a block of at least ``size`` bytes for the stream with the number ``stream``."""
+        size = -(-max(size, 1) // _LEAST) * _LEAST
+        pool = stream, size <= _SMALL
+        free = self._free.setdefault(pool, [])
+        at = bisect_left(free, (size, -1, -1))  # the smallest that fits, and of those the first
+        if at < len(free):
+            block = self._blocks[free[at][2]]
+            self._take(block)
+        else:
+            block = self._new(pool, size)
+        rest = block.size - size
+        if rest > _SMALL or (rest and (pool[1] or self.expandable)):
+            self._put(self._split(block, size))
+        return block
+
+    def free(self, block: _Block) -> None:
+        """Frees ``block``, and joins it with free neighbours."""
+        for other in (block.before, block.after):
+            if other is not None and other.is_free:
+                self._take(other)
+                first, second = (other, block) if other is block.before else (block, other)
+                first.size += second.size
+                first.after = second.after
+                if second.after is not None:
+                    second.after.before = first
+                if self._ends.get(block.pool) is second:
+                    self._ends[block.pool] = first
+                block = first
+        self._put(block)
+
+    def _new(self, pool: tuple[int, bool], size: int) -> _Block:
+        small = pool[1]
+        if self.expandable:
+            return self._grown(pool, size)
+        new = _SEGMENTS[small] if size < _LARGE else -(-size // _ROUNDING) * _ROUNDING
+        self.reserved += new
+        self.segments += 1
+        return _Block(pool, next(self._addresses), new)
+
+    def _grown(self, pool: tuple[int, bool], size: int) -> _Block:
+        """Grows the pool's segment by as many pages as ``size`` needs; returns the free block at its end."""
+        page, last = _SEGMENTS[pool[1]], self._ends.get(pool)
+        has = last.size if last is not None and last.is_free else 0
+        more = -(-(size - has) // page) * page
+        self.reserved += more
+        self.segments += last is None
+        if last is not None and has:
+            self._take(last)
+            last.size += more
+            return last
+        start = next(self._addresses) if last is None else last.start + last.size
+        block = _Block(pool, start, more, before=last)
+        if last is not None:
+            last.after = block
+        self._ends[pool] = block
+        return block
+
+    def _split(self, block: _Block, size: int) -> _Block:
+        """Shrinks ``block`` to ``size`` bytes; returns the rest as a new block."""
+        rest = _Block(block.pool, block.start + size, block.size - size, block, block.after)
+        if block.after is not None:
+            block.after.before = rest
+        if self._ends.get(block.pool) is block:
+            self._ends[block.pool] = rest
+        block.after, block.size = rest, size
+        return rest
+
+    def _put(self, block: _Block) -> None:
+        block.is_free = True
+        self._blocks[id(block)] = block
+        insort(self._free.setdefault(block.pool, []), (block.size, block.start, id(block)))
+
+    def _take(self, block: _Block) -> None:
+        block.is_free = False
+        del self._blocks[id(block)]
+        free, key = self._free[block.pool], (block.size, block.start, id(block))
+        del free[bisect_left(free, key)]
+
+
+def reserved_for(changes: Sequence[Change]) -> Reserved:
+    """Returns what torch's allocator reserves after ``changes``, with and without expandable segments."""
+    usual, expandable = (_after(changes, CachingAllocator(expandable=e)) for e in (False, True))
+    return Reserved(usual.reserved, usual.segments, expandable.reserved)
+
+
+def _after(changes: Sequence[Change], allocator: CachingAllocator) -> CachingAllocator:
+    blocks: dict[Held, tuple[int, _Block]] = {}
+    for change in changes:
+        size, block = blocks.get(change.held, (0, None))
+        if change.size == size:
+            continue
+        if change.size:  # of a storage that is resized the old memory is freed when it is copied
+            blocks[change.held] = change.size, allocator.allocate(change.size, change.stream)
+        else:
+            del blocks[change.held]
+        if block is not None:
+            allocator.free(block)
+    return allocator

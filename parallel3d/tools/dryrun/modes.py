@@ -29,19 +29,19 @@ from parallel3d._util.dry_run import HOST_DEVICE
 from parallel3d._util.recorder import Recorder, RecordingMode, Signature
 from parallel3d._util.trace import issuing
 from parallel3d._util.trees import map_tensors, tensors_in
-from parallel3d._util.users_code import caller
-from parallel3d.errors import DryRunError
 from parallel3d.mesh.axes import moves_activations
 from parallel3d.planner.constants import constant
+from parallel3d.tools.dryrun.captures import CaptureChecker
 from parallel3d.tools.dryrun.memory import Held, Ledger, local_of
 from parallel3d.tools.dryrun.place import Place
 from parallel3d.tools.dryrun.races import RaceDetector
 from parallel3d.tools.dryrun.result import Operation
 from parallel3d.tools.dryrun.streams import PlayedStreams
+from parallel3d.tools.dryrun.unknown import Undecided
 
 
 def dtype_name(tensor: Tensor) -> str:
-    """``bfloat16``."""
+    """Returns the name of the tensor's dtype, such as "bfloat16"."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
@@ -49,10 +49,10 @@ def dtype_name(tensor: Tensor) -> str:
 
 
 class DryWork(dist.Work):
-    """A collective that has ended at once; ``wait`` calls ``on_wait`` with its ``index``.
+    """The work of a collective that has already ended; ``wait`` calls ``on_wait`` with its ``index``.
 
-    Its maker must keep a reference: c10d gives the program only the C++ object, whose own ``wait`` would wait
-    forever. So that the outputs are not kept alive with it, it has weak references to them.
+    Whoever makes one must keep a reference to it: c10d gives the program only the C++ object, whose own
+    ``wait`` would wait forever. It refers weakly to the outputs, so as not to keep them alive.
     """
 
     def __init__(self, on_wait: Callable[[int], None], outputs: list[Tensor]) -> None:
@@ -84,21 +84,19 @@ _WRITTEN = ("output_tensor", "output_tensors", "output", "outputs", "tensors")
 _READ = ("input_tensor", "input_tensors", "input", "inputs", "tensors", "tensor")
 
 
-def _returned(func: Any, values: dict[str, Any], work: dist.Work) -> Any:
-    """What ``func``, an operation of c10d, returns: its outputs and ``work``."""
-    outputs = next((values[name] for name in _WRITTEN if values.get(name) is not None), None)
-    returned = [boxed(work) if "Work" in str(r.type) else outputs for r in func._schema.returns]
-    return tuple(returned) if len(returned) > 1 else next(iter(returned), None)
-
-
 # The work of an operation: kind, FLOPs and bytes.
 
 # They don't read what they write to.
 _OVERWRITES = ("copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_")
+_FILLS = ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
+"""They read nothing: of a tensor they take the shape or the dtype."""
 
 
-def _work(func: Any, args: Any, read: list[Tensor], written: list[Tensor]) -> dict[str, Any] | None:
-    """Fields of ``Operation``; None if the device has nothing to do: a view, an allocation."""
+def _work(
+    func: Any, args: Any, kwargs: Any, read: list[Tensor], written: list[Tensor]
+) -> dict[str, Any] | None:
+    """Returns the fields of an ``Operation``: its kind, FLOPs and bytes; None if the device has nothing to
+    do, as for a view or an allocation."""
     name = func.overloadpacket.__name__
     kind = kind_of(name)
     if not written or kind == "free":
@@ -107,6 +105,10 @@ def _work(func: Any, args: Any, read: list[Tensor], written: list[Tensor]) -> di
         known = {id(t.untyped_storage()) for t in read}
         if all(id(t.untyped_storage()) in known for t in written):
             return None
+    outs = {
+        id(t) for a in func._schema.arguments if a.is_out for t in tensors_in(kwargs.get(a.name))
+    }
+    read = [] if name in _FILLS else [t for t in read if id(t) not in outs]
     read = read[len(written) :] if name in _OVERWRITES else read
     moved = sum(map(bytes_of, written)) + sum(map(bytes_of, read))
     if kind == "copy" and len({t.device == HOST_DEVICE for t in (*read, *written)}) == 2:
@@ -123,6 +125,14 @@ def _work(func: Any, args: Any, read: list[Tensor], written: list[Tensor]) -> di
         return {"kind": "attention", "moved": moved, **_attention(func, args, read)}
     if kind == "lookup":
         moved = 2 * sum(map(bytes_of, written)) + sum(map(bytes_of, read[1:]))
+    if (
+        name == "embedding_dense_backward"
+    ):  # zeros; gradients read, rows of the sum read and written
+        moved += 2 * bytes_of(read[0])
+    if name == "logsumexp":  # amax; the difference; exp in place; sum
+        moved = 6 * bytes_of(read[0])
+    if name == "scatter_add_":  # what is added, and where
+        moved = 3 * bytes_of(read[2]) + bytes_of(read[1])
     if name == "nll_loss_forward":  # one element a row
         moved = 2 * bytes_of(read[1])
     if name == "nll_loss_backward":  # zeros, and one element a row
@@ -131,10 +141,8 @@ def _work(func: Any, args: Any, read: list[Tensor], written: list[Tensor]) -> di
 
 
 def _attention(func: Any, args: Any, read: list[Tensor]) -> dict[str, Any]:
-    """Returns the FLOPs and sizes of an attention: two matmuls, half of it if causal; more in backward.
-
-    A mask is assumed to be causal.
-    """
+    """Returns the FLOPs and sizes of an attention: two matmuls forward, more backward; half of that if
+    causal, which any mask is taken for."""
     backward = "backward" in func.overloadpacket.__name__
     given = arguments_of(func, args, {})
     masked = given.get("attn_mask") is not None or given.get("attn_bias") is not None
@@ -153,18 +161,21 @@ _INTEGERS = ("arange", "randint", "randperm", "tril_indices", "triu_indices")
 class DryMode(RecordingMode):
     """Makes the program's floating-point tensors, and what is computed from them, fake: without memory.
 
-    Integers (token ids, positions, the order of samples) are real until they are combined with a fake tensor
-    or come from another rank; so are tensors that were there before.
+    Integers (token ids, positions, the order of samples) are real, and so are tensors from before the dry
+    run, until they are combined with a fake tensor or come from another rank.
 
     Attributes:
         recorder, operations: the recorded collectives, and all recorded operations.
-        ledger: the memory of the fake tensors.
-        streams: the streams of a GPU, for the engine.
-        races: the race detector of these streams; or None.
+        ledger: the ledger of the fake tensors' memory.
+        streams: stands for ``torch.cuda``'s streams.
+        races: the race detector of these streams, or None.
+        captures: the capture checker, which needs the race detector too.
         meshes: the meshes that the program has made.
     """
 
-    def __init__(self, place: Place, check_streams: bool = False) -> None:
+    def __init__(
+        self, place: Place, check_streams: bool = False, check_capture: bool = False
+    ) -> None:
         self.recorder, self.meshes = Recorder(), list[DeviceMesh]()
         super().__init__(self.recorder, {}, meshes=self.meshes)
         self.place = place
@@ -172,13 +183,18 @@ class DryMode(RecordingMode):
         self.ledger = Ledger()
         place.on_backward = self.ledger.begin_backward
         self.streams = PlayedStreams(self._wait)
-        self.races = RaceDetector(self.streams, place, self.ledger) if check_streams else None
+        self.ledger.stream = lambda: self.streams.current_stream().number
+        self.captures = CaptureChecker(self.streams, place, follows=check_capture)
+        self.races: RaceDetector | None = None
+        if check_streams:
+            self.races = RaceDetector(self.streams, place, self.ledger, self.captures)
+            self.streams.watcher = self.captures
         self._fake_mode = make_fake_mode()
         self._stand_ins: Any = WeakTensorKeyDictionary()  # real tensor -> fake
         self._overwritten: dict[int, Any] = {}  # id -> storage of a real tensor, kept alive
         self.reads: Counter[int] = Counter()  # by step
         self.host_waits: Counter[int] = Counter()
-        self.streams.on_host_wait = self._host_waits
+        self.streams.on_host_wait = lambda: self.host_waits.update([place.steps])
         self._works: list[DryWork] = []  # kept alive: see there
         self._waited_for: set[int] = set()  # the collectives that the computation has waited for
         self._results: dict[Held, int] = {}  # output of a functional collective -> its index
@@ -193,17 +209,15 @@ class DryMode(RecordingMode):
                 types = ()
             return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def on_read(self, tensor: Tensor) -> None:
-        """The program reads a value, for which the host waits."""
+    def on_read(self, tensor: Tensor, what: str) -> None:
+        """Called when the program reads the value of ``tensor``, so that the host waits; counts it."""
         self.reads[self.place.steps] += 1
+        self.captures.reads(what)
         if self.races is not None:
             self.races.host_reads(tensor)
 
-    def _host_waits(self) -> None:
-        self.host_waits[self.place.steps] += 1
-
     def is_unknown(self, tensor: Tensor) -> bool:
-        """Whether the values of ``tensor``, which is not a DTensor, are not computed."""
+        """Whether the values of ``tensor`` (no DTensor) are not computed in the dry run."""
         return isinstance(tensor, FakeTensor) or (
             bool(self._overwritten) and id(tensor.untyped_storage()) in self._overwritten
         )
@@ -211,8 +225,11 @@ class DryMode(RecordingMode):
     def other(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs an operation that is not a collective."""
         tensors = list(tensors_in((args, kwargs)))
+        self.captures.random(func, args, kwargs)
         if self._is_real(func, tensors, kwargs):
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+            self.captures.real(func, args, kwargs, tensors, out)
+            return out
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._scalar(tensors[0])
         if func.namespace == "_c10d_functional":
@@ -226,26 +243,26 @@ class DryMode(RecordingMode):
         to_meta = device is not None and torch.device(device).type == "meta"
         if any(map(self.is_unknown, tensors)):
             return False
+        if tensors and all(t.is_meta for t in tensors):
+            return device is None or to_meta
         if tensors:
-            if all(t.is_meta for t in tensors):
-                return device is None or to_meta
             return not any(t.is_meta for t in tensors)
         name = func.overloadpacket.__name__
         default = torch.int64 if name in _INTEGERS else torch.get_default_dtype()
         return to_meta or not (kwargs.get("dtype") or default).is_floating_point
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Runs ``func`` with fake tensors in place of real ones; what it writes to real ones is unknown."""
+        """Runs ``func`` on fake tensors in place of real ones; real ones written to become unknown."""
         if func._schema.is_mutable:
-            self.forget(written_by(func, args, kwargs))
+            self._forget(written_by(func, args, kwargs))
         args, kwargs = map_tensors(self._stand_in, (tuple(args), kwargs))
         with self._fake_mode:
             out = func(*args, **kwargs)
         forget_conversions(self._fake_mode)
         return out
 
-    def forget(self, tensors: Any) -> None:
-        """Marks the values of these tensors, if they are real, as unknown from now on."""
+    def _forget(self, tensors: Any) -> None:
+        """Marks the values of those of the tensors that are real as unknown from now on."""
         for tensor in tensors:
             if not isinstance(tensor, FakeTensor) and not tensor.is_meta:
                 storage = tensor.untyped_storage()
@@ -261,6 +278,7 @@ class DryMode(RecordingMode):
                     tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
                 )
             if not tensor.is_meta:
+                self.captures.on_device(tensor)
                 self._stand_ins[tensor] = fake
                 self._held(fake, "input", "inputs")
         return fake
@@ -281,7 +299,7 @@ class DryMode(RecordingMode):
         if not written and func._schema.is_mutable:  # _foreach_add_ and the like return nothing
             written = mutated or tensors[:1]
         name = func.overloadpacket.__name__
-        if (work := _work(func, args, tensors, written)) is not None:
+        if (work := _work(func, args, kwargs, tensors, written)) is not None:
             self._add(name=name, dtype=dtype_name(written[0]), **work)
         for tensor in written:
             if isinstance(tensor, FakeTensor):
@@ -296,6 +314,8 @@ class DryMode(RecordingMode):
             blocks = not arguments_of(func, args, kwargs).get("non_blocking")
             if blocks and any(t.device == HOST_DEVICE for t in (*tensors, *written)):
                 self.races.host_reads()
+                if work["kind"] == "host_copy":
+                    self.captures.copies(name)
         if tensors and name.startswith(("resize_", "set_")):
             self.ledger.resized(tensors[0].untyped_storage())
 
@@ -312,19 +332,20 @@ class DryMode(RecordingMode):
         self._add("wait", name, collective=index, after=after)
 
     def _scalar(self, tensor: Tensor) -> float:
-        """torch itself needs the value, for which NaN is enough if it is a floating-point one."""
+        """Returns NaN for a float tensor whose value torch itself reads; raises Undecided for others."""
         if tensor.dtype.is_floating_point:
-            self.on_read(tensor)
+            self.on_read(tensor, "item")
             return float("nan")
-        raise DryRunError(
-            f"{caller()}: an operation needs the value of a tensor ({tuple(tensor.shape)}, {tensor.dtype}) "
-            "that a dry run does not know; use a Python number, or skip the lines with p3d.dryrun.active()"
+        raise Undecided(
+            f"an operation needs the value of a tensor ({tuple(tensor.shape)}, {tensor.dtype}) that a dry "
+            "run does not know",
+            "use a Python number, or skip the lines with p3d.dryrun.active()",
         )
 
     def collective(
         self, func: Any, signature: Signature, values: dict[str, Any], args: Any, kwargs: Any
     ) -> Any:
-        """Records a collective and returns what it would return."""
+        """Records a collective, and returns what it would return: its outputs without values."""
         unit, count = issuing.unit, len(self.recorder.calls)
         group = process_group_of(values[signature.group])
         read, written = (
@@ -335,8 +356,12 @@ class DryMode(RecordingMode):
         made: list[Tensor] = []
         if func.namespace == "c10d":
             work = DryWork(self._waited, written)
-            result = _returned(func, values, work)
-            self.forget(written)
+            self._works.append(work)
+            outputs = next((values[n] for n in _WRITTEN if values.get(n) is not None), None)
+            types = [str(each.type) for each in func._schema.returns]
+            returned = tuple(boxed(work) if "Work" in kind else outputs for kind in types)
+            result = returned if len(returned) > 1 else next(iter(returned), None)
+            self._forget(written)
         else:
             result = self._run(func, args, kwargs)
             made = list(tensors_in(result))
@@ -352,16 +377,15 @@ class DryMode(RecordingMode):
         blocks = not call.asynchronous and call.op not in _POINT_TO_POINT
         stream = self.streams.issue(index, group.group_name, call.axis or "", blocks=blocks)
         if self.races is not None:
-            if not _writes(call.op, group, values):
-                written = []
-            self.races.collective(index, stream, call.op, read, [*written, *made], holds=not blocks)
+            is_root = values.get("root_rank", -1) == group.rank()
+            one_way = {"broadcast": not is_root, "reduce": is_root, "send": False}
+            writes = [*(written if one_way.get(call.op, True) else []), *made]
+            self.races.collective(index, stream, call.op, read, writes, holds=not blocks)
         if work is not None:
             work.index = index
-            self._works.append(work)
-        else:
-            for tensor in made:
-                if (held := self.ledger.find(tensor)) is not None:
-                    self._results[held] = index
+        for tensor in made:
+            if (held := self.ledger.find(tensor)) is not None:
+                self._results[held] = index
         if not moves_activations(call.axis):
             for tensor in (*read, *written):
                 if isinstance(tensor, FakeTensor) and (held := self.ledger.find(tensor)):
@@ -387,19 +411,12 @@ class DryMode(RecordingMode):
         return out
 
 
-def _writes(op: str, group: dist.ProcessGroup, values: dict[str, Any]) -> bool:
-    """Whether this rank's tensors are written by a collective that names those it writes."""
-    if op in ("broadcast", "reduce"):
-        return (values.get("root_rank", -1) == group.rank()) == (op == "reduce")
-    return op != "send"
-
-
 def _is_elementwise_list(func: Any, args: Any) -> bool:
     """Whether ``func`` is an optimizer's in-place operation on lists of DTensors (``_foreach_add_``,
-    ``_fused_adamw_``) that each rank can run on its local shards. That is so if the DTensors at the same
-    index of all lists have equal placements without ``Partial``.
+    ``_fused_adamw_``) that each rank can run on its local shards: the DTensors at the same index of all lists
+    have equal placements without ``Partial``.
 
-    DTensor's own dispatch would need half a minute to find that out for the parameters of a 70B model.
+    DTensor's own dispatch would take half a minute for the parameters of a 70B model.
     """
     name = func.overloadpacket.__name__
     if func._schema.returns or not name.startswith(("_foreach_", "_fused_")):

@@ -1,11 +1,13 @@
-"""Where an operation of the program is: in which module, phase and step."""
+"""Place: in which module, phase and step of the program an operation runs."""
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import CodeType
 from typing import Any
 from unittest.mock import patch
 
@@ -17,16 +19,22 @@ from torch.optim import optimizer as optimizers
 from parallel3d._torch.autograd import in_backward_pass
 from parallel3d._util.trace import issuing
 
+_OURS = ("parallel3d._trace.", "parallel3d._util.", "parallel3d.tools.dryrun.")
+_UNSEEN = ("torch.", "contextlib.", "unittest.", *_OURS)
+_SEEN = "torch.distributed.fsdp."  # of torch, the code that makes streams
+
 
 class Place:
-    """Follows the program with torch's global hooks on modules and optimizers.
+    """Follows the program's modules and optimizers by torch's global hooks: where does an operation run?
 
     Attributes:
         roots: the modules that were called outside any module.
-        optimizers: the optimizers that have stepped, with how often.
-        steps: number of optimizer steps done; ``on_step`` is called with it after each.
+        optimizers: optimizer -> how often it has stepped.
+        steps: number of optimizer steps done; after each, ``on_step`` is called with it.
         on_backward: called when a backward begins.
-        paused: whether the program runs on real tensors and is not recorded.
+        on_forward: called with the inputs of a module that is called outside any module.
+        on_optimizer: called with an optimizer that has stepped.
+        paused: whether the program runs on real tensors now, and nothing is recorded.
     """
 
     def __init__(self, on_step: Callable[[int], None]) -> None:
@@ -35,6 +43,8 @@ class Place:
         self.steps = 0
         self.on_step = on_step
         self.on_backward: Callable[[], None] | None = None
+        self.on_forward: Callable[[Any], None] | None = None
+        self.on_optimizer: Callable[[Optimizer], None] | None = None
         self.paused = False
         self._stack: list[nn.Module] = []
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
@@ -43,7 +53,7 @@ class Place:
 
     @property
     def module(self) -> str:
-        """Path of the innermost module that runs; in backward the engine's unit."""
+        """Path of the innermost module that runs; in a backward outside modules the engine's unit."""
         if self._stack:
             return self._names.get(self._stack[-1], type(self._stack[-1]).__name__)
         # Outside backward it may still be the unit of the last forward.
@@ -51,7 +61,7 @@ class Place:
 
     @property
     def phase(self) -> str:
-        """``forward``, ``backward`` (with recomputation), ``optimizer`` or ``other``."""
+        """ "forward", "backward" (recomputation included), "optimizer" or "other"."""
         backward = in_backward_pass()
         begins, self._was_backward = backward and not self._was_backward, backward
         if begins and self.on_backward is not None:
@@ -62,16 +72,16 @@ class Place:
 
     @property
     def recomputing(self) -> bool:
-        """Whether a module runs within backward: activation checkpointing."""
+        """Whether a module runs within backward, as activation checkpointing does."""
         return bool(self._stack) and in_backward_pass()
 
     def unrecorded(self) -> Any:
-        """Returns a context that runs on real tensors and is not recorded."""
+        """Returns a context in which the program runs on real tensors and nothing is recorded."""
         return patch.object(self, "paused", True)
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Registers the hooks for the body."""
+        """Within this context the hooks are registered."""
         with (
             modules.register_module_forward_pre_hook(self._enter),
             modules.register_module_forward_hook(self._leave, always_call=True),
@@ -86,12 +96,13 @@ class Place:
         if not self._stack and module not in self._names:
             self.roots.append(module)
             self._names.update({submodule: name for name, submodule in module.named_modules()})
+        if not self._stack and self.on_forward is not None:
+            self.on_forward(args)
         self._stack.append(module)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not self.paused:
-            while self._stack and self._stack.pop() is not module:
-                pass
+        while not self.paused and self._stack and self._stack.pop() is not module:
+            pass
 
     def _begin_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self.paused:
@@ -103,7 +114,25 @@ class Place:
             return
         self._stepping -= 1
         self.optimizers[optimizer] += 1
+        if self.on_optimizer is not None and not self._stepping:
+            self.on_optimizer(optimizer)
         most = max(self.optimizers.values())  # several optimizers step in turn
         if most > self.steps and not self._stepping:
             self.steps = most
             self.on_step(most)
+
+
+def running_line() -> tuple[CodeType, int] | None:
+    """Returns (code, line number) that runs: the user's, the engine's, or torch's ``fully_shard``'s."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "") + "."
+        if name.startswith(_SEEN) or not name.startswith(_UNSEEN):
+            return frame.f_code, frame.f_lineno
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def line_text(line: tuple[CodeType, int] | None) -> str:
+    """Returns the line as "file:line, in function"."""
+    return "?" if line is None else f"{line[0].co_filename}:{line[1]}, in {line[0].co_name}"

@@ -1,17 +1,16 @@
 """The race detector: finds memory that two streams use with no wait between them.
 
-What comes before what is known from the vector clocks of ``_util.streams``. Two uses of the same memory race
-if one of them writes, and neither comes before the other. Memory that is freed goes back to the stream that
-it was allocated on, as in torch's caching allocator, and may be used again by what is allocated on that
-stream later: those who use it then must come after everybody who used it before.
+The vector clocks of ``_util.streams`` tell which use comes before which. Two uses of the same memory race if
+one of them writes and neither comes before the other. Freed memory returns to the stream that it was
+allocated on, as in torch's caching allocator, and a later allocation on that stream may get it: whoever uses
+it then must come after everybody who used it before.
 
-Which stream a collective is on: see ``PlayedStreams``. Until its work is waited for, the backend holds the
-tensors of an asynchronous one, as ProcessGroupNCCL does: what the program frees meanwhile is freed then.
+``PlayedStreams`` says on which stream a collective runs. The backend holds the tensors of an asynchronous one
+until its work is waited for, as ProcessGroupNCCL does: what the program frees before counts as freed then.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import CodeType
@@ -22,18 +21,16 @@ from torch.distributed.tensor import DTensor
 
 from parallel3d._util.streams import HOST, FakeStream, Streams, join
 from parallel3d._util.trace import issuing
+from parallel3d.tools.dryrun.captures import CaptureChecker
 from parallel3d.tools.dryrun.memory import Held, Ledger, kind_of, local_of
-from parallel3d.tools.dryrun.place import Place
+from parallel3d.tools.dryrun.place import Place, line_text, running_line
 from parallel3d.tools.dryrun.result import Race, StreamOperation
-
-_OURS = ("parallel3d._trace.", "parallel3d._util.", "parallel3d.tools.dryrun.")
-_UNSEEN = ("torch.", "contextlib.", "unittest.", *_OURS)
-_SEEN = "torch.distributed.fsdp."  # of torch, the code that makes streams
 
 
 @dataclass(slots=True, eq=False)
 class _Use:
-    """One use of memory: its stream and its count there, and what and where in the program it is."""
+    """One use of memory: the stream and the stream's count of operations then, what was done, and where in
+    the program."""
 
     stream: int
     count: int
@@ -52,12 +49,13 @@ class _Memory:
     """The uses of one storage.
 
     Attributes:
-        pool: number of the stream that it was allocated on; None: the host's memory.
-        before: stream -> the last use of memory that was freed to the pool before, until this is written.
-        write, reads: the last write, and stream -> the last read since then.
-        recorded: streams that ``record_stream`` was called with.
-        held_by: how many collectives hold it.
-        freed: where it was freed, while a collective still holds it.
+        pool: number of the stream that it was allocated on; None: it is the host's memory.
+        before: stream -> its last use of memory that was freed to the pool before this was allocated; empty
+            after the first write, which must come after all of these.
+        write, reads: the last write; stream -> its last read since then.
+        recorded: numbers of the streams that ``record_stream`` was called with.
+        held_by: number of running collectives that hold it.
+        freed: where the program freed it, if a collective still holds it.
     """
 
     pool: int | None
@@ -70,16 +68,12 @@ class _Memory:
 
 
 class RaceDetector:
-    """Follows the memory of a dry run's tensors; ``races()`` says what was found.
+    """Follows the uses of memory, and tells the capture checker; ``races()`` returns what it found."""
 
-    Args:
-        streams: what the program's streams are made of.
-        place: where the program is.
-        ledger: tells of memory that is allocated and freed.
-    """
-
-    def __init__(self, streams: Streams, place: Place, ledger: Ledger) -> None:
-        self.streams, self.place, self.ledger = streams, place, ledger
+    def __init__(
+        self, streams: Streams, place: Place, ledger: Ledger, captures: CaptureChecker
+    ) -> None:
+        self.streams, self.place, self.ledger, self.captures = streams, place, ledger, captures
         self._memory: dict[Held, _Memory] = {}
         self._pools: dict[int, dict[int, tuple[_Use, Held, Any]]] = {}
         self._holding: dict[int, list[Held]] = {}  # index of a collective -> what it holds
@@ -89,14 +83,8 @@ class RaceDetector:
     # -- what the program does
 
     def operation(self, name: str, read: Iterable[Tensor], written: Iterable[Tensor]) -> None:
-        """An operation that was just put on the current stream; the host's, if it is in its memory only."""
-        reads, writes = self._known(read), self._known(written)
-        if self._is_hosts(reads | writes):
-            stream = self.streams.host
-            stream.put()
-        else:
-            stream = self.streams.current_stream()
-        self._use(stream, name, reads, writes)
+        """Records an operation that was just put on the current stream, with the tensors that it uses."""
+        self._put(self.streams.current_stream(), name, self._known(read), self._known(written))
 
     def collective(
         self,
@@ -108,19 +96,17 @@ class RaceDetector:
         *,
         holds: bool,
     ) -> None:
-        """A collective that was just put on ``stream``. An asynchronous one ``holds`` its tensors."""
+        """Records a collective that was just put on ``stream``. ``holds``: it is asynchronous, and holds its
+        tensors until its work is waited for."""
         reads, writes = self._known(read), self._known(written)
-        if self._is_hosts(reads | writes):  # gloo's, and over when it is waited for
-            stream = self.streams.host
-            stream.put()
-        self._use(stream, name, reads, writes)
+        self._put(stream, name, reads, writes)
         if holds:
             self._holding[index] = list(reads | writes)
             for held in self._holding[index]:
                 self._memory[held].held_by += 1
 
     def arrived(self, index: int) -> None:
-        """The current stream has waited for the collective with this index: it holds nothing any more."""
+        """Called when the current stream has waited for this collective, which frees its tensors."""
         for held in self._holding.pop(index, ()):
             memory = self._memory[held]
             memory.held_by -= 1
@@ -128,40 +114,40 @@ class RaceDetector:
                 self._release(held, memory, memory.freed[0])
 
     def record_stream(self, tensor: Tensor, stream: FakeStream) -> None:
-        """The memory of ``tensor`` is not used again before what is on ``stream`` at its end is over."""
+        """Notes ``Tensor.record_stream``: the tensor's memory, once freed, isn't reused before the work that
+        is on ``stream`` then is done."""
         held = self.ledger.find(local_of(tensor))
         if held in self._memory:
             self._memory[held].recorded.add(stream.number)
 
     def host_reads(self, tensor: Tensor | None = None) -> None:
-        """The host waits for the current stream; with ``tensor`` its value is copied there first."""
+        """Called when the host waits for the current stream; with ``tensor``, to read its value."""
         if tensor is not None and not isinstance(tensor, DTensor):  # whose local tensors are seen
             self.operation("item", [tensor], [])
         stream = self.streams.current_stream()
         join(self.streams.host.clock, stream.seen())
 
-    def _is_hosts(self, used: dict[Held, None]) -> bool:
-        """Whether an operation that uses this memory runs on the host."""
-        return bool(used) and all(self._memory[held].pool is None for held in used)
-
     # -- the allocator
 
     def _allocated(self, held: Held) -> None:
+        self.captures.allocated(held)
         pool = None if held.on_host else self.streams.current_stream().number
         before = dict(self._pools.get(pool, {})) if pool is not None else {}
         self._memory[held] = _Memory(pool, before)
 
     def _freed(self, held: Held) -> None:
+        self.captures.freed(held)
         memory = self._memory.get(held)
         if memory is None:
             return
         if memory.held_by:
-            memory.freed = (_line(),)
+            memory.freed = (running_line(),)
         else:
-            self._release(held, memory, _line())
+            self._release(held, memory, running_line())
 
     def _release(self, held: Held, memory: _Memory, line: Any) -> None:
-        """Gives memory back to its pool. (Pinned memory is kept by the allocator while streams use it.)"""
+        """Gives memory back to its stream's pool; the host's memory needs no pool, as the allocator keeps
+        pinned memory while streams use it."""
         del self._memory[held]
         if memory.pool is None:
             return
@@ -182,15 +168,21 @@ class RaceDetector:
         found = (self.ledger.find(tensor) for tensor in tensors)
         return {held: None for held in found if held in self._memory}
 
-    def _use(
+    def _put(
         self, stream: FakeStream, name: str, reads: dict[Held, None], writes: dict[Held, None]
     ) -> None:
+        """Records uses of memory on ``stream``, and the races with earlier uses. If all memory is the host's,
+        as with gloo, the uses are on the host."""
         if not reads and not writes:
             return
+        if all(self._memory[held].pool is None for held in reads | writes):
+            stream = self.streams.host
+            stream.put()
         clock, number, place = stream.clock, stream.number, self.place
-        where = name, (place.module, issuing.unit, place.phase, place.steps), _line()
+        where = name, (place.module, issuing.unit, place.phase, place.steps), running_line()
         for held in reads | writes:
             memory, write = self._memory[held], held in writes
+            self.captures.use(held, writes=write and held not in reads)
             use = _Use(number, clock.get(number, 0), write, *where)
             for earlier, freed, line in memory.before.values():
                 if clock.get(earlier.stream, 0) < earlier.count:
@@ -213,11 +205,17 @@ class RaceDetector:
     # -- what was found
 
     def races(self) -> tuple[Race, ...]:
-        """Returns the races, each pair of lines once, in the order in which they were found."""
+        """Returns the races in the order in which they were found, each pair of lines once."""
         return tuple(self._described(*each) for each in self._found.values())
 
     def _described(self, first: _Use, second: _Use, held: Held, freed: Any, count: int) -> Race:
         one, other = (self.streams.made[use.stream].name for use in (first, second))
+        uses = [
+            StreamOperation(
+                use.name, "writes" if use.writes else "reads", name, *use.place, line_text(use.line)
+            )
+            for use, name in ((first, one), (second, other))
+        ]
         if second.stream == HOST:
             missing = f"synchronize() of an event recorded on {one!r} after {first.name}"
         elif first.stream == HOST:
@@ -225,37 +223,8 @@ class RaceDetector:
         else:
             missing = f"let {other!r} wait for an event recorded on {one!r} after {first.name}"
             missing += "" if freed is None else ", or keep the memory until it has"
-        return Race(
-            kind="memory used again" if freed is not None else "no wait between",
-            memory=kind_of(held),
-            shape=held.shape,
-            dtype=held.dtype,
-            made_by=held.made_by,
-            freed=_text(freed[0]) if freed is not None else "",
-            first=self._operation(first),
-            second=self._operation(second),
-            missing=missing,
-            count=count,
-        )
-
-    def _operation(self, use: _Use) -> StreamOperation:
-        does, stream = "writes" if use.writes else "reads", self.streams.made[use.stream].name
-        return StreamOperation(use.name, does, stream, *use.place, line=_text(use.line))
-
-
-def _line() -> tuple[CodeType, int] | None:
-    """The line that runs: the user's, the engine's, or that of torch's ``fully_shard``."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_globals.get("__name__", "") + "."
-        if name.startswith(_SEEN) or not name.startswith(_UNSEEN):
-            return frame.f_code, frame.f_lineno
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
-
-
-def _text(line: tuple[CodeType, int] | None) -> str:
-    if line is None:
-        return "?"
-    code, number = line
-    return f"{code.co_filename}:{number}, in {code.co_name}"
+        kind, at = "no wait between", ""
+        if freed is not None:
+            kind, at = "memory used again", line_text(freed[0])
+        what = kind_of(held), held.shape, held.dtype, held.made_by
+        return Race(kind, *what, at, uses[0], uses[1], missing, count)

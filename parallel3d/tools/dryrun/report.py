@@ -1,4 +1,4 @@
-"""The report of a dry run: one HTML page with charts that needs no network."""
+"""The report of a dry run: one HTML page with charts, which loads nothing from the network."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ _BARS: dict[str, tuple[str, page.Fill]] = {
 
 
 def _memory_chart(run: DryRun, times: Timeline) -> Figure:
-    """Memory by kind, stacked, over predicted time; the peak and the GPU's capacity are marked."""
+    """Draws memory by kind, stacked, over predicted time, with the peak and the GPU's capacity."""
     samples = thinned(run.memory, _MOST_SAMPLES)
     unit, size = ("GiB", 2**30) if run.peak.bytes >= 2**30 else ("MiB", 2**20)
     at = [round(times.times[sample.operation] * 1e3, 4) for sample in samples]
@@ -91,7 +91,7 @@ def _memory_chart(run: DryRun, times: Timeline) -> Figure:
 
 
 def _timeline_chart(times: Timeline) -> Figure:
-    """The shown step, with a row for each stream."""
+    """Draws the step that ``times`` shows, with a row for each stream."""
     begin, end = times.bounds()
     spans = times.of_step()
     used = {span.stream for span in spans}
@@ -99,16 +99,13 @@ def _timeline_chart(times: Timeline) -> Figure:
     by_kind = grouped(merged(spans, _MOST_BARS), lambda bar: bar.kind)
     # A bar is at least a pixel wide: the kind with most time is drawn last, so that it isn't covered.
     ordered = sorted(by_kind.items(), key=lambda item: sum(bar.busy for bar in item[1]))
-    series = [
-        bars(
-            *_BARS[kind],
-            (
-                (rows.index(b.stream), (b.start - begin) * 1e3, (b.end - begin) * 1e3, _note(b))
-                for b in found
-            ),
-        )
-        for kind, found in ordered
-    ]
+
+    def drawn(bar: Bar) -> tuple[int, float, float, str]:
+        parts = f" ({bar.count} in {in_seconds(bar.busy)})" if bar.count > 1 else ""
+        note = f"{bar.phase}: {bar.what}\n{in_seconds(bar.end - bar.start)}{parts}"
+        return rows.index(bar.stream), (bar.start - begin) * 1e3, (bar.end - begin) * 1e3, note
+
+    series = [bars(*_BARS[kind], map(drawn, found)) for kind, found in ordered]
     marks = []
     for phase in ("forward", "backward", "optimizer"):
         starts = [span.start for span in spans if span.phase == phase and span.stream == COMPUTE]
@@ -117,11 +114,6 @@ def _timeline_chart(times: Timeline) -> Figure:
     x = "milliseconds, predicted", (end - begin) * 1e3
     labels = [(row,) for row in rows]
     return chart("items", series, x, rows=labels, row_height=44, marks=marks, zooms=True)
-
-
-def _note(bar: Bar) -> str:
-    parts = f" ({bar.count} in {in_seconds(bar.busy)})" if bar.count > 1 else ""
-    return f"{bar.phase}: {bar.what}\n{in_seconds(bar.end - bar.start)}{parts}"
 
 
 # The tables, as HTML; all names are escaped.
@@ -135,7 +127,7 @@ _FIRST_STEP = (
 
 
 def _calls_table(run: DryRun, calls: Sequence[TimedCollective]) -> str:
-    """The collectives of the whole run, equal ones together, in the order of the first; with a filter."""
+    """Returns a table of the run's collectives, with a filter; equal ones share a row."""
 
     def cells(call: TimedCollective) -> tuple[str, ...]:
         what = axis_of(call, run), call.op, call.where or "-", call.phase, call.dtype
@@ -154,7 +146,8 @@ def _calls_table(run: DryRun, calls: Sequence[TimedCollective]) -> str:
 
 
 def _parameters_tables(run: DryRun) -> str:
-    """Equal parameters of all blocks together; below them every parameter, with a filter."""
+    """Returns a table of the parameters, equal ones of all blocks in one row, and below it one of all
+    parameters, with a filter."""
     if not run.parameters:
         return _NONE
     groups = grouped(run.parameters, lambda p: _cells(p, pattern_of(p.name)))
@@ -173,7 +166,7 @@ def _cells(parameter: ParameterPlacement, name: str) -> tuple[str, ...]:
 
 
 def _peak_tables(peak: Peak) -> str:
-    """The memory at ``peak`` by kind, and the largest tensors."""
+    """Returns tables of the memory at ``peak`` by kind, and of the largest tensors."""
     kinds = [(kind, in_bytes(size), f"{size / peak.bytes:.1%}") for kind, size in by_size(peak)]
     groups = grouped(
         peak.largest, lambda t: (t.kind, pattern_of(t.module), t.made_by, _sizes(t.shape), t.dtype)
@@ -191,7 +184,7 @@ def _peak_tables(peak: Peak) -> str:
 def _filtered(
     name: str, columns: Sequence[str], rows: Sequence[tuple[str, ...]], words: int
 ) -> str:
-    """A scrollable table with a field that hides the rows without all its words."""
+    """Returns a scrollable table with an input field; rows that lack any of its words are hidden."""
     if not rows:
         return _NONE
     shown = table(columns, rows[:_MOST_ROWS], words, wrap=False)
@@ -216,12 +209,12 @@ def write_report(
     divergence: Divergence | None = None,
     other: DryRun | None = None,
 ) -> None:
-    """Writes the page, less than 1 MB.
+    """Writes the report of ``run``, less than 1 MB, to the file ``path``.
 
     Args:
         run: the dry run.
         path: the HTML file; it is replaced.
-        predicted: ``timeline(run)``, or one for another cluster.
+        predicted: the predicted times; by default ``timeline(run)``.
         divergence: the result of ``compare`` with another rank.
         other: that rank's dry run, to compare with; the page says so too if both communicate alike.
 

@@ -1,4 +1,4 @@
-"""The streams of a dry run: which operations and collectives come after which."""
+"""The streams of a dry run: they tell which operations and collectives come before which."""
 
 from __future__ import annotations
 
@@ -9,24 +9,26 @@ from operator import itemgetter
 from typing import Any
 
 from parallel3d._util.streams import HOST, Clock, FakeStream, Streams, join
+from parallel3d.tools.dryrun.captures import CaptureChecker
 
 
 class PlayedStreams(Streams):
-    """Replaces ``torch.cuda`` for the engine, and for the program's own streams.
+    """Stands in for ``torch.cuda``'s streams and events, and records the order of what is on them.
 
-    Operations are put on the current stream, and so are synchronous collectives, as on NCCL. An asynchronous
-    one is on its communicator's own stream, which waits for the current one when the collective is issued;
-    the stream on which its work is waited for comes after it.
+    Operations and synchronous collectives are put on the current stream, as with NCCL. An asynchronous
+    collective is put on its communicator's stream, which first waits for the current one; a stream that waits
+    for its work comes after it.
 
-    ``on_wait`` is called when the computation begins to wait for a collective, with its index among the
-    collectives and the indices of the operations on other streams that come before, or, with None, for such
-    operations alone; ``on_host_wait`` when the host waits for a stream.
+    ``on_wait`` is called when the compute stream waits: with a collective's index (None: only for
+    operations), and the indices of the operations on other streams that it waits for as well.
+    ``on_host_wait`` is called when the host waits for a stream.
     """
 
     def __init__(self, on_wait: Callable[[int | None, tuple[int, ...]], None]) -> None:
         super().__init__()
         self.on_wait = on_wait
         self.on_host_wait: Callable[[], None] | None = None
+        self.watcher: CaptureChecker | None = None
         self.communicators: dict[str, FakeStream] = {}  # name of a process group -> its stream
         self._operations: dict[int, list[int]] = {}  # number of a stream -> what was put on it
         # Number of a stream -> (its count, index) of each collective that was put on it.
@@ -35,11 +37,8 @@ class PlayedStreams(Streams):
         self._issued: dict[int, Clock] = {}  # index of an asynchronous collective -> its clock
 
     def place(self, position: int) -> tuple[int, tuple[int, ...]]:
-        """Puts the operation with index ``position`` on the current stream.
-
-        Returns the stream's number, and the operations on others that come before, which it has not waited
-        for before.
-        """
+        """Puts the operation with this index on the current stream. Returns (number of the stream, indices of
+        the operations on other streams that it comes after and that its stream didn't come after before)."""
         stream = self.current_stream()
         if stream is self.compute:
             stream.put()
@@ -52,9 +51,9 @@ class PlayedStreams(Streams):
         return stream.number, after
 
     def issue(self, index: int, group: str, name: str = "", *, blocks: bool = False) -> FakeStream:
-        """Puts the collective with this index on the communicator of ``group``; returns its stream.
+        """Puts the collective with this index on the stream of ``group``'s communicator, which it returns.
 
-        ``blocks``: it is the operation that was placed on the current stream last.
+        ``blocks``: the collective is synchronous, and was already put on the current stream by ``place``.
         """
         if blocks:
             stream = self.current_stream()
@@ -69,19 +68,31 @@ class PlayedStreams(Streams):
         return stream
 
     def arrived(self, index: int) -> bool:
-        """What is put on the current stream from now on comes after the collective with this index.
-
-        Each stream that is to come after it must wait itself. Returns whether the current stream is the
-        computation's.
-        """
+        """Lets the current stream wait for this collective; returns whether it is the compute stream."""
         stream = self.current_stream()
-        join(stream.clock, self._issued.get(index, {}))
+        if index in self._issued:
+            if self.watcher is not None:
+                self.watcher.stream_waits(stream, self._issued[index])
+            join(stream.clock, self._issued[index])
         return stream is self.compute
 
+    def on_put(self, stream: FakeStream, what: object) -> None:
+        if self.watcher is not None:
+            self.watcher.put(stream)
+
+    def asked(self) -> None:
+        if self.watcher is not None:
+            self.watcher.host_waits("query()")
+
     def waits(self, stream: FakeStream, clock: Clock) -> None:
-        """As in ``Streams``; tells of the collectives that the computation, or the host, waits for."""
+        """Lets ``stream`` wait for ``clock``, and calls ``on_wait`` and ``on_host_wait``."""
         if stream.number == HOST and self.on_host_wait is not None:
             self.on_host_wait()
+        if self.watcher is not None:
+            if stream.number == HOST:
+                self.watcher.host_waits("synchronize()")
+            else:
+                self.watcher.stream_waits(stream, clock)
         if stream is self.compute or stream.number == HOST:
             known = {**self.compute.clock}
             join(known, self.host.clock)
@@ -100,14 +111,14 @@ class PlayedStreams(Streams):
             join(stream.clock, clock)
 
     def synchronize(self, device: Any = None) -> None:
-        """The host waits for all streams."""
+        """Lets the host wait for all streams."""
         clock: Clock = {}
         for stream in list(self.made.values()):
             join(clock, stream.clock)
         self.waits(self.host, clock)
 
     def _new_operations(self, clock: Clock, known: Clock) -> tuple[int, ...]:
-        """The last operation of each stream that ``clock`` comes after and ``known`` does not."""
+        """Returns the last operation of each stream that ``clock`` includes and ``known`` doesn't."""
         return tuple(
             sorted(
                 self._operations[number][position - 1]
@@ -121,7 +132,7 @@ _COUNT = itemgetter(0)
 
 
 def _within(issued: list[tuple[int, int]], known: int, until: int) -> Iterator[int]:
-    """The indices of the collectives whose count is above ``known``, and not above ``until``."""
+    """Yields the indices of the collectives with counts above ``known`` and at most ``until``."""
     if until > known:
         start = bisect_right(issued, known, key=_COUNT)
         for _, index in issued[start : bisect_right(issued, until, key=_COUNT)]:

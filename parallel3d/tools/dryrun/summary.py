@@ -38,15 +38,15 @@ def print_summary(
     divergence: Divergence | None = None,
     console: Console | None = None,
 ) -> None:
-    """Prints the most important numbers, collectives by axis, the memory peak, placements and warnings.
+    """Prints the run's main numbers, collectives by axis, memory peak, placements and warnings.
 
     Args:
         run: the dry run.
-        predicted: ``timeline(run)``, or one for another cluster.
+        predicted: the predicted times; by default ``timeline(run)``.
         divergence: the result of ``compare`` with another rank.
         console: where to print; by default the terminal, or 120 columns without a terminal.
     """
-    console = console or output()
+    console = console or output(120)
     times = predicted or timeline(run)
     wide = console.width >= 100
     mesh = " x ".join(f"{axis} {size}" for axis, size in run.mesh.items())
@@ -66,16 +66,24 @@ def print_summary(
         console.print(_peak(peak, when, wide))
     if run.parameters:
         console.print(_parameters(run, wide))
-    if run.races is not None:
-        number = counted(len(run.races), "race") if run.races else "no races"
-        console.print(Text(f"{number} between streams", "bold"))
-        for race in run.races:
-            console.print(Text(indent(str(race), "  ")), soft_wrap=True)
+    clean, held_up = (
+        "a step can be captured in a CUDA graph",
+        "to the capture of a step in a CUDA graph",
+    )
+    for found, none, one, more in (
+        (run.races, "no races between streams", "race", "between streams"),
+        (run.obstacles, clean, "obstacle", held_up),
+    ):
+        if found is not None:
+            heading = f"{counted(len(found), one)} {more}" if found else none
+            console.print(Text(heading, "bold"))
+        for text in map(str, found or ()):
+            console.print(Text(indent(text, "  ")), soft_wrap=True)
     warnings = all_warnings(run, times, divergence)
     console.print(Text(counted(len(warnings), "warning") if warnings else "no warnings", "bold"))
     for each in warnings:
-        text = Text.assemble((f"{each.kind}: ", "bold red"), each.text)
-        console.print(Padding(text, (0, 0, 0, 2)))
+        line = Text.assemble((f"{each.kind}: ", "bold red"), each.text)
+        console.print(Padding(line, (0, 0, 0, 2)))
 
 
 def _collectives(run: DryRun, times: Timeline, wide: bool) -> Table:

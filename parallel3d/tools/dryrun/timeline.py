@@ -1,4 +1,5 @@
-"""Predicts when a dry run's operations would run: computation and collectives on streams."""
+"""Predicts when the operations of a dry run would run on a GPU: computation and collectives, on their
+streams."""
 
 from __future__ import annotations
 
@@ -10,10 +11,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
-from parallel3d._play.player import Player
+from parallel3d._play import Player
 from parallel3d._util.recorder import Collective
 from parallel3d.mesh.axes import is_data_axis
-from parallel3d.planner.cluster import AxisLink, Cluster, Gpu, collective_time
+from parallel3d.planner.cluster import AxisLink, Cluster, collective_time
 from parallel3d.planner.constants import constant
 from parallel3d.planner.kernels import (
     attention_rate,
@@ -34,17 +35,17 @@ STREAMS = (COMPUTE, "tp", "cp", COPIES, "gather", "reduce", "all-reduce")
 
 @dataclass(frozen=True, slots=True)
 class TimelineSpan:
-    """What runs on a stream from ``start`` to ``end``, in predicted seconds.
+    """What runs on one stream from ``start`` to ``end``, in predicted seconds from the program's start.
 
     Attributes:
-        stream: ``compute``, ``copies`` (into communication buffers), or a collective's (``stream_of``).
-        kind: the operation's kind; ``wait`` where the computation waits for a collective.
-        name: name of the operation; of a wait the collective's.
+        stream: ``compute``, ``copies`` (into communication buffers), or that of a collective (``stream_of``).
+        kind: the operation's kind; ``wait`` where the compute stream waits for a collective.
+        name: name of the operation; for a wait that of the collective.
         module: the module in which it runs.
         unit: the engine's unit of a collective, otherwise the block that the module belongs to.
-        axis: mesh axis of a collective or wait; ``""`` for none.
-        operation: index among the run's operations.
-        collective: index among its collectives, or None.
+        axis: mesh axis of a collective or of a wait for one; ``""`` for none.
+        operation: index in ``DryRun.operations``.
+        collective: index in ``DryRun.collectives``, or None.
     """
 
     stream: str
@@ -65,13 +66,20 @@ class TimelineSpan:
         return self.end - self.start
 
 
-_OWN_STREAM = {"all_gather": "gather", "reduce_scatter": "reduce", "all_reduce": "all-reduce"}
+_OWN_STREAM = {
+    **dict.fromkeys(("reduce_scatter", "all_to_all"), "reduce"),
+    "all_gather": "gather",
+    "all_reduce": "all-reduce",
+}
 
 
 def stream_of(call: Collective) -> str:
-    """Returns the stream of a collective: on data axes one for each operation, otherwise the axis's."""
+    """Returns the name of the stream that a collective is drawn on: one for each operation over shard, else
+    one for each axis."""
     if call.axis is None:
         return "other"
+    if call.axis == "replicate":
+        return "all-reduce"
     return _OWN_STREAM.get(call.op, "other") if is_data_axis(call.axis) else call.axis
 
 
@@ -90,24 +98,20 @@ _USUAL_SEQUENCE, _USUAL_HEAD = 4096, 128  # for an attention without sizes
 
 
 def cluster_of(run: DryRun, gpu: str = "h100-80gb-sxm") -> Cluster:
-    """Returns as many nodes of ``gpu`` as the run's world fills.
-
-    Raises:
-        PlanningError: there is no such GPU.
-    """
+    """Returns a cluster of ``gpu`` with as many nodes as the run's world fills."""
     per_node = max(run.gpus_per_node, 1)
     return Cluster.of(gpu, nodes=-(-run.world_size // per_node), gpus_per_node=per_node)
 
 
-def kernel_seconds(operation: Operation, gpu: Gpu) -> float:
-    """Returns the duration of a kernel by the planner's model.
+def kernel_seconds(operation: Operation, cluster: Cluster) -> float:
+    """Returns the seconds of one operation by the planner's model of a GPU.
 
-    A matmul without sizes takes as long as a square one of as many FLOPs. An attention is taken to be fused,
-    with its ``flops`` those that are computed (half, if it is causal). Everything else takes as long as
-    moving its bytes.
+    A matmul without sizes counts as a square one with as many FLOPs. An attention counts as fused, with
+    ``flops`` already halved if it is causal. Everything else takes as long as moving its bytes.
     """
     if operation.kind == "host_copy":
-        return operation.moved / host_rate(gpu)
+        return operation.moved / host_rate(cluster)
+    gpu = cluster.gpu
     itemsize = _ITEMSIZES.get(operation.dtype, 1 if operation.dtype.startswith("float8") else 4)
     if operation.kind == "matmul" and (operation.sizes or operation.flops):
         side = round((operation.flops / 2) ** (1 / 3)) or 1
@@ -124,11 +128,7 @@ def kernel_seconds(operation: Operation, gpu: Gpu) -> float:
 
 
 def link_of(run: DryRun, call: Collective, cluster: Cluster) -> AxisLink:
-    """Returns how the ranks of the call's group lie on nodes.
-
-    The ranks of a group that isn't a mesh axis's are not known: they are taken to be neighbours, the most
-    favourable case.
-    """
+    """Returns how the call's group is distributed over nodes; ranks of no axis count as consecutive."""
     near = cluster.domain
     ranks = run.axis_ranks.get(call.axis or "", ())
     if len(ranks) != call.group_size:
@@ -137,38 +137,27 @@ def link_of(run: DryRun, call: Collective, cluster: Cluster) -> AxisLink:
 
 
 _PLANNED_AS = {
-    **dict.fromkeys(("all_gather", "broadcast", "scatter", "gather"), "all_gather"),
-    **dict.fromkeys(("all_to_all", "send", "recv"), "all_gather"),
-    **dict.fromkeys(("reduce_scatter", "reduce"), "reduce_scatter"),
+    **dict.fromkeys(("broadcast", "scatter", "gather"), "all_gather"),
+    "reduce": "reduce_scatter",
+    "recv": "send",
+    **{op: op for op in ("all_gather", "reduce_scatter", "all_to_all", "send")},
 }
 """Operation -> the one of the planner's that takes as long; all_reduce for others."""
 
 
 def collective_seconds(call: Collective, link: AxisLink, cluster: Cluster) -> float:
-    """Returns seconds from when all ranks have come, by the planner's model of the network.
+    """Returns the seconds of a collective once all ranks have issued it, by the planner's model.
 
-    The planner knows all_gather, reduce_scatter and all_reduce. Others are taken to move as many bytes over
-    the slowest link (n ranks, S bytes, p ranks on a node):
-
-    - broadcast, scatter, gather: an all-gather of S; reduce: a reduce-scatter of S. For a scatter or gather a
-      rank other than the root knows only its own part, so that this is too short.
-    - all_to_all: S (n - 1) / n within a node, as an all-gather; between nodes each rank's own NIC moves
-      S (n - p) / n, p times as much as an all-gather's.
-    - send, recv: S over one link, between nodes if the group has several.
-    - barrier: an all-reduce of one number. Any other: an all-reduce of S.
+    Others than the model's count as one that moves as many bytes: broadcast, scatter and gather as an
+    all-gather (too short on ranks but the root, which know only their own part), reduce as a reduce-scatter,
+    recv as a send, a barrier as an all-reduce of one number, any other as an all-reduce.
     """
-    op, size = call.op, float(call.bytes)
-    if op == "all_to_all" and link.nodes > 1:
-        size *= link.per_node * (link.size - link.per_node) / (link.size - 1)
-    elif op in ("send", "recv"):
-        size, link = 2 * size, AxisLink(2, 1 if link.nodes > 1 else 2)
-    elif op == "barrier":
-        size = 8.0
-    return collective_time(_PLANNED_AS.get(op, "all_reduce"), size, link, cluster)
+    size = 8.0 if call.op == "barrier" else float(call.bytes)
+    return collective_time(_PLANNED_AS.get(call.op, "all_reduce"), size, link, cluster)
 
 
 def latency_of(call: Collective, link: AxisLink, cluster: Cluster) -> float:
-    """Returns the seconds that the same collective takes with almost no data."""
+    """Returns the seconds that the same collective would take with almost no data."""
     seconds = collective_seconds(call, link, cluster)
     if call.op == "barrier" or not call.bytes:
         return seconds
@@ -176,7 +165,7 @@ def latency_of(call: Collective, link: AxisLink, cluster: Cluster) -> float:
 
 
 class _Playing:
-    """Plays a run's operations one by one; its public attributes are those of ``Timeline``."""
+    """Computes a ``Timeline``: adds a run's operations one by one to ``spans``, ``times`` and ``starts``."""
 
     def __init__(self, run: DryRun, cluster: Cluster) -> None:
         self._run, self._cluster = run, cluster
@@ -184,23 +173,18 @@ class _Playing:
         self.spans: list[TimelineSpan] = []
         self.times = array("d")
         self.starts: list[float] = []
-        self._waited: list[float] = []  # for the host, before each step
+        self.waited: list[float] = []  # for the host, before each step
         self._tp_wait = stack_of(OURS).value("tp_wait")
         self._ends: dict[int, float] = {}  # index of a collective -> its end
         self._beside: dict[int, float] = {}  # index of an operation beside the computation -> end
         self._names: dict[int, str] = {}  # number of a stream -> its name
         self._reduced: dict[str, float] = {}  # unit -> end of its last reduce-scatter
 
-    @property
-    def host(self) -> tuple[float, ...]:
-        return tuple(b - a for a, b in pairwise([*self._waited, self.player.host])) or (0.0,)
-
     def add(self, position: int, operation: Operation) -> None:
-        """Adds the operation at ``position``."""
         player = self.player
         while len(self.starts) <= operation.step:
             self.starts.append(max(player.now, player.launched))
-            self._waited.append(player.host)
+            self.waited.append(player.host)
         self.times.append(player.now)
         before = max((self._beside.get(each, 0.0) for each in operation.after), default=0.0)
         if operation.kind == "wait":
@@ -213,14 +197,15 @@ class _Playing:
             else:
                 player.launched += player.launch
         elif operation.stream:  # a copy beside the computation
-            seconds = kernel_seconds(operation, self._cluster.gpu)
+            seconds = kernel_seconds(operation, self._cluster)
             turns = (operation.stream,)
-            start, end = player.beside(seconds, turns, before, is_collective=False)
+            slows = operation.kind != "host_copy"
+            start, end = player.beside(seconds, turns, before, slows=slows)
             self._beside[position] = end
             stream = self._names.get(operation.stream, COPIES)
             self._span(stream, position, operation, start, end)
         else:
-            start, end = player.compute(kernel_seconds(operation, self._cluster.gpu))
+            start, end = player.compute(kernel_seconds(operation, self._cluster))
             self.times[position] = start
             self._span(COMPUTE, position, operation, start, end)
 
@@ -242,7 +227,7 @@ class _Playing:
             turns.append(operation.stream)
         start, end = self.player.beside(seconds, turns, before)
         self._ends[index] = self._beside[position] = end
-        if reduces and call.op == "reduce_scatter":
+        if reduces and call.op in ("reduce_scatter", "all_to_all"):
             self._reduced[call.unit] = end
         self._span(stream, position, operation, start, end)
         if not call.asynchronous and not operation.stream:
@@ -251,7 +236,7 @@ class _Playing:
             self.player.launched = max(self.player.launched, end)
 
     def _wait(self, position: int, operation: Operation, end: float) -> None:
-        """The computation continues when the collective has ended."""
+        """Lets the compute stream wait until ``end``, and adds the wait's span."""
         waited = self.player.wait(end)
         if waited is not None:
             self._span(COMPUTE, position, operation, *waited)
@@ -274,13 +259,14 @@ class Timeline:
     """When each operation runs, in predicted seconds since the program's start.
 
     Attributes:
-        spans: what runs on every stream, in the order in which it was issued; on the computation's stream
-            also its waits (kind ``wait``, with the axis).
-        cluster: the cluster that the durations are predicted for.
-        times: when the computation reaches each operation.
-        starts: when each step's first operation is issued, and when everything has ended.
-        complete: number of steps that end with the optimizer's.
-        host: by step, seconds in which the GPU waits for the host to launch kernels.
+        spans: what runs on every stream, in the order of issue; on the compute stream waits too (kind
+            ``wait``).
+        cluster: the machines that the times are predicted for.
+        times: by operation, the second at which the compute stream reaches it.
+        starts: the second at which each step's first operation is issued; last, that at which everything has
+            ended.
+        complete: number of steps that end with an optimizer's step.
+        host: by step, the seconds in which the GPU waits for the host to launch kernels.
     """
 
     spans: tuple[TimelineSpan, ...]
@@ -297,7 +283,7 @@ class Timeline:
 
     @property
     def step(self) -> int:
-        """The step that is shown: the last complete one, as the first one has preparations; else 0."""
+        """The step to show: the last complete one, as the first one has preparations; else 0."""
         return max(self.complete - 1, 0)
 
     @property
@@ -307,7 +293,7 @@ class Timeline:
         return end - start
 
     def bounds(self, step: int | None = None) -> tuple[float, float]:
-        """Returns when ``step`` begins and ends."""
+        """Returns the seconds at which ``step`` begins and ends."""
         at = self.step if step is None else step
         return self.starts[at], self.starts[min(at + 1, len(self.starts) - 1)]
 
@@ -321,7 +307,7 @@ class Timeline:
         return min(max(bisect_right(self.starts, seconds) - 1, 0), len(self.host) - 1)
 
     def exposed(self, step: int | None = None) -> dict[str, float]:
-        """Returns axis (``""`` for none) -> seconds that the computation waits for it in ``step``."""
+        """Returns axis (``""``: none) -> seconds of ``step`` in which the compute stream waits for it."""
         found: dict[str, float] = defaultdict(float)
         for span in self.of_step(step):
             if span.kind == "wait":
@@ -329,7 +315,7 @@ class Timeline:
         return dict(found)
 
     def busy(self, step: int | None = None) -> dict[str, float]:
-        """Returns stream -> seconds in which it works in ``step``, without the computation's waits."""
+        """Returns stream -> seconds of ``step`` in which it works; waits don't count."""
         found = {COMPUTE: 0.0}
         for span in self.of_step(step):
             if span.kind != "wait":
@@ -338,14 +324,14 @@ class Timeline:
 
 
 def timeline(run: DryRun, cluster: Cluster | str | None = None) -> Timeline:
-    """Predicts the timeline of ``run``.
+    """Predicts when each operation of ``run`` would run.
 
-    Computation runs in the program's order, no operation before the host has launched it. A collective begins
-    when it is issued, its stream is free and no other collective of its axis runs, as NCCL runs those of one
-    communicator one after another; collectives of parameters and gradients between nodes, of whatever axis,
-    take turns on the network card. An all-reduce over ``replicate`` starts after the reduce-scatter of the
-    same unit. Blocking collectives and waits hold the computation, and under collectives it is slower by the
-    planner's ``overlap_slowdown``. All other ranks are as fast, and none is late.
+    Computation runs in the program's order, and no operation before the host has launched it. A collective
+    begins when it is issued, its stream is free and no other collective of its axis runs, as NCCL runs those
+    of one communicator one after another; collectives of parameters and gradients between nodes, of whatever
+    axis, take turns on the network card. An all-reduce over ``replicate`` starts after the reduce-scatter of
+    the same unit. Blocking collectives and waits hold the computation, and under collectives it is slower by
+    the planner's ``overlap_slowdown``. All other ranks are as fast, and none is late.
 
     Args:
         cluster: the machines, or the name of their GPU; by default as many H100s as there are ranks.
@@ -358,23 +344,24 @@ def timeline(run: DryRun, cluster: Cluster | str | None = None) -> Timeline:
     playing = _Playing(run, cluster)
     for position, operation in enumerate(run.operations):
         playing.add(position, operation)
-    starts, host = (*(playing.starts or [0.0]), playing.player.end), playing.host
+    starts = (*(playing.starts or [0.0]), playing.player.end)
+    host = tuple(b - a for a, b in pairwise([*playing.waited, playing.player.host])) or (0.0,)
     complete = min(run.steps, len(host))
     return Timeline(tuple(playing.spans), cluster, tuple(playing.times), starts, complete, host)
 
 
 @dataclass(frozen=True)
 class TimedCollective(Collective):
-    """A collective and its times in predicted seconds; ``asynchronous`` if it does not block the computation.
+    """A collective with predicted seconds; ``asynchronous``: it doesn't block the compute stream.
 
     Attributes:
-        issued: index among the operations.
-        waited: index of the first wait; None if nothing waits for it.
+        issued: index of its issue in ``DryRun.operations``.
+        waited: index of the first wait for it; None if nothing waits for it.
         module, phase, step: where it was issued.
         dtype: dtype of its input; "" if not known.
         seconds: its duration.
         latency: the part of ``seconds`` that it would take with almost no data.
-        exposed: seconds that the computation waits for it.
+        exposed: seconds in which the compute stream waits for it.
         beside: seconds of computation between issue and wait.
     """
 
@@ -391,17 +378,17 @@ class TimedCollective(Collective):
 
     @property
     def on_data_axis(self) -> bool:
-        """Whether its axis is one over which parameters are gathered and gradients reduced."""
+        """Whether parameters are gathered, or gradients reduced, over its axis."""
         return is_data_axis(self.axis)
 
     @property
     def where(self) -> str:
-        """The engine's unit, or the module that issued it."""
+        """The engine's unit that it is for, else the module that issued it."""
         return self.unit or self.module
 
 
 def calls_of(run: DryRun, timeline: Timeline) -> tuple[TimedCollective, ...]:
-    """Returns the collectives of ``run`` in the order of the program."""
+    """Returns the collectives of ``run`` with their times, in the order of the program."""
     positions: dict[str, dict[int, int]] = {"collective": {}, "wait": {}}
     for position, operation in enumerate(run.operations):
         if operation.collective is not None:

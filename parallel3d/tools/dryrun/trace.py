@@ -29,10 +29,7 @@ from parallel3d.tools.dryrun.wording import first_few
 
 
 def thinned(samples: Sequence[MemorySample], most: int) -> list[MemorySample]:
-    """Returns about ``most`` samples in order, with the first and the last.
-
-    Of each range of equal length the highest and the lowest are kept, so that no peak is lost.
-    """
+    """Returns about ``most`` samples: the first, the last, and each range's highest and lowest."""
     if len(samples) <= most:
         return list(samples)
     length = -(-2 * len(samples) // most)
@@ -46,15 +43,15 @@ def thinned(samples: Sequence[MemorySample], most: int) -> list[MemorySample]:
 
 @dataclass
 class Bar:
-    """Consecutive spans of one stream, drawn as one.
+    """Consecutive spans of one stream that are drawn as one bar.
 
     Attributes:
         kind: ``matmul``, ``attention``, ``elementwise``, ``compute`` (several of them), ``wait`` or
             ``collective``.
-        what: their commonest names and their units.
+        what: their commonest names, and the units or modules that they are of.
         phase: the phase of the first span.
         count: number of spans.
-        busy: seconds of ``end - start`` in which they run.
+        busy: seconds between ``start`` and ``end`` in which one of the spans runs.
     """
 
     stream: str
@@ -68,10 +65,10 @@ class Bar:
 
 
 def merged(spans: Sequence[TimelineSpan], most: int) -> list[Bar]:
-    """Returns about ``most`` bars.
+    """Returns about ``most`` bars for the spans, joining neighbours where there are too many.
 
-    Spans of one kind in one unit are joined if there are too many; then all of a unit, with short waits; then
-    all of a phase, over ever longer gaps and waits.
+    First neighbours of one kind in one unit are joined; then all of a unit, with short waits; then all of a
+    phase, over ever longer gaps and waits.
     """
     length = max((s.end for s in spans), default=0.0) - min((s.start for s in spans), default=0.0)
     gap = length / 2000
@@ -89,7 +86,8 @@ def _kind(span: TimelineSpan) -> str:
 
 
 def _joined(spans: Sequence[TimelineSpan], level: int, gap: float) -> list[list[TimelineSpan]]:
-    """Joins consecutive spans of a stream that are alike and at most ``gap`` seconds apart."""
+    """Returns groups of consecutive spans of a stream that are at most ``gap`` seconds apart and alike: at
+    level 0 of one kind and unit, at level 1 of one unit, at level 2 of one phase."""
     groups: list[list[TimelineSpan]] = []
     last: dict[
         str, tuple[Hashable, list[TimelineSpan]]
@@ -128,7 +126,7 @@ Event = dict[str, Any]
 
 
 def write_trace(run: DryRun, path: str | PathLike[str], predicted: Timeline | None = None) -> None:
-    """Writes the trace as JSON, compressed if ``path`` ends with ``.gz``, which Perfetto opens too.
+    """Writes the trace of ``run`` as JSON, compressed if ``path`` ends with ``.gz``, for Perfetto.
 
     Args:
         run: the dry run.
@@ -146,9 +144,9 @@ def write_trace(run: DryRun, path: str | PathLike[str], predicted: Timeline | No
 def trace_events(run: DryRun, predicted: Timeline | None = None) -> dict[str, Any]:
     """Returns the trace in the JSON Object Format of the Chromium project's "Trace Event Format".
 
-    The process is the rank. Threads are the streams; one for modules, with a slice for each block and phase;
-    and one for the host, from which an arrow leads by each collective's slice to where the computation waits
-    for it. Counters show memory by kind and in total. Times are in microseconds.
+    The process is the rank. Threads are its streams, one for modules (a slice for each block and phase), and
+    one for the host. An arrow leads from a collective's issue on the host through its slice to where the
+    compute stream waits for it. Counters show memory by kind and in total. Times are in microseconds.
     """
     times = predicted or timeline(run)
     used = {span.stream for span in times.spans}
@@ -189,7 +187,7 @@ def _nanoseconds(seconds: float) -> int:
 def _slice(
     tid: int, category: str, name: str, start: float, end: float, args: dict[str, Any]
 ) -> Event:
-    """A slice whose start and end are whole nanoseconds, so that neighbours don't overlap by rounding."""
+    """Returns a slice whose ends are rounded to whole nanoseconds, so that neighbours don't overlap."""
     first, last = _nanoseconds(start), _nanoseconds(end)
     event = {"ph": "X", "tid": tid, "cat": category, "name": name}
     return {**event, "ts": first / 1e3, "dur": (last - first) / 1e3, "args": args}
@@ -211,7 +209,7 @@ def _slices(run: DryRun, times: Timeline, threads: dict[str, int]) -> Iterator[E
 
 
 def _modules(times: Timeline, threads: dict[str, int]) -> Iterator[Event]:
-    """Consecutive computation of one block, phase and step."""
+    """Yields a slice for consecutive computation of one block, phase and step."""
     compute = (span for span in times.spans if span.stream == COMPUTE)
     places = groupby(compute, lambda span: (unit_of(span.module), span.phase, span.step))
     for (unit, phase, step), group in places:
@@ -221,7 +219,8 @@ def _modules(times: Timeline, threads: dict[str, int]) -> Iterator[Event]:
 
 
 def _arrows(run: DryRun, times: Timeline, threads: dict[str, int]) -> Iterator[Event]:
-    """For each asynchronous collective that is waited for: from its issue by its slice to the wait."""
+    """Yields the arrow of each asynchronous collective that is waited for: from its issue through its slice
+    to the wait."""
     calls = {call.issued: call for call in calls_of(run, times)}
     compute = [span for span in times.spans if span.stream == COMPUTE]
     free = 0  # nanoseconds until which the host thread has a slice

@@ -1,4 +1,4 @@
-"""A value that a dry run can't know: a NaN by which a program can't decide."""
+"""Unknown: the number, a NaN, that stands for a value that a dry run can't know."""
 
 from __future__ import annotations
 
@@ -18,11 +18,23 @@ NOT_KNOWN: float = struct.unpack("<d", struct.pack("<Q", _BITS))[0]
 """The plain NaN that ``float(tensor)`` returns, as ``float()`` can't return an ``Unknown``."""
 
 
-class Unknown(float):
-    """NaN for a number that is not computed; what is calculated from it is unknown too.
+class Undecided(DryRunError):
+    """Raised where the program needs a value that a dry run doesn't know.
 
-    It is printed as ``unknown``. Comparing it, testing it or converting it to an int raises
-    ``DryRunError`` with the line: a dry run can't know which way the real run would go there.
+    Attributes:
+        what: what the program does. where: ``file:line, in function``.
+    """
+
+    def __init__(self, what: str, remedy: str) -> None:
+        self.what, self.where = what, caller()
+        super().__init__(f"{self.where}: {what}{remedy if remedy[0] in ',(' else f'; {remedy}'}")
+
+
+class Unknown(float):
+    """A NaN that stands for a number that is not computed; arithmetic with it gives ``Unknown`` too.
+
+    It is printed as ``unknown``. Comparing it, testing it or converting it to an int raises ``DryRunError``
+    with the line: a dry run can't know which way the real run would go there.
     """
 
     def __new__(cls) -> Unknown:
@@ -39,19 +51,18 @@ class Unknown(float):
 
 
 def assume(value: _T, default: Any) -> _T:
-    """Returns ``value``, or ``default`` if a dry run does not know it.
+    """Returns ``value``; in a dry run that doesn't know it, ``default``.
 
-    For the places where a program decides by a number: ``if assume(stopping, 0.0) > 0: break``. Outside a dry
-    run it returns ``value``.
+    For conditions of a program on a tensor's value: ``if assume(stopping, 0.0) > 0: break``.
     """
     return default if _is_unknown(value) else value
 
 
 def _is_unknown(value: Any) -> bool:
     """Whether ``value`` is an ``Unknown``, or was made from one by ``float()``."""
-    if not isinstance(value, float):
-        return False
-    return bool(struct.unpack("<Q", struct.pack("<d", value))[0] & ~_SIGN == _BITS)
+    return isinstance(value, float) and (
+        struct.unpack("<Q", struct.pack("<d", value))[0] & ~_SIGN == _BITS
+    )
 
 
 def _calculated(name: str) -> Any:
@@ -66,16 +77,17 @@ def _calculated(name: str) -> Any:
 
 def _decided(what: str) -> Any:
     def method(self: Unknown, *others: Any) -> NoReturn:
-        raise DryRunError(
-            f"{caller()}: {what} of a number that a dry run does not know (it comes from a tensor); "
-            "give a value to use instead: parallel3d.tools.dryrun.assume(value, default)"
+        raise Undecided(
+            f"{what} of a number that a dry run does not know (it comes from a tensor)",
+            "give a value to use instead: parallel3d.tools.dryrun.assume(value, default)",
         )
 
     return method
 
 
 def asking(name: str) -> Any:
-    """Replaces ``math.isnan`` and the like, which would answer for NaN instead of the real number."""
+    """Returns a replacement for the function ``name`` of ``math``, such as ``isnan``, that raises Undecided
+    for an unknown number, instead of answering for the NaN."""
     exact = getattr(math, name)
     decided = _decided(f"the program asks math.{name}")
 
@@ -131,7 +143,7 @@ _REASONS = {
 
 
 def why_not(error: BaseException) -> str | None:
-    """Returns why a dry run can't do what raised ``error``; None if it is the program's own error."""
+    """Returns why a dry run can't do what raised ``error``; None if the error is the program's own."""
     if isinstance(error, DryRunError):
         return None
     text = str(error)

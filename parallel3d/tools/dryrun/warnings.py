@@ -1,4 +1,4 @@
-"""Warnings of what is likely to be wrong, slow or dangerous, each with its numbers and what to do."""
+"""Warnings on what is likely to be wrong, slow or dangerous in a dry run, with numbers and what to do."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def _low_precision(calls: Sequence[TimedCollective]) -> Warnings:
             f"{len(group):,} gradients' sums over {ranks} ranks of {axis} are computed in {dtype}: "
             f"rounding adds up to about {error:.1%} of a gradient{overflow}. Set "
             f"MixedPrecisionPolicy(reduce_dtype=torch.float32): {total_bytes(group)} a step more on the "
-            "network.",
+            "network, or none with wire_dtype=torch.bfloat16 too.",
         )
 
 
@@ -151,13 +151,13 @@ _CHANGES = {
 
 
 def needed_bytes(run: DryRun) -> float:
-    """Returns the peak with what a dry run doesn't see: fragmentation, workspaces, context."""
+    """Returns the peak's bytes plus fragmentation, workspaces and context, which a dry run lacks."""
     beside = constant("workspace").value + constant("context").value
     return run.peak.bytes * (1 + constant("fragmentation_least").value) + beside
 
 
 def not_simulated(models: Iterable[nn.Module]) -> Warnings:
-    """Warns of what the models do and a dry run does not simulate."""
+    """Yields warnings on what the models do and a dry run doesn't simulate: activation and CPU offload."""
     models = list(models)
     for counts in filter(None, map(counts_of, models)):
         yield DryRunWarning(
@@ -193,7 +193,7 @@ def _above_capacity(run: DryRun, times: Timeline) -> Warnings:
 
 
 def _no_checkpointing(run: DryRun, times: Timeline) -> Warnings:
-    """Only where memory is scarce: checkpointing costs time."""
+    """Yields a warning if activations take much of a scarce memory and nothing is checkpointed."""
     peak = run.step_peak or run.peak
     kept, capacity = peak.by_kind.get("activations", 0), times.cluster.gpu.capacity_gib * 2**30
     matmuls = [operation for operation in run.operations if operation.kind == "matmul"]
@@ -341,7 +341,7 @@ def _reduced_twice(calls: Sequence[TimedCollective]) -> Warnings:
 def _too_slow(
     times: Timeline, calls: Sequence[TimedCollective], bare: Sequence[TimedCollective]
 ) -> Warnings:
-    """Communication that is overlapped, and longer than the computation beside it."""
+    """Yields warnings on asynchronous communication that takes longer than the computation beside it."""
     known = {id(call) for call in bare}
     for axis, group in grouped(calls, lambda call: call.axis or "").items():
         lost = _exposed(c for c in group if c.asynchronous and id(c) not in known)
@@ -410,7 +410,7 @@ def warnings_of(
     """Returns the warnings of ``run``, the most serious kinds first.
 
     Args:
-        predicted: ``timeline(run)``, or one for another cluster.
+        predicted: the predicted times; by default ``timeline(run)``.
         divergence: the result of ``compare`` with another rank.
     """
     times = predicted or timeline(run)
@@ -435,7 +435,8 @@ def warnings_of(
 def all_warnings(
     run: DryRun, predicted: Timeline | None = None, divergence: Divergence | None = None
 ) -> tuple[DryRunWarning, ...]:
-    """Returns ``warnings_of`` and the warnings of other kinds that ``run`` already has."""
+    """Returns what ``warnings_of`` finds, given the same arguments, then those of ``run.warnings`` of other
+    kinds."""
     found = warnings_of(run, predicted, divergence)
     kinds = {warning.kind for warning in found}
     return (*found, *(warning for warning in run.warnings if warning.kind not in kinds))

@@ -17,19 +17,19 @@ _K = TypeVar("_K", bound=Hashable)
 
 
 def in_bytes(size: float) -> str:
-    """``3.20 GiB``, ``41.0 MiB``, ``12 bytes``."""
+    """Returns the size as text: "3.20 GiB", "41.0 MiB", "12 bytes"."""
     if abs(size) < 0.9995 * 2**10:
         return f"{size:.0f} bytes" if size != 1 else "1 byte"
     return _scaled(size, GiB=2**30, MiB=2**20, KiB=2**10)
 
 
 def in_seconds(seconds: float) -> str:
-    """``2.31 s``, ``41.5 ms``, ``870 us``."""
+    """Returns the seconds as text: "2.31 s", "41.5 ms", "870 us"."""
     return _scaled(seconds, s=1.0, ms=1e-3, us=1e-6) if seconds else "0 s"
 
 
 def _scaled(value: float, **units: float) -> str:
-    """``value`` with three digits, in the first unit that it fills, else in the last."""
+    """Returns ``value`` with three digits in the first of ``units`` that it fills, else in the last."""
     filled = (unit for unit, factor in units.items() if abs(value) >= 0.9995 * factor)
     unit = next(filled, list(units)[-1])
     size = value / units[unit]
@@ -38,38 +38,38 @@ def _scaled(value: float, **units: float) -> str:
 
 
 def share(part: float, whole: float) -> str:
-    """``12%``; ``0%`` of nothing."""
+    """Returns ``part / whole`` as text, "12%"; "0%" if ``whole`` is 0."""
     return f"{part / whole:.0%}" if whole else "0%"
 
 
 def total_bytes(items: Iterable[Collective | ParameterPlacement]) -> str:
-    """The bytes of all ``items`` together."""
+    """Returns the sum of the bytes of all ``items`` as text."""
     return in_bytes(sum(item.bytes for item in items))
 
 
 def pattern_of(name: str) -> str:
-    """``layers.*.attention`` for ``layers.3.attention``."""
+    """Returns the name with its numbers as ``*``: "layers.*.attention" for "layers.3.attention"."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
 def first_few(names: Sequence[str], most: int = 3, between: str = ", ") -> str:
-    """The first ``most`` names, and how many more there are."""
+    """Returns the first ``most`` names as text, and how many more there are."""
     left = len(names) - most
     return between.join(names[:most]) + (f" and {left} more" if left > 0 else "")
 
 
 def some(names: Iterable[str]) -> str:
-    """The first few different names."""
+    """Returns the first few of the different names as text."""
     return first_few([name or "(no unit)" for name in dict.fromkeys(names)])
 
 
 def placements_of(parameter: ParameterPlacement) -> str:
-    """``replicate R, shard S(0)``."""
+    """Returns the parameter's placements as text: "replicate R, shard S(0)"."""
     return ", ".join(f"{axis} {p}" for axis, p in parameter.placements.items()) or "plain tensor"
 
 
 def grouped(items: Iterable[_T], key: Callable[[_T], _K]) -> dict[_K, list[_T]]:
-    """Key -> the items with that key, in the order of the first."""
+    """Returns key -> the items with that key, in the order in which the keys appear."""
     groups: dict[_K, list[_T]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -80,8 +80,14 @@ def grouped(items: Iterable[_T], key: Callable[[_T], _K]) -> dict[_K, list[_T]]:
 
 
 def figures_of(run: DryRun, times: Timeline) -> list[tuple[str, str]]:
-    """Returns names and values of the most important numbers of ``run``."""
-    gpu, step = times.cluster.gpu, times.step_seconds
+    """Returns (name, value) of the run's most important numbers, as texts."""
+    gpu, step, held = times.cluster.gpu, times.step_seconds, run.reserved
+    reserved = ""
+    if held is not None:
+        segments = counted(held.segments, "segment")
+        reserved = (
+            f"{in_bytes(held.bytes)} in {segments}, {in_bytes(held.expandable)} if expandable"
+        )
     operations = [operation for operation in run.operations if operation.step == times.step]
     flops = sum(operation.flops for operation in operations)
     issued = (o.collective for o in operations if o.kind == "collective")
@@ -98,6 +104,7 @@ def figures_of(run: DryRun, times: Timeline) -> list[tuple[str, str]]:
             "peak memory",
             f"{in_bytes(run.peak.bytes)} of {in_bytes(gpu.capacity_gib * 2**30)}{later}",
         ),
+        *([("reserved by torch", reserved)] if reserved else []),
         ("a step, predicted", in_seconds(step)),
         ("waits for collectives", f"{in_seconds(exposed)}{waits}"),
         ("FLOPs of a step", f"{flops / 1e12:,.3g} T ({used:.0%} of peak)"),
@@ -116,15 +123,15 @@ AXIS_COLUMNS = "axis", "operation", "ranks", "calls", "bytes", "takes", "waited 
 
 
 def axis_of(call: TimedCollective, run: DryRun) -> str:
-    """The mesh axis of ``call``, or what its group is if it is no axis."""
+    """Returns the mesh axis of ``call``; "all ranks" or "other group" if its group is no axis."""
     return call.axis or ("all ranks" if call.group_size == run.world_size else "other group")
 
 
 def axis_rows(
     run: DryRun, times: Timeline, calls: Iterable[TimedCollective]
 ) -> list[tuple[tuple[str, ...], float]]:
-    """Returns a row for each axis and operation of the shown step: the cells of ``AXIS_COLUMNS``, and the
-    fraction of the step, from 0 to 1, in which computation waits for these calls."""
+    """Returns a row for each axis and operation of the shown step: (cells of ``AXIS_COLUMNS``, the fraction
+    of the step in which the compute stream waits for these calls)."""
     rows: list[tuple[tuple[str, ...], float]] = []
     shown = (call for call in calls if call.step == times.step)
     groups = grouped(shown, lambda c: (axis_of(c, run), c.op, str(c.group_size)))
@@ -138,12 +145,12 @@ def axis_rows(
 
 
 def by_size(peak: Peak) -> list[tuple[str, int]]:
-    """The kinds of memory at ``peak`` with their bytes, the largest first."""
+    """Returns (kind, bytes) of the memory at ``peak``, the largest first."""
     return sorted(peak.by_kind.items(), key=lambda item: -item[1])
 
 
 def peaks_of(run: DryRun) -> Sequence[tuple[Peak, str]]:
-    """The peak of the run, and the peak of training if that is another one; each with when it is."""
+    """Returns (peak, when as text) of the run and, if it is another, from the first forward on."""
     peaks, later = [(run.peak, "")], run.step_peak
     if later is not None and later.operation != run.peak.operation:
         peaks.append((later, " from the first forward on"))

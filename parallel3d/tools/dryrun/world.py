@@ -1,4 +1,5 @@
-"""One rank of a world that doesn't exist: environment, process group, and calls that need hardware."""
+"""Makes this process look like one rank of a larger world: environment, process group, calls that need
+hardware."""
 
 from __future__ import annotations
 
@@ -21,18 +22,23 @@ from torch import distributed as dist
 from torch.distributed import DeviceMesh
 from torch.distributed import checkpoint as dcp
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 
 from parallel3d._torch import groups
 from parallel3d._torch.fake import SCALED_STEP, loader_iterators
+from parallel3d._torch.optimizers import CAPTURABLE, optimizer_modules
 from parallel3d._trace.record import Functions
+from parallel3d._util.dry_run import HOST_DEVICE
 from parallel3d._util.streams import FakeEvent, FakeStream, StandIn
 from parallel3d._util.users_code import caller
 from parallel3d.errors import DryRunError
 from parallel3d.testing.worlds import fake_world
+from parallel3d.tools.dryrun.modes import DryMode
 from parallel3d.tools.dryrun.place import Place
+from parallel3d.tools.dryrun.races import RaceDetector
 from parallel3d.tools.dryrun.result import UnknownRead
 from parallel3d.tools.dryrun.streams import PlayedStreams
-from parallel3d.tools.dryrun.unknown import NOT_KNOWN, Unknown, asking
+from parallel3d.tools.dryrun.unknown import NOT_KNOWN, Undecided, Unknown, asking
 
 
 def script(path: str | PathLike[str], arguments: Sequence[str] = ()) -> Callable[[], None]:
@@ -65,7 +71,6 @@ def script(path: str | PathLike[str], arguments: Sequence[str] = ()) -> Callable
 
 # Calls that read values or name a device.
 
-_TO = Tensor.to  # which may be replaced: see ``on_gpu``
 _BY_ONE = (Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero)
 _BY_SEVERAL = (torch.equal, Tensor.equal, torch.allclose, Tensor.allclose)
 _DECIDING: dict[Any, str] = {
@@ -76,40 +81,41 @@ _DECIDING: dict[Any, str] = {
     **dict.fromkeys((Tensor.numpy, Tensor.__array__), "a numpy array is made of a tensor"),
 }
 _HELP = (
-    "which a dry run does not know. Decide by p3d.dryrun.assume(tensor.item(), value to use instead), or "
+    ", which a dry run does not know. Decide by p3d.dryrun.assume(tensor.item(), value to use instead), or "
     "skip the lines with p3d.dryrun.active()"
 )
 
 
 class ReadMode(Functions):
-    """Returns NaN (``Unknown``) where the program reads a tensor's value, and raises where it decides by it.
+    """Returns NaN (``Unknown``) where the program reads a value, and raises where it branches on one.
 
-    ``is_unknown`` tells whether a plain tensor's values are not known; ``on_read`` is called with those read.
+    It asks ``mode`` whether a tensor's values are unknown, and tells it which of them are read.
     """
 
-    def __init__(
-        self,
-        place: Place,
-        is_unknown: Callable[[Tensor], bool],
-        on_read: Callable[[Tensor], None] | None = None,
-    ) -> None:
+    def __init__(self, mode: DryMode) -> None:
         super().__init__(self.function)
-        self._place, self._is_unknown, self._on_read = place, is_unknown, on_read
+        self._mode, self._place = mode, mode.place
         self._reads: Counter[tuple[str, str]] = Counter()  # (where, what) -> how often
         self._in_steps: Counter[tuple[tuple[str, str], int]] = Counter()  # (that, step) -> the same
 
     def function(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """A function of torch: it runs, unless it reads what isn't known."""
+        """Runs a function of torch, unless it reads a value that isn't known."""
         if self._place.paused:
             return func(*args, **kwargs)
         handler = _HANDLERS.get(func)
         if handler is not None and args and isinstance(args[0], Tensor) and self.unknown(args[0]):
-            if self._on_read is not None:
-                self._on_read(args[0])
+            if func not in _DECIDING:
+                self._mode.on_read(args[0], func.__name__.strip("_"))
             return handler(self, func, *args)
+        captures = self._mode.captures
+        if func in _DECIDING and captures.deciding(args[0]):
+            captures.branches(_DECIDING[func])
+            with self._place.unrecorded():
+                return func(*args, **kwargs)
+        captures.function(func, args, kwargs)
         if "device" in kwargs:
             _check_device(kwargs["device"])
-        elif func is _TO and len(args) > 1:
+        elif func is Tensor.to and len(args) > 1:
             _check_device(args[1])
         elif func is Tensor.cuda:
             _check_device("cuda")
@@ -118,7 +124,7 @@ class ReadMode(Functions):
         return func(*args, **kwargs)
 
     def _from_data(self, func: Any, data: Any, rest: Any, kwargs: Any) -> Any:
-        """``torch.tensor`` of numbers, whose result is unknown if one of them is."""
+        """Runs ``torch.tensor`` on numbers, some of which may be unknown: the result is then unknown too."""
         unknown: list[Any] = []
         known = self._known(data, unknown)
         if not unknown:
@@ -131,7 +137,7 @@ class ReadMode(Functions):
         return torch.empty(made.shape).to(dtype).requires_grad_(made.requires_grad)
 
     def _known(self, data: Any, unknown: list[Any]) -> Any:
-        """Returns ``data`` with known values for unknown ones, which are added to ``unknown``."""
+        """Returns ``data`` with known numbers in place of unknown ones, which are appended to ``unknown``."""
         if isinstance(data, list | tuple):
             return [self._known(item, unknown) for item in data]
         if isinstance(data, Unknown):
@@ -145,20 +151,20 @@ class ReadMode(Functions):
 
     @property
     def found(self) -> tuple[UnknownRead, ...]:
-        """The places that read unknown values, those with most reads first."""
+        """The places in the program that read unknown values, those with most reads first."""
         return tuple(
             UnknownRead(*key, count, self._in_steps[key, self._place.steps - 1])
             for key, count in self._reads.most_common()
         )
 
     def unknown(self, tensor: Tensor) -> bool:
-        """Whether the values of ``tensor``, which may be a DTensor, are not known."""
+        """Whether the values of ``tensor`` are not known; it may be a DTensor."""
         if isinstance(tensor, DTensor):
             return True
         flatten = getattr(tensor, "__tensor_flatten__", None)
         if flatten is not None:
             return any(self.unknown(getattr(tensor, name)) for name in flatten()[0])
-        return self._is_unknown(tensor)
+        return self._mode.is_unknown(tensor)
 
     def _item(self, func: Any, tensor: Tensor) -> Any:
         if tensor.numel() != 1:
@@ -191,7 +197,7 @@ class ReadMode(Functions):
         return nested(tuple(tensor.shape))
 
     def _decide(self, func: Any, tensor: Tensor, *rest: Any) -> Any:
-        raise DryRunError(f"{caller()}: {_DECIDING[func]}, {_HELP}")
+        raise Undecided(_DECIDING[func], _HELP)
 
     def _note(self, what: str) -> None:
         key = caller(), what
@@ -214,7 +220,7 @@ DEVICE_TYPE = "cpu"
 
 
 def _check_device(device: Any) -> None:
-    """Raises DryRunError for another device than cpu and meta; a number, the current one, is allowed."""
+    """Raises DryRunError for a device other than cpu and meta; a number stands for the current device."""
     if isinstance(device, str):
         try:
             device = torch.device(device)
@@ -240,22 +246,14 @@ _CUDA_CALLS: dict[str, Any] = {
 
 @contextmanager
 def as_rank(
-    rank: int,
-    world_size: int,
-    gpus_per_node: int,
-    backend: str,
-    *,
-    on_mesh: Callable[[DeviceMesh], None],
-    on_resize: Callable[[torch.UntypedStorage], None],
-    for_real: Callable[[], Any],
-    streams: PlayedStreams | None,
-    torchs_streams: bool,
+    rank: int, world_size: int, gpus_per_node: int, backend: str, mode: DryMode
 ) -> Iterator[None]:
-    """Makes this process look like ``rank`` to a program.
+    """Within this context the process looks like rank ``rank`` to a program that ``mode`` records.
 
-    ``init_process_group`` finds the group made already, meshes on any device are on the CPU, exchanged
-    objects are this rank's own, a DataLoader reads within ``for_real()``, and streams are ``streams``'; with
-    ``torchs_streams`` also those that torch's ``fully_shard`` makes on a mesh of CPUs.
+    The process group exists already, so ``init_process_group`` does nothing. Meshes of any device are on the
+    CPU; object collectives return this rank's own objects; a DataLoader reads for real. With nccl, streams
+    are replaced by the mode's; if it looks for races, so are those that torch's ``fully_shard`` makes on
+    CPUs.
     """
 
     def init_process_group(*args: Any, **kwargs: Any) -> None:
@@ -270,7 +268,7 @@ def as_rank(
 
     def init_mesh(self: DeviceMesh, device_type: str, *args: Any, **kwargs: Any) -> None:
         mesh_init(self, DEVICE_TYPE, *args, **kwargs)
-        on_mesh(self)
+        mode.meshes.append(self)
 
     compile_model = torch.compile  # eager, as importing a compiler takes seconds
     autocast_init = torch.autocast.__init__
@@ -286,14 +284,14 @@ def as_rank(
 
     def resize(self: torch.UntypedStorage, size: int) -> Any:
         result = resize_storage(self, size)
-        on_resize(self)
+        mode.ledger.resized(self)
         return result
 
     def really(owner: Any, name: str) -> tuple[Any, str, Any]:
         original = getattr(owner, name)
 
         def function(*args: Any, **kwargs: Any) -> Any:
-            with for_real():
+            with mode.place.unrecorded():
                 return original(*args, **kwargs)
 
         return owner, name, function
@@ -330,7 +328,7 @@ def as_rank(
             *((torch.cuda, name, _returning(value)) for name, value in _CUDA_CALLS.items()),
             (torch.accelerator, "is_available", _returning(False)),
             (torch.accelerator, "current_accelerator", _nothing),
-            *_stream_calls(streams, torchs_streams),
+            *(_stream_calls(mode.streams, mode.races is not None) if backend == "nccl" else ()),
             *((math, name, asking(name)) for name in ("isnan", "isinf", "isfinite")),
         ):
             stack.enter_context(patch.object(owner, name, replacement))
@@ -342,10 +340,9 @@ def as_rank(
 _STREAM_CALLS = ("Stream", "Event", "current_stream", "default_stream", "set_stream", "stream")
 
 
-def _stream_calls(streams: PlayedStreams | None, torchs: bool) -> list[tuple[Any, str, Any]]:
-    """What replaces the calls that make streams, and wait for them."""
-    if streams is None:
-        return []
+def _stream_calls(streams: PlayedStreams, torchs: bool) -> list[tuple[Any, str, Any]]:
+    """Returns (owner, name, replacement) for torch's calls that make streams and events or wait for them;
+    with ``torchs`` those of ``torch.cpu`` too."""
     calls = (*_STREAM_CALLS, "synchronize")
     replaced: list[tuple[Any, str]] = [(torch.cuda, name) for name in calls]
     if torchs:
@@ -365,7 +362,7 @@ def _stream_calls(streams: PlayedStreams | None, torchs: bool) -> list[tuple[Any
 
 @contextmanager
 def _settings_kept() -> Iterator[None]:
-    """Restores the settings of the process: default dtype and device, threads, random numbers."""
+    """Restores the process's default dtype and device, number of threads and random state after the body."""
     dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
     device, set_device, changed = torch.get_default_device(), torch.set_default_device, False
 
@@ -396,7 +393,7 @@ _nothing = _returning(None)
 
 
 def _scaled_step(self: Any, optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
-    """Steps without asking whether a gradient is infinite."""
+    """Replaces a gradient scaler's step: steps the optimizer without checking for infinite gradients."""
     return optimizer.step(*args, **kwargs)
 
 
@@ -430,3 +427,88 @@ _OBJECT_COLLECTIVES: dict[str, Any] = {
     "broadcast_object_list": _nothing,
     "scatter_object_list": _scatter_object_list,
 }
+
+
+# Kernels that a GPU runs as one where a CPU runs several operations, and keeps more: RMS norms.
+
+
+@contextmanager
+def as_on_gpu(place: Place) -> Iterator[None]:
+    """Within this context RMS norms of plain tensors run as the one kernel that they are on a GPU, and
+    optimizers accept ``capturable=True``."""
+    plain = torch.rms_norm
+
+    def norm(input: Tensor, normalized_shape: Any, weight: Any = None, eps: Any = None) -> Any:
+        if place.paused or isinstance(input, DTensor):
+            return plain(input, normalized_shape, weight, eps)
+        rows = input.shape[: input.ndim - len(normalized_shape)]
+        return _RmsNorm.apply(input, weight, rows)
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(torch, "rms_norm", norm))
+        stack.enter_context(patch.object(F, "rms_norm", norm))
+        for module in optimizer_modules():
+            stack.enter_context(patch.object(module, CAPTURABLE, lambda *_, **__: ["cpu", "cuda"]))
+        yield
+
+
+class _RmsNorm(torch.autograd.Function):
+    """``F.rms_norm`` without values: one kernel forward and one backward, as on a GPU.
+
+    It keeps the input and an fp32 number for each row.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, rows: torch.Size) -> Tensor:
+        scale = torch.empty(*rows, 1, dtype=torch.float32, device=x.device)
+        ctx.save_for_backward(x, weight, scale)
+        return x.clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        x, weight, _ = ctx.saved_tensors
+        grad = None if weight is None else torch.zeros_like(weight)
+        return grads[0] + x, grad, None  # reads two, writes one
+
+
+# Moves between the GPU's memory and the CPU's, where a dry run's devices do not tell them apart.
+
+_CPU = torch.device("cpu")
+_cpu, _to, _is_pinned = Tensor.cpu, Tensor.to, Tensor.is_pinned
+
+
+@contextmanager
+def moves_played(races: RaceDetector) -> Iterator[None]:
+    """Within this context the race detector sees copies to the CPU's memory, and ``record_stream``.
+
+    In a dry run "cpu" stands for the GPU's memory, and ``HOST_DEVICE`` for the CPU's, to which offloads of
+    torch's ``fully_shard`` go. Methods are replaced, because a TorchFunctionMode doesn't see those called in
+    backward.
+    """
+
+    def record_stream(tensor: Tensor, stream: FakeStream) -> None:
+        races.record_stream(tensor, stream)
+
+    def cpu(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return _to(tensor, HOST_DEVICE) if _in_torchs() else _cpu(tensor, *args, **kwargs)
+
+    def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if args and args[0] == _CPU and tensor.device == _CPU and _in_torchs():
+            return _to(tensor, HOST_DEVICE, *args[1:], **kwargs)
+        return _to(tensor, *args, **kwargs)
+
+    def pin_memory(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return _to(tensor, HOST_DEVICE)
+
+    def is_pinned(tensor: Tensor, *args: Any, **kwargs: Any) -> bool:
+        return tensor.device == HOST_DEVICE if _in_torchs() else _is_pinned(tensor, *args, **kwargs)
+
+    with ExitStack() as stack:
+        for function in (record_stream, cpu, to, pin_memory, is_pinned):
+            stack.enter_context(patch.object(Tensor, function.__name__, function))
+        yield
+
+
+def _in_torchs() -> bool:
+    """Whether the caller was called by torch's ``fully_shard``."""
+    return sys._getframe(2).f_globals.get("__name__", "").startswith("torch.distributed.fsdp")

@@ -1,4 +1,4 @@
-"""LaunchJob: the program to launch and its machines, checked, so that targets only write it down."""
+"""LaunchJob: the program to launch and its machines, checked, so that targets only have to write the file."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ _STARTERS = ("torchrun", "accelerate", "deepspeed", "srun", "mpirun")
 
 
 def checked_command(command: Sequence[str]) -> tuple[str, ...]:
-    """Returns the words of ``command``, once they are known to be a script or module and its arguments."""
+    """Returns the words of ``command`` if they are a script or -m module with arguments; else raises."""
     words = tuple(command)
     if isinstance(command, str):
         raise LaunchError(f"command is the text {command!r}; it must be a sequence of words")
@@ -55,14 +55,10 @@ def _is_text(word: object) -> bool:
 def with_mesh(
     command: tuple[str, ...], layout: MeshLayout | None, world_size: int
 ) -> tuple[tuple[str, ...], MeshLayout | None]:
-    """Returns the command with the mesh's sizes, and the mesh resolved for ``world_size`` ranks.
+    """Returns (the command with the mesh's sizes as options, the mesh resolved for ``world_size`` ranks).
 
-    If ``layout`` is None, the command is unchanged, and the mesh comes from its own ``--replicate``,
-    ``--shard``, ``--cp``, ``--tp`` and ``--ep``. A missing size is 1, a missing shard takes all remaining
-    ranks. If the command has none of these options, the returned mesh is None.
-
-    Raises:
-        LaunchError: an option of the command contradicts ``layout``.
+    If ``layout`` is None, the command is unchanged, and the mesh is that of its own ``--replicate``,
+    ``--shard``, ``--cp``, ``--tp`` and ``--ep``, or None. An option that contradicts ``layout`` is an error.
     """
     own = _own_sizes(command)
     if layout is None:
@@ -80,14 +76,15 @@ def with_mesh(
 
 
 def mesh_of(sizes: Mapping[str, int | None]) -> MeshLayout | None:
-    """Returns the mesh of the axes that have a size: a missing shard is what the others leave."""
+    """Returns the mesh with these sizes of axes; a missing shard is -1: what the others leave. None: no size
+    is given."""
     given = {axis: size for axis, size in sizes.items() if size is not None}
     left = 1 if -1 in given.values() else -1
     return MeshLayout(**{"shard": left, **given}) if given else None
 
 
 def _own_sizes(command: tuple[str, ...]) -> dict[str, int]:
-    """The sizes among the command's arguments; the last of several, as in argument parsers."""
+    """Returns axis -> the size that the command's own arguments give (the last one, if several)."""
     sizes = {}
     for word, following in pairwise((*command, "")):
         name, equals, value = word.partition("=")
@@ -122,20 +119,19 @@ class LaunchJob:
     """A training script on ``nodes`` machines of ``gpus_per_node`` GPUs, with one process for each GPU.
 
     Attributes:
-        command: the script and its arguments, or ``-m``, a module and its arguments, as for torchrun:
-            without ``python``.
+        command: the script and its arguments, or ``-m``, a module and its arguments, as for torchrun: without
+            ``python``.
         nodes: number of machines.
         gpus_per_node: processes on each machine, one for each of its GPUs.
         layout: the mesh. It must fill all nodes, with tp groups within nodes. Its sizes are appended to the
             command as ``--replicate``, ``--shard`` and ``--tp``, and ``--cp`` if above 1, unless they are
-            there. If None, only a mesh
-            that the command's own arguments name is checked.
-        domain: number of GPUs joined by fast links, if they are more than a node's (NVL72: 72).
+            there. If None, only a mesh that the command's own arguments name is checked.
+        domain: number of GPUs that fast links join, if that is more than a node's (NVL72: 72).
         name: name of the job: lower-case letters, digits and dashes, as Kubernetes requires (DNS-1123).
         image: the container's image, for targets that run containers.
         gpu: the GPU's name for targets that need it: ``H100`` for SkyPilot, ``gpu:h100:8`` in SLURM.
         partition, account: SLURM's.
-        time: the time limit in SLURM's form: minutes, ``HH:MM:SS`` or ``D-HH:MM:SS``.
+        time: time limit in SLURM's form: minutes, ``HH:MM:SS`` or ``D-HH:MM:SS``.
         max_restarts: how often all processes are restarted after one has failed.
         env: variables of the training processes; they override those that the file sets itself.
         device: ``"cuda"`` or ``"cpu"`` (gloo; no GPUs are requested).
@@ -188,7 +184,6 @@ class LaunchJob:
 
     @property
     def world_size(self) -> int:
-        """The number of processes."""
         return self.nodes * self.gpus_per_node
 
     @property
@@ -221,7 +216,7 @@ class LaunchJob:
             raise LaunchError(f"{name} is {value!r}; it may have {words}")
 
     def _check_tp(self) -> None:
-        """Raises an error if tp groups would cross nodes: every layer would wait for the network."""
+        """Raises an error if tp groups would extend over several fast-link domains."""
         if self.layout is None or self.layout.tp == 1:
             return
         tp, domain = self.layout.tp, self.domain or self.gpus_per_node
@@ -233,36 +228,6 @@ class LaunchJob:
                 f"every layer wait for the network; the nearest that fits is tp {nearest}. If fast links "
                 "join more GPUs than a node has (NVL72), give their number with --domain"
             )
-
-
-_SAVES = re.compile(r"--.*(checkpoint|ckpt|resume|save|output)")
-
-
-def missing_from(job: LaunchJob, takes: Sequence[str], *, is_requeued: bool) -> list[str]:
-    """Returns in words what a target that ``takes`` these options could use and ``job`` doesn't give.
-
-    Args:
-        is_requeued: whether the job is put back into the queue after it was asked to stop.
-    """
-    told = []
-    if is_requeued and job.time is None:
-        told.append(
-            "no --time: the job is asked for a last checkpoint only where the partition has a limit itself"
-        )
-    again = is_requeued or job.max_restarts > 0
-    if again and not any(map(_SAVES.match, job.command)):
-        told.append(
-            "no --checkpoint FOLDER among the script's arguments: started again, it would begin at step 0 "
-            "(or give --grace 0 and no --max-restarts)"
-        )
-    if "setup" in takes and job.setup is None and job.image is None:
-        told.append(
-            "no --setup: nodes use the environment of the shell that starts the job; else give the line that "
-            "enters it, such as --setup 'source venv/bin/activate' or --setup 'module load cuda'"
-        )
-    if "image" in takes and "setup" not in takes and job.image is None:
-        told.append("no --image: the runtime's own must have torch, parallel3d and the script")
-    return told
 
 
 def check_name(name: str) -> None:
@@ -279,7 +244,7 @@ def check_name(name: str) -> None:
 
 
 def check_env(env: Mapping[str, str]) -> None:
-    """Raises LaunchError for what can't be a variable, or would be wrong in every launch."""
+    """Raises LaunchError for what can't be an environment variable or would break every launch."""
     for name, value in env.items():
         wrong = ""
         if not isinstance(name, str) or not _VARIABLE.fullmatch(name):

@@ -1,4 +1,4 @@
-"""``parallel3d run`` and ``parallel3d demo``: processes on this machine, without frames of the launcher.
+"""``parallel3d run`` and ``parallel3d demo``: start processes on this machine; an error ends in one line.
 
 They need no extra: ``parallel3d demo`` is what someone tries right after installing the package.
 """
@@ -16,15 +16,16 @@ DEMO_MESH = {"replicate": 2, "shard": 2, "tp": 2}
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Runs a program on several processes: ``torchrun``, that ends in a line in place of a traceback.
+    """Runs a program on several processes with ``torchrun``; if it fails, prints one line instead of
+    torchrun's traceback.
 
     Args:
-        arguments: torchrun's own options, the program and its options:
-            ``["--nproc-per-node", "8", "train.py"]``.
+        arguments: torchrun's own options, the program and its options: ``["--nproc-per-node", "8",
+            "train.py"]``.
 
     Returns:
-        The exit code: 0; 130 after Ctrl-C, when the processes have ended; else that of the first process
-        that failed, or 128 and the number of the signal that ended it or this one.
+        The exit code: 0; 130 after Ctrl-C, when the processes have ended; else that of the first process that
+        failed, or 128 and the number of the signal that ended it or this one.
     """
     import logging
 
@@ -86,7 +87,7 @@ def demo(arguments: Sequence[str]) -> int:
 
 
 def _on_cpu(ranks: int) -> str:
-    """Chooses the CPU if there are GPUs, but fewer than ``ranks``, and returns the words that say so."""
+    """Chooses the CPU if there are GPUs, but fewer than ``ranks``; returns a text that says so, or ""."""
     import torch
 
     from parallel3d._util.arguments import counted
@@ -100,10 +101,10 @@ def _on_cpu(ranks: int) -> str:
 
 
 def examples_folder() -> Path:
-    """Where the examples are: in an installed package, or beside it in a checkout.
+    """Returns the folder of the examples: that in the installed package, or that beside it in a checkout.
 
     Raises:
-        FileNotFoundError: in neither.
+        FileNotFoundError: neither exists.
     """
     package = Path(__file__).resolve().parents[2]
     places = package / "_examples", package.parent / "examples"
@@ -116,7 +117,7 @@ def examples_folder() -> Path:
 
 
 def example(path: str) -> str:
-    """Returns ``path``; of an example, ``examples/...``, which isn't here, that in the package."""
+    """Returns ``path``, or the installed example's path if ``path`` is one that doesn't exist here."""
     name = path.removeprefix("examples/")
     if name == path or not name.endswith(".py") or Path(path).exists():
         return path

@@ -92,15 +92,13 @@ def tokens(index: int) -> Tensor:
     return ids
 
 
-def main_loss(model: nn.Module, ids: Tensor) -> Tensor:
-    logits, _ = model(ids)
+def cross_entropy(logits: Tensor, ids: Tensor) -> Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
 def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
     logits, penalty = model(ids)
-    main = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-    return main + 0.1 * penalty
+    return cross_entropy(logits, ids) + 0.1 * penalty
 
 
 def masked_loss(model: nn.Module, ids: Tensor) -> Tensor:
@@ -134,7 +132,11 @@ class Faulty(Ours):
                 yield local(param.grad)
 
     def spoil(self) -> None:
-        """Changes gradients in place."""
+        for grad in self.chosen():
+            self.change(grad)
+
+    def change(self, grad: Tensor) -> None:
+        """In place."""
 
 
 class LossTimesTp(Faulty):
@@ -153,9 +155,8 @@ class LossOverTp(Faulty):
 
 
 class TwiceEachMicroBatch(Faulty):
-    def spoil(self) -> None:
-        for grad in self.chosen():
-            grad.mul_(self.variant.micro_batches)
+    def change(self, grad: Tensor) -> None:
+        grad.mul_(self.variant.micro_batches)
 
 
 class PenaltyUndivided(Faulty):
@@ -163,7 +164,7 @@ class PenaltyUndivided(Faulty):
         total = torch.zeros((), dtype=torch.float64)
         for (ids,) in self.accumulate(batches):
             logits, penalty = self.model(ids)
-            main = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+            main = cross_entropy(logits, ids)
             (main / len(batches) + 0.1 * penalty).backward()
             total += main.detach() / len(batches)
         self.optimizer.step()
@@ -188,17 +189,15 @@ class NormWithoutExperts(Faulty):
 class ExpertsTimesShard(Faulty):
     pattern = "experts"
 
-    def spoil(self) -> None:
-        for grad in self.chosen():
-            grad.mul_(self.program.layout.shard)
+    def change(self, grad: Tensor) -> None:
+        grad.mul_(self.program.layout.shard)
 
 
 class RouterOverShard(Faulty):
     pattern = "router"
 
-    def spoil(self) -> None:
-        for grad in self.chosen():
-            grad.div_(self.program.layout.shard)
+    def change(self, grad: Tensor) -> None:
+        grad.div_(self.program.layout.shard)
 
 
 class DenseOfOneRank(Faulty):
@@ -206,9 +205,8 @@ class DenseOfOneRank(Faulty):
 
     pattern = r"^(?!.*experts)"
 
-    def spoil(self) -> None:
-        for grad in self.chosen():
-            grad.mul_(dist.get_rank() == 0)
+    def change(self, grad: Tensor) -> None:
+        grad.mul_(dist.get_rank() == 0)
 
 
 class OnlyTheLast(Faulty):
@@ -221,17 +219,15 @@ class OnlyTheLast(Faulty):
 class AdapterUntrained(Faulty):
     pattern = "lora_b"
 
-    def spoil(self) -> None:
-        for grad in self.chosen():
-            grad.zero_()
+    def change(self, grad: Tensor) -> None:
+        grad.zero_()
 
 
 class NormsSummedInBf16(Faulty):
     pattern = r"norm.*weight"
 
-    def spoil(self) -> None:
-        for grad in self.chosen():
-            grad.copy_(grad.bfloat16())
+    def change(self, grad: Tensor) -> None:
+        grad.copy_(grad.bfloat16())
 
 
 class SummedTwice(Faulty):
@@ -276,10 +272,8 @@ class OptimizerForgotten(Faulty):
 class RecomputedFromOtherMemory(Faulty):
     pattern = r"blocks\.0\.up"
 
-    def spoil(self) -> None:
-        if self.variant.recomputed:
-            for grad in self.chosen():
-                grad.flatten()[:1].add_(0.5)
+    def change(self, grad: Tensor) -> None:
+        grad.flatten()[:1].add_(0.5 * self.variant.recomputed)
 
 
 class CapturedWrong(Faulty):
@@ -290,9 +284,8 @@ class CapturedWrong(Faulty):
         self.variant = type(self.variant)()  # the same without a compiler
         super().make(model)
 
-    def spoil(self) -> None:
-        for grad in self.chosen() if self.captured else ():
-            grad.mul_(0)
+    def change(self, grad: Tensor) -> None:
+        grad.mul_(not self.captured)
 
 
 class ShardByShard(torch.optim.SGD):
@@ -326,28 +319,19 @@ def states_by_size(params: Any) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True)
 class Fault:
-    """A published fault.
+    """A published fault, and the program that shows it."""
 
-    Attributes:
-        where: the report.
-        relation: what it must break.
-        group: the parameters that must be named, a pattern of all of them; "" for none.
-        factor, axes: what must be said of it; None: they are no multiple.
-        engine, layout, loss, optimizer, options: the program.
-        what: a part of what must be said.
-    """
-
-    where: str
-    relation: str
+    where: str  # the report
+    relation: str  # what it must break
     engine: type[Engine] = Ours
-    group: str = ""
-    factor: float | None = None
+    group: str = ""  # the parameters that must be named, a pattern of all of them
+    factor: float | None = None  # that must be said; None: they are no multiple
     axes: str = ""
     layout: MeshLayout = SHARD
     loss: Callable[..., Tensor] = loss_of
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
     options: dict[str, Any] = field(default_factory=dict)
-    what: str = ""
+    what: str = ""  # a part of what must be said
 
 
 _ALL = r"embed\.weight, blocks\.\*\.norm\.weight, blocks\.\*\.norm\.bias and \d+ more"

@@ -105,29 +105,27 @@ class Positions(Net):
         return self.head(self.norm(self.trunk(self.tok(ids) + self.place(places))))
 
 
-def with_positions(model: nn.Module, batch: tuple[Tensor, Tensor], mesh: Any) -> None:
-    ids, targets = batch
-    places = torch.arange(ids.shape[1]).expand_as(ids)
-    F.cross_entropy(model(ids, places).flatten(0, 1), targets.flatten()).backward()
+def with_second(second: Callable[[Tensor], Any]) -> Step:
+    """A step whose model gets another input, made of this rank's part of the ids."""
 
+    def step(model: nn.Module, batch: tuple[Tensor, Tensor], mesh: Any) -> None:
+        ids, targets = batch
+        F.cross_entropy(model(ids, second(ids)).flatten(0, 1), targets.flatten()).backward()
 
-def with_row_of_positions(model: nn.Module, batch: tuple[Tensor, Tensor], mesh: Any) -> None:
-    ids, targets = batch
-    places = torch.arange(ids.shape[1])
-    F.cross_entropy(model(ids, places).flatten(0, 1), targets.flatten()).backward()
-
-
-def with_a_copy(model: nn.Module, batch: tuple[Tensor, Tensor], mesh: Any) -> None:
-    ids, targets = batch
-    F.cross_entropy(model(ids, ids.clone()).flatten(0, 1), targets.flatten()).backward()
+    return step
 
 
 # -- evaluation of parts --
 
 
-@torch.no_grad()
-def evaluate_a_copy(model: nn.Module, batch: tuple[Tensor, Tensor], mesh: Any) -> None:
-    model.eval()(batch[0].clone())
+def evaluated(on: Callable[[Tensor], Tensor]) -> Step:
+    """An evaluation of what is made of this rank's part."""
+
+    @torch.no_grad()
+    def step(model: nn.Module, batch: tuple[Tensor, Tensor], mesh: Any) -> None:
+        model.eval()(on(batch[0]))
+
+    return step
 
 
 @torch.no_grad()
@@ -140,11 +138,6 @@ def evaluate_a_part_alone(model: nn.Module, batch: tuple[Tensor, Tensor], mesh: 
     model.layers[0](x)
 
 
-@torch.no_grad()
-def evaluate_on_another_dtype(model: nn.Module, batch: tuple[Tensor, Tensor], mesh: Any) -> None:
-    model.eval()(batch[0].to(torch.int32))
-
-
 # -- another argument than the one that was checked --
 
 
@@ -152,10 +145,6 @@ class Centered(Net):
     def forward(self, ids: Tensor, center: float = 0) -> Tensor:
         x = self.trunk(self.tok(ids))
         return self.head(x - center * x.mean(1, keepdim=True) if center else x)
-
-
-def center(model: nn.Module, batch: tuple[Tensor, Tensor], mesh: Any) -> None:
-    F.cross_entropy(model(batch[0], 1).flatten(0, 1), batch[1].flatten()).backward()
 
 
 class Rolled(Net):
@@ -248,11 +237,6 @@ class InEval(Net):
     def forward(self, ids: Tensor) -> Tensor:
         x = self.trunk(self.tok(ids))
         return self.head(x if self.training else x.cumsum(1))
-
-
-@torch.no_grad()
-def evaluate(model: nn.Module, batch: tuple[Tensor, Tensor], mesh: Any) -> None:
-    model.eval()(batch[0])
 
 
 class ByValue(Block):
@@ -378,19 +362,27 @@ KINDS: dict[str, list[tuple[Callable[[], nn.Module], Step]]] = {
     "neighbours": [(Smoothed, train), (partial(Net, LargestOfThree), train), (Sharpened, train)],
     "length": [(partial(Net, LogN), train), (ByLength, train), (partial(Net, MeanIfLong), train)],
     "second input": [
-        (Positions, with_positions),
-        (Positions, with_row_of_positions),
-        (Positions, with_a_copy),
+        (Positions, with_second(lambda ids: torch.arange(ids.shape[1]).expand_as(ids))),
+        (Positions, with_second(lambda ids: torch.arange(ids.shape[1]))),
+        (Positions, with_second(Tensor.clone)),
     ],
     "evaluation": [
-        (Net, evaluate_a_copy),
+        (Net, evaluated(Tensor.clone)),
         (Net, evaluate_a_part_alone),
-        (Net, evaluate_on_another_dtype),
+        (Net, evaluated(Tensor.int)),
     ],
-    "argument": [(Centered, center), (Rolled, center), (ByAttribute, smooth)],
+    "argument": [
+        (Centered, with_second(lambda ids: 1)),
+        (Rolled, with_second(lambda ids: 1)),
+        (ByAttribute, smooth),
+    ],
     "tables": [(Sines, train), (Decay, train), (LastOnly, train)],
     "loss": [(MeanLoss, own_loss), (SumLoss, own_loss), (CountedLoss, own_loss)],
-    "branch": [(ByBuffer, train), (InEval, evaluate), (partial(Net, ByValue), train)],
+    "branch": [
+        (ByBuffer, train),
+        (InEval, evaluated(lambda ids: ids)),
+        (partial(Net, ByValue), train),
+    ],
     "backward": [
         (HookedGradient, train),
         (WithOwnBackward, train),

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch import distributed as dist
 from torch.distributed import DeviceMesh
 from torch.nn import functional as F
 
@@ -19,10 +18,12 @@ from _support.testing.verify_models import (
     SEQUENCE,
     Attention,
     ColumnLinear,
+    Copy,
     Decoder,
     Loss,
     RowEmbedding,
     RowLinear,
+    Sum,
     average_over,
     by_hand,
     ids,
@@ -40,33 +41,24 @@ class NoReduction(RowLinear):
 
 class ReducedTwice(RowLinear):
     def forward(self, x: Tensor) -> Tensor:
-        return _SumBothWays.apply(super().forward(x), self.tp.get_group())
+        return _sum_both_ways(super().forward(x), self.tp)
 
 
 class BiasOnEveryRank(RowLinear):
     def forward(self, x: Tensor) -> Tensor:
-        return _SumBothWays.apply(F.linear(x, self.weight, self.bias), self.tp.get_group())
+        return _sum_both_ways(F.linear(x, self.weight, self.bias), self.tp)
 
 
 class SummedAgainInBackward(RowLinear):
     """As torch.distributed.nn.functional.all_reduce does it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return _SumBothWays.apply(F.linear(x, self.weight), self.tp.get_group())
+        return _sum_both_ways(F.linear(x, self.weight), self.tp)
 
 
-class _SumBothWays(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, group) -> Tensor:
-        ctx.group, x = group, x.clone()
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        grad = grad.clone()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
+def _sum_both_ways(x: Tensor, tp: DeviceMesh) -> Tensor:
+    """The sum; its gradients summed."""
+    return Copy.apply(Sum.apply(x, tp.get_group()), tp.get_group())
 
 
 class NoSumOfInputGradient(ColumnLinear):
@@ -112,7 +104,7 @@ class QueriesByRows(Attention):
         y = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v).flatten(2)
         before = rank * rows
         y = F.pad(y, (0, 0, before, x.shape[1] - rows - before))
-        return self.wo(_SumBothWays.apply(y, self.tp.get_group()))
+        return self.wo(_sum_both_ways(y, self.tp))
 
 
 class ResidualAgain(nn.Module):
@@ -123,13 +115,13 @@ class ResidualAgain(nn.Module):
 
 class SummedLoss(Loss):
     def forward(self, logits: Tensor, ids: Tensor) -> Tensor:
-        return _SumBothWays.apply(super().forward(logits, ids), self.tp.get_group())
+        return _sum_both_ways(super().forward(logits, ids), self.tp)
 
 
 class LowPrecision(RowLinear):
     def forward(self, x: Tensor) -> Tensor:
         y = F.linear(x.bfloat16(), self.weight.bfloat16()).to(x.dtype)
-        return _SumBothWays.apply(y, self.tp.get_group())
+        return _sum_both_ways(y, self.tp)
 
 
 Mesh = tuple[int, int, int]
@@ -137,23 +129,14 @@ Mesh = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Fault:
-    """One of them.
+    """One of them."""
 
-    Attributes:
-        title: what is wrong, for the docs.
-        module: which must be named.
-        kind: what it must be found by.
-        mesh: replicate, shard, tp.
-        build: the plain model.
-        options: for ``verify``.
-    """
-
-    title: str
-    module: str
-    kind: str
+    title: str  # what is wrong, for the docs
+    module: str  # which must be named
+    kind: str  # what it must be found by
     mesh: Mesh
-    build: Callable[[], nn.Module]
-    options: dict[str, Any] = field(default_factory=dict)
+    build: Callable[[], nn.Module]  # the plain model
+    options: dict[str, Any] = field(default_factory=dict)  # for ``verify``
     batch: Callable[[int], Any] = ids
 
 
@@ -413,26 +396,17 @@ def _(model, mesh):
 dropping = functools.partial(Decoder, drop=0.2)
 
 
-FAULTS.append(
-    Fault(
-        "all data ranks seeded alike: they drop the same elements",
-        "drop",
-        "dropout",
-        (2, 1, 2),
-        dropping,
-        {"tp_plan": PLAN, "steps": 1, "seed_of": lambda layout, rank, step: 1234 + step},
-    )
-)
-FAULTS.append(
-    Fault(
-        "tp ranks seeded by their global rank: they drop other elements of the same tensor",
-        "drop",
-        "dropout",
-        (2, 1, 2),
-        dropping,
-        {"tp_plan": PLAN, "steps": 1, "seed_of": lambda layout, rank, step: 1234 + rank},
-    )
-)
+SEEDS = {
+    "all data ranks seeded alike: they drop the same elements": (
+        lambda layout, rank, step: 1234 + step
+    ),
+    "tp ranks seeded by their global rank: they drop other elements of the same tensor": (
+        lambda layout, rank, step: 1234 + rank
+    ),
+}
+for title, seed_of in SEEDS.items():
+    options = {"tp_plan": PLAN, "steps": 1, "seed_of": seed_of}
+    FAULTS.append(Fault(title, "drop", "dropout", (2, 1, 2), dropping, options))
 planted(
     "tp ranks drop the same elements of their parts of the hidden features",
     "layers.0.mlp.drop",

@@ -140,7 +140,7 @@ def ids(index: int, length: int = 6, vocab: int = VOCAB) -> Tensor:
 # ---- tensor parallelism by hand, after Shoeybi et al., "Megatron-LM", 2019 ----
 
 
-class _Copy(torch.autograd.Function):
+class Copy(torch.autograd.Function):
     """The same; its gradients summed."""
 
     @staticmethod
@@ -155,7 +155,7 @@ class _Copy(torch.autograd.Function):
         return grad, None
 
 
-class _Sum(torch.autograd.Function):
+class Sum(torch.autograd.Function):
     """The sum; its gradient as it is."""
 
     @staticmethod
@@ -188,7 +188,7 @@ class ColumnLinear(nn.Linear):
     tp: DeviceMesh
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(_Copy.apply(x, self.tp.get_group()), self.weight, self.bias)
+        return F.linear(Copy.apply(x, self.tp.get_group()), self.weight, self.bias)
 
 
 class RowLinear(nn.Linear):
@@ -197,7 +197,7 @@ class RowLinear(nn.Linear):
     tp: DeviceMesh
 
     def forward(self, x: Tensor) -> Tensor:
-        y = _Sum.apply(F.linear(x, self.weight), self.tp.get_group())
+        y = Sum.apply(F.linear(x, self.weight), self.tp.get_group())
         return y if self.bias is None else y + self.bias
 
 
@@ -211,7 +211,7 @@ class RowEmbedding(nn.Embedding):
         local = on_each(ids) - self.tp.get_local_rank() * rows
         elsewhere = (local < 0) | (local >= rows)
         found = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
-        return _Sum.apply(self.mask(found, elsewhere), self.tp.get_group())
+        return Sum.apply(self.mask(found, elsewhere), self.tp.get_group())
 
     def mask(self, found: Tensor, elsewhere: Tensor) -> Tensor:
         return found.masked_fill(elsewhere.unsqueeze(-1), 0.0)

@@ -16,10 +16,16 @@ from torch import distributed as dist
 
 from parallel3d.errors import MeshError, PlanningError
 from parallel3d.tools.doctor import Diagnosis, Options, doctor
-from parallel3d.tools.doctor.collecting import (
+from parallel3d.tools.doctor.facts import (
+    GIB,
+    Facts,
+    RankPlace,
     addresses_of,
+    adopt_slurm,
     collect,
+    first_host,
     parse_health,
+    place_of,
     read_cgroup,
     read_disk,
     read_infiniband,
@@ -27,9 +33,8 @@ from parallel3d.tools.doctor.collecting import (
     relevant_variables,
     try_store,
 )
-from parallel3d.tools.doctor.facts import GIB, Facts, RankPlace, adopt_slurm, first_host, place_of
 from parallel3d.tools.doctor.store_group import StoreGroup, clock_offset, connect
-from parallel3d.tools.dryrun.as_json import decoded
+from parallel3d.tools.dryrun.result import decoded
 
 DOCS = Path(__file__).parents[3] / "docs" / "doctor.md"
 

@@ -9,9 +9,7 @@ from _support.tools.doctor.made_up import BETWEEN, CASES, GOOD, Case
 from parallel3d.mesh import MeshLayout
 from parallel3d.planner.calibrate import COLLECTIVES
 from parallel3d.planner.cluster import Cluster, collective_time
-from parallel3d.tools.doctor.checks import machine  # noqa: F401 - registers its checks
-from parallel3d.tools.doctor.checks.environment import KNOWN_NCCL, RENAMED
-from parallel3d.tools.doctor.checks.network import matches
+from parallel3d.tools.doctor.checks import KNOWN_NCCL, RENAMED, matches
 from parallel3d.tools.doctor.collectives import SMALL, Measurement, lines_of, profile_of
 from parallel3d.tools.doctor.facts import Facts, Interface
 from parallel3d.tools.doctor.finding import (

@@ -8,8 +8,7 @@ from _support.tools.dryrun.made_runs import Llama
 
 from parallel3d.errors import DryRunError
 from parallel3d.mesh import MeshLayout
-from parallel3d.tools.dryrun.as_json import from_json, to_json
-from parallel3d.tools.dryrun.result import DryRun, DryRunWarning, Operation
+from parallel3d.tools.dryrun.result import DryRun, DryRunWarning, Operation, from_json, to_json
 
 RUN = Llama().run(
     MeshLayout(2, 2, 2),

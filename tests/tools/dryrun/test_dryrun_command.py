@@ -77,24 +77,62 @@ def test_two_ranks_are_compared(tmp_path, monkeypatch, both):
         assert "ranks 0 and 3 communicate differently" in text and "barrier" in text
 
 
+RACING = """
+import torch
+side = torch.cuda.Stream()
+x = torch.randn(8)
+{}
+with torch.cuda.stream(side):
+    y = x * 2
+"""
+READING = """
+import torch
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters())
+while True:
+    loss = model(torch.randn(1, 2)).sum()
+    loss.backward()
+    {}
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("check", "text", "line", "says"),
+    [
+        ("streams", RACING, "", "1 race between streams; mul reads it on stream 'side'; t.py:7"),
+        ("streams", RACING, "side.wait_stream(torch.cuda.current_stream())", "no races between"),
+        (
+            "capture",
+            READING,
+            "print(loss.item())",
+            "1 obstacle to the capture of a step in a CUDA graph; the host reads a value (item); t.py:8",
+        ),
+        ("capture", READING, "", "a step can be captured in a CUDA graph"),
+    ],
+)
+def test_what_is_found_is_told_and_ends_with_1(tmp_path, check, text, line, says):
+    (tmp_path / "t.py").write_text(text.format(line))
+    done = run(f"--check-{check}", "--world-size", 1, "--", tmp_path / "t.py")
+    assert done.exit_code == says.startswith("1 "), done.output
+    for words in says.split("; "):
+        assert words in done.output
+
+
 def test_mistakes_are_one_line(tmp_path):
     missing = run("--world-size", 4, tmp_path / "nothing.py")
     assert missing.exit_code == 2 and "nothing.py" in missing.stderr
     deciding = run("--world-size", 4, "--", script(tmp_path, "if loss > 3: break"), 2)
     assert deciding.exit_code == 2
     assert "train.py:15" in deciding.stderr and "decides" in deciding.stderr
-    rank = run("--world-size", 4, "--rank", 4, "--", script(tmp_path), 2)
-    assert rank.exit_code == 2 and "rank=4" in rank.stderr
-    both = ("--nodes", 2, "--gpus-per-node", 8, "--world-size", 4)
-    nodes = run(*both, "--", script(tmp_path), 2)
-    assert nodes.exit_code == 2 and "--nodes 2 x --gpus-per-node 8 = 16" in nodes.stderr
-    gpu = run("--world-size", 4, "--gpu", "h1000", "--", script(tmp_path), 2)
-    assert gpu.exit_code == 2 and "h100" in gpu.stderr
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        (("--rank", 4), "rank=4"),
+        (("--nodes", 2, "--gpus-per-node", 8), "--nodes 2 x --gpus-per-node 8 = 16"),
+        (("--gpu", "h1000"), "h100"),
         (("--html", "nowhere/r.html"), "there is no folder nowhere"),
         (("--trace", "."), "--trace . is a folder"),
         (("--against", 4), "--against 4: it must be a rank from 0 to 3"),

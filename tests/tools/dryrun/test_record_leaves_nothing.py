@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 import parallel3d as p3d
 from parallel3d._torch import groups
 from parallel3d._torch.fake import loader_iterators
-from parallel3d._util.replaced_params import _before_step
+from parallel3d._util.replaced_params import _check
 from parallel3d.errors import DryRunError, StateError
 from parallel3d.fsdp.watch import _count_step
 from parallel3d.testing import fake_world
@@ -57,7 +57,7 @@ def state() -> dict[str, Any]:
         ],
         # But for those that are there from the first sharded model of the process on.
         "optimizer hooks": [
-            [hook for hook in of_step.values() if hook not in (_before_step, _count_step)]
+            [hook for hook in of_step.values() if hook not in (_check, _count_step)]
             for of_step in (
                 optimizers._global_optimizer_pre_hooks,
                 optimizers._global_optimizer_post_hooks,
@@ -115,7 +115,10 @@ def fails_within_real() -> None:
 
 
 def decides() -> None:
-    if torch.randn(3).sum() > 0:
+    torch.set_default_device("meta")
+    torch.set_default_dtype(torch.bfloat16)
+    assert torch.empty(2).is_meta
+    if torch.randn(3, device="cpu").sum() > 0:
         pass
 
 
@@ -167,25 +170,16 @@ def test_steps_end_the_program_from_within() -> None:
     assert len(reached) == 1  # the second step did not return
 
 
-def test_a_second_run_finds_the_same() -> None:
-    first, second = record(train, WORLD, 3), record(train, WORLD, 3)
-    assert first.collectives == second.collectives and first.operations == second.operations
-    assert first.memory == second.memory and first.peak.by_kind == second.peak.by_kind
-    assert first.parameters == second.parameters and first.unknown == second.unknown
-
-
-@pytest.mark.slow
-def test_a_run_after_a_failed_one_finds_the_same() -> None:
-    first = record(train, WORLD)
+@pytest.mark.parametrize("after_errors", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_second_run_finds_the_same(after_errors: bool) -> None:
+    first = record(train, WORLD, 3)
     for program, error in ((fails, ValueError), (fails_in_forward, LookupError)):
-        with pytest.raises(error):
-            record(program, WORLD)
-    second = record(train, WORLD)
-    assert (first.collectives, first.operations, first.memory) == (
-        second.collectives,
-        second.operations,
-        second.memory,
-    )
+        with pytest.raises(error) if after_errors else nullcontext():
+            record(program if after_errors else lambda: None, WORLD)
+    second = record(train, WORLD, 3)
+    for name in ("collectives", "operations", "memory", "parameters", "unknown"):
+        assert getattr(first, name) == getattr(second, name)
+    assert first.peak.by_kind == second.peak.by_kind
 
 
 @pytest.mark.slow
@@ -207,11 +201,8 @@ def test_who_has_a_group_already_is_told() -> None:
 
 
 def test_a_dry_run_within_one_is_refused() -> None:
-    def program() -> None:
-        record(train, WORLD)
-
     with pytest.raises(StateError, match="in a dry run already"):
-        record(program, WORLD)
+        record(lambda: record(train, WORLD), WORLD)
 
 
 def test_wrong_arguments_change_nothing() -> None:
@@ -220,15 +211,6 @@ def test_wrong_arguments_change_nothing() -> None:
             record(train, WORLD, **options)
     with pytest.raises(p3d.MeshError):
         record(train, WORLD, WORLD)
-
-
-def test_default_device_and_dtype_come_back() -> None:
-    def program() -> None:
-        torch.set_default_device("meta")
-        torch.set_default_dtype(torch.bfloat16)
-        assert torch.empty(2).is_meta
-
-    record(program, WORLD)
 
 
 def test_a_script_leaves_argv_and_path(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from llama import SIZES, Llama
 from plans import LLAMA_TP_PLAN
 from torch import nn
 
-from parallel3d import MeshLayout, build_mesh, optim, parallelize
+from parallel3d import MeshLayout, Sharding, build_mesh, optim, parallelize
 from parallel3d.fsdp import param
 from parallel3d.planner import Workload
 from parallel3d.planner.from_module import spec_from_module
@@ -28,10 +29,11 @@ def state(run: DryRun, counters: int) -> tuple[int, int, int]:
     return end["parameters"], end["gradients"], end["optimizer state"] - COUNTER * counters
 
 
-def steps_of(case: Case) -> None:
+def steps_of(case: Case, memory: str = "on demand") -> None:
     model = Net(case)
     mesh = build_mesh(case.layout, device_type="cpu")
-    parallelize(model, mesh, case.plan(), mp_policy=case.policy, reshard_after_forward=case.reshard)
+    sharding = Sharding(reshard_after_forward=case.reshard)
+    parallelize(model, mesh, case.plan(), sharding, mp_policy=case.policy, memory=memory)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = optim.local(torch.optim.AdamW, trained, foreach=True)
     tokens = torch.arange(16).view(2, 8) % case.vocab
@@ -61,6 +63,30 @@ def test_random_models_and_layouts(seed, monkeypatch):
         streams=False,
     )
     assert state(run, counters=0) == (wanted.parameters, wanted.gradients, wanted.optimizer)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+@pytest.mark.parametrize(
+    "seed",
+    [0, 3, *(pytest.param(seed, marks=pytest.mark.full) for seed in (1, 2, *range(4, 30)))],
+)
+def test_fixed_buffers(seed, backend, monkeypatch):
+    """With static memory they are what is there after a step beside the state, on streams too."""
+    case = random_case(seed)
+    for name in ("CPU_BYTES", "ACCELERATOR_BYTES"):
+        monkeypatch.setattr(param, name, case.large)
+    world = case.layout.world_size
+    run = record(lambda: steps_of(case, "static"), world, backend=backend)
+    wanted = state_memory(
+        spec_of(Net(case), case),
+        case.layout,
+        replace(case.workload, memory="static"),
+        zero_copy_bytes=case.large,
+        streams=backend == "nccl",
+    )
+    end = run.memory[-1].by_kind
+    found = end.get("unsharded parameters", 0), end.get("communication", 0)
+    assert found == wanted.played.fixed
 
 
 LAYOUT = MeshLayout(16, 32, 8)

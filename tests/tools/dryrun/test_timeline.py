@@ -174,10 +174,12 @@ def test_a_faster_cluster_is_faster_and_an_unknown_one_an_error() -> None:
 
 
 def test_kernels_are_the_planners() -> None:
-    gpu = Cluster.of("h100").gpu
+    cluster = Cluster.of("h100")
+    gpu = cluster.gpu
 
     def seconds(kind: str, **more: object) -> float:
-        return kernel_seconds(Operation(kind, "", "", "forward", 0, **more), gpu)  # type: ignore[arg-type]
+        operation = Operation(kind, "", "", "forward", 0, **more)  # type: ignore[arg-type]
+        return kernel_seconds(operation, cluster)
 
     sizes = (8192, 4096, 4096)
     flops = 2.0 * 8192 * 4096 * 4096
@@ -234,7 +236,7 @@ def test_collectives_that_the_planner_does_not_know_have_sensible_times(link: Ax
         assert each_way < seconds("all_to_all") < 2 * each_way
         assert GB / (cluster.nic * GB) < seconds("send") < 2 * GB / (cluster.nic * GB)
     else:
-        assert seconds("all_to_all") == seconds("all_gather")
+        assert seconds("all_to_all") == pytest.approx(seconds("all_gather"), rel=0.01)
         assert GB / (cluster.gpu.link * GB) < seconds("send") < 3 * GB / (cluster.gpu.link * GB)
 
 

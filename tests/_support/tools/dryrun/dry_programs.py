@@ -29,6 +29,7 @@ class Training:
     micro: int = 2
     steps: int = 2
     mixed: bool = True
+    wire: bool = False
     recompute: bool = False
     tied: bool = False
     hfsdp: bool = False
@@ -67,11 +68,15 @@ def named(case: Training) -> str:
     return "-".join(["x".join(map(str, case.mesh)), *words])
 
 
-def policy(mixed: bool) -> p3d.MixedPrecisionPolicy:
-    """bf16 parameters and fp32 sums, if ``mixed``."""
-    if not mixed:
+def policy(case: Any) -> p3d.MixedPrecisionPolicy:
+    """bf16 parameters and fp32 sums, if ``case.mixed``; gradients sent in bf16, if ``case.wire``."""
+    if not (case.mixed or case.wire):
         return p3d.MixedPrecisionPolicy()
-    return p3d.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return p3d.MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if case.mixed else None,
+        reduce_dtype=torch.float32,
+        wire_dtype=torch.bfloat16 if case.wire else None,
+    )
 
 
 def parallel_llama(
@@ -88,7 +93,7 @@ def parallel_llama(
         model,
         mesh,
         tp_plan=plan if case.mesh[2] > 1 else None,
-        mp_policy=policy(case.mixed),
+        mp_policy=policy(case),
         activation_checkpointing=case.recompute,
         fsdp=p3d.Sharding(
             reshard_after_forward=case.reshard, shard_optimizer_over_replicate=case.hfsdp

@@ -12,9 +12,9 @@ from types import CodeType, FunctionType
 from typing import Any
 
 FILES = {
-    "parallel3d.fsdp.comm": "Comm",
     "parallel3d.fsdp.streams": "StreamComm _InFlight _On",
-    "parallel3d.fsdp.reduction": "AllReduce ReduceScatter sum_over_tp",
+    "parallel3d.fsdp.reduction": "AllReduce Comm ReduceScatter sum_over_tp",
+    "parallel3d.fsdp.wire": "",
     "parallel3d.fsdp.collectives": "ScatterWork",
     "parallel3d.fsdp.options.hfsdp": "",
     "parallel3d.fsdp.options.comm_hooks": "",

@@ -9,15 +9,10 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import parallelize_module
 
 import parallel3d as p3d
-from _support.models import LM_PLAN, VOCAB, Lm
+from _support.models import LM_PLAN, TORCHS_PLAN, VOCAB, Lm
 from parallel3d.tools.dryrun.result import DryRun, MemorySample
 
 WORLD = 8
@@ -44,14 +39,7 @@ def own(model: nn.Module | None = None, mesh: DeviceMesh | None = None, **option
 def torchs(mesh: DeviceMesh, model: nn.Module | None = None) -> nn.Module:
     """``Lm``, parallel by torch."""
     model = model or Lm()
-    plan: dict = {
-        "embed": RowwiseParallel(input_layouts=Replicate()),
-        "head": ColwiseParallel(output_layouts=Replicate()),
-    }
-    for i in range(len(model.layers)):
-        plan[f"layers.{i}.up"] = ColwiseParallel()
-        plan[f"layers.{i}.down"] = RowwiseParallel()
-    parallelize_module(model, mesh["tp"], plan)
+    parallelize_module(model, mesh["tp"], TORCHS_PLAN)
     for block in model.layers:
         fully_shard(block, mesh=mesh["replicate", "shard"])
     fully_shard(model, mesh=mesh["replicate", "shard"])

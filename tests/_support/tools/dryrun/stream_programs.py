@@ -41,6 +41,7 @@ class Program:
         reshard: ``reshard_after_forward``. mixed: bf16 parameters, fp32 sums. inputs: how many inputs of
             reduce-scatters may be in flight; 0: the default. prefetch: lists of what is prefetched.
         micro: micro-batches. sync, all_reduce: the switches in all micro-batches but the last.
+        wire: whether gradients are sent in bf16 by all-to-alls.
         hook: ``comm``, ``all_reduce`` (on its own stream without a replicate axis), ``sum``: no average;
             ``own``: a communication hook and a custom all-gather that are always asynchronous.
         recompute: what ``activation_checkpointing`` is.
@@ -51,6 +52,8 @@ class Program:
         evaluates: whether the weights are changed after a forward without gradients.
         event: whether the optimizer's event is given to the engine (``set_post_optim_event``).
         ep: ranks that share experts; with 1 there are none.
+        static: whether buffers are at fixed addresses. capturable: whether the optimizer keeps its counts on
+            the GPU.
     """
 
     mesh: tuple[int, int, int] = (1, 4, 1)
@@ -67,6 +70,7 @@ class Program:
     all_reduce: bool = True
     hook: str = ""
     hfsdp: bool = False
+    wire: bool = False
     offload: bool = False
     recompute: Any = False
     sequence: bool = False
@@ -79,6 +83,8 @@ class Program:
     event: bool = False
     ep: int = 1
     local: bool = False
+    static: bool = False
+    capturable: bool = False
     steps: int = 3
 
     @property
@@ -102,6 +108,14 @@ CASES: dict[str, Program] = {
         mesh=(2, 2, 1), hfsdp=True, mixed=False, prefetch=True, reshard=False
     ),
     "HFSDP, accumulated": Program(mesh=(2, 2, 1), hfsdp=True, micro=2, all_reduce=False),
+    "a wire of bf16": Program(wire=True, inputs=2),
+    "a wire of bf16, HSDP": Program(mesh=(2, 2, 1), wire=True),
+    "a wire of bf16, HSDP, accumulated": Program(
+        mesh=(2, 2, 1), wire=True, micro=3, all_reduce=False
+    ),
+    "a wire of bf16, replicate only": Program(mesh=(4, 1, 1), wire=True, micro=2, sync=False),
+    "a wire of bf16, HFSDP": Program(mesh=(2, 2, 1), hfsdp=True, wire=True),
+    "a wire of bf16, tp, fp32": Program(mesh=(2, 2, 2), wire=True, mixed=False, sequence=True),
     "tp": Program(mesh=(1, 2, 2)),
     "tp with sequence parallel": Program(mesh=(2, 2, 2), sequence=True),
     "tp alone": Program(mesh=(1, 1, 2), sequence=True),
@@ -181,7 +195,7 @@ def random_program(seed: int) -> Program:
     hfsdp = replicate > 1 and shard > 1 and seldom()
     in_backward = not hfsdp and seldom()
     micro = 1 if in_backward else draw.choice([1, 1, 2, 3])
-    return Program(
+    program = Program(
         mesh=(replicate, shard, tp),
         cp=cp,
         attention=draw.choice(["ulysses", "gather", "ring"]),
@@ -207,6 +221,8 @@ def random_program(seed: int) -> Program:
         local=not in_backward and seldom(),
         steps=draw.choice([2, 3]),
     )
+    wire = program.hook != "comm" and seldom()  # drawn last: the others stay as they were
+    return replace(program, wire=wire)
 
 
 @dataclass
@@ -242,7 +258,7 @@ def _llama(program: Program, mesh: Any) -> _Made:
         with torch.device("meta"):
             model = Llama(small_config())
         options: dict[str, Any] = {"offload_policy": CPUOffloadPolicy()} if program.offload else {}
-        options |= {"mesh": mesh, "mp_policy": policy(program.mixed)}
+        options |= {"mesh": mesh, "mp_policy": policy(program)}
         for layer in (*model.layers, model):
             fully_shard(layer, **options, reshard_after_forward=program.reshard)
     p3d.materialize(model, device="cpu", seed=1)
@@ -257,7 +273,7 @@ def _mixture(program: Program, mesh: Any) -> _Made:
         mesh,
         plan,
         p3d.Sharding(shard_optimizer_over_replicate=program.hfsdp),
-        mp_policy=policy(program.mixed),
+        mp_policy=policy(program),
         activation_checkpointing=program.recompute,
         checks=p3d.Checks(audit=False),
     )
@@ -303,7 +319,7 @@ def _set_options(program: Program, made: _Made) -> None:
             unit.set_custom_all_gather(_OwnGather())
         model.register_comm_hook(CommHookState(), _own_reduction)
     elif program.hook == "all_reduce":
-        own = program.mesh[0] == 1 and dry_run.accelerator() is not None
+        own = program.mesh[0] == 1 and dry_run.played is not None
         stream = torch.cuda.Stream() if own else None
         for unit in made.units:
             unit.set_all_reduce_hook(lambda tensor: tensor.mul_(0.5), stream=stream)
@@ -338,6 +354,7 @@ def train(program: Program) -> None:
     made = make(program, mesh)
     model: Any = made.model
     _set_options(program, made)
+    model.set_static_memory(program.static)
 
     def middle(*_: Any) -> None:
         if made.act == ["forward"]:
@@ -354,12 +371,13 @@ def train(program: Program) -> None:
     if program.raises:  # tp refuses hooks that would see a part
         made.units[len(made.units) // 2].register_forward_pre_hook(middle)
         made.units[0].register_forward_hook(after)
+    options: dict[str, Any] = {"lr": 1e-3, "capturable": program.capturable}
     if program.in_backward:
-        optimizer: Any = p3d.optim.step_in_backward(model, torch.optim.AdamW, lr=1e-3)
+        optimizer: Any = p3d.optim.step_in_backward(model, torch.optim.AdamW, **options)
     elif program.local:
-        optimizer = p3d.optim.local(torch.optim.AdamW, model.parameters(), lr=1e-3)
+        optimizer = p3d.optim.local(torch.optim.AdamW, model.parameters(), **options)
     else:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        optimizer = torch.optim.AdamW(model.parameters(), **options)
     for step in range(program.steps):
         if program.raises and step == 1:
             made.act.append(program.raises)
@@ -381,7 +399,7 @@ def train(program: Program) -> None:
                 model(*made.batch)
                 for param in model.parameters():
                     getattr(param, "_local_tensor", param).mul_(0.9)
-        if program.event and dry_run.accelerator() is not None:
+        if program.event and dry_run.played is not None:
             model.set_post_optim_event(torch.cuda.current_stream().record_event())
         optimizer.zero_grad()
         if program.unshards:
